@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 from rich.table import Table
+from rich.text import Text
 
 from penstock import __version__
 from penstock.config import GIB, Config
@@ -113,7 +114,7 @@ def write_json(path: Path, bench: str, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"bench": bench, "measured": now, **fields}, indent=2) + "\n")
 
 
-def table(titles: Sequence[str], lines: Sequence[Sequence[str]], title: str | None = None, left: int = 0) -> Table:
+def table(titles: Sequence[str], lines: Sequence[Sequence[str | Text]], title: str | Text | None = None, left: int = 0) -> Table:
     """Figures to the right, the first `left` columns to the left."""
     drawn = Table(title=title, title_justify="left")
     for number, name in enumerate(titles):

@@ -41,7 +41,7 @@ SCORE_BYTES = 64  # of JSON for one token and one score
 class RouteKind:
     """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are chats in other words."""
 
-    body: type[Any]
+    body: type[msgspec.Struct]
     prompts: Callable[[TextCodec, Any, Rules], list[Prompt]]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
     id_prefix: str
@@ -163,7 +163,7 @@ class Generate:
         """A checked body, the same translated, and its size. Its raw bytes are not kept while the request runs."""
         schema.check_query(Request(scope).query_params, **self._kind.queries)
         data = await read_body(scope, receive, self._service.config)
-        given = schema.decode(data, self._kind.body)
+        given: Any = schema.decode(data, self._kind.body)
         self._service.check_model(given.model)
         body = self._kind.translate(given, reasons(self._service.config, self._service.engine.tokenizer))
         with in_words_of(self._kind.names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -434,14 +435,10 @@ _KIND = re.compile(r"Invalid (enum )?value (?P<value>'.*')", re.DOTALL)
 _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
-_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
-
-
+@functools.cache
 def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
     """Made once: working out what a type allows takes milliseconds. Generating routes make theirs before the first request."""
-    if kind not in _DECODERS:
-        _DECODERS[kind] = msgspec.json.Decoder(kind)
-    return _DECODERS[kind]
+    return msgspec.json.Decoder(kind)
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
