@@ -60,12 +60,11 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
     engine = load_engine(config)
     loop = EngineLoop(engine)
 
-    def prepare(url: str) -> None:
-        _log_summary(engine, config, server, url)
-        start_loop(loop)
-
     try:
-        run.serve(engine, loop, server, listener, prepare)
+        http = run.HttpServer(engine, loop, server, listener)
+        _log_summary(engine, config, server, http.url)
+        start_loop(loop)  # what takes long before the first request
+        http.run()
     except ConfigError:
         engine.close(timeout_s=20.0)  # nobody else has started or ended anything
         raise

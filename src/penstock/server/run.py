@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import uvicorn
@@ -35,22 +35,9 @@ OUT_OF_FILES_S = 1.0
 COLLECT_AFTER = (10_000, 50, 50)  # by generation: what a token makes is freed by counting, so that looking for cycles is mostly in vain
 
 
-def serve(
-    engine: EngineClient,
-    loop: EngineLife,
-    config: ServerConfig,
-    listener: socket.socket | None = None,
-    prepare: Callable[[str], None] = lambda url: None,
-) -> None:
-    """Serve until SIGTERM or SIGINT, then let running requests end for `shutdown_s` at most. Starts and closes `loop`. `listener` is from
-    `bind`. `prepare` is called with the URL once the port is ours: what takes long before the first request."""
-    server = HttpServer(engine, loop, config, listener)
-    prepare(server.url)
-    server.run()
-
-
 class HttpServer(uvicorn.Server):
-    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are still there.
+    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are still there. `run` serves until
+    SIGTERM or SIGINT, then lets running requests end for `shutdown_s` at most; it starts and closes `loop`.
 
     It has its port from construction on, so that one that is taken is known before anything is started.
     """
