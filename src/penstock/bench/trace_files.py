@@ -353,7 +353,8 @@ class Asking:
             at += len(one.blocks)
             num_tail = self._prompt_tokens(conversation, one.num_tokens) - len(blocks)
             tail = _tokens(("tail", conversation.id, self.seed), np.array([number]), num_tail, vocab)[0]
-            think_s = self._think_s(one.think_s) if asks else 0.0
+            longest_s = float("inf") if self.max_think_s is None else self.max_think_s
+            think_s = min(one.think_s * self.think, longest_s) if asks else 0.0
             asks.append(Question(np.concatenate([blocks, tail]), self._output(one.num_output), think_s))
         return User(conversation.id, tuple(asks))
 
@@ -366,9 +367,6 @@ class Asking:
     def _prompt_tokens(self, conversation: RecordedConversation, num_tokens: int) -> int:
         blocks, tail = divmod(num_tokens, conversation.block_tokens)
         return max(1, blocks * self._block_tokens(conversation) + tail // self.scale)
-
-    def _think_s(self, recorded_s: float) -> float:
-        return min(recorded_s * self.think, float("inf") if self.max_think_s is None else self.max_think_s)
 
     def _output(self, num_tokens: int) -> int:
         return max(1, min(num_tokens, self.tokens) // self.scale)

@@ -86,7 +86,8 @@ def train_mtp(config: Config, task: TrainTask) -> int:
     with ProgressBar() as bar:
         target = load_target(config, bar)
         counts = token_counts(corpus.training, target.config.vocab)
-        head = Trainable(target, _training_vocab(counts, task.draft_vocab), task.training.seed)
+        vocab = None if task.draft_vocab == 0 else _draft_vocab(counts, max(task.draft_vocab, _MIN_TRAIN_VOCAB))
+        head = Trainable(target, vocab, task.training.seed)
         learned = batches(corpus.training, target, task.training, bar)
         _print(f"{sum(map(_length, corpus.training)):,} tokens of {len(corpus.training):,} texts to learn from; {_since(started_s)}")
         file = work / "state.pt"
@@ -122,10 +123,6 @@ def load_target(config: Config, progress: Progress) -> Decoder:
     if not isinstance(model, Decoder):
         raise ConfigError(f"a head for architecture {model.config.architecture} is not supported")
     return model
-
-
-def _training_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
-    return None if size == 0 else _draft_vocab(counts, max(size, _MIN_TRAIN_VOCAB))
 
 
 def _draft_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:

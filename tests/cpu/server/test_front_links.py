@@ -803,17 +803,17 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
 def test_seats_are_counted_over_all_fronts_and_those_of_one_that_is_gone_come_back() -> None:
     book = SeatBook.make(3)
     one, other, more = (Gate(5, "things", book, row) for row in range(3))
-    one.claim(2)
-    other.claim(2)
+    one.take(2)
+    others = other.take(2)
     with pytest.raises(Overloaded):
-        more.claim(2)
+        more.take(2)
     assert more.taken == 4
-    more.claim(1)
+    more.take(1)
     with pytest.raises(Overloaded):
-        one.claim(1)
+        one.take(1)
     another = Gate(5, "others", book, 0, GateNumber.SIDE)
-    another.claim(5)
-    other.give_back(1)
+    another.take(5)
+    others.give_back(1)
     assert one.taken == 4
     book.clear(0)
     assert one.taken == 2 and another.taken == 0

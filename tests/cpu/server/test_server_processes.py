@@ -461,9 +461,9 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
 def test_a_front_has_no_more_seats_than_the_engine_takes_requests(front: FrontServer) -> None:
     """One more would be refused by the engine, behind the start of its stream."""
     seats = front.service.generations
-    seats.claim(3)
+    seats.take(3)
     with pytest.raises(Overloaded):
-        seats.claim(1)
+        seats.take(1)
 
 
 async def turns() -> None:
