@@ -57,7 +57,6 @@ class Service:
         self.loop = loop
         self.config = config
         self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
-        self.prompt_rules = Rules(self.engine.max_model_len, self.config.allow_special_tokens_in_text)
         self.figures = RequestFigures()
         for name in self.names:
             if engine.adapters.find(name) is not None:
@@ -140,6 +139,10 @@ class Service:
         return self._stop is not None
 
     # ---- work
+
+    @property
+    def prompt_rules(self) -> Rules:
+        return Rules(self.engine.max_model_len, self.config.allow_special_tokens_in_text)
 
     @property
     def side_rules(self) -> Rules:
