@@ -15,9 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.bench.agents_users import Asking, Tokens
 from penstock.bench.trace import best_hits, next_uses
-from penstock.bench.trace_files import read_conversations, select
+from penstock.bench.trace_files import Asking, Tokens, read_conversations, select
 
 BLOCK = 16
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)

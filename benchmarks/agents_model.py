@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.agents_users import Asking, User, reusable
-from penstock.bench.trace_files import read_conversations, select
+from penstock.bench.trace_files import Asking, User, read_conversations, reusable, select
 from penstock.config import DEVICE_EVICTIONS, EVICTIONS
 from penstock.contract import FinishReason, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
 from penstock.engine.scheduling.budget import Budget

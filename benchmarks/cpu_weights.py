@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from penstock.bench.decode import steady_times
-from penstock.bench.machine import describe_machine
+from penstock.bench.report import describe_machine
 from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
 from penstock.engine.build import build

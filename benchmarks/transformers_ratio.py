@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from penstock.bench.machine import describe_machine
+from penstock.bench.report import describe_machine
 from penstock.bench.run import Driver, random_prompts
 from penstock.config import Config, KvConfig, ModelSource
 from penstock.engine.build import build

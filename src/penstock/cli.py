@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +36,6 @@ from penstock.commands.arguments import (
     without_secrets,
 )
 from penstock.commands.bench_arguments import add_bench
-from penstock.commands.logs import LogSettings
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ReasoningParser, ServerConfig, ToolCallParser
 from penstock.errors import ConfigError, PenstockError, UserError
 
@@ -97,51 +97,28 @@ def _add_serve(commands: Any) -> None:
     number(group, "--port", "port to listen on; 0 picks a free one", defaults.port)
     group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
     group.add_argument("--public-metrics", action="store_true", help="with a key: /metrics is answered without it")
-    group.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)",
-    )
-    group.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME", help="what clients call the model (unset: the name of its file)"
-    )
-    group.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="scripts of this web origin may call; * for any; repeatable"
-    )
+    text = "send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)"
+    group.add_argument("--otlp-endpoint", metavar="URL", help=text)
+    names = "what clients call the model (unset: the name of its file)"
+    group.add_argument("--served-model-name", dest="served_names", nargs="+", default=[], metavar="NAME", help=names)
+    origins = "scripts of this web origin may call; * for any; repeatable"
+    group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origins)
     group.add_argument("--lora-dir", metavar="DIR", help="clients may load adapters from inside DIR (unset: they may load none)")
     number(group, "--max-body-bytes", "larger requests are refused", defaults.max_body_bytes)
     number(group, "--max-concurrent", "generations at once; more are answered 429", defaults.max_concurrent)
     number(group, "--shutdown-s", "seconds that running requests get at the end", defaults.shutdown_s, float)
     number(group, "--read-timeout-s", "seconds for a request's header, and again for its body", defaults.read_timeout_s, float)
     number(group, "--write-timeout-s", "seconds in which a client has to take some of its reply", defaults.write_timeout_s, float)
-    group.add_argument(
-        "--allow-special-tokens-in-text", action="store_true", help="text of chat messages may spell special tokens, and open turns by that"
-    )
-    group.add_argument(
-        "--tool-call-parser",
-        choices=get_args(ToolCallParser),
-        default="auto",
-        metavar="NAME",
-        help="format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as its chat template says",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        choices=get_args(ReasoningParser),
-        default="auto",
-        metavar="NAME",
-        help="think: text in <think> is reasoning_content; none: it is content; auto: think where the chat template has it",
-    )
-    group.add_argument(
-        "--generation-config",
-        choices=("auto", "none"),
-        default="auto",
-        help="auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says",
-    )
-    number(
-        group,
-        "--api-processes",
-        "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)",
-    )
+    text = "text of chat messages may spell special tokens, and open turns by that"
+    group.add_argument("--allow-special-tokens-in-text", action="store_true", help=text)
+    text = "format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as its chat template says"
+    group.add_argument("--tool-call-parser", choices=get_args(ToolCallParser), default="auto", metavar="NAME", help=text)
+    text = "think: text in <think> is reasoning_content; none: it is content; auto: think where the chat template has it"
+    group.add_argument("--reasoning-parser", choices=get_args(ReasoningParser), default="auto", metavar="NAME", help=text)
+    text = "auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says"
+    group.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=text)
+    text = "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)"
+    number(group, "--api-processes", text)
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="how lines on stderr look")
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
     parser.set_defaults(run=_serve)
@@ -151,28 +128,15 @@ def _serve(args: argparse.Namespace) -> int:
     api_key = os.environ.get("PENSTOCK_API_KEY") if args.api_key is None else args.api_key
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
-    limits = (args.max_body_bytes, args.max_concurrent, args.shutdown_s, args.read_timeout_s, args.write_timeout_s)
-    more = {"tool_call_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser, "api_processes": args.api_processes}
     if args.otlp_endpoint is not None and not _has_opentelemetry():
         raise ConfigError("--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install 'penstock[otel]'")
-    names, origins = tuple(args.served_model_name), tuple(args.cors_origin)
-    server = ServerConfig(
-        args.host,
-        args.port,
-        api_key,
-        *limits,
-        args.allow_special_tokens_in_text,
-        names,
-        origins,
-        args.public_metrics,
-        args.otlp_endpoint,
-        **more,
-    )
+    args.api_key, args.served_names, args.cors_origins = api_key, tuple(args.served_names), tuple(args.cors_origins)
+    server = ServerConfig(**{field.name: getattr(args, field.name) for field in fields(ServerConfig)})
     if None not in (args.served_model, args.model):
         raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
     args.model = args.served_model or args.model
     config = config_of(args)
-    from penstock.commands.serve import serve
+    from penstock.commands.serve import LogSettings, serve
 
     return serve(config, server, LogSettings(args.log_level, args.log_format))
 
@@ -198,7 +162,7 @@ def _add_generate(commands: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     config, sampling = config_with_one_lora(args), sampling_of(args)
-    from penstock.commands.generate import Task, generate
+    from penstock.commands.chat import Task, generate
 
     return generate(config, Task(args.prompt, sampling, args.max_tokens is None, args.raw, args.json))
 
@@ -256,9 +220,8 @@ def _add_train_mtp(commands: Any) -> None:
     number(group, "--batch-tokens", "of one training step", 16384, positive)
     number(group, "--learning-rate", "at its highest", 1e-3, float)
     number(group, "--text-len", "tokens of one text at most", 512, positive)
-    group.add_argument(
-        "--work", metavar="DIR", help="keep text and training state there, and go on from them (unset: in --out until the end)"
-    )
+    text = "keep text and training state there, and go on from them (unset: in --out until the end)"
+    group.add_argument("--work", metavar="DIR", help=text)
     parser.set_defaults(run=_train_mtp)
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.agents_replay import EngineReplay, Record, ServerAddress, UrlReplay
-from penstock.bench.agents_users import Asking, User, reusable
 from penstock.bench.report import Column, Results, figure
 from penstock.bench.run import Driver
-from penstock.bench.trace_files import RecordedConversation
+from penstock.bench.trace_files import Asking, RecordedConversation, User, reusable
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
-from penstock.bench.agents_users import Question, User
+from penstock.bench.trace_files import Question, User
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, StepFailed

@@ -1,4 +1,5 @@
-"""A measurement for people and for later: a table, a JSON file, a picture. Owns their form; measures nothing.
+"""A measurement for people and for later: a table, a JSON file, a picture, and what machine it was made on. Owns their form; measures
+nothing.
 
 Needs no torch until it is asked for the machine, and matplotlib, which is optional, only for pictures.
 """
@@ -7,15 +8,21 @@ from __future__ import annotations
 
 import datetime
 import json
+import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import psutil
 from rich.table import Table
+from rich.text import Text
 
-from penstock.config import Config
+from penstock import __version__
+from penstock.config import GIB, Config
 from penstock.errors import ConfigError
 
 MOST_COLUMNS = 9
@@ -72,8 +79,6 @@ class BenchReport:
     def title(self) -> str:
         if self.server is not None:
             return f"penstock bench {self.bench.name}: {self.model} at {self.server}"
-        from penstock.bench.machine import describe_machine, device_of
-
         machine = describe_machine()
         where = machine["gpus"][0]["name"] if device_of(self.config) == "cuda" else f"{machine['cpu']}, threads: {machine['threads']}"
         return f"penstock bench {self.bench.name}: {self.model} on {where}"
@@ -100,8 +105,6 @@ class BenchReport:
 
 
 def measured_on(model: str, config: Config, server: str | None = None) -> dict[str, Any]:
-    from penstock.bench.machine import describe_machine, device_of
-
     where = {"device": device_of(config), "config": config.shown()} if server is None else {"server": server}
     return {"machine": describe_machine(), "model": model, **where}
 
@@ -111,7 +114,7 @@ def write_json(path: Path, bench: str, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"bench": bench, "measured": now, **fields}, indent=2) + "\n")
 
 
-def table(titles: Sequence[str], lines: Sequence[Sequence[str]], title: str | None = None, left: int = 0) -> Table:
+def table(titles: Sequence[str], lines: Sequence[Sequence[str | Text]], title: str | Text | None = None, left: int = 0) -> Table:
     """Figures to the right, the first `left` columns to the left."""
     drawn = Table(title=title, title_justify="left")
     for number, name in enumerate(titles):
@@ -154,3 +157,49 @@ def draw_bars(axes: Any, groups: Sequence[str], bars: Mapping[str, Sequence[floa
         axes.bar_label(drawn, fmt=form, fontsize=size)
     axes.set_xticks(range(len(groups)), groups)
     axes.legend(fontsize=8)
+
+
+# ----------------------------------------------------------------------------------------------------------- the machine
+
+
+def describe_machine() -> dict[str, Any]:
+    import torch
+
+    from penstock.lanes import cuda
+    from penstock.models.form_choice import cpu_name
+
+    gpus = cuda.describe_gpus()
+    name = gpus[0]["name"] if gpus else cpu_name()
+    return {
+        "slug": re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-"),
+        "cpu": cpu_name(),
+        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "gpus": gpus,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "triton": installed_version("triton"),
+        "penstock": __version__,
+    }
+
+
+def installed_version(package: str) -> str | None:
+    """None: it cannot be imported."""
+    if find_spec(package) is None:
+        return None
+    try:
+        return metadata.version(package.replace("_", "-"))
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def device_of(config: Config) -> str:
+    """What `--device` comes to here."""
+    from penstock.lanes import cuda
+
+    if config.source.device != "auto":
+        return config.source.device
+    return "cuda" if cuda.is_usable() else "cpu"

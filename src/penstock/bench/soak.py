@@ -67,13 +67,12 @@ class SoakBench:
     def measure(self, config: Config, progress: Progress, seen: Callable[[Engine], bool] = lambda engine: True) -> Verdict:
         """`seen`: the soak goes on, even when its time is over, until the engine shows what is looked for."""
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
-            adapters = self._write_adapters(Path(folder), config)
+            adapters: list[Path] = []
+            if self.adapters:
+                adapters = write_adapters(Path(folder), dimensions_of(config.source.model)[1], self.adapters, self.seed)
             verdict, tally, asks = self._soak(_hostile(config), adapters, progress, seen)
             verdict.violations += _wrong_outputs(config, asks, tally, adapters, progress)
         return verdict
-
-    def _write_adapters(self, folder: Path, config: Config) -> list[Path]:
-        return write_adapters(folder, dimensions_of(config.source.model)[1], self.adapters, self.seed) if self.adapters else []
 
     def _soak(
         self, config: Config, adapters: list[Path], progress: Progress, seen: Callable[[Engine], bool]

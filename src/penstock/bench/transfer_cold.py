@@ -126,10 +126,6 @@ class ColdRig:
             if checksum(view) != expected:
                 raise InvariantBroken(f"{what}: block {number} is not what was written")
 
-    def device_views(self, slots: Sequence[int]) -> list[memoryview]:
-        """What is in these slots of the device, fetched."""
-        return [memoryview(self.device.tensor[slot].cpu().flatten().view(torch.uint8).numpy().tobytes()) for slot in slots]
-
     # ----------------------------------------------------------------------------------------------------------------- waits
 
     def wait_until(self, over: Callable[[], bool]) -> None:
@@ -303,7 +299,8 @@ class Promoted(TransferWay):
         if self._table is not None:
             if check:
                 slots = self._table.slots(len(self._rig.keys) * self._rig.layout.block_tokens).tolist()
-                self._rig.check(self._rig.device_views(slots), self.direction)
+                fetched = (self._rig.device.tensor[slot].cpu().flatten().view(torch.uint8) for slot in slots)
+                self._rig.check([memoryview(block.numpy().tobytes()) for block in fetched], self.direction)
             self._rig.cache.release(self._table, None)
             self._table = None
         self._rig.wait_idle()

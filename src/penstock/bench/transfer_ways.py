@@ -148,7 +148,7 @@ class HostRig:
         self.layout = layout
         self.device = DeviceArena(layout, 2 * most_blocks, device)
         self.host = HostArena(layout, 2 * most_blocks, device)
-        self.lanes = {name: open_lane(name, device) for name in (PROMOTE, DEMOTE)}
+        self.lanes = {name: make_lane(name, device, priority=priority) for name, priority in ((PROMOTE, -1), (DEMOTE, 0))}
         self.copiers = {name: make_copier(*self.tensors(name), layout) for name in self.lanes}
         self.inbox = Inbox(sharp=device.type == "cuda")
         self._launchers = {name: make_launcher(lane) for name, lane in self.lanes.items()}
@@ -218,10 +218,6 @@ def pin_all(arena: HostArena, progress: Progress) -> None:
     thread.join()
     if not ready or ready[-1].stop < arena.num_slots:
         raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
-
-
-def open_lane(direction: str, device: torch.device) -> Lane:
-    return make_lane(direction, device, priority=-1 if direction == PROMOTE else 0)
 
 
 class _HostWay(TransferWay):

@@ -1,15 +1,24 @@
-"""One generation as the person at the terminal sees it: pieces of text, then figures. Owns one engine request at a time."""
+"""An engine for one command, and one generation as the person at the terminal sees it: pieces of text, then figures. Owns the engine's
+thread and one request at a time."""
 
 from __future__ import annotations
 
 import functools
+import io
 import queue
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from penstock.commands.hub import fetched
+from penstock.commands.progress import ProgressBar
+from penstock.config import Config
 from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.loop import EngineLoop
 from penstock.engine.text import TextStream, stop_strings
 from penstock.errors import StepFailed
 
@@ -17,6 +26,43 @@ LOOK_S = 1.0  # between two looks whether the engine can still say anything
 CANCEL_S = 30.0  # for the engine to end a request that nobody wants any more; a step takes seconds at most
 
 COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
+
+
+def load_engine(config: Config) -> Engine:
+    """A model on the hub is fetched first, unless its files are here."""
+    config = fetched(config)
+    with ProgressBar() as bar:
+        return build(config, bar)
+
+
+@contextmanager
+def running_engine(config: Config) -> Iterator[Engine]:
+    """What still runs when the block is left is cancelled."""
+    engine = load_engine(config)
+    loop = EngineLoop(engine)
+    start_loop(loop)
+    try:
+        yield engine
+    finally:
+        loop.close(deadline_s=0.0)
+
+
+def start_loop(loop: EngineLoop) -> None:
+    with ProgressBar() as bar:
+        loop.start(bar)
+
+
+def given_adapter(engine: Engine) -> Adapter | None:
+    """What answers come from where a command was given an adapter; None: the model as it is."""
+    loaded = engine.adapters.all()
+    return loaded[0].adapter if loaded else None
+
+
+def tolerate_encodings() -> None:
+    """Bytes that are no text, and characters that the terminal does not have, show as replacements instead of ending the program."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)

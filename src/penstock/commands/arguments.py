@@ -71,37 +71,28 @@ def engine_flags() -> argparse.ArgumentParser:
     _step_flags(parent.add_argument_group("scheduling"))
     _speculation_flags(parent.add_argument_group("speculative decoding"))
     safety = parent.add_argument_group("safety")
-    safety.add_argument(
-        "--sanitize",
-        nargs="?",
-        const="report",
-        default="off",
-        choices=("report", "strict"),
-        help="check the order of every KV access; strict stops the engine at the first finding",
-    )
+    text = "check the order of every KV access; strict stops the engine at the first finding"
+    safety.add_argument("--sanitize", nargs="?", const="report", default="off", choices=("report", "strict"), help=text)
     safety.add_argument("--sanitize-json", metavar="FILE", help="write the findings there")
-    safety.add_argument(
-        "--sanitize-bytes", action="store_true", help="also spoil slots before they are written, and compare blocks that leave and return"
-    )
+    text = "also spoil slots before they are written, and compare blocks that leave and return"
+    safety.add_argument("--sanitize-bytes", action="store_true", help=text)
     return parent
 
 
 def _speculation_flags(group: Any) -> None:
-    group.add_argument(
-        "--speculate",
-        metavar="PROPOSER",
-        help="verify several proposed tokens in one step: ngram looks for what followed the same tokens before, mtp[:PATH] has a head "
-        "that was trained for the model, draft:PATH a smaller model with the same tokens (unset: one token at a time)",
+    text = (
+        "verify several proposed tokens in one step: ngram looks for what followed the same tokens before, mtp[:PATH] has a head "
+        "that was trained for the model, draft:PATH a smaller model with the same tokens (unset: one token at a time)"
     )
+    group.add_argument("--speculate", metavar="PROPOSER", help=text)
     number(group, "--speculate-tokens", "proposed tokens of one request in one step at most (unset: 8 for ngram, 4 for mtp and draft)")
 
 
 def _model_flags(group: Any) -> None:
     source = ModelSource()
     model_flag(group)
-    group.add_argument(
-        "--load-format", choices=("auto", "dummy"), default=source.load_format, help="dummy: random weights, nothing is read from disk"
-    )
+    text = "dummy: random weights, nothing is read from disk"
+    group.add_argument("--load-format", choices=("auto", "dummy"), default=source.load_format, help=text)
     device_flag(group)
     dtype_flag(group)
     weights_flag(group)
@@ -112,47 +103,31 @@ def _memory_flags(group: Any) -> None:
     number(group, "--block-tokens", "tokens in one KV block", KvConfig().block_tokens)
     kv_gib_flag(group)
     number(group, "--device-kv-blocks", "the same in blocks; give one of the two")
-    group.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="reuse no KV across requests; with offload: none on the device, all from colder tiers",
-    )
-    number(
-        group,
-        "--kv-resident-tokens",
+    text = "reuse no KV across requests; with offload: none on the device, all from colder tiers"
+    group.add_argument("--no-prefix-cache", action="store_true", help=text)
+    text = (
         "tokens of one sequence that are on the device at most, the rest in host memory "
-        "(default: all where they fit, else half of the device)",
+        "(default: all where they fit, else half of the device)"
     )
-    group.add_argument(
-        "--kv-residency",
-        choices=RESIDENCIES,
-        default=KvConfig().residency,
-        help="what a sequence that does not fit attends to while it decodes: all of its context, or what is on the device",
-    )
-    group.add_argument(
-        "--kv-pin-spans", type=_spans, default=(), metavar="A-B,...", help="with scored residency: tokens A to B-1 are always on the device"
-    )
+    number(group, "--kv-resident-tokens", text)
+    text = "what a sequence that does not fit attends to while it decodes: all of its context, or what is on the device"
+    group.add_argument("--kv-residency", choices=RESIDENCIES, default=KvConfig().residency, help=text)
+    text = "with scored residency: tokens A to B-1 are always on the device"
+    group.add_argument("--kv-pin-spans", type=_spans, default=(), metavar="A-B,...", help=text)
     group.add_argument("--kv-scorer", choices=SCORERS, default=KvConfig().scorer, help="with scored residency: what else is there")
 
 
 def _offload_flags(group: Any) -> None:
     offload = OffloadConfig()
-    group.add_argument(
-        "--kv-offload",
-        action=argparse.BooleanOptionalAction,
-        default=offload.enabled,
-        help="keep KV in host memory beyond its time on the device",
-    )
+    text = "keep KV in host memory beyond its time on the device"
+    group.add_argument("--kv-offload", action=argparse.BooleanOptionalAction, default=offload.enabled, help=text)
     number(group, "--kv-offload-host-gib", "GiB of host memory for KV (unset: 4, or a quarter of what is free)", kind=float)
     group.add_argument("--eviction", choices=EVICTIONS, default=offload.eviction, help="what a full tier forgets first")
     ssd_dir_flag(group, required=False)
     # No defaults in these: given without what they belong to, they are refused.
     number(group, "--kv-offload-ssd-gib", f"GiB of disk at most (unset: {offload.ssd_gib:g})", kind=float)
-    group.add_argument(
-        "--kv-offload-ssd-admission",
-        choices=ADMISSIONS,
-        help=f"which blocks are written to disk: all, those used twice, those that leave host memory (unset: {offload.ssd_admission})",
-    )
+    text = f"which blocks are written to disk: all, those used twice, those that leave host memory (unset: {offload.ssd_admission})"
+    group.add_argument("--kv-offload-ssd-admission", choices=ADMISSIONS, help=text)
     remote_flags(group)
 
 
@@ -160,12 +135,8 @@ def remote_flags(group: Any) -> None:
     offload = OffloadConfig()
     kinds = ", ".join(f"{kind}://" for kind in KINDS)
     group.add_argument("--kv-offload-remote", type=_store_url, metavar="URL", help=f"a store that several engines share: {kinds}")
-    number(
-        group,
-        "--kv-offload-remote-timeout-s",
-        f"seconds for one call to it; longer means that it is down (unset: {offload.remote_timeout_s:g})",
-        kind=float,
-    )
+    text = f"seconds for one call to it; longer means that it is down (unset: {offload.remote_timeout_s:g})"
+    number(group, "--kv-offload-remote-timeout-s", text, kind=float)
 
 
 def ssd_dir_flag(group: Any, required: bool) -> None:
@@ -177,26 +148,13 @@ def _step_flags(group: Any) -> None:
     max_model_len_flag(group)
     number(group, "--max-batch", "requests that run at once", engine.max_batch)
     number(group, "--prefill-chunk", "prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA", 0)
-    number(
-        group,
-        "--prefill-chunk-ms",
-        "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: 150 on CUDA, 0 on the CPU)",
-        kind=float,
-    )
+    text = "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: 150 on CUDA, 0 on the CPU)"
+    number(group, "--prefill-chunk-ms", text, kind=float)
     number(group, "--overcommit", "admit lifetimes of X times the KV memory; over 1 may retract requests", engine.overcommit, float)
-    group.add_argument(
-        "--scheduling",
-        choices=SCHEDULINGS,
-        default=engine.scheduling,
-        help="who in line runs next: cost: whoever is cheapest to start, within a bound; fifo: whoever came first",
-    )
-    group.add_argument(
-        "--max-overtaken-s",
-        type=float,
-        default=engine.max_overtaken_s,
-        metavar="S",
-        help="with --scheduling cost: nobody is overtaken by a request that arrived more than S seconds later",
-    )
+    text = "who in line runs next: cost: whoever is cheapest to start, within a bound; fifo: whoever came first"
+    group.add_argument("--scheduling", choices=SCHEDULINGS, default=engine.scheduling, help=text)
+    text = "with --scheduling cost: nobody is overtaken by a request that arrived more than S seconds later"
+    group.add_argument("--max-overtaken-s", type=float, default=engine.max_overtaken_s, metavar="S", help=text)
     group.add_argument("--no-capture", action="store_true", help="run decode steps eagerly instead of as captured replays")
 
 
@@ -225,9 +183,8 @@ def kv_gib_flag(group: Any) -> None:
 
 
 def max_model_len_flag(group: Any) -> None:
-    number(
-        group, "--max-model-len", "tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow any)"
-    )
+    text = "tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow any)"
+    number(group, "--max-model-len", text)
 
 
 def sampling_flags(temperature: float, max_tokens: int) -> argparse.ArgumentParser:

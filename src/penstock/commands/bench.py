@@ -19,8 +19,8 @@ from penstock.bench.run import Bench, scratch_ssd
 from penstock.bench.soak import SoakBench
 from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.bench.ttft import RestartBench
+from penstock.commands.answer import load_engine
 from penstock.commands.progress import ProgressBar
-from penstock.commands.session import load_engine
 from penstock.config import Config
 from penstock.engine.loop import settle_process
 from penstock.errors import PenstockError

@@ -28,9 +28,8 @@ from penstock.config import EVICTIONS, Config, KvConfig, ModelSource, OffloadCon
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.bench.agents_users import Asking
     from penstock.bench.run import Bench
-    from penstock.bench.trace_files import RecordedConversation
+    from penstock.bench.trace_files import Asking, RecordedConversation
 
 _URL_VOCAB = 32000  # ids that most models have
 _SCAN_BLOCKS = 128  # 65,536 tokens
@@ -92,9 +91,8 @@ def _add_ttft(kinds: Any) -> None:
     about = "Time from submit to first token of one request: nothing cached, and its prefix in each tier alone."
     parser = kinds.add_parser("ttft", help="time to first token", description=about, parents=[engine_flags(), _measurement_flags(5)])
     parser.add_argument("--tokens", type=counts, default="2048,8192,32768", metavar="N,N", help="prompt lengths")
-    parser.add_argument(
-        "--restart", action="store_true", help="from the disk in a new process, beside nothing cached; the directory is a temporary one"
-    )
+    text = "from the disk in a new process, beside nothing cached; the directory is a temporary one"
+    parser.add_argument("--restart", action="store_true", help=text)
     parser.set_defaults(run=_ttft)
 
 
@@ -149,12 +147,8 @@ def _add_agents(kinds: Any) -> None:
     number(group, "--max-think-s", "no pause is longer; some that were recorded take hours", kind=_not_negative)
     number(group, "--limit-s", "stop after so long, and report what was done (unset: at the end)", kind=_not_negative)
     group.add_argument("--scale", type=positive, default=1, metavar="D", help="divide all lengths, blocks included, by this")
-    group.add_argument(
-        "--subagents",
-        choices=("apart", "shared"),
-        default="apart",
-        help="whether they share the tokens that they shared with their parents",
-    )
+    text = "whether they share the tokens that they shared with their parents"
+    group.add_argument("--subagents", choices=("apart", "shared"), default="apart", help=text)
     _report_flags(group)
     server = parser.add_argument_group("server", "An OpenAI-compatible one, instead of an engine in this process.")
     server.add_argument("--url", metavar="URL", help="such as http://host:port/v1; --model names its model")
@@ -172,7 +166,7 @@ def _agents(args: argparse.Namespace) -> int:
 
 
 def _asking(args: argparse.Namespace) -> Asking:
-    from penstock.bench.agents_users import Asking
+    from penstock.bench.trace_files import Asking
 
     given = {field.name: getattr(args, field.name) for field in fields(Asking) if field.name != "trace"}
     return Asking(args.trace.name, **given)
@@ -313,9 +307,8 @@ def _add_transfer(kinds: Any) -> None:
     model_flag(group)
     group.add_argument("--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here")
     device_flag(group)
-    group.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default=ModelSource().dtype, help="auto: float32 on the CPU, bfloat16 on CUDA"
-    )
+    text = "auto: float32 on the CPU, bfloat16 on CUDA"
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default=ModelSource().dtype, help=text)
     number(group, "--block-tokens", "tokens in one KV block", KvConfig().block_tokens)
     group.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories")
     group.add_argument("--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers")
@@ -351,11 +344,8 @@ def _add_trace(kinds: Any) -> None:
     parser.add_argument("--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
     parser.add_argument("--capacity-blocks", type=counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
     number(parser, "--requests", "only the first N (unset: all)", kind=positive)
-    parser.add_argument(
-        "--interleave",
-        choices=("time", "turns"),
-        help="conversations all begin at once, and go on by their recorded times, or take turns (unset: time)",
-    )
+    text = "conversations all begin at once, and go on by their recorded times, or take turns (unset: time)"
+    parser.add_argument("--interleave", choices=("time", "turns"), help=text)
     number(parser, "--scan", "put N documents that never come back between the requests (unset: none)", kind=positive)
     number(parser, "--scan-blocks", f"blocks of each (unset: {_SCAN_BLOCKS})", kind=positive)
     _report_flags(parser)

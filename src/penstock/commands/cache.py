@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.bench.report import table
 from penstock.commands.progress import ProgressBar
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd import survey
@@ -39,14 +40,9 @@ def run_cache(job: Job) -> int:
     if job.action == "clear" and not job.yes and not _confirmed(job.directory):
         _say("nothing was removed")
         return 1
+    look = {"inspect": survey.inspect, "verify": survey.verify, "clear": survey.clear}[job.action]
     with ProgressBar() as bar:
-        match job.action:
-            case "inspect":
-                found = survey.inspect(job.directory, lambda done, total: bar("inspect", done, total))
-            case "verify":
-                found = survey.verify(job.directory, lambda done, total: bar("verify", done, total))
-            case "clear":
-                found = survey.clear(job.directory, lambda done, total: bar("clear", done, total))
+        found = look(job.directory, lambda done, total: bar(job.action, done, total))
     if job.json_file is not None:
         job.json_file.write_text(json.dumps(_report(job, found), indent=2) + "\n")
     if job.action == "clear":
@@ -87,7 +83,7 @@ def _size(num_bytes: int) -> str:
 
 def _show(job: Job, found: Survey) -> int:
     console = Console()
-    console.print(_totals(found))
+    console.print(table(["", "number"], list(_counts(found)), Text(f"penstock cache: {found.directory}"), left=1))
     if found.spaces:
         console.print(_spaces(found.spaces))
     if found.snapshots:
@@ -109,15 +105,6 @@ def _show(job: Job, found: Survey) -> int:
     return 1
 
 
-def _totals(found: Survey) -> Table:
-    drawn = Table(title=Text(f"penstock cache: {found.directory}"), title_justify="left")
-    drawn.add_column("")
-    drawn.add_column("number", justify="right")
-    for what, number in _counts(found):
-        drawn.add_row(what, number)
-    return drawn
-
-
 def _counts(found: Survey) -> Iterator[tuple[str, str]]:
     yield "files", str(found.num_segments)
     yield "on disk", _size(found.file_bytes)
@@ -134,26 +121,23 @@ def _counts(found: Survey) -> Iterator[tuple[str, str]]:
 
 def _spaces(spaces: dict[str, SpaceSurvey]) -> Table:
     """Spaces are models as they are run; their names are not on disk."""
-    drawn = Table("space", title="by model, data type and layout", title_justify="left")
-    for column in ("blocks", "bytes", "oldest, UTC", "newest, UTC"):
-        drawn.add_column(column, justify="right")
-    for digest, space in sorted(spaces.items(), key=lambda item: -item[1].num_bytes):
-        drawn.add_row(digest[:NUM_DIGITS], str(space.num_blocks), _size(space.num_bytes), _time(space.oldest), _time(space.newest))
-    return drawn
+    lines = [
+        (digest[:NUM_DIGITS], str(space.num_blocks), _size(space.num_bytes), _time(space.oldest), _time(space.newest))
+        for digest, space in sorted(spaces.items(), key=lambda item: -item[1].num_bytes)
+    ]
+    return table(["space", "blocks", "bytes", "oldest, UTC", "newest, UTC"], lines, "by model, data type and layout", left=1)
 
 
 def _snapshots(snapshots: list[SnapshotSurvey]) -> Table:
-    drawn = Table("snapshot", title="snapshots", title_justify="left")
-    for column in ("space", "tokens", "blocks", "of them here", "taken, UTC", "expires, UTC"):
-        drawn.add_column(column, justify="right")
+    lines: list[list[str | Text]] = []
     for one in sorted(snapshots, key=lambda one: (bool(one.damage), one.created_s)):
         if one.damage:
-            drawn.add_row(Text(one.name or "?"), "cannot be used", *["?"] * 5)
+            lines.append([Text(one.name or "?"), "cannot be used", *["?"] * 5])
             continue
         expires = "never" if one.expires_s is None else _time(int(one.expires_s * 1e9))
         counts = str(one.num_tokens), str(one.num_blocks), str(one.num_found)
-        drawn.add_row(Text(one.name), one.space[:NUM_DIGITS], *counts, _time(int(one.created_s * 1e9)), expires)
-    return drawn
+        lines.append([Text(one.name), one.space[:NUM_DIGITS], *counts, _time(int(one.created_s * 1e9)), expires])
+    return table(["snapshot", "space", "tokens", "blocks", "of them here", "taken, UTC", "expires, UTC"], lines, "snapshots", left=1)
 
 
 def _time(nanoseconds: int) -> str:

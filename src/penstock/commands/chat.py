@@ -1,22 +1,24 @@
-"""`penstock chat`: a conversation at the terminal, or through a pipe. Owns the terminal, the turns, and what of them is
-forgotten where they do not fit; answers are elsewhere."""
+"""`penstock generate` and `penstock chat`: one answer, or a conversation, at the terminal or through a pipe. Owns where text and figures
+go, the turns, and what of them is forgotten where they do not fit; answers are elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
-from penstock.commands.answer import Answer
-from penstock.commands.session import given_adapter, running_engine, tolerate_encodings
+from penstock.commands.answer import Answer, given_adapter, running_engine, tolerate_encodings
 from penstock.config import Config
 from penstock.contract import SamplingParams
 from penstock.engine.engine import Engine
@@ -24,6 +26,52 @@ from penstock.errors import ConfigError, InvalidRequest
 from penstock.models.tokenizer import TextCodec
 
 ANSWER_SHARE = 4  # a quarter of the context is kept free for the answer, where that many tokens are wanted at all
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What was asked for."""
+
+    prompt: str  # "-": stdin
+    sampling: SamplingParams
+    max_tokens_is_default: bool  # then the context may leave less
+    raw: bool  # no chat template
+    json_file: Path | None
+
+
+def generate(config: Config, task: Task) -> int:
+    tolerate_encodings()
+    text = sys.stdin.read() if task.prompt == "-" else task.prompt
+    if not text:
+        raise ConfigError("PROMPT is empty")
+    with running_engine(config) as engine:
+        chat = not task.raw and engine.tokenizer.has_chat_template
+        prompt = engine.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else engine.tokenizer.encode(text)
+        adapter = given_adapter(engine)
+        answer = Answer(engine, prompt, _fitting(task, engine.max_model_len - len(prompt)), adapter, begins=chat)
+        written: list[str] = []
+        for piece in answer.pieces():
+            written.append(piece)
+            print(piece, end="", flush=True)
+        print()
+        figures = answer.figures()
+        print(figures.line(), file=sys.stderr)
+        if task.json_file is not None:
+            name = engine.name if adapter is None else adapter.name
+            told = {**dataclasses.asdict(figures), "decode_tokens_per_s": figures.decode_tokens_per_s}
+            report = {"model": name, **told, "text": "".join(written), "config": config.shown()}
+            task.json_file.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _fitting(task: Task, room: int) -> SamplingParams:
+    """A default yields to the context; what was asked for does not, and the engine says why it cannot be."""
+    if task.max_tokens_is_default and 1 <= room < task.sampling.max_tokens:
+        return dataclasses.replace(task.sampling, max_tokens=room)
+    return task.sampling
+
+
+# ------------------------------------------------------------------------------------------------------------------- chat
 
 
 class Turn(NamedTuple):

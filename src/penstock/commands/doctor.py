@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.bench.machine import describe_machine, device_of, installed_version
+from penstock.bench.report import describe_machine, device_of, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 from penstock.errors import ConfigError, ModelError
 from penstock.kv.memory.layout import ITEM_BYTES, BlockLayout

@@ -1,29 +1,37 @@
-"""`penstock serve`: an engine behind the HTTP server, in processes of their own or in this one. Owns the order of start.
+"""`penstock serve`: an engine behind the HTTP server, in processes of their own or in this one. Owns the order of start, how log lines
+look, and what the processes that it starts have in common: `python -m penstock.commands.serve KIND PARENT SOCKET...`.
 
-The engine, and torch with it, is imported where it runs: the parent of other processes does without.
+The engine, and torch with it, is imported where it runs: the parent of other processes does without, and so do fronts.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import logging
-from collections.abc import Mapping
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from socket import socket
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock import __version__
 from penstock.commands.hub import fetched, hub_name
-from penstock.commands.logs import LogSettings, set_up_logs
 from penstock.config import GIB, Config, ServerConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
-    from penstock.engine.loop import EngineLoop
     from penstock.server.boundary import EngineSetup, FromParent, Wire
 
 logger = logging.getLogger("penstock.serve")
+
+_PR_SET_PDEATHSIG = 1
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
@@ -37,14 +45,14 @@ def serve(config: Config, server: ServerConfig, logs: LogSettings) -> int:
         config = fetched(config)
         if server.api_processes == 0:
             return _serve_here(config, server, listener, run)
-        from penstock.commands.serve_child import command
-        from penstock.server.supervise import supervise
+        from penstock.server.supervise import Supervisor
 
-        return supervise(config, server, (logs.level, logs.format), listener, command)
+        return Supervisor(config, server, (logs.level, logs.format), listener, child_command).run()
 
 
 def _serve_here(config: Config, server: ServerConfig, listener: socket, run: ModuleType) -> int:
     """Engine and HTTP in this process."""
+    from penstock.commands.answer import load_engine, start_loop
     from penstock.engine.build import check_ahead
     from penstock.engine.loop import EngineLoop
 
@@ -52,12 +60,11 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
     engine = load_engine(config)
     loop = EngineLoop(engine)
 
-    def prepare(url: str) -> None:
-        _log_summary(engine, config, server, url)
-        start_loop(loop)
-
     try:
-        run.serve(engine, loop, server, listener, prepare)
+        http = run.HttpServer(engine, loop, server, listener)
+        _log_summary(engine, config, server, http.url)
+        start_loop(loop)  # what takes long before the first request
+        http.run()
     except ConfigError:
         engine.close(timeout_s=20.0)  # nobody else has started or ended anything
         raise
@@ -66,10 +73,11 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
 
 def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     """In the engine's process. Fronts are started while it loads."""
+    from penstock.commands.answer import load_engine, start_loop
     from penstock.engine.build import check_ahead, device_for
     from penstock.engine.loop import EngineLoop
     from penstock.server.boundary import Starting
-    from penstock.server.engine_process import EngineProcess
+    from penstock.server.links import EngineProcess
 
     parent.send(Starting(device_for(setup.config).type))
     check_ahead(setup.config)
@@ -82,18 +90,6 @@ def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
 def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> None:
     facts = summary(engine, config, server, url)
     logger.info("%s", "\n".join(["serving", *(f"  {key}: {value}" for key, value in facts.items())]), extra={"fields": facts})
-
-
-def load_engine(config: Config) -> Engine:
-    from penstock.commands import session
-
-    return session.load_engine(config)
-
-
-def start_loop(loop: EngineLoop) -> None:
-    from penstock.commands import session
-
-    session.start_loop(loop)
 
 
 def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> Mapping[str, Any]:
@@ -129,3 +125,92 @@ def _server() -> ModuleType:
             raise
         raise ConfigError(f"serve needs the package {package}, which is not installed; run: pip install 'penstock[server]'") from None
     return run
+
+
+# --------------------------------------------------------------------------------------------------------------- log lines
+
+
+class LogSettings(NamedTuple):
+    level: str = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line. A record's `fields` are fields of it, instead of text that would have to be taken apart again."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        line: dict[str, Any] = {"time": at, "level": record.levelname.lower(), "logger": record.name}
+        fields: dict[str, Any] = getattr(record, "fields", None) or {"message": record.getMessage()}
+        line |= {name: value for name, value in fields.items() if name not in line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def set_up_logs(settings: LogSettings) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if settings.format == "json" else logging.Formatter(_TEXT))
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler])
+
+
+# --------------------------------------------------------------------------------------------------------------- processes
+
+
+def child_command(kind: str, fds: Sequence[int]) -> list[str]:
+    """The command line of a child of this process."""
+    return [sys.executable, "-m", "penstock.commands.serve", kind, str(os.getpid()), *map(str, fds)]
+
+
+def run_child(argv: Sequence[str]) -> int:
+    from penstock.server import boundary
+    from penstock.server.boundary import FromParent, ProtocolBroken, Wire
+
+    kind, parent_pid, *fds = argv
+    _end_with(int(parent_pid))
+    sockets = [int(fd) for fd in fds]
+    parent: Wire[FromParent] = Wire(socket(fileno=sockets[0]), FromParent)
+    setup = parent.receive()
+    try:
+        if isinstance(setup, boundary.EngineSetup | boundary.FrontSetup):
+            if setup.version != boundary.VERSION:
+                raise ProtocolBroken(f"the parent speaks version {setup.version} of the protocol, and this process {boundary.VERSION}")
+            set_up_logs(LogSettings(*setup.logs))  # type: ignore[arg-type]
+        if kind == "engine" and isinstance(setup, boundary.EngineSetup):
+            return run_engine(setup, parent)
+        if kind == "front" and isinstance(setup, boundary.FrontSetup):
+            from penstock.server.run import run_front
+
+            run_front(setup, parent, socket(fileno=sockets[1]), socket(fileno=sockets[2]), sockets[3])
+            return 0
+        raise ProtocolBroken(f"a process of kind {kind} was told {type(setup).__name__} first")
+    except PenstockError as error:
+        parent.send(boundary.Broken(boundary.fault_from(error)))
+        return 1
+
+
+def _end_with(parent_pid: int) -> None:
+    """A terminal and systemd send signals to all processes: the parent's word counts. Should it be killed, so is this one."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def main() -> None:
+    """Ends without waiting for threads that are left: what has to be closed is closed by then, and the parent waits."""
+    code = 1
+    try:
+        code = run_child(sys.argv[1:])
+    except BaseException:
+        logger.exception("this process cannot go on")
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

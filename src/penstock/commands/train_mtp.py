@@ -1,22 +1,27 @@
-"""`penstock train-mtp`: a multi-token-prediction head for a model, trained on what the model itself writes. Owns the order of the work and
-its files; the mathematics is `speculation/training.py`."""
+"""`penstock train-mtp`: a multi-token-prediction head for a model, trained on what the model itself writes. Owns the order of the work, its
+files, and the questions; the mathematics is `speculation/training.py`.
+
+The target is asked three kinds of questions, so that a head meets what users send: from templates, made up by the target itself, and tasks
+over texts that it wrote before.
+"""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.commands.answer import running_engine
 from penstock.commands.progress import ProgressBar
-from penstock.commands.session import running_engine
-from penstock.commands.train_prompts import about_text, is_held_out, questions, shared_prefix
 from penstock.config import Config
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import device_for
@@ -81,7 +86,8 @@ def train_mtp(config: Config, task: TrainTask) -> int:
     with ProgressBar() as bar:
         target = load_target(config, bar)
         counts = token_counts(corpus.training, target.config.vocab)
-        head = Trainable(target, _training_vocab(counts, task.draft_vocab), task.training.seed)
+        vocab = None if task.draft_vocab == 0 else _draft_vocab(counts, max(task.draft_vocab, _MIN_TRAIN_VOCAB))
+        head = Trainable(target, vocab, task.training.seed)
         learned = batches(corpus.training, target, task.training, bar)
         _print(f"{sum(map(_length, corpus.training)):,} tokens of {len(corpus.training):,} texts to learn from; {_since(started_s)}")
         file = work / "state.pt"
@@ -117,10 +123,6 @@ def load_target(config: Config, progress: Progress) -> Decoder:
     if not isinstance(model, Decoder):
         raise ConfigError(f"a head for architecture {model.config.architecture} is not supported")
     return model
-
-
-def _training_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
-    return None if size == 0 else _draft_vocab(counts, max(size, _MIN_TRAIN_VOCAB))
 
 
 def _draft_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
@@ -363,3 +365,72 @@ def _since(started_s: float) -> str:
 
 def _print(line: str) -> None:
     print(line, flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- the questions
+
+TOPICS = (
+    "photosynthesis", "the French Revolution", "black holes", "sourdough bread", "the stock market", "electric cars", "bees", "volcanoes",
+    "the Roman Empire", "vaccines", "chess", "jazz music", "the water cycle", "machine learning", "the Great Wall of China", "yoga",
+    "climate change", "Shakespeare", "the human heart", "bicycles", "coffee", "the Moon", "dinosaurs", "democracy", "the internet", "tea",
+    "World War II", "gravity", "the Amazon rainforest", "budgeting", "sleep", "elephants", "solar panels", "ancient Egypt", "football",
+    "the immune system", "gardening", "programming in Python", "space travel", "pandas", "the Mona Lisa", "earthquakes", "nutrition",
+    "the periodic table", "public speaking", "hiking", "databases", "the Renaissance", "penguins", "job interviews", "origami", "DNA",
+    "the Olympic Games", "inflation", "wind power", "cats", "dogs", "the ocean", "poetry", "time management", "robots", "chocolate",
+    "the Silk Road", "vitamins", "trains", "the solar system", "friendship", "recycling", "Mozart", "the Cold War", "algebra", "maps",
+    "bridges", "hurricanes", "the brain", "cooking pasta", "writing an essay", "operating systems", "learning a language", "insurance",
+)  # fmt: skip
+TASKS = (
+    "Explain {} to a ten-year-old.", "What are three interesting facts about {}?", "Write a short story about {}.",
+    "Write a poem about {}.", "What are the main benefits and drawbacks of {}?", "Give me a step-by-step introduction to {}.",
+    "Write an email to a colleague about {}.", "List ten questions for a quiz about {}, with their answers.",
+    "What is the history of {}?", "Write a paragraph about {} in simple English.", "How does {} affect our daily life?",
+    "Write a dialogue between two friends who talk about {}.", "Write a product description that has to do with {}.",
+    "What do beginners often get wrong about {}?", "Compare {} with something similar.", "Write a blog post about {}.",
+    "Make a table with facts about {}.", "Give five tips about {}.", "Write a speech about {}.", "Describe {} in one sentence.",
+    "Write a JSON object that describes {}.", "Why is {} important?", "Write a letter to the editor about {}.",
+    "What would happen without {}?", "Plan a lesson about {} for a school class.",
+)  # fmt: skip
+CODE = (
+    "Write a Python function that {}.", "Write a JavaScript function that {}.", "Write a Python class that {}.",
+    "Write a unit test for a function that {}.", "Explain how to write a program that {}.", "Write a C function that {}.",
+)  # fmt: skip
+JOBS = (
+    "reverses a string", "checks whether a number is prime", "sorts a list of numbers", "finds the largest element of an array",
+    "counts the words of a text", "reads a CSV file", "computes the Fibonacci sequence", "merges two sorted lists", "parses a date",
+    "finds duplicates in a list", "computes a factorial", "converts Celsius to Fahrenheit", "implements a stack", "implements a queue",
+    "searches a binary tree", "checks whether a word is a palindrome", "removes vowels from a string", "rolls two dice",
+    "transposes a matrix", "computes the average of a list", "validates an email address", "keeps a bank account", "counts characters",
+    "finds the shortest path in a graph", "flattens a nested list", "generates a random password", "downloads a web page",
+)  # fmt: skip
+TEXT_TASKS = (
+    "Summarise the following text:\n\n{}", "Rewrite the following text in your own words:\n\n{}",
+    "Correct the mistakes in the following text and repeat it:\n\n{}", "Repeat the following text exactly:\n\n{}",
+    "What are the key points of this text?\n\n{}", "Make a list of the main ideas of this:\n\n{}",
+    "{}\n\nAnswer with a quote from the text above: what is it about?", "Continue this text:\n\n{}",
+)  # fmt: skip
+_HELD_OUT = 20  # one question in so many is for measuring, and never for training
+
+
+def questions(seed: int) -> Iterator[str]:
+    """Without end, in an order of its own for each seed; each once before any comes again."""
+    chooser = random.Random(seed)
+    every = [task.format(topic) for task, topic in itertools.product(TASKS, TOPICS)]
+    every += [code.format(job) for code, job in itertools.product(CODE, JOBS)] * 2
+    while True:
+        chooser.shuffle(every)
+        yield from every
+
+
+def about_text(text: str, chooser: random.Random) -> str:
+    return chooser.choice(TEXT_TASKS).format(text[:1200])
+
+
+def is_held_out(question: str) -> bool:
+    """By its text alone, so that the same question is never on both sides."""
+    return zlib.crc32(question.encode()) % _HELD_OUT == 0
+
+
+def shared_prefix(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Tokens that two conversations begin with: what stands before their first words."""
+    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]

@@ -50,7 +50,10 @@ class Decoder:
         order = row_order(config)
         if order is not None:
             for tensor in (layer[name] for layer in layers for name in ("qkv", "qkv_bias") if name in layer):
-                _reorder(tensor, order.to(self.device))
+                if isinstance(tensor, Matrix):
+                    tensor.reorder(order)
+                else:
+                    tensor.copy_(tensor[order.to(self.device)])
         self.layers = [DecoderLayer(**layer) for layer in layers]  # a weight that no field takes is an error
         self.output = self.embedding if config.tied_embeddings else weights["head"]
 
@@ -99,10 +102,3 @@ class Decoder:
         if lora is None and layer.gate_up_bias is None:
             return self.ops.gated(x, layer.gate_up)
         return self.ops.silu_mul(self._linear(index, "gate_up", x, lora))
-
-
-def _reorder(rows: Weight, order: Tensor) -> None:
-    if isinstance(rows, Matrix):
-        rows.reorder(order)
-    else:
-        rows.copy_(rows[order])

@@ -71,11 +71,7 @@ def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms
     """What a name stands for that measures nothing, for weights of which some are `in_4_bits`. None: float32."""
     if weights == "int4" and not in_4_bits:
         raise ConfigError("--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K: no others are rounded to 4 bits")
-    named = {
-        "int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS),
-        "int8": Forms(torch.bfloat16, FEW_ROWS),
-        "bfloat16": Forms(torch.bfloat16),
-    }
+    named = {"int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS), "int8": Forms(torch.bfloat16, FEW_ROWS), "bfloat16": Forms(torch.bfloat16)}
     return named.get(weights)
 
 

@@ -63,12 +63,7 @@ class LoadedModel:
 
 
 def load_model(
-    source: ModelSource,
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: LayerOps,
-    progress: Progress,
-    max_model_len: int | None = None,
+    source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress, max_model_len: int | None = None
 ) -> LoadedModel:
     """Load what `source` names onto `device` in `dtype`, for sequences of at most `max_model_len` tokens (None: the model's own). Every way
     in which a model can be unusable is a ModelError."""

@@ -1,11 +1,13 @@
-"""Text to token ids and back: any vocabulary of the `tokenizers` library, and plain bytes for models that have none. Owns no request
-state."""
+"""Text to token ids and back: any vocabulary of the `tokenizers` library, and plain bytes for models that have none. Owns which decoders
+are known, and the bytes that each token stands for; owns no request state."""
 
 from __future__ import annotations
 
+import codecs
 import functools
 import itertools
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,6 @@ from tokenizers import AddedToken, models
 
 from penstock.errors import InvalidRequest, ModelError, PromptTooLong
 from penstock.models.chat import PRIVATE, ChatTemplate, Rendered, Tools
-from penstock.models.token_bytes import BYTE_OF, Spelling, TokenSpelling, flat_parts
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -26,7 +27,6 @@ BYTE_CHAT_TEMPLATE = (
 
 NFC_SHRINKS = 4  # composing characters makes a text shorter by this factor at most, counted in bytes
 KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})  # pre-tokenizers that only cut, unless a Split removes what it finds
-NO_TEXT = Spelling(b"", b"")
 
 
 def open_vocabulary(path: Path) -> tokenizers.Tokenizer:
@@ -35,6 +35,113 @@ def open_vocabulary(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for unreadable and for malformed files
         raise ModelError(f"{path} is missing or not a tokenizer: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------------------------------- the bytes of tokens
+
+
+def _byte_characters() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_characters()
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # what byte fallback calls a byte
+REPLACE_EACH = "penstock.replace_each"
+_BY_TOKEN = frozenset({"Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback", "Fuse"})
+_BEFORE = "x"  # any text: what a token is behind another
+
+
+def _replace_each(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(REPLACE_EACH, _replace_each)
+
+
+class Spelling(NamedTuple):
+    """The bytes of one token."""
+
+    inside: bytes  # behind another token
+    first: bytes  # as the first of a text: some decoders take its leading blank away
+
+
+NO_TEXT = Spelling(b"", b"")
+
+
+class TokenSpelling:
+    """The text of many tokens is their bytes in a row: the first one's `first`, the others' `inside`. Decoders for which that is not so
+    are refused."""
+
+    def __init__(self, decoder: Any) -> None:
+        """`decoder` is the library's, or None."""
+        self._decoder = decoder
+        parts = flat_parts(decoder, "decoders")
+        kinds = [part["type"] for part in parts]
+        self.byte_level = "ByteLevel" in kinds
+        self.byte_fallback = "ByteFallback" in kinds
+        # Bytes that are no character: one mark per byte as SentencePiece has it, or one per broken character as byte-level BPE has it.
+        self.errors = REPLACE_EACH if self.byte_fallback else "replace"
+        if self.byte_level:
+            _refuse(set(kinds[1:]), "beside ByteLevel")
+        else:
+            _check_by_token(parts)
+
+    def of(self, token: str) -> Spelling:
+        if self.byte_level:
+            return _byte_level(token)
+        byte = BYTE_TOKEN.fullmatch(token) if self.byte_fallback else None
+        if byte is not None and (value := int(byte[1], 16)) >= 0x80:  # no character by itself
+            return Spelling(bytes((value,)), bytes((value,)))
+        behind = self._decode([_BEFORE, token])
+        return Spelling(behind[len(self._decode([_BEFORE])) :].encode(), self._decode([token]).encode())
+
+    def _decode(self, tokens: list[str]) -> str:
+        text: str = " ".join(tokens) if self._decoder is None else self._decoder.decode(tokens)
+        return text
+
+
+def flat_parts(part: Any, inside: str) -> list[dict[str, Any]]:
+    """What a decoder, normalizer or pre-tokenizer of the library is made of, in order. `inside` names the parts of a Sequence."""
+    if part is None:
+        return []
+
+    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+        return [found for item in state[inside] for found in flat(item)] if state["type"] == "Sequence" else [state]
+
+    return flat(json.loads(part.__getstate__()))
+
+
+def _byte_level(token: str) -> Spelling:
+    try:
+        data = bytes(BYTE_OF[character] for character in token)
+    except KeyError:  # an added token in plain text, not in the byte alphabet
+        data = token.encode()
+    return Spelling(data, data)
+
+
+def _check_by_token(parts: list[dict[str, Any]]) -> None:
+    """Every part must change each token by itself. Behind Fuse the text is one: there only its first blank may go, once."""
+    _refuse({part["type"] for part in parts} - _BY_TOKEN, "")
+    bytes_at = next((i for i, part in enumerate(parts) if part["type"] == "ByteFallback"), len(parts))
+    fused_at = next((i for i, part in enumerate(parts) if part["type"] == "Fuse"), len(parts))
+    whole = parts[min(bytes_at, fused_at) :]
+    _refuse({part["type"] for part in whole} - {"ByteFallback", "Fuse", "Strip"}, "behind ByteFallback or Fuse")
+    strips = [part for part in whole if part["type"] == "Strip"]
+    if len(strips) > 1 or any(part["start"] > 1 or part["stop"] or parts.index(part) < fused_at for part in strips):
+        _refuse({"Strip"}, "of anything but one leading character of the whole text")
+
+
+def _refuse(kinds: set[str], where: str) -> None:
+    if kinds:
+        named = f"{', '.join(sorted(kinds))} {where}".strip()
+        raise ModelError(f"the tokenizer's decoder is not supported: {named}; text could not be shown as its tokens come")
+
+
+# ------------------------------------------------------------------------------------------------------------------------------ tokenizers
 
 
 class TextCodec(Protocol):
@@ -50,21 +157,17 @@ class TextCodec(Protocol):
     def has_chat_template(self) -> bool: ...
 
     @property
+    def chat_template(self) -> ChatTemplate | None: ...
+
+    @property
     def errors(self) -> str:
         """What becomes of bytes that are no character: the name of a codec error handler."""
 
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         """Spellings of special tokens become them. More than `most` tokens are refused, where possible before they are made."""
 
-    @property
-    def chat_template(self) -> ChatTemplate | None: ...
-
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
     ) -> list[int]:
         """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those that messages spell. `tools`
         are for templates that take them."""
@@ -85,7 +188,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._chat = chat
+        self.chat_template = chat
+        self.has_chat_template = chat is not None
         added = backend.get_added_tokens_decoder()
         self._added = {id: token.content for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special)
@@ -106,10 +210,6 @@ class Tokenizer:
         """As a tokenizer.json."""
         return self._backend.to_str()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat is not None
-
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         self._check_bytes(utf8(text), most)
         return self._ids(self._backend, text, add_special, most)
@@ -119,20 +219,14 @@ class Tokenizer:
         if most is not None and self._bound is not None and self._bound.num_tokens(data) > most:
             raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._chat
-
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
     ) -> list[int]:
+        if self.chat_template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         if special_in_text or not self._controls:
-            return self.encode(self._needed_chat.render(messages, True, tools=tools), add_special=False, most=most)
-        rendered = self._needed_chat.render_apart(messages, True, self._controls, tools)
+            return self.encode(self.chat_template.render(messages, True, tools=tools), add_special=False, most=most)
+        rendered = self.chat_template.render_apart(messages, True, self._controls, tools)
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
         return self._secret.encode(rendered, lambda backend, text: self._ids(backend, text, False, most))
 
@@ -164,12 +258,6 @@ class Tokenizer:
             token = self._added.get(id, self._backend.id_to_token(id))  # the library has some of its added tokens normalized
             known = self._spelled[id] = NO_TEXT if token is None else self._spelling.of(token)
         return known.first if first else known.inside
-
-    @property
-    def _needed_chat(self) -> ChatTemplate:
-        if self._chat is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        return self._chat
 
 
 class _TokenBound(NamedTuple):
@@ -324,7 +412,7 @@ class ByteTokenizer:
         if vocab < 256:
             raise ModelError(f"a model without a tokenizer needs a vocabulary of at least 256 for bytes, this one has {vocab}")
         self.vocab_size = vocab
-        self._chat = ChatTemplate(BYTE_CHAT_TEMPLATE, {})
+        self.chat_template = ChatTemplate(BYTE_CHAT_TEMPLATE, {})
 
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
         data = utf8(text)
@@ -332,18 +420,10 @@ class ByteTokenizer:
             raise PromptTooLong(f"{len(data)} tokens", most)
         return list(data)
 
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._chat
-
     def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        most: int | None = None,
-        special_in_text: bool = False,
-        tools: Tools | None = None,
+        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
     ) -> list[int]:
-        return self.encode(self._chat.render(messages, True, tools=tools), add_special=False, most=most)
+        return self.encode(self.chat_template.render(messages, True, tools=tools), add_special=False, most=most)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")

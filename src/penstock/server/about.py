@@ -50,17 +50,16 @@ def openapi(with_key: bool) -> dict[str, Any]:
     content: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "license": {"name": "Apache-2.0"}},
-        "paths": {path: _operations(path, methods.split(), about, by_body.get(body)) for path, (methods, about, body) in ROUTES.items()},  # type: ignore[arg-type]
+        "paths": {
+            path: {method: _operation(path, about, by_body[body] if body and method == "post" else None) for method in methods.split()}
+            for path, (methods, about, body) in ROUTES.items()
+        },
         "components": {"schemas": components},
     }
     if with_key:
         content["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         content["security"] = [{"key": []}]
     return content
-
-
-def _operations(path: str, methods: Sequence[str], about: str, body: Any) -> dict[str, Any]:
-    return {method: _operation(path, about, body if method == "post" else None) for method in methods}
 
 
 def _operation(path: str, about: str, body: Any) -> dict[str, Any]:

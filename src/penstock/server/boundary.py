@@ -32,8 +32,7 @@ from penstock.contract import (
 from penstock.engine.stats import EngineStats
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
-from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, SnapshotStore
-from penstock.server.request_figures import RequestFigures
+from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
 
 VERSION = 3  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read

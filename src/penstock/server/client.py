@@ -1,14 +1,15 @@
 """What the server asks of an engine, wherever that runs: in this process (`Engine` and `EngineLoop` as they are) or in one of its own
-(`RemoteEngine`). Owns the interface, and
-what fronts have in common."""
+(`RemoteEngine`). Owns the interface, and what fronts have in common: seats, and figures of HTTP exchanges."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.contract import (
     Adapter,
@@ -23,11 +24,17 @@ from penstock.contract import (
     SnapshotRequest,
 )
 from penstock.engine.stats import EngineStats
+from penstock.figures import Histogram
 from penstock.models.tokenizer import TextCodec
-from penstock.server.request_figures import RequestFigures
 from penstock.server.seats import Gate, GateNumber, SeatBook
 
+if TYPE_CHECKING:
+    from penstock.server.access import Exchange
+
 FlushLevel = Literal["captured", "visible", "persisted"]
+SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+QUEUE_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKENS = tuple(float(2**power) for power in range(0, 21, 2))  # 1 to a million
 
 
 class AdapterNames(Protocol):
@@ -117,6 +124,43 @@ class EngineLife(Protocol):
     def beat_age_s(self) -> float: ...
 
     def close(self, deadline_s: float) -> None: ...
+
+
+@dataclass(slots=True)
+class RequestFigures:
+    """Lives on the event loop's thread. Plain data: fronts send theirs to each other."""
+
+    by_status: dict[tuple[str, str], int] = field(default_factory=Counter)  # path, status
+    by_finish: dict[str, int] = field(default_factory=Counter)  # choices by finish reason
+    e2e: Histogram = field(default_factory=lambda: Histogram(SECONDS))  # of generating requests: from their first byte to the answer's last
+    queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_SECONDS))
+    prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+
+    def add(self, exchange: Exchange) -> None:
+        """An exchange is over."""
+        self.by_status[exchange.route, str(exchange.status)] += 1
+        if not exchange.generating:
+            return
+        for finish in exchange.finish:
+            self.by_finish[finish] += 1
+        self.e2e.add(exchange.ended_s - exchange.started_s)
+        self.prompt_tokens.add(exchange.prompt_tokens)
+        self.output_tokens.add(exchange.output_tokens)
+        if exchange.queue_s is not None:
+            self.queue.add(exchange.queue_s)
+
+    def with_others(self, others: Iterable[RequestFigures]) -> RequestFigures:
+        """A sum; these stay as they are."""
+        total = RequestFigures()
+        for one in (self, *others):
+            for key, num in one.by_status.items():
+                total.by_status[key] += num
+            for finish, num in one.by_finish.items():
+                total.by_finish[finish] += num
+            for name in ("e2e", "queue", "prompt_tokens", "output_tokens"):
+                getattr(total, name).take_in(getattr(one, name))
+        return total
 
 
 class Fronts:

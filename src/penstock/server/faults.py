@@ -111,13 +111,14 @@ _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
 )
 
 
-def fault_of(error: BaseException) -> Fault:
-    """The message of an unexpected exception stays in our log: it may name paths or values that are not the client's to see."""
+def fault_of(error: BaseException, path: str = "") -> Fault:
+    """The message of an unexpected exception stays in our log: it may name paths or values that are not the client's to see. `path`: that
+    was asked."""
     text, param = str(error), getattr(error, "param", None)
     if isinstance(error, Refused):
         return Fault(error.status, text, _type_of(error.status), param, error.code)
     if isinstance(error, HTTPException):
-        return _http_fault(error)
+        return _http_fault(error, path)
     for kind, status, code, instead in _KINDS:
         if isinstance(error, kind):
             headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Overloaded) else {}
@@ -144,7 +145,7 @@ NOT_HERE = {
 HERE = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages generate text; GET /openapi.json lists every route"
 
 
-def _http_fault(error: HTTPException, path: str = "") -> Fault:
+def _http_fault(error: HTTPException, path: str) -> Fault:
     message = {404: "there is no such path", 405: "this path does not take that method"}.get(error.status_code, error.detail)
     why = next((why for start, why in NOT_HERE.items() if path == start or path.startswith(start.rstrip("/") + "/")), None)
     if error.status_code == 404 and why is not None:
@@ -164,7 +165,7 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
 
 def error_response(error: BaseException, exchange: Exchange | None = None) -> Response:
     """The answer, in the shape of the API that was asked; `exchange` is told why, for the log."""
-    fault = fault_of(error) if exchange is None or not isinstance(error, HTTPException) else _http_fault(error, exchange.path)
+    fault = fault_of(error, "" if exchange is None else exchange.path)
     if exchange is not None:
         exchange.error = shortened(fault.message)
         if exchange.is_anthropic:

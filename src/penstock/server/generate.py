@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -22,10 +22,9 @@ from penstock.server import messages, responses, schema, text
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.connection import read_body
 from penstock.server.faults import fault_of
-from penstock.server.replies import ChatReply, CompletionReply, Heading, Reply, heading, usage_of
+from penstock.server.replies import ChatReply, CompletionReply, Heading, Reply, usage_of
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.service import Service
-from penstock.server.snapshots import prompts_after
 from penstock.server.stream import Generations, while_connected
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
 from penstock.server.tools import AnswerFormat, format_of, reasons, showing
@@ -42,7 +41,7 @@ SCORE_BYTES = 64  # of JSON for one token and one score
 class RouteKind:
     """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are chats in other words."""
 
-    body: type[Any]
+    body: type[msgspec.Struct]
     prompts: Callable[[TextCodec, Any, Rules], list[Prompt]]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
     id_prefix: str
@@ -51,24 +50,10 @@ class RouteKind:
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-class Posted(NamedTuple):
-    """A checked body. Its raw bytes are not kept while the request runs."""
-
-    given: Any
-    body: CompletionBody | ChatBody  # the same, translated
-    num_bytes: int
-
-
 COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl-")
 CHAT = RouteKind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl-")
 MESSAGES = RouteKind(
-    messages.MessagesBody,
-    text.chat_prompts,
-    messages.MessagesReply,
-    "msg_",
-    messages.as_chat,
-    messages.NAMES,
-    messages.QUERIES,
+    messages.MessagesBody, text.chat_prompts, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES
 )
 RESPONSES = RouteKind(responses.ResponsesBody, text.chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
 
@@ -156,15 +141,14 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with self._service.open_reading(exchange.unique) as reading:
-            posted = await self._read(scope, receive)
-            body = posted.body
+            given, body, num_read = await self._read(scope, receive)
             reading.widen(body.num_prompts * body.num_choices)
 
             async def work() -> None:
                 kept = await self._service.compile(body.asked())  # for the submits that follow
                 before = await self._service.open_snapshot(body)
-                num_bytes = posted.num_bytes + (0 if before is None else len(before.tokens))
-                running = await self._service.compute(lambda: self._submit(posted, reading, exchange, before), num_bytes)
+                num_bytes = num_read + (0 if before is None else len(before.tokens))
+                running = await self._service.compute(lambda: self._submit(given, body, reading, exchange, before), num_bytes)
                 del kept
                 answer = _stream if body.stream else _whole
                 try:
@@ -175,24 +159,29 @@ class Generate:
             with in_words_of(self._kind.names):
                 await while_connected(receive, reading.abandon, work)
 
-    async def _read(self, scope: Scope, receive: Receive) -> Posted:
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[Any, CompletionBody | ChatBody, int]:
+        """A checked body, the same translated, and its size. Its raw bytes are not kept while the request runs."""
         schema.check_query(Request(scope).query_params, **self._kind.queries)
         data = await read_body(scope, receive, self._service.config)
-        given = schema.decode(data, self._kind.body)
+        given: Any = schema.decode(data, self._kind.body)
         self._service.check_model(given.model)
         body = self._kind.translate(given, reasons(self._service.config, self._service.engine.tokenizer))
         with in_words_of(self._kind.names):
             body.check()
-        return Posted(given, body, len(data))
+        return given, body, len(data)
 
-    def _submit(self, posted: Posted, reading: Generations, exchange: Exchange, before: SnapshotContent | None) -> RunningRequest:
+    def _submit(
+        self, given: Any, body: CompletionBody | ChatBody, reading: Generations, exchange: Exchange, before: SnapshotContent | None
+    ) -> RunningRequest:
         """On a worker thread where the body is large."""
-        engine, body = self._service.engine, posted.body
-        make = self._kind.prompts if before is None else partial(prompts_after, before)
+        engine, config = self._service.engine, self._service.config
+        make = self._kind.prompts if before is None else partial(text.prompts_after, before)
         with text.within_context():
             prompts = make(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
-        read_as = None if isinstance(body, CompletionBody) else self._reading(body, prompts[0])
+        read_as = None
+        if isinstance(body, ChatBody):
+            read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
         codec = showing(engine.tokenizer, read_as)
         stops, asked = stop_strings(body.stops), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
@@ -205,13 +194,10 @@ class Generate:
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         options = body.streaming
         with_usage = bool(options.include_usage or options.continuous_usage_stats)
-        head = heading(self._kind.id_prefix, reading.id, body.model, with_usage)
+        head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, with_usage)
         exchange.model, exchange.stream = body.model, bool(body.stream)
-        reply = self._kind.reply(engine.tokenizer, posted.given, head, read_as)
+        reply = self._kind.reply(engine.tokenizer, given, head, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)
-
-    def _reading(self, body: ChatBody, prompt: Prompt) -> AnswerFormat | None:
-        return format_of(body.asking, body.asked() is not None, self._service.config, self._service.engine.tokenizer, prompt.ids)
 
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
@@ -234,25 +220,14 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
-        await _send_events(running, send)
+        while not running.over:
+            pieces = await running.next_pieces()
+            if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         last = running.reply.closing(running.usage)
-    except PenstockError as error:
-        logger.error("a stream ended early: %s", error)
-        last = _last_event(running, error)
     except Exception as error:
-        logger.exception("a stream ended early")
-        last = _last_event(running, error)
+        logger.error("a stream ended early: %s", error, exc_info=not isinstance(error, PenstockError))
+        fault = fault_of(error)
+        running.exchange.error = fault.message
+        last = running.reply.failed(fault)
     await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _last_event(running: RunningRequest, error: Exception) -> bytes:
-    fault = fault_of(error)
-    running.exchange.error = fault.message
-    return running.reply.failed(fault)
-
-
-async def _send_events(running: RunningRequest, send: Send) -> None:
-    while not running.over:
-        pieces = await running.next_pieces()
-        if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
-            await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,5 +1,5 @@
-"""The engine's side of the connections to front processes: who asked for what, and what each is to hear. Owns their requests in the engine
-from submission to their last event, also where the front is gone; the engine and its loop are others'.
+"""The engine's process: an engine and its loop behind connections to front processes. Owns the requests of fronts in the engine from
+submission to their last event, also where the front is gone, and the order in which all of it ends; the parent says when.
 
 Each front has a thread that reads and one that writes. The engine's thread only leaves a step's events as one list for each front: a front
 that does not read is cut off once too many have gathered, or once it has said nothing for too long, and holds up nobody.
@@ -16,19 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from penstock.contract import FinishReason, TokenEvent
 from penstock.engine.execution.grammars import COMPILE_S
-from penstock.errors import InvalidRequest, Overloaded, PenstockError
+from penstock.errors import EngineClosed, InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import spec_of
 from penstock.server import boundary
-from penstock.server.boundary import FromFront, ProtocolBroken, Wire
-from penstock.server.request_figures import RequestFigures
+from penstock.server.boundary import FromFront, FromParent, ProtocolBroken, Wire
+from penstock.server.client import RequestFigures
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -42,13 +43,8 @@ BEAT_S = 0.25
 SILENT_BEATS = 80  # a front answers every beat; one that says nothing for 20 s of them stands still. Where this process does, none come
 ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
 DRAIN_S = 5.0  # for a front to read what it is told last
+WATCH_S = 0.25  # how often a loop that has failed is looked for
 COMPILE_MARGIN_S = 0.5  # sooner than the front gives up, which cannot know whose fault it is
-
-
-class _Compiling(NamedTuple):
-    late_s: float
-    call: int
-    future: Future[Any]
 
 
 class FrontLink:
@@ -67,7 +63,6 @@ class FrontLink:
         self._queue: SimpleQueue[list[tuple[int, TokenEvent]] | bytes | None] = SimpleQueue()
         self._num_queued = self._num_sent = 0  # events; each counted by one thread
         self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
-        self._compiling: list[_Compiling] = []
         self._is_cut = False
         self._num_beats = 0  # that it was told of
         self._heard_at: int | None = None  # their number when it last said something; None while that is dealt with, and before
@@ -216,45 +211,34 @@ class FrontLink:
             self.tell(tokens_of([(message.number, refusal)]))
 
     def _call(self, call: boundary.Call) -> None:
-        """Never blocks: what the engine answers with a future is begun here, all else is done on a thread of its own."""
+        """Never blocks: what the engine answers with a future is begun here, and what takes long waits on a thread of its own."""
         arguments = boundary.arguments_of(call)
         try:
             match call.name:
                 case "GrammarCompiler.begin":
                     future: Future[Any] = self._engine.grammars.begin(*arguments)
-                    pending = _Compiling(time.monotonic() + COMPILE_S - COMPILE_MARGIN_S, call.number, future)
-                    self._compiling.append(pending)
-                    future.add_done_callback(functools.partial(self._compiled, pending))
+                    work = functools.partial(self._keep_compiled, call.number, future)
+                    if future.done():
+                        self._answer(call.number, work)
+                        return
                 case "EngineClient.prefetch":
                     prompt, session, salt, adapter = arguments
                     tokens: Any = None if prompt is None else np.frombuffer(prompt, np.uint32)
                     begun = self._engine.prefetch(tokens, session=session, cache_salt=salt, adapter=adapter)
                     begun.add_done_callback(lambda done: self._answer(call.number, done.result))
+                    return
                 case _:
                     work = functools.partial(self._links.do, call.name, arguments, self)
-                    answer = functools.partial(self._answer, call.number, work)
-                    threading.Thread(target=answer, name=f"front-call-{self.index}", daemon=True).start()
+            threading.Thread(target=self._answer, args=(call.number, work), name=f"front-call-{self.index}", daemon=True).start()
         except Exception as error:
             self.tell(boundary.Returned(call.number, fault=_fault(error)))
 
-    def _compiled(self, pending: _Compiling, future: Future[Any]) -> None:
+    def _keep_compiled(self, call: int, future: Future[Any]) -> None:
         """It is kept until its front has submitted what it is for."""
         try:
-            self._compiling.remove(pending)
-        except ValueError:
-            return  # it was late
-
-        def keep() -> None:
-            self._kept[pending.call] = future.result()
-
-        self._answer(pending.call, keep)
-
-    def refuse_late(self) -> None:
-        now = time.monotonic()
-        for pending in [one for one in list(self._compiling) if one.late_s < now]:
-            with contextlib.suppress(ValueError):
-                self._compiling.remove(pending)
-                self.tell(boundary.Returned(pending.call, fault=_fault(self._engine.grammars.late(pending.future))))
+            self._kept[call] = future.result(COMPILE_S - COMPILE_MARGIN_S)
+        except FutureTimeout:
+            raise self._engine.grammars.late(future) from None
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         try:
@@ -354,7 +338,6 @@ class FrontLinks:
             age_s = self._loop.beat_age_s()
             for link in self._links:
                 link.beat(age_s)
-                link.refuse_late()
 
     # ------------------------------------------------------------------------------------------------- what links have heard
 
@@ -457,3 +440,70 @@ def _end_kept(kept: Any) -> None:
     end = getattr(kept, "end", None)
     if end is not None:
         end()
+
+
+# ------------------------------------------------------------------------------------------------------ the engine's process
+
+
+class EngineProcess:
+    """Obeys the parent on a thread of its own, and waits for the end on the caller's."""
+
+    def __init__(self, engine: Engine, loop: EngineLoop, parent: Wire[FromParent], shutdown_s: float) -> None:
+        self._loop = loop
+        self._parent = parent
+        self._shutdown_s = shutdown_s
+        self._links = FrontLinks(engine, loop, self._detached)
+        self._closed = threading.Event()
+        self._error: BaseException | None = None  # of closing
+
+    def run(self, start: Callable[[], None]) -> int:
+        """`start` warms the engine up; fronts are told what it is meanwhile. Returns the exit code."""
+        threading.Thread(target=self._obey, name="parent", daemon=True).start()
+        start()
+        self._parent.send(boundary.Ready())
+        while not self._closed.wait(WATCH_S) and self._loop.failed() is None:
+            pass
+        if (error := self._loop.failed()) is not None:  # it may have while it closed
+            self._links.fail(f"{type(error).__name__}: {error}")
+            self._parent.send(boundary.Broken(boundary.fault_from(EngineClosed(f"the engine has failed: {type(error).__name__}: {error}"))))
+            return 1
+        self._links.close()
+        if self._error is not None:
+            logger.error("the engine loop closed with an error", exc_info=self._error)
+        return 0 if self._error is None else 1
+
+    def _obey(self) -> None:
+        try:
+            while (message := self._parent.receive()) is not None:
+                self._do(message)
+        except (OSError, ProtocolBroken) as error:
+            logger.error("the connection to the parent process failed: %s", error)
+        os._exit(1)  # the parent is gone: nobody starts fronts, and nobody says when to end
+
+    def _do(self, message: FromParent) -> None:
+        match message:
+            case boundary.Attach():
+                self._links.add(message.index, socket.socket(fileno=self._parent.take_fd()))
+            case boundary.Stop():
+                deadline_s = 0.0 if message.now else self._shutdown_s
+                threading.Thread(target=self._close, args=(deadline_s,), name="close", daemon=True).start()
+            case _:
+                raise ProtocolBroken(f"{type(message).__name__} is no message for now")
+
+    def _close(self, deadline_s: float) -> None:
+        try:
+            self._loop.close(deadline_s)
+        except PenstockError as error:
+            self._error = error
+        self._closed.set()
+
+    def _detached(self, index: int) -> None:
+        """May be called on the engine's thread, which waits for no lock that fronts take."""
+        threading.Thread(target=self._detach, args=(index,), name=f"detach-{index}", daemon=True).start()
+
+    def _detach(self, index: int) -> None:
+        """The parent frees the seats of a front that is gone: the engine has ended all that it asked for."""
+        try:
+            self._parent.send(boundary.Detached(index))
+        except OSError:
+            logger.debug("front process %d has left after the parent", index)

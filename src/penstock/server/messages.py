@@ -14,19 +14,26 @@ from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event
-from penstock.server.structured import JsonSchema, ResponseFormat
 from penstock.server.text import ChoiceDelta
-from penstock.server.tools import MOST_TOOLS, AnswerFormat, CalledFunction, CallId, Function, Tool, ToolCall, ToolChoice, chosen
+from penstock.server.tools import (
+    MOST_TOOLS,
+    AnswerFormat,
+    CalledFunction,
+    CallId,
+    Function,
+    JsonSchema,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
 QUERIES = {"beta": ("true",)}  # of Anthropic's clients for what is in beta there; the fields say what is asked for
-NEUTRAL: dict[str, schema.Neutral] = {
-    "service_tier": schema.Neutral(("auto", "standard_only"), "there is one tier; priority says who goes first"),
-    "speed": schema.Neutral(("standard",), "there is one speed"),
-}
 NO_EFFECT = ("cache_control", "metadata")  # prefixes are cached wherever they are; labels are nobody's concern here
 # What a field of the chat is called here.
 NAMES = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
@@ -191,7 +198,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    speed: str | None = None
+    speed: Annotated[str | None, schema.Neutral(("standard",), "there is one speed")] = None
     context_management: schema.Unsupported = None
     mcp_servers: schema.Unsupported = None
     user_profile_id: schema.Unsupported = None
@@ -227,7 +234,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: float | None = None
     top_k: schema.TopK | None = None
     metadata: UserMetadata | None = None
-    service_tier: str | None = None
+    service_tier: Annotated[str | None, schema.Neutral(("auto", "standard_only"), "there is one tier; priority says who goes first")] = None
     container: schema.Unsupported = None
     diagnostics: schema.Unsupported = None
     inference_geo: schema.Unsupported = None
@@ -240,6 +247,9 @@ class MessagesBody(CountTokensBody, kw_only=True):
     kv_residency: ResidencyName | None = None
     kv_pin_spans: schema.Spans | None = None
     snapshot: schema.SnapshotName | None = None
+
+
+NEUTRAL = schema.neutral_of(MessagesBody)
 
 
 class FittingChat(schema.ChatBody, kw_only=True):

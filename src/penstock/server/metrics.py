@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from penstock import __version__
 from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
-from penstock.server.request_figures import RequestFigures
+from penstock.server.client import RequestFigures
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -25,8 +25,7 @@ from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Ove
 from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
 from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
-from penstock.server.client import AdapterNames, EngineClient, Fronts, SnapshotStore
-from penstock.server.request_figures import RequestFigures
+from penstock.server.client import AdapterNames, EngineClient, Fronts, RequestFigures, SnapshotStore
 from penstock.server.seats import SeatBook
 
 logger = logging.getLogger("penstock.server")
@@ -143,13 +142,7 @@ class RemoteEngine:
     # ----------------------------------------------------------------------------------------------------------- requests
 
     def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        listener: Listener,
-        *,
-        request_id: str | None = None,
-        **options: Any,
+        self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *, request_id: str | None = None, **options: Any
     ) -> str:
         """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
         self._check_alive()

@@ -6,14 +6,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from penstock.contract import TokenLogprob
 from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken
-from penstock.server.tool_parsers import CallDelta, MessageParser, Parts
+from penstock.server.tool_parsers import MessageParser
 from penstock.server.tools import PLAIN, AnswerFormat
 
 if TYPE_CHECKING:
@@ -48,18 +48,14 @@ class Heading:
 
     id: str
     model: str
-    created: int
     with_usage: bool  # the client asked for usage in the stream, so every other chunk says null
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def of(self, kind: str, choices: list[Json], **more: Any) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
     def chunk(self, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
         return self.of(kind, choices, usage=usage) if self.with_usage else self.of(kind, choices)
-
-
-def heading(prefix: str, request_id: str, model: str, with_usage: bool) -> Heading:
-    return Heading(f"{prefix}{request_id}", model, int(time.time()), with_usage)
 
 
 class ChunkedReply:
@@ -148,41 +144,43 @@ class ChatReply(ChunkedReply):
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
-        parts, finish = self._parse(index, piece)
-        delta: Json = {"content": parts.content} if parts.content else {}
-        if parts.reasoning:
-            delta["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            delta["tool_calls"] = [self._call(call) for call in parts.calls]
+        delta, finish = self._parts(index, piece)
         return {"index": index, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
-        parts, finish = self._parse(index, piece)
-        message: Json = {"role": "assistant", "content": parts.content, "refusal": None}
-        if parts.reasoning:
-            message["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            calls = [self._call(call) for call in parts.calls]
-            message["content"] = parts.content or None
+        parts, finish = self._parts(index, piece)
+        message: Json = {"role": "assistant", "content": "", "refusal": None, **parts}
+        if calls := parts.get("tool_calls"):
+            message["content"] = parts.get("content")
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
         return {"index": index, "message": message, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
 
-    def _parse(self, index: int, piece: ChoiceDelta) -> tuple[Parts, str | None]:
+    def _parts(self, index: int, piece: ChoiceDelta) -> tuple[Json, str | None]:
+        """What the piece adds to `content`, `reasoning_content` and `tool_calls`, as far as it does; and the finish reason. The first news
+        of a call has its id and name."""
         if self._read_as is None:
-            return Parts(piece.text), piece.finish
+            return {"content": piece.text} if piece.text else {}, piece.finish
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._read_as.parser()
-        parts = parser.push(piece.text, last=piece.finish is not None)
-        return parts, "tool_calls" if piece.finish == "stop" and parser.num_calls else piece.finish
-
-    def _call(self, call: CallDelta) -> Json:
-        """The first news of a call has its id and name."""
-        assert self._read_as is not None
-        if call.name is None:
-            return {"index": call.number, "function": {"arguments": call.arguments}}
-        function = {"name": call.name, "arguments": call.arguments}
-        return {"index": call.number, "id": self._read_as.call_id(), "type": "function", "function": function}
+        row = parser.push(piece.text, last=piece.finish is not None)
+        texts = {"text": "", "reasoning": ""}
+        calls: list[Json] = []
+        number = parser.num_calls - sum(kind == "call" for kind, _ in row) - 1  # of the last call before this piece
+        for kind, text in row:
+            if kind == "call":
+                number += 1
+                function = {"name": text, "arguments": ""}
+                calls.append({"index": number, "id": self._read_as.call_id(), "type": "function", "function": function})
+            elif kind == "arguments":
+                if not calls:
+                    calls.append({"index": number, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += text
+            else:
+                texts[kind] += text
+        parts: Json = {"content": texts["text"], "reasoning_content": texts["reasoning"], "tool_calls": calls}
+        finish = "tool_calls" if piece.finish == "stop" and parser.num_calls else piece.finish
+        return {name: value for name, value in parts.items() if value}, finish
 
     def _scores(self, tokens: Sequence[ScoredToken]) -> Json | None:
         if self._logprobs is None:
@@ -259,7 +257,7 @@ class BlockReply:
 
     def take(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Events."""
-        for kind, text in self._parser.push(piece.text, last=piece.finish is not None).row:
+        for kind, text in self._parser.push(piece.text, last=piece.finish is not None):
             if kind == "call":
                 yield from self._open("call", text)
             elif text:

@@ -11,36 +11,31 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event, obfuscated
-from penstock.server.structured import JsonSchema, ResponseFormat, Schema
 from penstock.server.text import ChoiceDelta
-from penstock.server.tools import MOST_TOOLS, AnswerFormat, CalledFunction, CallId, Function, FunctionName, Tool, ToolCall, chosen
+from penstock.server.tools import (
+    MOST_TOOLS,
+    AnswerFormat,
+    CalledFunction,
+    CallId,
+    Function,
+    FunctionName,
+    JsonSchema,
+    ResponseFormat,
+    Schema,
+    Tool,
+    ToolCall,
+    chosen,
+)
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
 _NOT_STORED = "answers are not stored: send the whole conversation as input"
-NEUTRAL: dict[str, schema.Neutral] = {
-    "background": schema.Neutral((False,), "answers come while the client waits"),
-    "conversation": schema.Neutral((), _NOT_STORED),
-    "include": schema.Neutral(([], ["reasoning.encrypted_content"]), "answers have nothing else to include; reasoning is not encrypted"),
-    "max_tool_calls": schema.Neutral((), "this server runs no tools itself"),
-    "previous_response_id": schema.Neutral((), _NOT_STORED),
-    "prompt": schema.Neutral((), "prompts are not stored: send instructions and input"),
-    "prompt_cache_retention": schema.Neutral(("in_memory", "in-memory"), "cache_hint.retain_s says how long KV is wanted"),
-    "service_tier": schema.Neutral(("auto", "default"), "there is one tier; priority says who goes first"),
-    "store": schema.Neutral((False,), _NOT_STORED),
-    "top_logprobs": schema.Neutral((0,), "logprobs are a field of /v1/chat/completions"),
-    "truncation": schema.Neutral(("disabled",), "a conversation that does not fit is refused and not cut"),
-}
 NO_EFFECT = ("metadata", "safety_identifier", "user")
 # What a field of the chat is called here.
-NAMES = {
-    "messages": "input",
-    "prompt": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
+NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+_INCLUDE = schema.Neutral(([], ["reasoning.encrypted_content"]), "answers have nothing else to include; reasoning is not encrypted")
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -160,18 +155,17 @@ class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
     context_management: schema.Unsupported = None
     moderation: schema.Unsupported = None
     prompt_cache_options: schema.Unsupported = None
-    # What follows is in NEUTRAL.
-    background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
-    include: list[str] | None = None
-    max_tool_calls: schema.Count | None = None
-    previous_response_id: str | None = None
-    prompt: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    top_logprobs: schema.Count | None = None
-    truncation: str | None = None
+    background: Annotated[bool | None, schema.Neutral((False,), "answers come while the client waits")] = None
+    conversation: Annotated[str | dict[str, Any] | None, schema.Neutral((), _NOT_STORED)] = None
+    include: Annotated[list[str] | None, _INCLUDE] = None
+    max_tool_calls: Annotated[schema.Count | None, schema.Neutral((), "this server runs no tools itself")] = None
+    previous_response_id: Annotated[str | None, schema.Neutral((), _NOT_STORED)] = None
+    prompt: Annotated[dict[str, Any] | None, schema.Neutral((), "prompts are not stored: send instructions and input")] = None
+    prompt_cache_retention: schema.CacheRetention = None
+    service_tier: Annotated[str | None, schema.Neutral(("auto", "default"), "there is one tier; priority says who goes first")] = None
+    store: Annotated[bool | None, schema.Neutral((False,), _NOT_STORED)] = None
+    top_logprobs: Annotated[schema.Count | None, schema.Neutral((0,), "logprobs are a field of /v1/chat/completions")] = None
+    truncation: Annotated[str | None, schema.Neutral(("disabled",), "a conversation that does not fit is refused and not cut")] = None
 
     def messages(self) -> list[schema.Message]:
         said = [schema.Message(role="system", content=self.instructions)] if self.instructions else []
@@ -181,6 +175,9 @@ class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
         if not said:
             raise InvalidRequest("input has no message", "input")
         return said
+
+
+NEUTRAL = schema.neutral_of(ResponsesBody)
 
 
 def _messages(items: Sequence[Item]) -> list[schema.Message]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -12,8 +13,20 @@ from starlette.datastructures import QueryParams
 from penstock.config import MAX_SPANS, ResidencyName
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
-from penstock.server.structured import Asked, ResponseFormat, Schema, StructuredOutputs, Text, Words, asked_of
-from penstock.server.tools import ToolCall, ToolChoice, ToolRequest, Tools, asking
+from penstock.server.tools import (
+    Asked,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    Text,
+    ToolCall,
+    ToolChoice,
+    ToolRequest,
+    Tools,
+    Words,
+    asked_of,
+    asking,
+)
 
 MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -40,49 +53,23 @@ Unsupported: TypeAlias = None  # a field that we know and cannot honour: only nu
 
 
 class Neutral(NamedTuple):
-    """A field whose listed values change nothing. Any other value would, and is refused with the reason."""
+    """Of a field whose listed values change nothing. Any other value would, and is refused with the reason."""
 
     values: tuple[Any, ...]
     why: str
 
 
-NEUTRAL: dict[str, Neutral] = {
-    "best_of": Neutral((1,), "choices are not ranked: ask for n of them"),
-    "suffix": Neutral(("",), "these models continue a text and do not fill a gap in it"),
-    "functions": Neutral(([],), "functions are called tools now"),
-    "modalities": Neutral((["text"],), "answers are text"),
-    "verbosity": Neutral(("medium",), "these models have no such setting: say it in the prompt"),
-    "service_tier": Neutral(("auto", "default"), "there is one tier; priority says who goes first"),
-    "store": Neutral((False,), "answers are not stored"),
-    "prompt_cache_retention": Neutral(("in_memory", "in-memory"), "cache_hint.retain_s says how long KV is wanted"),
-    # vLLM's
-    "min_tokens": Neutral((0,), "ignore_eos with max_tokens gives a fixed length"),
-    "bad_words": Neutral(([],), "words cannot be ruled out"),
-    "use_beam_search": Neutral((False,), "there is no beam search"),
-    "length_penalty": Neutral((1.0,), "there is no beam search"),
-    "skip_special_tokens": Neutral((True,), "special tokens have no text in an answer"),
-    "spaces_between_special_tokens": Neutral((True, False), "special tokens have no text in an answer"),
-    "include_stop_str_in_output": Neutral((False,), "a text ends before its stop string"),
-    "return_token_ids": Neutral((False,), "answers are text; POST /tokenize gives ids"),
-    "return_tokens_as_token_ids": Neutral((False,), "logprobs name tokens by their text"),
-    "add_generation_prompt": Neutral((True,), "the model answers the last message"),
-    "continue_final_message": Neutral((False,), "the model answers the last message and does not continue it"),
-    "chat_template_kwargs": Neutral(({},), "chat templates are given the messages alone"),
-    "documents": Neutral(([],), "chat templates are given the messages alone"),
-}
+def neutral_of(*bodies: type[msgspec.Struct]) -> dict[str, Neutral]:
+    """By field, where a field's type has one."""
+    hints = {name: hint for body in bodies for name, hint in get_type_hints(body, include_extras=True).items()}
+    return {name: one for name, hint in hints.items() for one in getattr(hint, "__metadata__", ()) if isinstance(one, Neutral)}
+
+
+CacheRetention = Annotated[str | None, Neutral(("in_memory", "in-memory"), "cache_hint.retain_s says how long KV is wanted")]
+
 NO_EFFECT = ("user", "safety_identifier", "metadata")  # labels for whoever reads the client's traffic: any value is taken
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -149,19 +136,19 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     guided_regex: Text | None = None
     guided_choice: Words | None = None
     guided_grammar: Text | None = None
-    # What follows is in NEUTRAL.
-    service_tier: str | None = None
-    store: bool | None = None
-    prompt_cache_retention: str | None = None
-    min_tokens: Count | None = None
-    bad_words: list[str] | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    # Of what follows, the listed values change nothing, and others are refused.
+    service_tier: Annotated[str | None, Neutral(("auto", "default"), "there is one tier; priority says who goes first")] = None
+    store: Annotated[bool | None, Neutral((False,), "answers are not stored")] = None
+    prompt_cache_retention: CacheRetention = None
+    min_tokens: Annotated[Count | None, Neutral((0,), "ignore_eos with max_tokens gives a fixed length")] = None
+    bad_words: Annotated[list[str] | None, Neutral(([],), "words cannot be ruled out")] = None
+    use_beam_search: Annotated[bool | None, Neutral((False,), "there is no beam search")] = None
+    length_penalty: Annotated[float | None, Neutral((1.0,), "there is no beam search")] = None
+    skip_special_tokens: Annotated[bool | None, Neutral((True,), "special tokens have no text in an answer")] = None
+    spaces_between_special_tokens: Annotated[bool | None, Neutral((True, False), "special tokens have no text in an answer")] = None
+    include_stop_str_in_output: Annotated[bool | None, Neutral((False,), "a text ends before its stop string")] = None
+    return_token_ids: Annotated[bool | None, Neutral((False,), "answers are text; POST /tokenize gives ids")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Neutral((False,), "logprobs name tokens by their text")] = None
 
     def asked(self) -> Asked | None:
         return asked_of(self)
@@ -228,8 +215,8 @@ class CompletionBody(Generating, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: str | None = None
-    best_of: Count | None = None
+    suffix: Annotated[str | None, Neutral(("",), "these models continue a text and do not fill a gap in it")] = None
+    best_of: Annotated[Count | None, Neutral((1,), "choices are not ranked: ask for n of them")] = None
 
     @property
     def num_prompts(self) -> int:
@@ -317,14 +304,13 @@ class ChatBody(Generating, kw_only=True):
     prediction: Unsupported = None
     reasoning_effort: Unsupported = None
     web_search_options: Unsupported = None
-    # What follows is in NEUTRAL.
-    functions: list[Any] | None = None
-    modalities: list[str] | None = None
-    verbosity: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[Any] | None = None
+    functions: Annotated[list[Any] | None, Neutral(([],), "functions are called tools now")] = None
+    modalities: Annotated[list[str] | None, Neutral((["text"],), "answers are text")] = None
+    verbosity: Annotated[str | None, Neutral(("medium",), "these models have no such setting: say it in the prompt")] = None
+    add_generation_prompt: Annotated[bool | None, Neutral((True,), "the model answers the last message")] = None
+    continue_final_message: Annotated[bool | None, Neutral((False,), "the model answers the last message and does not continue it")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Neutral(({},), "chat templates are given the messages alone")] = None
+    documents: Annotated[list[Any] | None, Neutral(([],), "chat templates are given the messages alone")] = None
 
     num_prompts = 1
     echo = False
@@ -362,6 +348,9 @@ class ChatBody(Generating, kw_only=True):
         """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less. `defaults`: as above."""
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return self._params(defaults, max(room, 1) if given is None else given, self.num_logprobs)
+
+
+NEUTRAL = neutral_of(CompletionBody, ChatBody)
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -432,14 +421,10 @@ _KIND = re.compile(r"Invalid (enum )?value (?P<value>'.*')", re.DOTALL)
 _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
-_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
-
-
+@functools.cache
 def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
     """Made once: working out what a type allows takes milliseconds. Generating routes make theirs before the first request."""
-    if kind not in _DECODERS:
-        _DECODERS[kind] = msgspec.json.Decoder(kind)
-    return _DECODERS[kind]
+    return msgspec.json.Decoder(kind)
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:

@@ -97,26 +97,19 @@ class Gate:
     ) -> None:
         """`row`: of this front process in `book`, which all of a server's have. Without one, this process is all."""
         self.limit = limit
-        self._what = what
-        self._book = SeatBook.make(1) if book is None else book
-        self._row, self._number = row, number
+        self.what = what
+        self.book = SeatBook.make(1) if book is None else book
+        self.row, self.number = row, number
 
     @property
     def taken(self) -> int:
-        return self._book.total(self._number)
+        return self.book.total(self.number)
 
     def take(self, num: int) -> Seats:
         """Seats that end with `give_back` or `with`; raises Overloaded and takes none where there are too few."""
         seats = Seats(self)
         seats.widen(num)
         return seats
-
-    def claim(self, num: int) -> None:
-        if not self._book.try_add(self._row, self._number, num, self.limit):
-            raise Overloaded(f"the server is at its limit of {self.limit} concurrent {self._what}; try again later")
-
-    def give_back(self, num: int) -> None:
-        self._book.remove(self._row, self._number, num)
 
 
 class Seats:
@@ -128,14 +121,16 @@ class Seats:
 
     def widen(self, num: int) -> None:
         """Hold `num` seats in all. More than the gate will ever have is the client's mistake, not a matter of time."""
-        if num > self._gate.limit:
-            raise InvalidRequest(f"one request may ask for {self._gate.limit} generations at most, this one asks for {num}", "n")
-        self._gate.claim(num - self.num)
+        gate = self._gate
+        if num > gate.limit:
+            raise InvalidRequest(f"one request may ask for {gate.limit} generations at most, this one asks for {num}", "n")
+        if not gate.book.try_add(gate.row, gate.number, num - self.num, gate.limit):
+            raise Overloaded(f"the server is at its limit of {gate.limit} concurrent {gate.what}; try again later")
         self.num = num
 
     def give_back(self, num: int) -> None:
         self.num -= num
-        self._gate.give_back(num)
+        self._gate.book.remove(self._gate.row, self._gate.number, num)
 
     def __enter__(self) -> Seats:
         return self

@@ -23,15 +23,14 @@ from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.server import schema
-from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, SnapshotStore
+from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, RequestFigures, SnapshotStore
 from penstock.server.connection import read_body
 from penstock.server.faults import Refused
-from penstock.server.request_figures import RequestFigures
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.seats import GateNumber
 from penstock.server.stream import Bridge, Generations
-from penstock.server.structured import Asked, named
 from penstock.server.text import Rules
+from penstock.server.tools import Asked, named
 
 logger = logging.getLogger("penstock.server")
 

@@ -302,7 +302,3 @@ class Supervisor:
         for child in self._children():
             if child.process.poll() is None:
                 child.tell(message)
-
-
-def supervise(config: Config, server: ServerConfig, logs: tuple[str, str], listener: socket.socket, command: _Command) -> int:
-    return Supervisor(config, server, logs, listener, command).run()

@@ -7,15 +7,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+import msgspec
+import numpy as np
+
+from penstock.contract import FinishReason, KvSource, SamplingParams, SnapshotContent, TokenEvent, TokenLogprob
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest, PenstockError, PromptTooLong, StepFailed
+from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.tools import MarkedTokens, told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
-    from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
     from penstock.server.tools import Tool
+
+
+_MESSAGES = msgspec.json.Decoder(list[Message])
 
 
 class Prompt(NamedTuple):
@@ -69,14 +75,13 @@ def within_context() -> Iterator[None]:
 
 def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
     """One for each item."""
-    prompts = [_prompt(tokenizer, item, bool(body.echo), rules) for item in _items(body)]
-    scored = body.echo and body.logprobs is not None
-    return [prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) for prompt in prompts] if scored else prompts
-
-
-def continued_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules, before: Sequence[int]) -> list[Prompt]:
-    """The same behind the tokens `before`: text is cut by itself, and nothing is put before it that begins a text."""
-    return [Prompt([*before, *encode_prompt(tokenizer, item, rules, begins=False)]) for item in _items(body)]
+    prompts = []
+    for item in _items(body):
+        ids = encode_prompt(tokenizer, item, rules)
+        prompt = Prompt(ids, item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else "")
+        scored = body.echo and body.logprobs is not None
+        prompts.append(prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) if scored else prompt)
+    return prompts
 
 
 def _items(body: CompletionBody) -> Sequence[Any]:
@@ -88,6 +93,19 @@ def _items(body: CompletionBody) -> Sequence[Any]:
 
 def chat_prompts(tokenizer: TextCodec, body: ChatBody, rules: Rules) -> list[Prompt]:
     return [Prompt(encode_chat(tokenizer, body.messages, rules, body.asking.shown), ends=True)]
+
+
+def prompts_after(content: SnapshotContent, tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rules) -> list[Prompt]:
+    """What goes on from a snapshot. Of a text: its tokens, then those of each prompt, cut by themselves. Of a conversation: its messages,
+    then the request's, written by the template as one: the prompt of somebody who sends everything, whatever the template puts where."""
+    if isinstance(body, CompletionBody):
+        before = np.frombuffer(content.tokens, np.uint32).tolist()
+        return [Prompt([*before, *encode_prompt(tokenizer, item, rules, begins=False)]) for item in _items(body)]
+    if not content.messages:
+        message = "this snapshot was not taken of messages, so a conversation cannot be continued from it: use /v1/completions"
+        raise InvalidRequest(message, "snapshot")
+    whole = msgspec.structs.replace(body, messages=[*_MESSAGES.decode(content.messages), *body.messages])
+    return chat_prompts(tokenizer, whole, rules)
 
 
 def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules, tools: Sequence[Tool] = ()) -> list[int]:
@@ -114,13 +132,6 @@ def encode_given(tokenizer: TextCodec, body: PrefetchBody, rules: Rules) -> list
         if body.messages is not None:
             return encode_chat(tokenizer, body.messages, rules)
         return list(encode_prompt(tokenizer, body.prompt or "", rules))
-
-
-def _prompt(tokenizer: TextCodec, given: str | Sequence[int], echo: bool, rules: Rules) -> Prompt:
-    ids = encode_prompt(tokenizer, given, rules)
-    if isinstance(given, str):
-        return Prompt(ids, given)
-    return Prompt(ids, tokenizer.decode(given, skip_special=False) if echo else "")
 
 
 def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:

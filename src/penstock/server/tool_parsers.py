@@ -7,9 +7,10 @@ out: what may still turn out to be a marker or a call is held until that is know
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Generator
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 _BLANK = " \n\r\t"
 _ARGUMENTS = ("arguments", "parameters")  # what models call them
@@ -22,73 +23,43 @@ MARKERS: dict[str, tuple[str, ...]] = {"hermes": HERMES, "llama3": (LLAMA3,), "m
 
 R = TypeVar("R")
 Reading = Generator[None, str, R]
-PartKind = Literal["reasoning", "text", "call", "arguments"]
-
-
-class CallDelta(NamedTuple):
-    """News of one call: its name comes first and once, then pieces of its arguments, which are JSON in a row."""
-
-    number: int
-    name: str | None = None
-    arguments: str = ""
-
-
-class Parts(NamedTuple):
-    """What some text adds to a message."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
-    row: tuple[tuple[PartKind, str], ...] = ()  # the same in the order in which it was written; of a call its name
+Part = tuple[Literal["reasoning", "text", "call", "arguments"], str]  # a call's name comes first and once, then pieces of its arguments
 
 
 class Sink:
-    """Gathers parts while text is read."""
+    """Gathers the parts of a message while its text is read, in the order in which they were written."""
 
     def __init__(self, most_calls: int | None = None) -> None:
         """Calls behind the first `most_calls` are dropped."""
         self.num_calls = 0
         self._most = most_calls
         self._dropped = False
-        self._num_taken = 0  # calls whose names were taken
-        self._row: list[tuple[PartKind, list[str]]] = []
+        self._row: list[Part] = []
 
     def content(self, text: str) -> None:
-        self._add("text", text)
+        self._row.append(("text", text))
 
     def reasoning(self, text: str) -> None:
-        self._add("reasoning", text)
+        self._row.append(("reasoning", text))
 
     def call(self, name: str) -> None:
         self._dropped = self._most is not None and self.num_calls >= self._most
         if not self._dropped:
-            self._add("call", name)
+            self._row.append(("call", name))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         if not self._dropped:
-            self._add("arguments", text)
+            self._row.append(("arguments", text))
 
-    def _add(self, kind: PartKind, text: str) -> None:
-        if self._row and self._row[-1][0] == kind != "call":
-            self._row[-1][1].append(text)
-        else:
-            self._row.append((kind, [text]))
-
-    def take(self) -> Parts:
-        row = tuple((kind, "".join(texts)) for kind, texts in self._row)
-        self._row = []
-        calls: list[CallDelta] = []
-        for kind, text in row:
-            if kind == "call":
-                calls.append(CallDelta(self._num_taken, text))
-                self._num_taken += 1
-            elif kind == "arguments" and calls:
-                calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + text)
-            elif kind == "arguments":
-                calls.append(CallDelta(self._num_taken - 1, None, text))
-        content, reasoning = ("".join(text for kind, text in row if kind == one) for one in ("text", "reasoning"))
-        return Parts(content, reasoning, tuple(calls), row)
+    def take(self) -> list[Part]:
+        """What has come since the last call. Neighbours of a kind are one, but calls are not."""
+        row, self._row = self._row, []
+        made: list[Part] = []
+        for kind, same in itertools.groupby(row, key=lambda part: part[0]):
+            texts = [text for _, text in same]
+            made += [(kind, text) for text in texts] if kind == "call" else [(kind, "".join(texts))]
+        return made
 
 
 class FedReading:
@@ -399,6 +370,6 @@ class MessageParser:
     def num_calls(self) -> int:
         return self._sink.num_calls
 
-    def push(self, text: str, last: bool = False) -> Parts:
+    def push(self, text: str, last: bool = False) -> list[Part]:
         self._reader.push(text, last)
         return self._sink.take()

@@ -1,17 +1,18 @@
-"""Tools as clients send them: their fields, what the model is told of them, the grammar of a forced call, and how answers are read. Owns no
-format of an answer: those are in `tool_parsers`."""
+"""What a client says about its answer: the form that it is to have (OpenAI's `response_format`, vLLM's `structured_outputs` and its older
+spelling), and the tools that it may call. Owns those fields, the grammar that they stand for, what the model is told of tools, and how
+answers are read. The engine compiles grammars; the formats of calls are in `tool_parsers`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
+from penstock.contract import MAX_GRAMMAR_CHARS, Grammar
 from penstock.errors import InvalidRequest
-from penstock.server.structured import ANY_OBJECT, Asked, schema_grammar
 from penstock.server.tool_parsers import MARKERS, READERS, THINK, MessageParser, Sink, named_call, thinking
 
 if TYPE_CHECKING:
@@ -21,9 +22,98 @@ if TYPE_CHECKING:
 MOST_TOOLS = 128  # OpenAI's limit
 MOST_CALLS = 16  # in one answer that has to call
 
+Schema = dict[str, Any] | bool
+Text = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
+Words = Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+# ---------------------------------------------------------------------------------------------------------------- the form
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """OpenAI's frame around a schema. It is always kept to, `strict` or not."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    schema: Schema | None = None  # None: any JSON
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and with no other")
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's. Exactly one of them; `json` may be the schema's text."""
+
+    json: Schema | Text | None = None
+    regex: Text | None = None
+    choice: Words | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class Asked(NamedTuple):
+    """A grammar, and the field that asked for it: errors name it."""
+
+    field: str
+    grammar: Grammar
+
+
+def asked_of(body: Any) -> Asked | None:
+    """Raises InvalidRequest where several fields ask, or one asks for nothing."""
+    found = list(_asked(body))
+    if len(found) > 1:
+        raise InvalidRequest(f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them", found[1].field)
+    if body.structured_outputs is not None and not found:
+        raise InvalidRequest("structured_outputs needs one of json, regex, choice, grammar and json_object", "structured_outputs")
+    if found and len(found[0].grammar.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field)
+    return found[0] if found else None
+
+
+def _asked(body: Any) -> Iterator[Asked]:
+    given, outputs = body.response_format, body.structured_outputs or StructuredOutputs()
+    schema: Schema | None = None
+    if given is not None and given.type != "text":
+        schema = ANY_OBJECT if given.json_schema is None else given.json_schema.schema
+        schema = {} if schema is None else schema
+    for field, kind, value in (
+        ("response_format", "json_schema", schema),
+        ("structured_outputs.json", "json_schema", outputs.json),
+        ("structured_outputs.regex", "regex", outputs.regex),
+        ("structured_outputs.choice", "choice", outputs.choice),
+        ("structured_outputs.grammar", "lark", outputs.grammar),
+        ("structured_outputs.json_object", "json_schema", ANY_OBJECT if outputs.json_object else None),
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "lark", body.guided_grammar),
+    ):
+        if value is not None:
+            yield Asked(field, _grammar(kind, value))
+
+
+def _grammar(kind: Any, value: Schema | list[str] | str) -> Grammar:
+    """A schema may come as its text."""
+    return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def named(error: InvalidRequest, asked: Asked) -> InvalidRequest:
+    """The engine knows one name for all of these fields; the client gave another."""
+    return InvalidRequest(str(error), asked.field) if error.param == "structured_outputs" else error
+
+
+# --------------------------------------------------------------------------------------------------------------- the tools
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -110,10 +200,10 @@ class ToolRequest(NamedTuple):
         if isinstance(self.choice, NamedTool):
             name = self.choice.function.name
             schema = next((tool.function.parameters for tool in self.tools if tool.function.name == name), None)
-            return Asked("tools", schema_grammar(schema or ANY_OBJECT))
-        return (
-            Asked("tools", schema_grammar(_one_of(self.tools, MOST_CALLS if self.parallel else 1))) if self.choice == "required" else None
-        )
+            return Asked("tools", _grammar("json_schema", schema or ANY_OBJECT))
+        if self.choice == "required":
+            return Asked("tools", _grammar("json_schema", _one_of(self.tools, MOST_CALLS if self.parallel else 1)))
+        return None
 
 
 def asking(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolRequest:

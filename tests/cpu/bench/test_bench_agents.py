@@ -17,8 +17,7 @@ import pytest
 
 from penstock.bench.agents import ALL, FIRST, LATER, AgentsBench, overtaken, percentiles
 from penstock.bench.agents_replay import Agenda, EngineReplay, Record, ServerAddress, UrlReplay, source_of
-from penstock.bench.agents_users import Asking, Question, User, reusable
-from penstock.bench.trace_files import read_conversations, select
+from penstock.bench.trace_files import Asking, Question, User, read_conversations, reusable, select
 from penstock.cli import main
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SchedulingName, ServerConfig
 from penstock.contract import StepFailure

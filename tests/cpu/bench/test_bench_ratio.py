@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.bench.machine import cpu_name, describe_machine, installed_version
+from penstock.bench.report import describe_machine, installed_version
 from penstock.models import embedded
+from penstock.models.form_choice import cpu_name
 from transformers_ratio import CASES, Timed, compare, main
 
 

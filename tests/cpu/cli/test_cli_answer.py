@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.commands import answer as answer_module
-from penstock.commands.answer import Answer, Figures
-from penstock.commands.generate import Task, _fitting
+from penstock.commands.answer import Answer, Figures, running_engine
+from penstock.commands.chat import Task, _fitting
 from penstock.commands.progress import ProgressBar
-from penstock.commands.session import running_engine
 from penstock.config import Config, KvConfig, ModelSource
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.errors import EngineClosed, StepFailed

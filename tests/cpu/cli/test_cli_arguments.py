@@ -13,7 +13,7 @@ import pytest
 
 from penstock import cli
 from penstock.commands.arguments import config_of, sampling_of
-from penstock.commands.logs import LogSettings
+from penstock.commands.serve import LogSettings
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig, ServerConfig
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from penstock.commands import cache, chat, doctor
 from penstock.commands.answer import Figures
-from penstock.commands.chat import Chat, Conversation
-from penstock.commands.generate import Task, _fitting
+from penstock.commands.chat import Chat, Conversation, Task, _fitting
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config, ModelSource
 from penstock.contract import KvSource, SamplingParams

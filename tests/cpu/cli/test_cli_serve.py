@@ -19,12 +19,11 @@ import pytest
 
 from penstock import cli
 from penstock.commands import serve
-from penstock.commands.answer import Answer
+from penstock.commands.answer import Answer, load_engine, running_engine
 from penstock.commands.arguments import config_of
 from penstock.commands.chat import _interrupts
 from penstock.commands.hub import fetched, hub_name
-from penstock.commands.logs import JsonLines
-from penstock.commands.session import load_engine, running_engine
+from penstock.commands.serve import JsonLines
 from penstock.config import Config, ModelSource, ServerConfig
 from penstock.contract import SamplingParams
 from penstock.errors import ModelError
@@ -44,7 +43,7 @@ def loaded(monkeypatch):
         engines[-1] = load_engine(config)
         return engines[-1]
 
-    monkeypatch.setattr(serve, "load_engine", load)
+    monkeypatch.setattr("penstock.commands.answer.load_engine", load)
     return engines
 
 

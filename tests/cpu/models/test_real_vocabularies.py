@@ -22,8 +22,7 @@ from test_token_bytes import CORPUS
 from penstock.engine.text import TextStream
 from penstock.models import tokenizer_files as files_module
 from penstock.models.chat import ChatTemplate
-from penstock.models.token_bytes import BYTE_OF
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.tokenizer import BYTE_OF, Tokenizer
 from penstock.models.tokenizer_files import tokenizer_files
 from support.vocabularies import pages
 

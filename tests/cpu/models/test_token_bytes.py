@@ -16,8 +16,7 @@ from tokenizers.decoders import DecodeStream
 
 from penstock.engine.text import TextStream, stop_strings
 from penstock.errors import InvalidRequest, ModelError
-from penstock.models.token_bytes import BYTE_TOKEN, Spelling, TokenSpelling
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.tokenizer import BYTE_TOKEN, Spelling, Tokenizer, TokenSpelling
 from support.vocabularies import KINDS, SPECIAL, vocabulary
 
 SPELL_ALL = ("byte-level BPE", "SentencePiece BPE", "SentencePiece BPE, no prefix")  # any text comes back

@@ -21,8 +21,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.chat import ChatTemplate
 from penstock.models.llama import TINY_LLAMA
-from penstock.models.token_bytes import BYTE_OF
-from penstock.models.tokenizer import NFC_SHRINKS, ByteTokenizer, Tokenizer
+from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
 from support.embedded import embedded_tokenizer

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_metrics import STATS, Fixed
 
 from penstock import cli
+from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
-from penstock.server.request_figures import RequestFigures
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"

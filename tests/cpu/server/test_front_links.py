@@ -15,7 +15,6 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -48,9 +47,9 @@ from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tok
 from penstock.server import boundary, remote
 from penstock.server import links as links_module
 from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
+from penstock.server.client import RequestFigures
 from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.remote import RemoteEngine, greeted
-from penstock.server.request_figures import RequestFigures
 from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
 from penstock.testing.tiny_models import TINY_LLAMA
@@ -505,23 +504,23 @@ def test_a_compiled_grammar_is_kept_until_its_front_lets_go(linked: Linked) -> N
 
 def test_the_engine_says_whose_fault_a_late_grammar_is_before_its_front_gives_up(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     """A front waits for COMPILE_S, and cannot tell a schema that is too complex from an engine that is busy."""
-    now_s, compiling, beat_s = 1000.0, Future[object](), links_module.BEAT_S
+    waited: list[float | None] = []
+
+    class NeverCompiled(Future[object]):
+        def result(self, timeout: float | None = None) -> object:
+            waited.append(timeout)
+            raise TimeoutError
+
+    compiling = NeverCompiled()
     compiling.set_running_or_notify_cancel()
-    monkeypatch.setattr(links_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(links_module, "BEAT_S", 0.01)
     monkeypatch.setattr(linked.engine.grammars, "begin", lambda grammar: compiling)
     front = linked.front()
     front.send(call(7, "GrammarCompiler.begin", Grammar("regex", "[ab]{3}")))
-    _wait_dealt_with(front)
-    now_s += COMPILE_S - beat_s  # the last beat before the front gives up
-    beats, replies = 0, list[boundary.Returned]()
-    while beats < 3:  # the second is behind that for certain, and the third behind what it has led to
-        message = front.receive()
-        beats += isinstance(message, boundary.Beat)
-        replies += [message] if isinstance(message, boundary.Returned) else []
-    (refusal,) = replies
+    refusal = _reply(front)
     assert refusal.call == 7 and refusal.fault is not None and refusal.fault.kind == "InvalidRequest"
     assert "is too complex" in refusal.fault.message
+    (waited_s,) = waited
+    assert waited_s is not None and waited_s + links_module.BEAT_S < COMPILE_S
     compiling.set_result(object())  # which nobody would let go of
     (link,) = linked.links._links
     front.send(call(9, "EngineClient.reset_cache", ("device",)))
@@ -555,7 +554,7 @@ def test_a_child_of_another_version_says_so_and_ends() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         fd = theirs.fileno()
-        command = [sys.executable, "-m", "penstock.commands.serve_child", "front", str(os.getpid()), str(fd)]
+        command = [sys.executable, "-m", "penstock.commands.serve", "front", str(os.getpid()), str(fd)]
         source = os.path.dirname(os.path.dirname(remote.__file__))
         environment = {**os.environ, "PYTHONPATH": os.path.dirname(source)}
         with subprocess.Popen(command, pass_fds=[fd], env=environment) as child:
@@ -804,17 +803,17 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
 def test_seats_are_counted_over_all_fronts_and_those_of_one_that_is_gone_come_back() -> None:
     book = SeatBook.make(3)
     one, other, more = (Gate(5, "things", book, row) for row in range(3))
-    one.claim(2)
-    other.claim(2)
+    one.take(2)
+    others = other.take(2)
     with pytest.raises(Overloaded):
-        more.claim(2)
+        more.take(2)
     assert more.taken == 4
-    more.claim(1)
+    more.take(1)
     with pytest.raises(Overloaded):
-        one.claim(1)
+        one.take(1)
     another = Gate(5, "others", book, 0, GateNumber.SIDE)
-    another.claim(5)
-    other.give_back(1)
+    another.take(5)
+    others.give_back(1)
     assert one.taken == 4
     book.clear(0)
     assert one.taken == 2 and another.taken == 0

@@ -11,9 +11,9 @@ from served import Served
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
+from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
 from penstock.server.replies import usage_of
-from penstock.server.request_figures import RequestFigures
 from penstock.server.text import ChoiceText, Prompt
 
 BOUNDS = (0.5, 1.0)

@@ -16,8 +16,8 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import ConfigError
 from penstock.models.adapters import AdapterFiles
 from penstock.models.lora import AdapterWeights
+from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
-from penstock.server.request_figures import RequestFigures
 from penstock.server.run import HttpServer
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 

@@ -245,11 +245,11 @@ def test_a_port_that_is_taken_is_a_configuration_error(served: Served) -> None:
 
 PROGRAM = """
 from penstock.config import ServerConfig
-from penstock.server.run import serve
+from penstock.server.run import HttpServer
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 engine = ScriptedEngine()
 engine.hold()
-serve(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0))
+HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0)).run()
 print("clean end", flush=True)
 """
 

@@ -24,10 +24,10 @@ from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import Overloaded, PenstockError
 from penstock.models.tokenizer import ByteTokenizer, spec_of
-from penstock.server import boundary, engine_process, supervise
+from penstock.server import boundary, links, supervise
 from penstock.server.boundary import FromEngine, FromParent, ToParent, Wire
-from penstock.server.engine_process import EngineProcess
-from penstock.server.front import FrontServer, run_front
+from penstock.server.links import EngineProcess
+from penstock.server.run import FrontServer, run_front
 from penstock.server.seats import SeatBook
 from penstock.server.supervise import LINGER_S, MOST_RESTARTS, RESTARTS_S, Supervisor
 from support.driving import tiny_config
@@ -326,7 +326,7 @@ class EngineChild:
         self.engine = build(tiny_config("tiny-llama"))
         self.loop = EngineLoop(self.engine)
         self.entered, self.gate, self.gone = threading.Event(), threading.Event(), threading.Event()
-        monkeypatch.setattr(engine_process, "os", SimpleNamespace(_exit=lambda code: self.gone.set()))
+        monkeypatch.setattr(links, "os", SimpleNamespace(_exit=lambda code: self.gone.set(), getpid=os.getpid))
         self._codes: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._sockets = [*socket.socketpair(), *socket.socketpair()]
         for one in self._sockets:
@@ -432,7 +432,7 @@ def test_an_engine_that_fails_while_it_closes_ends_with_an_error(child: EngineCh
     def fail(timeout_s: float) -> None:
         raise RuntimeError("no such tier")
 
-    monkeypatch.setattr(engine_process, "WATCH_S", DEADLINE_S)  # nobody happens to look between the failure and the end
+    monkeypatch.setattr(links, "WATCH_S", DEADLINE_S)  # nobody happens to look between the failure and the end
     monkeypatch.setattr(child.engine, "close", fail)
     child.parent.send(boundary.Stop())
     assert child.code() == 1
@@ -461,9 +461,9 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
 def test_a_front_has_no_more_seats_than_the_engine_takes_requests(front: FrontServer) -> None:
     """One more would be refused by the engine, behind the start of its stream."""
     seats = front.service.generations
-    seats.claim(3)
+    seats.take(3)
     with pytest.raises(Overloaded):
-        seats.claim(1)
+        seats.take(1)
 
 
 async def turns() -> None:
@@ -491,7 +491,7 @@ def test_a_front_that_is_out_of_files_leaves_its_listener_alone_for_a_while(
     front: FrontServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The connection that it cannot take is still there: it would look without a pause, and do nothing else."""
-    monkeypatch.setattr("penstock.server.front.OUT_OF_FILES_S", 3600.0)
+    monkeypatch.setattr("penstock.server.run.OUT_OF_FILES_S", 3600.0)
     address, full = front._listener.getsockname(), Full(front._listener)
     monkeypatch.setattr(front, "_listener", full)
 

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from served import until
 from tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
 
+from penstock.contract import SnapshotContent
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
-from penstock.server.text import Rules, continued_prompts
+from penstock.server.text import Rules, prompts_after
 from store_servers import valkey_or_skip
 
 OTHER = [9 + 7 * i % 450 for i in range(70)]
@@ -214,7 +216,7 @@ def test_text_behind_a_snapshot_does_not_begin_a_text() -> None:
             return [*([300] if add_special else []), *super().encode(text, add_special, most)]
 
     body = schema.CompletionBody(model=MODEL, prompt=["ab", "c"], snapshot="talk")
-    prompts = continued_prompts(Beginning(512), body, Rules(100), [7, 8])
+    prompts = prompts_after(SnapshotContent(np.array([7, 8], np.uint32).tobytes(), ""), Beginning(512), body, Rules(100))
     assert [list(prompt.ids) for prompt in prompts] == [[7, 8, 97, 98], [7, 8, 99]]
 
 

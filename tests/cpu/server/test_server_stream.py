@@ -10,7 +10,7 @@ import pytest
 from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import stop_strings
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
-from penstock.server.replies import CompletionReply, heading, usage_of
+from penstock.server.replies import CompletionReply, Heading, usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
 from penstock.server.stream import Bridge, Generations
@@ -223,7 +223,7 @@ def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
 
 
 def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
-    reply = CompletionReply(ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), heading("cmpl", "x", "m", False))
+    reply = CompletionReply(ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m", False))
     never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
     scores = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]
     assert scores["token_logprobs"] == [-9999.0]

@@ -37,7 +37,7 @@ KNOWS_TOOLS = (
 def saying(text: str, template: str | None = None) -> ScriptedEngine:
     engine = ScriptedEngine(lambda prompt, sampling: [*text.encode(), EOS])
     if template is not None:
-        engine.tokenizer._chat = ChatTemplate(template, {})
+        engine.tokenizer.chat_template = ChatTemplate(template, {})
     return engine
 
 

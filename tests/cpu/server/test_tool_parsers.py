@@ -21,18 +21,18 @@ def parse(kind: str, pieces: list[str], thinks: bool = False, begun: bool = Fals
     sink = Sink(most)
     reading = named_call(sink, "forced") if kind == "forced" else READERS[kind](sink)
     parser = MessageParser(sink, thinking(sink, reading, begun) if thinks else reading)
-    content, reasoning, calls = "", "", []
+    said = {"text": "", "reasoning": ""}
+    calls: list[tuple[str, str]] = []
     for number, piece in enumerate([*pieces, ""]):
-        parts = parser.push(piece, last=number == len(pieces))
-        content, reasoning = content + parts.content, reasoning + parts.reasoning
-        for call in parts.calls:
-            if call.name is not None:
-                assert call.number == len(calls)  # a name comes once, and calls in order
-                calls.append((call.name, call.arguments))
+        for part, text in parser.push(piece, last=number == len(pieces)):
+            if part == "call":
+                calls.append((text, ""))
+            elif part == "arguments":
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
             else:
-                assert call.number == len(calls) - 1
-                calls[-1] = (calls[-1][0], calls[-1][1] + call.arguments)
-    return Message(content, reasoning, calls)
+                said[part] += text
+    assert parser.num_calls == len(calls)
+    return Message(said["text"], said["reasoning"], calls)
 
 
 SAID: dict[str, tuple[str, str, Message]] = {

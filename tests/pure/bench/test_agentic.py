@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.bench.agents_users import Asking, reusable
-from penstock.bench.trace_files import is_agentic, read_conversations, select
+from penstock.bench.trace_files import Asking, is_agentic, read_conversations, reusable, select
 from penstock.errors import ConfigError
 
 EXCERPT = Path(__file__).resolve().parents[2] / "data" / "agentic-coding-excerpt.jsonl"

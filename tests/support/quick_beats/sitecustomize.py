@@ -2,7 +2,7 @@
 
 import sys
 
-if "penstock.commands.serve_child" in sys.orig_argv and "engine" in sys.orig_argv:
+if "penstock.commands.serve" in sys.orig_argv and "engine" in sys.orig_argv:
     from penstock.server import links
 
     links.BEAT_S = 0.05
