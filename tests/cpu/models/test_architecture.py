@@ -341,3 +341,11 @@ def test_the_configs_of_published_models_are_understood(name: str) -> None:
     assert (config.default_len, config.max_position, config.head_dim, max(config.windows, default=0), scheme) == expected
     assert config.rotary_dim == (96 if name == "Phi-4-mini" else 0)
     assert config.qkv_bias == (name == "Qwen2.5-7B")
+
+
+def test_a_trained_context_that_is_stated_twice_is_the_one_outside_the_scaling() -> None:
+    raw, _ = PUBLISHED["Phi-3-mini-128k"]
+    inside = {**raw["rope_scaling"], "original_max_position_embeddings": 8192}
+    for stated, trained in (({}, 4096), ({"original_max_position_embeddings": None}, 8192)):
+        scaling = parse_config({**raw, "rope_scaling": inside, **stated}, "config.json").rope_scaling
+        assert scaling is not None and scaling.trained_len == trained

@@ -74,6 +74,13 @@ def test_what_the_model_calls_is_in_the_message_and_in_the_stream() -> None:
         assert calls_of(only) == [("weather", {"city": "Bern"})]
 
 
+def test_an_answer_that_is_cut_inside_a_call_says_so_whole_and_streamed() -> None:
+    with serving(saying(CALL)) as served:
+        create, most = served.client().chat.completions.create, CALL.index("Bern") + 2
+        assert create(model=MODEL, messages=ASK, tools=TOOLS, max_tokens=most).choices[0].finish_reason == "length"
+        assert gathered(create(model=MODEL, messages=ASK, tools=TOOLS, max_tokens=most, stream=True))[2] == "length"
+
+
 def test_without_tools_or_with_none_a_call_is_text() -> None:
     with serving(saying(CALL)) as served:
         for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):

@@ -71,6 +71,9 @@ class Script:
     def _drafts(self, one: Decoding) -> tuple[int, ...]:
         rng, track = self.world.rng, one.track
         assert one.most > 0
+        if self.world.overcommit > 1.0:
+            num_held = track.held_table().num_slots * BLOCK
+            assert track.num_planned + 1 + one.most <= num_held, "a draft draws no block: somebody may have to leave for it"
         self.alive[track.request.id] = 0
         num = rng.randrange(min(one.most, 5) + 1)
         right = self.world.said[track.request.id].all[track.num_expected : track.num_expected + num]
@@ -86,6 +89,7 @@ class Script:
 class World:
     def __init__(self, seed: int, ahead: bool, num_blocks: int, overcommit: float, failing: float) -> None:
         self.rng = random.Random(seed)
+        self.overcommit = overcommit
         self.cache = KvCache(BlockPool(num_blocks, "device"), SCOPE)
         self.said: dict[str, Said] = {}
         self.script = Script(self, ahead)
