@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from served import MODEL, serving
 from tiered_server import MODEL as REAL_MODEL
 from tiered_server import Tiered, tiered
 
 from penstock.models.chat import ChatTemplate
+from penstock.server.schema import ChatBody
 from support.scripted_engine import EOS, ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it in Zürich?"}]
@@ -170,6 +172,18 @@ def force(server: Tiered, choice: Any, **fields: Any) -> Any:
 
 def check_weather(arguments: dict[str, Any]) -> None:
     assert set(arguments) == {"city", "unit"} and arguments["city"] in ("Zürich", "Bern") and arguments["unit"] in ("C", "F")
+
+
+def test_arguments_may_be_made_of_themselves_also_where_one_of_several_tools_has_to_be_called() -> None:
+    """Where their schema is not the root, what it says of its root is said of where it lies."""
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/properties/left"}}}
+    fields: Any = {"tools": [*TOOLS, {"type": "function", "function": {"name": "plant", "parameters": tree}}], "tool_choice": "required"}
+    asked = msgspec.convert({"model": MODEL, "messages": ASK, **fields}, ChatBody).asked()
+    assert asked is not None
+    assert json.loads(asked.grammar.text)["$defs"]["tool2"]["properties"] == {
+        "left": {"$ref": "#/$defs/tool2"},
+        "right": {"$ref": "#/$defs/tool2/properties/left"},
+    }
 
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
