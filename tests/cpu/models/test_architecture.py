@@ -343,9 +343,16 @@ def test_the_configs_of_published_models_are_understood(name: str) -> None:
     assert config.qkv_bias == (name == "Qwen2.5-7B")
 
 
-def test_a_trained_context_that_is_stated_twice_is_the_one_outside_the_scaling() -> None:
-    raw, _ = PUBLISHED["Phi-3-mini-128k"]
-    inside = {**raw["rope_scaling"], "original_max_position_embeddings": 8192}
-    for stated, trained in (({}, 4096), ({"original_max_position_embeddings": None}, 8192)):
-        scaling = parse_config({**raw, "rope_scaling": inside, **stated}, "config.json").rope_scaling
-        assert scaling is not None and scaling.trained_len == trained
+@pytest.mark.parametrize(("outside", "trained"), [(None, 32768), (16384, 16384)])
+def test_a_trained_context_that_is_stated_twice_is_the_one_outside_the_scaling(outside: int | None, trained: int) -> None:
+    raw, _ = PUBLISHED["Qwen3-8B with yarn"]
+    scaling = parse_config({**raw, "original_max_position_embeddings": outside}, "config.json").rope_scaling
+    assert scaling is not None and scaling.trained_len == trained
+
+
+def test_what_the_newer_spelling_of_positions_says_counts_before_what_stands_outside() -> None:
+    raw, _ = PUBLISHED["Phi-4-mini"]
+    for inside, theta, rotary_dim in (({}, 1e4, 96), ({"rope_theta": 5e5, "partial_rotary_factor": 0.5}, 5e5, 64)):
+        given = {**raw, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **inside}, "rope_theta": 1e4}
+        config = parse_config(given, "config.json")
+        assert (config.rope_theta, config.rotary_dim) == (theta, rotary_dim)

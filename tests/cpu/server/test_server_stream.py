@@ -261,9 +261,12 @@ def test_of_several_choices_the_one_that_waited_longest_is_noted() -> None:
 
     exchange = Exchange("POST", "/v1/completions", 0.0)
     first = {0: [waited(1.0, 0.1, 0.2)], 1: [waited(3.0, 0.3, 0.4), TokenEvent("r")]}
-    reading: Any = Read(first, {2: [waited(2.0, 0.5, 0.6)]})
+    reading: Any = Read(first, {2: [waited(2.0, 0.5, 0.6)]}, {2: [TokenEvent("r", (7,))]})
     some: Any = None
     running = RunningRequest(some, [], [Silent()] * 3, reading, some, some, exchange)  # type: ignore[list-item]
     for _ in range(2):
         asyncio.run(running.next_pieces())
     assert (exchange.queue_s, exchange.matched_s, exchange.loaded_s) == (3.0, 0.3, 0.4)
+    assert exchange.first_s is None, "nobody has had a token"
+    asyncio.run(running.next_pieces())
+    assert exchange.first_s is not None

@@ -176,13 +176,13 @@ def check_weather(arguments: dict[str, Any]) -> None:
 
 def test_arguments_may_be_made_of_themselves_also_where_one_of_several_tools_has_to_be_called() -> None:
     """Where their schema is not the root, what it says of its root is said of where it lies."""
-    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/properties/left"}}}
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"anyOf": [{"$ref": "#/properties/left"}]}}}
     fields: Any = {"tools": [*TOOLS, {"type": "function", "function": {"name": "plant", "parameters": tree}}], "tool_choice": "required"}
     asked = msgspec.convert({"model": MODEL, "messages": ASK, **fields}, ChatBody).asked()
     assert asked is not None
     assert json.loads(asked.grammar.text)["$defs"]["tool2"]["properties"] == {
         "left": {"$ref": "#/$defs/tool2"},
-        "right": {"$ref": "#/$defs/tool2/properties/left"},
+        "right": {"anyOf": [{"$ref": "#/$defs/tool2/properties/left"}]},
     }
 
 

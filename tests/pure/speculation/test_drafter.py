@@ -286,3 +286,20 @@ def test_what_drafting_took_when_it_did_not_pay_is_forgotten_after_a_while() -> 
         assert not made.considers([one.track])
     assert made.books.estimate(1).extra_s == pytest.approx(9.0)
     assert not made.considers([one.track]) and made.books.estimate(1).extra_s == COSTS.ahead_s
+
+
+def test_drafts_of_the_device_that_were_rejected_are_tried_again_ever_more_seldom() -> None:
+    """Texts change, and those who write them."""
+    made = speculation(on_device=True, forced=False)
+    one = decoding(TEXT)
+    made.considers([one.track])
+    for _ in range(40):
+        made.step_took(1, 1, 1.0, 0)
+    assert made.considers([one.track]), "it has earned what drafts may take"
+    for num_steps in (RETRY_STEPS, 2 * RETRY_STEPS, 4 * RETRY_STEPS):
+        for _ in range(50):
+            made.saw(one.track, 4, 0)
+        made.considers([one.track])
+        for _ in range(num_steps - 1):
+            assert not made.considers([one.track])
+        assert made.considers([one.track])
