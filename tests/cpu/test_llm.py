@@ -16,7 +16,7 @@ import pytest
 
 import penstock
 from penstock import LLM, SamplingParams
-from penstock.errors import ConfigError, EngineClosed, InvalidRequest, SnapshotMissing, SnapshotRefused
+from penstock.errors import ConfigError, ContextExceeded, EngineClosed, InvalidRequest, SnapshotMissing, SnapshotRefused
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -90,8 +90,9 @@ def test_logprobs_belong_to_the_tokens_also_before_a_stop_string(llm: LLM) -> No
 def test_without_parameters_an_answer_fits_the_context(llm: LLM) -> None:
     room = llm.max_model_len - 3
     assert 1 <= len(llm.generate([5] * room).tokens) <= 3
-    with pytest.raises(InvalidRequest):
-        llm.generate([5] * (llm.max_model_len + 1))
+    for too_many in (0, 1):
+        with pytest.raises(ContextExceeded):
+            llm.generate([5] * (llm.max_model_len + too_many))
 
 
 def test_asyncio_has_answers_and_streams(llm: LLM) -> None:

@@ -341,3 +341,18 @@ def test_the_configs_of_published_models_are_understood(name: str) -> None:
     assert (config.default_len, config.max_position, config.head_dim, max(config.windows, default=0), scheme) == expected
     assert config.rotary_dim == (96 if name == "Phi-4-mini" else 0)
     assert config.qkv_bias == (name == "Qwen2.5-7B")
+
+
+@pytest.mark.parametrize(("outside", "trained"), [(None, 32768), (16384, 16384)])
+def test_a_trained_context_that_is_stated_twice_is_the_one_outside_the_scaling(outside: int | None, trained: int) -> None:
+    raw, _ = PUBLISHED["Qwen3-8B with yarn"]
+    scaling = parse_config({**raw, "original_max_position_embeddings": outside}, "config.json").rope_scaling
+    assert scaling is not None and scaling.trained_len == trained
+
+
+def test_what_the_newer_spelling_of_positions_says_counts_before_what_stands_outside() -> None:
+    raw, _ = PUBLISHED["Phi-4-mini"]
+    for inside, theta, rotary_dim in (({}, 1e4, 96), ({"rope_theta": 5e5, "partial_rotary_factor": 0.5}, 5e5, 64)):
+        given = {**raw, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **inside}, "rope_theta": 1e4}
+        config = parse_config(given, "config.json")
+        assert (config.rope_theta, config.rotary_dim) == (theta, rotary_dim)

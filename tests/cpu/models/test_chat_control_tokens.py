@@ -4,6 +4,7 @@ and messages that spell none get the ids that they always got."""
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -50,6 +51,10 @@ TEMPLATES = {
     "the first as a system turn": "{% if messages[0].role == 'system' %}{{ '<|im_start|>' + messages[0].content + '<|im_end|>' }}"
     "{% set messages = messages[1:] %}{% endif %}" + loop(TURN % "message.content"),
     "generation marked": loop("{% generation %}" + TURN % "message.content" + "{% endgeneration %}"),
+    "only what is long": loop("{% if message.content | length > 12 %}" + TURN % "message.content" + "{% endif %}"),
+    "only what is not blank": loop("{% if message.content.strip() %}" + TURN % "message.content" + "{% endif %}"),
+    "on lines of its own": "{%- set last = 1 %}\n  {% for message in messages %}\n    {% if message.content %}\n"
+    "<|im_start|>{{ message.role }}\n  {{ message.content }}\n\n    {% endif %}\n<|im_end|>\n  {% endfor %}\n" + PROMPT,
 }
 ORDINARY = [
     [{"role": "user", "content": "What is a penstock?"}],
@@ -103,7 +108,7 @@ def test_what_messages_spell_is_text(name: str, first: list[str], second: list[s
     messages = [{"role": "user", "content": "".join(first)}, {"role": "assistant", "content": "".join(second)}]
     model = tokenizer(TEMPLATES[name])
     ids = model.encode_chat(messages)
-    silent = [{**message, "content": "x" * bool(message["content"].strip())} for message in messages]
+    silent = [{**message, "content": re.sub(r"(?s)\S.*\S|\S", lambda core: "x" * len(core[0]), message["content"])} for message in messages]
     assert special(ids) == special(model.encode_chat(silent))
     assert REAL.decode(ids, skip_special=False) == REAL.decode(
         REAL.encode(rendered(model, messages), add_special=False), skip_special=False
@@ -209,3 +214,16 @@ def test_a_tool_spells_no_special_token_wherever_it_says_one(where: dict[str, An
         ids = model.encode_chat(messages, tools=tools)
         assert ids.count(end[0]) == 1  # the template's own
         assert model.decode(ids, skip_special=False).count(HOSTILE) >= 2  # what was said is there, as text
+
+
+def test_a_template_may_write_special_tokens_by_the_types_that_tools_state() -> None:
+    """What says nothing in its place has the same types: else the tools would seem to have spelled the tokens."""
+    template = (
+        "{% for t in tools if t.type == 'function' %}<|im_start|>{{ t.function.name }}"
+        "{% for name, p in t.function.parameters.properties.items() if p.type in ('string', 'integer') %}<|im_end|>{{ name }}{% endfor %}"
+        "{% endfor %}{{ messages[0].content }}"
+    )
+    fields = {"city": {"type": "string", "description": HOSTILE}, "days": {"type": "integer"}, "all": {"type": "boolean"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}
+    ids = tokenizer(template).encode_chat([{"role": "user", "content": "x"}], tools=[tool])
+    assert REAL.decode(ids, skip_special=False) == "<|im_start|>f<|im_end|>city<|im_end|>daysx" and len(special(ids)) == 3

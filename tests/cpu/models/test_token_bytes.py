@@ -204,6 +204,13 @@ def test_bytes_that_are_tokens(kind: str, tokens: tuple[str | bytes, ...], text:
     assert tokenizer(kind).decode(ids) == text == by_token(kind, ids)
 
 
+@pytest.mark.parametrize("kind", ["SentencePiece BPE", "Unigram with bytes"])
+def test_a_text_begins_with_its_first_token_that_has_any_text(kind: str) -> None:
+    """A model may have more rows than its vocabulary has tokens, and choose one of the others."""
+    ids = [tokenizer(kind).vocab_size, -1, *as_ids(kind, "▁the", "▁the")]
+    assert tokenizer(kind).decode(ids) == "the the" == by_token(kind, ids)
+
+
 def test_offsets_of_byte_tokens_point_at_the_character_they_belong_to_or_the_mark_they_became() -> None:
     kind = "SentencePiece BPE"
 

@@ -43,7 +43,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
-from penstock.models.tokenizer import ByteTokenizer, TokenizerSpec, spec_of, tokenizer_of
+from penstock.models.chat import ChatTemplate
+from penstock.models.tokenizer import ByteTokenizer, Tokenizer, TokenizerSpec, spec_of, tokenizer_of
 from penstock.server import boundary, remote
 from penstock.server import links as links_module
 from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
@@ -52,7 +53,7 @@ from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.remote import RemoteEngine, greeted
 from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
-from penstock.testing.tiny_models import TINY_LLAMA
+from penstock.testing.tiny_models import TINY_LLAMA, tiny_tokenizer
 from support.adapters import write_random_adapter
 from support.driving import tiny_config
 
@@ -244,6 +245,16 @@ def test_messages_come_out_of_any_pieces(numbers: list[int], sizes: list[int]) -
 def test_a_tokenizer_is_made_again_from_plain_data() -> None:
     plain = spec_of(ByteTokenizer(300))
     assert plain == TokenizerSpec(None, 300) and tokenizer_of(plain).encode("hé") == list("hé".encode())
+
+
+def test_a_vocabulary_with_a_template_is_made_again_with_all_that_the_template_names() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", {"bos_token": "<|begin|>", "eos_token": "<|end|>"})
+    made = Tokenizer(tiny_tokenizer(), (2, 7), template)
+    again = tokenizer_of(spec_of(made))
+    messages = [{"role": "user", "content": "hello"}]
+    assert again.encode_chat(messages) == made.encode_chat(messages)
+    assert again.decode(again.encode_chat(messages)) == "<|begin|>hello<|end|>"
+    assert again.eos_ids == {2, 7} and again.encode("a b c") == made.encode("a b c")
 
 
 # ------------------------------------------------------------------------------------------------- fronts that are no good

@@ -14,6 +14,9 @@ from test_server_tools import CALL, KNOWS_TOOLS, WEATHER, saying
 from tiered_server import MODEL as REAL_MODEL
 from tiered_server import tiered
 
+from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded, SessionMissing, SnapshotTaken
+from penstock.server.access import Exchange
+from penstock.server.faults import Refused, error_response
 from support.scripted_engine import ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it in Bern?"}]
@@ -169,6 +172,14 @@ def test_calls_that_are_no_json_are_handed_on_as_text() -> None:
         assert block["input"] == {"INVALID_JSON": '{"city": '}
 
 
+def test_an_answer_that_is_cut_inside_a_call_says_so_whole_and_streamed() -> None:
+    """Whoever is told that it is a call would run it with half of its arguments."""
+    with serving(saying(CALL)) as served:
+        fields = {"tools": TOOLS, "max_tokens": CALL.index("Bern") + 2}
+        assert answer(served, **fields)["stop_reason"] == "max_tokens"
+        assert events(served, **fields)[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
 @pytest.mark.parametrize(
     ("choice", "seen"),
     [({"type": "auto"}, 2), ({"type": "auto", "disable_parallel_tool_use": True}, 1), ({"type": "none"}, 0)],
@@ -246,6 +257,29 @@ HARMLESS: dict[str, list[Any]] = {
     "stop_sequences": [[]],
     "system": ["", []],
 }
+
+
+ERRORS: list[tuple[Exception, int, str]] = [
+    (InvalidRequest("no"), 400, "invalid_request_error"),
+    (Refused(401, "no"), 401, "authentication_error"),
+    (Refused(403, "no"), 403, "permission_error"),
+    (SessionMissing("no"), 404, "not_found_error"),
+    (Refused(408, "no"), 408, "timeout_error"),
+    (SnapshotTaken("no"), 409, "invalid_request_error"),
+    (Refused(413, "no"), 413, "request_too_large"),
+    (Overloaded("no"), 429, "rate_limit_error"),
+    (RuntimeError("no"), 500, "api_error"),
+    (EngineClosed("no"), 503, "overloaded_error"),
+    (DeadlineExceeded("no"), 504, "timeout_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind"), ERRORS, ids=[kind for _, _, kind in ERRORS])
+def test_errors_are_of_the_kinds_that_clients_tell_apart(error: Exception, status: int, kind: str) -> None:
+    """They try again after some, and not after others."""
+    reply = error_response(error, Exchange("POST", "/v1/messages", 0.0, id="mine"))
+    body = json.loads(bytes(reply.body))
+    assert (reply.status_code, body["type"], body["error"]["type"], body["request_id"]) == (status, "error", kind, "mine")
 
 
 def test_values_that_mean_nothing_are_taken_and_change_nothing() -> None:

@@ -152,6 +152,14 @@ def test_how_many_calls_a_choice_leaves() -> None:
             assert sum(item["type"] == "function_call" for item in items) == seen
 
 
+def test_an_answer_that_is_cut_inside_a_call_is_incomplete_whole_and_streamed() -> None:
+    with serving(saying(CALL)) as served:
+        fields = {"tools": TOOLS, "max_output_tokens": CALL.index("Bern") + 2}
+        for reply in (answer(served, **fields), events(served, **fields)[-1]["response"]):
+            assert reply["status"] == "incomplete" and reply["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert reply["output"][-1]["status"] == "incomplete"
+
+
 def test_forced_calls_and_formats_fit_their_schemas() -> None:
     pytest.importorskip("llguidance", reason="structured output is an extra")
     with tiered(host_blocks=0, blocks=1024) as server:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
 from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import stop_strings
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
+from penstock.server.access import Exchange
+from penstock.server.generate import RunningRequest
 from penstock.server.replies import CompletionReply, Heading, usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
@@ -235,3 +238,35 @@ def test_seeds_of_choices_follow_each_other_and_wrap() -> None:
     assert nth_seed(None, 3) is None
     assert nth_seed(MAX_SEED, 1) == -MAX_SEED
     assert nth_seed(-MAX_SEED, 0) == -MAX_SEED
+
+
+def test_of_several_choices_the_one_that_waited_longest_is_noted() -> None:
+    """What of its waiting was for keys and for KV belongs to the same one."""
+
+    class Silent:
+        failure = finish = None
+
+        def feed(self, events: Any) -> None:
+            """It has nothing to say."""
+
+    class Read:
+        def __init__(self, *events: dict[int, list[TokenEvent]]) -> None:
+            self.events = iter(events)
+
+        async def next_events(self) -> dict[int, list[TokenEvent]]:
+            return next(self.events)
+
+    def waited(queue_s: float, matched_s: float, loaded_s: float) -> TokenEvent:
+        return TokenEvent("r", waited_s=queue_s, matched_s=matched_s, loaded_s=loaded_s)
+
+    exchange = Exchange("POST", "/v1/completions", 0.0)
+    first = {0: [waited(1.0, 0.1, 0.2)], 1: [waited(3.0, 0.3, 0.4), TokenEvent("r")]}
+    reading: Any = Read(first, {2: [waited(2.0, 0.5, 0.6)]}, {2: [TokenEvent("r", (7,))]})
+    some: Any = None
+    running = RunningRequest(some, [], [Silent()] * 3, reading, some, some, exchange)  # type: ignore[list-item]
+    for _ in range(2):
+        asyncio.run(running.next_pieces())
+    assert (exchange.queue_s, exchange.matched_s, exchange.loaded_s) == (3.0, 0.3, 0.4)
+    assert exchange.first_s is None, "nobody has had a token"
+    asyncio.run(running.next_pieces())
+    assert exchange.first_s is not None

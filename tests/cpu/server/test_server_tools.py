@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from served import MODEL, serving
 from tiered_server import MODEL as REAL_MODEL
 from tiered_server import Tiered, tiered
 
 from penstock.models.chat import ChatTemplate
+from penstock.server.schema import ChatBody
 from support.scripted_engine import EOS, ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it in Zürich?"}]
@@ -72,6 +74,13 @@ def test_what_the_model_calls_is_in_the_message_and_in_the_stream() -> None:
         assert (text, calls, finish) == ("Let me see.", [("weather", '{"city": "Bern"}'), ("now", "{}")], "tool_calls")
         only = create(model=MODEL, messages=ASK, tools=TOOLS, parallel_tool_calls=False).choices[0].message
         assert calls_of(only) == [("weather", {"city": "Bern"})]
+
+
+def test_an_answer_that_is_cut_inside_a_call_says_so_whole_and_streamed() -> None:
+    with serving(saying(CALL)) as served:
+        create, most = served.client().chat.completions.create, CALL.index("Bern") + 2
+        assert create(model=MODEL, messages=ASK, tools=TOOLS, max_tokens=most).choices[0].finish_reason == "length"
+        assert gathered(create(model=MODEL, messages=ASK, tools=TOOLS, max_tokens=most, stream=True))[2] == "length"
 
 
 def test_without_tools_or_with_none_a_call_is_text() -> None:
@@ -163,6 +172,18 @@ def force(server: Tiered, choice: Any, **fields: Any) -> Any:
 
 def check_weather(arguments: dict[str, Any]) -> None:
     assert set(arguments) == {"city", "unit"} and arguments["city"] in ("Zürich", "Bern") and arguments["unit"] in ("C", "F")
+
+
+def test_arguments_may_be_made_of_themselves_also_where_one_of_several_tools_has_to_be_called() -> None:
+    """Where their schema is not the root, what it says of its root is said of where it lies."""
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"anyOf": [{"$ref": "#/properties/left"}]}}}
+    fields: Any = {"tools": [*TOOLS, {"type": "function", "function": {"name": "plant", "parameters": tree}}], "tool_choice": "required"}
+    asked = msgspec.convert({"model": MODEL, "messages": ASK, **fields}, ChatBody).asked()
+    assert asked is not None
+    assert json.loads(asked.grammar.text)["$defs"]["tool2"]["properties"] == {
+        "left": {"$ref": "#/$defs/tool2"},
+        "right": {"anyOf": [{"$ref": "#/$defs/tool2/properties/left"}]},
+    }
 
 
 NAMED = {"type": "function", "function": {"name": "weather"}}

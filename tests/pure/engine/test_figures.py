@@ -12,6 +12,7 @@ from penstock.contract import Chunk, FinishReason, KvSource, Request, SamplingPa
 from penstock.engine import outbox as outbox_module
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace
+from penstock.engine.scheduling.events import SchedulerCounts
 from penstock.engine.scheduling.track import State
 from penstock.figures import Histogram
 
@@ -221,3 +222,12 @@ def test_a_step_takes_from_its_launch_or_the_end_of_the_one_before(launch_s: tup
         clock.now = 100.0 + at
         happens()
     assert tuple(took) == seconds
+
+
+def test_drafts_are_counted_by_their_places_also_where_none_there_was_kept() -> None:
+    counts = SchedulerCounts()
+    counts.add_drafts(2, 0)
+    assert (counts.drafted_by_place, counts.accepted_by_place) == ([1, 1], [0, 0])
+    counts.add_drafts(4, 1)
+    counts.add_drafts(1, 1)
+    assert (counts.drafted_by_place, counts.accepted_by_place) == ([3, 2, 1, 1], [2, 0, 0, 0]) and counts.drafted_tokens == 7

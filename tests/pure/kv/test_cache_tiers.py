@@ -10,7 +10,7 @@ import pytest
 from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.contract import Adapter, Match, Prefix
-from penstock.errors import InvariantBroken, Leaked, PenstockError
+from penstock.errors import InvariantBroken, LaneClosed, Leaked, PenstockError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
@@ -106,6 +106,21 @@ def test_what_a_transfer_or_a_lease_reads_can_be_forgotten_and_is_read_to_the_en
     assert rig.finish() and rig.content() == BLOCKS
     lease.end()
     assert rig.host.slots.free == rig.host.num_slots
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_host_memory() -> None:
+    rig = Cached()
+    table = rig.run("request")
+    rig.finish()
+    assert rig.cache.page_out(table, 1, None) == 1
+    before = rig.pool.counts, rig.host.slots
+    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
+    with pytest.raises(LaneClosed):
+        rig.cache.fetch(table, 0, 1)
+    rig.cache.check()
+    assert (rig.pool.counts, rig.host.slots) == before and table.num_fetched == 0
     rig.cache.release(table, None)
     rig.end()
 

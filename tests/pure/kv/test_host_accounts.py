@@ -194,3 +194,21 @@ def test_blocks_that_land_in_part_keep_their_own_places_in_their_prefixes() -> N
     assert pin is not None and tier._pool.depths_of(slots) == [6, 8]
     tier.end_handles([pin])
     tier.close()
+
+
+@pytest.mark.parametrize("in_part", [False, True], ids=["saved", "read from a store"])
+def test_a_block_that_a_snapshot_pins_stays_however_it_comes(in_part: bool) -> None:
+    tier = new_tier()
+    tier.pin_keys("snapshot", KEYS[:2])
+    some = taken(tier, KEYS[:3])
+    if in_part:
+        pin = tier.land_some(some, [0, 2], "read")
+        assert pin is not None
+        tier.end_handles([pin])
+    else:
+        tier.land(some)
+    pinned = 1 if in_part else 2
+    assert tier.reset() == 1 and tier.num_keys == tier.slots.pinned == pinned and tier.has(KEYS[0])
+    tier.unpin_keys("snapshot")
+    assert tier.reset() == pinned
+    tier.close()

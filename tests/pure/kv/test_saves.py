@@ -129,6 +129,20 @@ def test_nothing_that_is_named_is_saved_while_a_save_is_overdue_or_where_there_i
     bare.close()
 
 
+def test_what_is_offered_while_a_save_is_overdue_is_let_go_whether_somebody_waits_for_it_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    hold = rig.computed(KEYS[:3])
+    rig.saves.offer(hold, 0, KEYS[:1], None, due=True)
+    rig.saves.offer(hold, 1, KEYS[1:3], None)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(rig.saves.mover), "is_late", lambda _: True)
+        rig.saves.submit()
+    assert not rig.saves.mover.in_flight() and not rig.saves.pins() and rig.saves.counts.saves_late == 3
+    hold.end()
+    assert rig.pool.counts.idle == 3 and not rig.pool.pins()
+    rig.close()
+
+
 # Holds invariant 1: the copy waits for the fence of the step.
 def test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them() -> None:
     rig = Rig()

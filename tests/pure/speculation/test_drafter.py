@@ -10,7 +10,7 @@ from penstock.contract import Prefix, Request, SamplingParams
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
 from penstock.speculation.drafter import Speculation
-from penstock.speculation.length import FIRST_PLAIN_STEPS, MAX_LOSS, STALE_STEPS, StepCosts
+from penstock.speculation.length import FIRST_PLAIN_STEPS, MAX_LOSS, RETRY_STEPS, STALE_STEPS, StepCosts
 
 COSTS = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.01, 1.02, 1.03, 1.04, 1.05), ahead_s=0.1)
 
@@ -271,3 +271,35 @@ def test_steps_are_measured_without_drafts_now_and_then() -> None:
             spells.append(num)
         num = num + 1 if num_ahead else 0
     assert len(spells) >= 2 and max(spells) <= STALE_STEPS + 1
+
+
+def test_what_drafting_took_when_it_did_not_pay_is_forgotten_after_a_while() -> None:
+    """Else it would never be tried again: nothing that is not tried is measured."""
+    made = speculation(on_device=True, forced=False)
+    one = decoding(TEXT)
+    for _ in range(FIRST_PLAIN_STEPS):
+        made.step_took(1, 1, 1.0, 0)
+    for _ in range(8):
+        made.step_took(1, 1, 10.0, 4)
+    assert made.books.estimate(1).extra_s == pytest.approx(9.0)
+    for _ in range(RETRY_STEPS - 1):
+        assert not made.considers([one.track])
+    assert made.books.estimate(1).extra_s == pytest.approx(9.0)
+    assert not made.considers([one.track]) and made.books.estimate(1).extra_s == COSTS.ahead_s
+
+
+def test_drafts_of_the_device_that_were_rejected_are_tried_again_ever_more_seldom() -> None:
+    """Texts change, and those who write them."""
+    made = speculation(on_device=True, forced=False)
+    one = decoding(TEXT)
+    made.considers([one.track])
+    for _ in range(40):
+        made.step_took(1, 1, 1.0, 0)
+    assert made.considers([one.track]), "it has earned what drafts may take"
+    for num_steps in (RETRY_STEPS, 2 * RETRY_STEPS, 4 * RETRY_STEPS):
+        for _ in range(50):
+            made.saw(one.track, 4, 0)
+        made.considers([one.track])
+        for _ in range(num_steps - 1):
+            assert not made.considers([one.track])
+        assert made.considers([one.track])

@@ -164,3 +164,10 @@ def test_nothing_is_proposed_across_the_end_of_a_text() -> None:
     assert NgramProposer(b"a", shared).propose([9, 3, 4], 5) == (), "nothing followed it"
     assert NgramProposer(b"a", shared).propose([3, 4, 5, 6], 2) == (7, 8), "two tokens in common, not four"
     assert int(np.max(shared.of(b"a"))) == 8
+
+
+def test_where_the_latest_text_ends_with_the_run_an_earlier_one_is_continued() -> None:
+    shared = SharedTexts()
+    for text in ([1, 2, 3, 4, 9], [7, 2, 3, 4]):
+        shared.add(b"mine", text)
+    assert NgramProposer(b"mine", shared).propose([5, 3, 4], 2) == (9,)

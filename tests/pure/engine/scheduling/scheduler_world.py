@@ -65,6 +65,7 @@ class WatchedCache(KvCache):
         self.pool = pool
         self.tables: dict[str, BlockTable] = {}
         self.last_fence: dict[int, StepFence] = {}  # by slot
+        self.lent: dict[BlockTable, int] = {}  # blocks that a table has paged out, and that others had on the device then
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         assert owner not in self.tables, f"{owner} opens a second table"
@@ -101,6 +102,7 @@ class WatchedCache(KvCache):
         num_before = self.num_available
         num = super().page_out(table, num_blocks, fence)
         self._world.seen["paged out what others have"] += self.num_available < num_before + num
+        self.lent[table] = self.lent.get(table, 0) + num_before + num - self.num_available
         if newest is not None:
             self.last_fence.update(dict.fromkeys(held[:num], newest))
         self._world.seen["paged out"] += num > 0
@@ -385,6 +387,9 @@ class World:
             self.in_flight.append(plan)
             self.newest_fence = StepFence(self, plan.number)
             self.scheduler.launched(self.newest_fence)
+        for owner, table in self.cache.tables.items():
+            lent = self.scheduler._tracks[owner].num_lent
+            assert 0 <= lent <= self.cache.lent.get(table, 0), f"{owner} is said to have lent {lent} blocks, and has paged out fewer"
         self.sound = True
         return plan
 

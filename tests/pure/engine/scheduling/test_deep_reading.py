@@ -12,6 +12,9 @@ from scheduler_tiers import Cold, land_in_parts
 from scheduler_world import World
 from test_prefetching import reads_of
 
+from penstock.engine.scheduling.track import State, Track
+from penstock.errors import TransferFailed
+
 LONG = [at * at % 5 + at // 7 % 2 for at in range(72)]
 NUM_BLOCKS = len(LONG) // BLOCK
 
@@ -79,7 +82,8 @@ def test_one_that_fitted_goes_on_with_no_more_on_the_device_than_a_deep_one_may_
     assert world.seen["step that reads host memory"]
 
 
-def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() -> None:
+def lending() -> tuple[World, str, str, Track]:
+    """A deep request that has paged out what another one has on the device, that other one, one besides, and the deep one's track."""
     world = World(num_slots=18, prefill_chunk=8, cold=Cold(60), num_resident=8)
     other = world.submit(LONG[:20], 11, ignore_eos=True)
     while world.state_of(other) != "running" or len(world.asked[other].got) < 1:
@@ -94,12 +98,31 @@ def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() ->
         world.step()
         if track.num_lent:
             break
+    return world, other, filler, track
+
+
+def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() -> None:
+    world, other, filler, track = lending()
     lent = track.num_lent
     world.step()
     assert track.num_lent >= lent > 0 and world.state_of(other) == "running", "what could be drawn is promised to others"
     world.cancel(other)
     world.step()
     assert track.num_lent == 0
+    world.cancel(filler)
+    world.close()
+
+
+def test_one_that_has_to_leave_has_lent_nothing_any_more() -> None:
+    world, other, filler, track = lending()
+    while not any(chunk.request_id == track.request.id for plan in world.in_flight for chunk in plan.chunks):
+        world.plan()
+    assert track.num_lent > 0
+    while track.state is State.RUNNING:
+        world.commit(TransferFailed("a piece did not arrive"))
+    assert track.state is State.RETRACTED and track.num_lent == 0
+    world.scheduler.check()
+    world.cancel(other)
     world.cancel(filler)
     world.close()
 

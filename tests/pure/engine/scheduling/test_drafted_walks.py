@@ -71,6 +71,9 @@ class Script:
     def _drafts(self, one: Decoding) -> tuple[int, ...]:
         rng, track = self.world.rng, one.track
         assert one.most > 0
+        if self.world.overcommit > 1.0:
+            num_held = track.held_table().num_slots * BLOCK
+            assert track.num_planned + 1 + one.most <= num_held, "a draft draws no block: somebody may have to leave for it"
         self.alive[track.request.id] = 0
         num = rng.randrange(min(one.most, 5) + 1)
         right = self.world.said[track.request.id].all[track.num_expected : track.num_expected + num]
@@ -86,6 +89,7 @@ class Script:
 class World:
     def __init__(self, seed: int, ahead: bool, num_blocks: int, overcommit: float, failing: float) -> None:
         self.rng = random.Random(seed)
+        self.overcommit = overcommit
         self.cache = KvCache(BlockPool(num_blocks, "device"), SCOPE)
         self.said: dict[str, Said] = {}
         self.script = Script(self, ahead)
@@ -249,3 +253,22 @@ def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
     assert world.scheduler.commit(StepResult(plan.number, (), error=StepFailure("TransferFailed", "no", True))) == []
     assert kept.ended and track.lease is None and track.computes and track.num_in_flight == 0
     world.finish()
+
+
+@pytest.mark.parametrize(("overcommit", "draws"), [(1.0, True), (2.5, False)])
+def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_where_all_were_promised(overcommit: float, draws: bool) -> None:
+    world = World(0, True, 64, overcommit, 0.0)
+    world.script.num_ahead = 3
+    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    for _ in range(6):
+        world.submit()
+    seen, plan = set[bool](), world.scheduler.plan
+    world.scheduler.plan = lambda reads_host=True: seen_in(plan(), seen)  # type: ignore[method-assign]
+    world.finish()
+    assert seen == {False, True} if draws else seen == {False}
+
+
+def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
+    """Whether chunks have more blocks than their own tokens need."""
+    seen.update(len(chunk.slots) * BLOCK - chunk.kv_len >= BLOCK for chunk in (() if plan is None else plan.chunks) if chunk.num_logits)
+    return plan

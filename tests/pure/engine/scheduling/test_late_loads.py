@@ -36,7 +36,8 @@ def test_one_that_waited_too_long_keeps_the_place_of_its_arrival() -> None:
     assert [i for i in world.admitted if i in (late, *others)] == [late, late, *others]
 
 
-def test_one_that_was_pushed_out_before_it_waited_too_long_computes_as_well() -> None:
+def pushed_out() -> tuple[World, str]:
+    """A request that was retracted, and loads what it had; and nobody else."""
     world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
     first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit([6, 5, 4, 3, 2, 1, 6, 5], 9, ignore_eos=True)
     while world.state_of(second) != "retracted":
@@ -50,9 +51,26 @@ def test_one_that_was_pushed_out_before_it_waited_too_long_computes_as_well() ->
                     pass
             world.settle()
             world.plan()
-    tiers_of(world).make_late()
     assert len(world.asked[second].got) > 0
+    return world, second
+
+
+def test_one_that_was_pushed_out_before_it_waited_too_long_computes_as_well() -> None:
+    world, second = pushed_out()
+    tiers_of(world).make_late()
     world.plan()
     assert world.scheduler._tracks[second].computes and world.scheduler._tracks[second].lease is None
     world.close()
     assert world.scheduler.counts.retractions == 1, "it left of its own accord the second time"
+
+
+def test_one_that_was_pushed_out_before_it_waited_too_long_comes_back_when_all_of_it_fits() -> None:
+    """As after any retraction: a second one would be thrashing."""
+    world, second = pushed_out()
+    tiers_of(world).make_late()
+    urgent = world.submit([1, 2, 3], 8, priority=-1, ignore_eos=True)
+    world.plan()
+    assert (world.state_of(urgent), world.state_of(second)) == ("running", "retracted")
+    assert world.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 1, "retracted": 1}
+    world.close()
+    assert world.scheduler.counts.retractions == 1

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.contract import Request, SamplingParams
-from penstock.engine.scheduling.line import Line
+from penstock.contract import MAX_PRIORITY, Request, SamplingParams
+from penstock.engine import sessions
+from penstock.engine.scheduling import running
+from penstock.engine.scheduling.line import Line, want_rank
 from penstock.engine.scheduling.track import State, Track
 
 
@@ -293,6 +295,14 @@ def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() 
     for track in tracks:
         track.want, track.tokens = None, [1] * 100
     assert len(crowd.line.look_again(4)) == 3
+
+
+@pytest.mark.parametrize("priority", [-MAX_PRIORITY - 1, -1, 0, 1, MAX_PRIORITY])
+def test_whatever_its_priority_what_one_in_line_wants_stays_behind_that_of_the_next_and_before_what_sessions_retain(priority: int) -> None:
+    """Of what is wanted the greatest rank is forgotten first."""
+    waits = Crowd(60.0).add(priority=priority)
+    latest_s, longest_s = 1e9, 3600.0
+    assert want_rank(waits) > running._NEXT_RANK and want_rank(waits, latest_s + longest_s) < sessions._RANK_STEP - latest_s
 
 
 class Wanted:
