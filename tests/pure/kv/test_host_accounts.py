@@ -202,7 +202,7 @@ def test_a_block_that_a_snapshot_pins_stays_however_it_comes(in_part: bool) -> N
     tier.pin_keys("snapshot", KEYS[:2])
     some = taken(tier, KEYS[:3])
     if in_part:
-        pin = tier.land_some(some, [0, 2], "read")
+        pin = tier.land(some, [0, 2], "read")
         assert pin is not None
         tier.end_handles([pin])
     else:
