@@ -70,7 +70,7 @@ class World:
         """A request's prefill: one op that writes the blocks that it does not have yet."""
         own = self.cache.open(name, self.prefix(name, num_blocks), 0) if table is None else table
         while not self.cache.try_extend(own, num_blocks - own.num_slots):
-            self.cache.drain(1.0)
+            self.cache.drain(20.0)
         for fence in own.take_after():
             self.compute.wait(fence)
         slots, keys = own.hold.slots[own.num_keyed :], self.prefix(name, num_blocks).keys[own.num_keyed :]
@@ -91,7 +91,7 @@ class World:
 
     def bring_to_host(self, name: str, num_blocks: int = 2) -> None:
         self.save(name, num_blocks)
-        self.cache.drain(1.0)
+        self.cache.drain(20.0)
         self.cache.reset(["device"])
 
     def load(self, name: str, num_blocks: int = 2, loses: bool = False) -> tuple[BlockTable, BlockLoad]:
@@ -126,7 +126,7 @@ class World:
         self.cache.release(table, fence)
 
     def end(self) -> None:
-        self.cache.drain(1.0)
+        self.cache.drain(20.0)
         self.cache.check()
         for key, stored in self.store.blocks.items():
             assert stored.endswith(key * LAYERS), "the disk has wrong bytes"
@@ -145,7 +145,7 @@ def promote_what_is_still_being_read(sequencer: Sequencer, sanitizer: Sanitizer 
     world.put("a", 3)
     table, load = world.load("a", 3)
     world.turns()
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     assert load.settled and load.num_landed == 3
     fence, seen = world.read(table, 3, load)
     world.finish(table, fence)
@@ -159,7 +159,7 @@ def read_into_host_slots_that_a_promotion_still_reads(sequencer: Sequencer, sani
     world.put("b")
     one, promotion = world.load("a")
     two, load = world.load("b")
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     fence, seen = world.read(one, 2)
     world.finish(one, fence)
     assert promotion.error() is None and seen == whole(world.prefix("a"))
@@ -180,7 +180,7 @@ def read_into_host_slots_that_the_copy_of_a_load_still_reads(sequencer: Sequence
     world.cache.reset(["host"])
     two, second = world.load("b")
     world.turns(2)
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     assert isinstance(first, BlockLoad) and first.over and second.settled
     world.finish(*world.run("b", 2, two))
     world.end()
@@ -193,7 +193,7 @@ def evict_and_refill_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sa
     world.turns(2)
     world.cache.reset()
     world.save("b")
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     assert all(key in world.store.blocks for key in world.prefix("a").keys)
     world.end()
 
@@ -206,7 +206,7 @@ def read_over_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitizer
     world.turns(2)
     world.cache.reset()
     table, load = world.load("b")
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     assert load.settled
     world.finish(*world.run("b", 2, table))
     world.end()
@@ -219,7 +219,7 @@ def cancel_while_blocks_are_read(sequencer: Sequencer, sanitizer: Sanitizer | No
     world.cache.release(table, world.compute.record())
     world.turns(1)
     world.save("b")
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     assert isinstance(load, BlockLoad) and load.over
     world.end()
 
@@ -232,7 +232,7 @@ def load_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: San
     world.cache.release(table, fence)  # cancelled while its step is on the lane
     table, load = world.load("a")
     world.turns()
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     fence, _ = world.read(table, 2, load)
     world.finish(table, fence)
     assert seen == whole(world.prefix("b"))
@@ -249,7 +249,7 @@ def compute_where_a_load_ended_short_into_slots_that_a_step_still_reads(sequence
     other.submit(lambda: seen.extend(world.device.read(slots, ALL)), [Access("device", slots, ALL, Mode.READ)], label="b is read")
     world.cache.release(table, other.record())
     table, load = world.load("a", loses=True)
-    world.tier.drain(1.0)
+    world.tier.drain(20.0)
     world.turns(1)
     assert load.settled and load.num_landed == 0
     world.finish(*world.run("a", 2, table))
@@ -265,7 +265,7 @@ def fetch_over_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitize
     world.turns(2)
     world.cache.reset()
     world.fetch("b", 1)
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     world.end()
 
 
@@ -277,7 +277,7 @@ def save_while_a_fetch_that_nobody_wants_any_more_reads(sequencer: Sequencer, sa
         fetch.end()
     world.turns(1)
     world.save("b", 4)
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     assert fetch is not None and fetch.settled
     world.end()
 
@@ -290,7 +290,7 @@ def promote_what_a_fetch_is_still_reading(sequencer: Sequencer, sanitizer: Sanit
     table, load = world.load("a", 3)
     world.turns(2)
     world.save("b", 1)  # wants a host slot while the copies are under way
-    world.cache.drain(1.0)
+    world.cache.drain(20.0)
     assert fetch is not None and fetch.settled and load.settled and load.num_landed == 3
     fence, seen = world.read(table, 3, load)
     world.finish(table, fence)

@@ -71,7 +71,7 @@ class World:
         """A request's prefill: one op per layer that writes its name into its slots."""
         table = self.cache.open(name, self.prefix(name, num_blocks), 0)
         while not self.cache.try_extend(table, num_blocks):
-            self.cache.drain(1.0)
+            self.cache.drain(20.0)
         for fence in table.take_after():
             self.compute.wait(fence)
         slots = table.slots(num_blocks * BLOCK).tolist()
@@ -106,7 +106,7 @@ class World:
         self.cache.seal(table, self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
         slots = list(table.hold.slots)
         self.cache.release(table, fence)
-        self.cache.drain(1.0)
+        self.cache.drain(20.0)
         self.cache.reset(("device",))
         for slot in slots:  # the next to be drawn
             self.device[slot] = ["stale"] * LAYERS
@@ -138,7 +138,7 @@ class World:
         fence.wait_passed()
         self.cache.settle()
         self.cache.release(table, fence)
-        self.cache.drain(1.0)
+        self.cache.drain(20.0)
 
     def _fill(self, slots: Sequence[int], layer: int, name: str) -> None:
         for slot in slots:
@@ -209,7 +209,7 @@ def flush_between_submit_and_launch(sequencer: Sequencer) -> None:
     world.cache.seal(table, world.tokens("a", 2), 2 * BLOCK, fence)
     world.cache.submit_saves()
     slots = list(table.hold.slots)
-    world.cache.drain(1.0, slots)
+    world.cache.drain(20.0, slots)
     for slot in slots:  # whoever flushed believes that nobody reads these any more
         world.device[slot] = ["overwritten"] * LAYERS
     world.finish(table, fence)
@@ -226,7 +226,7 @@ def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
     world.cache.release(table, fence)
     assert not world.cache.make_room(2, 0)
     while not world.cache.make_room(2, 0):
-        world.cache.drain(1.0)
+        world.cache.drain(20.0)
     table, fence = world.compute_blocks("b", 2)
     world.finish(table, fence)
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host

@@ -108,7 +108,7 @@ class WatchedWorld(World):
         self.leave(table, fence)
 
     def close(self) -> None:
-        self.cache.drain(1.0)
+        self.cache.drain(20.0)
         try:
             self.cache.check()
         finally:  # whoever watches is told of what is left when the pools are closed
