@@ -13,6 +13,7 @@ import torch
 from penstock.config import Config, SpeculationConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.errors import InvariantBroken
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.mtp import MtpHead, head_layout, write_head
@@ -259,6 +260,22 @@ def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(pair: Any
         num_padding = 64 + 8 + 64 - prompt  # the prompts are passed over with what pads their two steps
     assert len(passes) <= 2 + 2 * 64 // 16 + 2 and prompt + decoded - 3 * 16 <= sum(passes) <= prompt + decoded + num_padding
     assert all(len(one.tokens) == 64 for one in found)
+
+
+def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(
+    pair: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states are kept of a block of each request: behind that they would be another token's."""
+    _, engine = pair()
+    late(engine)
+    may_lag = True
+    monkeypatch.setattr(engine._parts.scheduler, "_is_followed", lambda chunks, draft, has_drafts: bool(draft.prefills) or not may_lag)
+    found = submit(engine, prompts(16), max_tokens=40)
+    while len(found.tokens) < 18:
+        engine.step()
+    may_lag = False
+    with pytest.raises(InvariantBroken, match="more than a block"):
+        engine.step()
 
 
 def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_heads_kv(pair: Any, prompts: Prompts) -> None:

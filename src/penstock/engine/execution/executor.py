@@ -216,6 +216,8 @@ class Executor:
         after, loads = waits.of(plan)
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             raise InvariantBroken(f"step {plan.number} wants several tokens for one request: a row has but one last token")
+        if any(len(chunk.tokens) >= self.limits.block_tokens for chunk in plan.missed):
+            raise InvariantBroken(f"step {plan.number} catches up with more than a block: hidden states of no more are kept")
         for fence in after:
             self._lane.wait(fence)
         chain = _Chain(self._lane)
@@ -488,8 +490,6 @@ class Executor:
         if ahead is None or not missed:
             return
         lens = np.array([len(chunk.tokens) for chunk in missed])
-        if max(lens) + 1 > self.limits.block_tokens:
-            raise InvariantBroken(f"step {plan.number} catches up with more than a block: hidden states are kept of no more")
         size = int(4 * lens.sum()) + sum(8 + len(chunk.slots) + 2 * self._packer.num_padding for chunk in missed)
         packed = self._packer.pack(missed, int((lens == 1).sum()), None, np.empty(size, np.int32))
         rows = np.repeat([chunk.row for chunk in missed], lens)
