@@ -1,4 +1,5 @@
-"""Tokens per second with drafts and without, on prompts of several kinds. Each engine has a process of its own; medians of rounds.
+"""Tokens per second with drafts and without, on prompts of several kinds. Each engine has a process of its own, and
+they take turns: medians of rounds, each against the plain one beside it.
 
 python benchmarks/speculation.py --batches 1,4 --json speculation.json
 python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json bench_results/speculation-h200.json
@@ -13,6 +14,8 @@ step of a large model gives with drafts; no real text is like that.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import platform
 import random
@@ -20,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +73,8 @@ class Round(NamedTuple):
     drafted: int
     accepted: int
     steps: int
-    blocked_s: float
+    blocked_s: float  # that the engine's thread waited for results,
+    wall_s: float  # of so much: with the prompts
 
     @property
     def rate(self) -> float:
@@ -82,7 +86,7 @@ def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, sal
     text of the rounds before it."""
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     heard: list[tuple[float, TokenEvent]] = []
-    before = engine.stats()
+    before, started_s = engine.stats(), time.perf_counter()
     for prompt in prompts:
         engine.submit(prompt, sampling, lambda event: heard.append((time.perf_counter(), event)), cache_salt=salt)
     while engine.has_work():
@@ -105,6 +109,7 @@ def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, sal
         sum(event.accepted for _, event in after),
         stats.steps - before.steps,
         stats.blocked_s["result"] - before.blocked_s["result"],
+        time.perf_counter() - started_s,
     )
 
 
@@ -120,43 +125,66 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One process after the other: engines of one process make each other slower, whoever has nothing to do as well."""
-    found: list[dict[str, Any]] = []
-    for name in args.proposers:
-        again = [*sys.argv[1:], "--only", name]
-        done = subprocess.run([sys.executable, __file__, *again], stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"measuring {name} ended with {done.returncode}")
-        found += json.loads(done.stdout.splitlines()[-1])
-        print_rows([one for one in found if one["proposer"] == name], found)
+    """A process for each engine: those of one process make each other slower. They take turns round by round, so that a machine that gets
+    slower or faster meanwhile does so for all of them, and each is compared with the plain round beside it."""
+    with contextlib.ExitStack() as stack:
+        asked = {name: stack.enter_context(worker(name)) for name in args.proposers}
+        found: list[dict[str, Any]] = []
+        for kind, num_tokens, batch in itertools.product(args.kinds, args.tokens, args.batches):
+            rounds: dict[str, list[list[Round]]] = {name: [] for name in asked}
+            for number in range(args.rounds + 1):
+                for name, ask in asked.items():
+                    rounds[name].append(ask([kind, batch, num_tokens, number]))
+            for name in asked:  # the first round is thrown away: what steps take is learned in it
+                plain = rounds["plain"][1:] if "plain" in rounds else None
+                found.append(row(kind, batch, num_tokens, name, rounds[name][1:], plain))
+                print_row(found[-1])
     return found
 
 
-def measure_one(args: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def worker(name: str) -> Iterator[Callable[[list[Any]], list[Round]]]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None and process.stdout is not None
+
+        def answer() -> Any:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"measuring {name} ended with {process.wait()}")
+            return json.loads(line)
+
+        def ask(case: list[Any]) -> list[Round]:
+            print(json.dumps(case), file=process.stdin)
+            return [Round(*one) for one in answer()]
+
+        print(f"{name}: warm after {answer():.0f} s", flush=True)
+        try:
+            yield ask
+        finally:
+            process.stdin.close()
+
+
+def serve(args: argparse.Namespace, name: str) -> None:
+    """The engine of this process: rounds that are asked for on standard input, until that ends."""
     started_s = time.perf_counter()
     engine = make_engine(args, None if name == "plain" else name)
     try:
         engine.warm()
-        print(f"{name}: warm after {time.perf_counter() - started_s:.0f} s", file=sys.stderr, flush=True)
-        return [
-            row(kind, batch, num_tokens, name, rounds_of(engine, args, kind, batch, num_tokens))
-            for kind in args.kinds
-            for num_tokens in args.tokens
-            for batch in args.batches
-        ]
+        print(json.dumps(time.perf_counter() - started_s), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(rounds_of(engine, *json.loads(line))), flush=True)
     finally:
         engine.close()
 
 
-def rounds_of(engine: Engine, args: argparse.Namespace, kind: str, batch: int, num_tokens: int) -> list[list[Round]]:
+def rounds_of(engine: Engine, kind: str, batch: int, num_tokens: int, number: int) -> list[Round]:
+    """One after the other where there is one request at a time."""
     prompts = prompts_of(engine, kind)
     some = [list(prompts[n % len(prompts)]) for n in range(batch)]
     groups = [some] if batch > 1 else [[one] for one in prompts]
-    rounds = []
-    for number in range(args.rounds + 1):  # the first is thrown away: what steps take is learned in it
-        salts = (f"{kind} {batch} {num_tokens} {number} {n}" for n in range(len(groups)))
-        rounds.append([run_round(engine, group, num_tokens, salt) for group, salt in zip(groups, salts, strict=True)])
-    return rounds[1:]
+    return [run_round(engine, group, num_tokens, f"{kind} {batch} {num_tokens} {number} {n}") for n, group in enumerate(groups)]
 
 
 def prompts_of(engine: Engine, kind: str) -> list[list[int]]:
@@ -166,33 +194,49 @@ def prompts_of(engine: Engine, kind: str) -> list[list[int]]:
     return [[chooser.randrange(1, 500) for _ in range(64)] for _ in range(4)]
 
 
-def row(kind: str, batch: int, num_tokens: int, name: str, rounds: Sequence[Sequence[Round]]) -> dict[str, Any]:
-    rates = [sum(one.num_tokens for one in some) / sum(one.seconds for one in some) for some in rounds]
+def row(
+    kind: str, batch: int, num_tokens: int, name: str, rounds: Sequence[Sequence[Round]], plain: Sequence[Sequence[Round]] | None
+) -> dict[str, Any]:
     every = [one for some in rounds for one in some]
     drafted, accepted = sum(one.drafted for one in every), sum(one.accepted for one in every)
-    seconds = sum(one.seconds for one in every)
     return {
         "kind": kind,
         "batch": batch,
         "tokens": num_tokens,
         "proposer": name,
-        "tokens_per_s": statistics.median(rates),
+        "tokens_per_s": statistics.median(map(rate_of, rounds)),
+        "against_plain": None if plain is None else [rate_of(some) / rate_of(beside) for some, beside in zip(rounds, plain, strict=True)],
         "acceptance": accepted / drafted if drafted else None,
         "tokens_per_step": sum(one.num_tokens for one in every) / max(1, sum(one.steps for one in every)) / batch,
-        "waits_for_device": sum(one.blocked_s for one in every) / seconds,
+        "waits_for_device": sum(one.blocked_s for one in every) / sum(one.wall_s for one in every),
     }
 
 
-def print_rows(rows: Sequence[dict[str, Any]], all_rows: Sequence[dict[str, Any]]) -> None:
+def rate_of(rounds: Sequence[Round]) -> float:
+    return sum(one.num_tokens for one in rounds) / sum(one.seconds for one in rounds)
+
+
+def print_row(one: dict[str, Any]) -> None:
+    share = "" if one["acceptance"] is None else f"{one['acceptance']:6.1%} kept"
+    ratios = one["against_plain"]
+    ratio = "" if ratios is None else f"{statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(
+        f"{one['kind']:8} {one['tokens']:4} tokens  batch {one['batch']:3}  {one['proposer'][:16]:16} {one['tokens_per_s']:9.1f} tok/s "
+        f"{ratio}  {one['tokens_per_step']:5.2f} tokens a step {share}  waits for the device {one['waits_for_device']:4.0%}",
+        flush=True,
+    )
+
+
+def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[tuple[str, int, int], str], float]:
+    """Tokens per second against plain decoding, by case and proposer: the median of rounds, or of older files the quotient of medians."""
+    plain = {case_of(one): one["tokens_per_s"] for one in rows if one["proposer"] == "plain"}
+    found = {}
     for one in rows:
-        plain = next((other for other in all_rows if other["proposer"] == "plain" and case_of(other) == case_of(one)), None)
-        share = "" if one["acceptance"] is None else f"{one['acceptance']:6.1%} kept"
-        ratio = "" if plain is None else f"{one['tokens_per_s'] / plain['tokens_per_s']:5.2f}x"
-        print(
-            f"{one['kind']:8} {one['tokens']:4} tokens  batch {one['batch']:3}  {one['proposer'][:16]:16} {one['tokens_per_s']:9.1f} tok/s "
-            f"{ratio}  {one['tokens_per_step']:5.2f} tokens a step {share}  waits for the device {one['waits_for_device']:4.0%}",
-            flush=True,
-        )
+        if one.get("against_plain"):
+            found[case_of(one), one["proposer"]] = statistics.median(one["against_plain"])
+        elif case_of(one) in plain:
+            found[case_of(one), one["proposer"]] = one["tokens_per_s"] / plain[case_of(one)]
+    return found
 
 
 def case_of(one: dict[str, Any]) -> tuple[str, int, int]:
@@ -202,28 +246,22 @@ def case_of(one: dict[str, Any]) -> tuple[str, int, int]:
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """For the docs: tokens per second of plain decoding, and what others have of it."""
     proposers = [name for name in dict.fromkeys(one["proposer"] for one in rows) if name != "plain"]
-    rates = {(case_of(one), one["proposer"]): one["tokens_per_s"] for one in rows}
+    ratios = ratios_of(rows)
     print(f"| prompts | tokens | requests | plain tok/s | {' | '.join(proposers)} |")
     print("|" + "---|" * (4 + len(proposers)))
-    for case in dict.fromkeys(map(case_of, rows)):
-        plain = rates.get((case, "plain"))
-        if plain is not None:
-            ratios = (rates.get((case, name)) for name in proposers)
-            shown = " | ".join("" if rate is None else f"{rate / plain:.2f}" for rate in ratios)
-            print(f"| {case[0]} | {case[1]} | {case[2]} | {plain:,.0f} | {shown} |")
+    for one in rows:
+        if one["proposer"] == "plain":
+            found = (ratios.get((case_of(one), name)) for name in proposers)
+            shown = " | ".join("" if ratio is None else f"{ratio:.2f}" for ratio in found)
+            print(f"| {one['kind']} | {one['tokens']} | {one['batch']} | {one['tokens_per_s']:,.0f} | {shown} |")
 
 
 def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     """Tokens per second against plain decoding: a group of bars for each kind of prompts and number of requests."""
-    rates = {(*case_of(one), one["proposer"]): one["tokens_per_s"] for one in rows}
-    groups = list(dict.fromkeys(map(case_of, rows)))
+    ratios, groups = ratios_of(rows), list(dict.fromkeys(map(case_of, rows)))
     proposers = list(dict.fromkeys(one["proposer"] for one in rows if one["proposer"] != "plain"))
-
-    def ratios(proposer: str) -> list[float | None]:
-        return [rates[*group, proposer] / rates[*group, "plain"] if (*group, proposer) in rates else None for group in groups]
-
     names = [f"{kind}, {tokens} tokens, {batch} request{'s' if batch > 1 else ''}" for kind, tokens, batch in groups]
-    draw_bars(axes, names, {proposer: ratios(proposer) for proposer in proposers}, "%.2f")
+    draw_bars(axes, names, {name: [ratios.get((group, name)) for group in groups] for name in proposers}, "%.2f")
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("tokens per second, against plain decoding")
 
@@ -248,7 +286,7 @@ def main() -> None:
     parser.add_argument("--only", help=argparse.SUPPRESS)  # the engine of this process
     args = parser.parse_args()
     if args.only is not None:
-        print(json.dumps(measure_one(args, args.only)))
+        serve(args, args.only)
         return
     where = args.device
     if args.shown is not None:

@@ -42,6 +42,7 @@ _PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked
 _FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be again, where others are
 _MOST_VAIN = 31  # steps without lookups, after several that came to nothing
 _NEWEST = 0.1  # weight of the newest lookup
+_REST_STEPS = 15  # for which it is not asked again whether drafts pay, where nothing was learned meanwhile
 
 
 @dataclass(slots=True)
@@ -52,6 +53,15 @@ class _Request:
     gained_s: float = 0.0  # that its accepted drafts have saved
     is_promising: bool = True  # by its record
     num_seen: int = 0  # tokens that it had when its record was last added to
+
+
+@dataclass(slots=True)
+class _Rested:
+    """Plain steps that are not in the books yet."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
 
 
 class Speculation:
@@ -81,6 +91,8 @@ class Speculation:
         self._paid_at_s = 0.0  # on the clock of plain steps: before, some account cannot pay
         self._num_idle, self._retry_steps = 0, RETRY_STEPS
         self._num_paying = 0  # steps with drafts since it was last found that they do not pay
+        self._num_resting = 0  # steps for which nothing is asked
+        self._rested = _Rested()
         self._started_s = 0.0
         self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
         self.force: Callable[[int], int] | None = None  # for tests: drafts of a request, whatever they cost
@@ -95,19 +107,26 @@ class Speculation:
 
     @property
     def num_ahead(self) -> int:
-        makes = self._makes or (self._on_device and self.force is not None)
-        return self._max_drafts if makes and not self.has_failed() else 0
+        if not self._makes and (self.force is None or not self._on_device):
+            return 0
+        return 0 if self.has_failed() else self._max_drafts
 
     @property
     def may_lag(self) -> bool:
         return self._on_device and self.num_ahead == 0
 
     def considers(self, tracks: Sequence[Track]) -> bool:
+        if self._num_resting and len(tracks) == self._rested.num_requests:
+            self._num_resting -= 1
+            if not self._on_device and self._look_s > 0:
+                self._look(tracks)
+            return False
         self._was_made, self._makes, self._has_drafts = self._makes, False, False
         if self.force is not None:
             return True
         if self.has_failed():
             return False
+        self._end_rest()
         if len(self._requests) != len(tracks):
             for track in tracks:
                 self._of(track)
@@ -163,6 +182,11 @@ class Speculation:
         """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it."""
         self._look_s = min(_SAVED_STEPS * LOOK_SHARE * seconds, self._look_s + LOOK_SHARE * seconds)
         seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
+        rested = self._rested
+        if self._num_resting and num_rows == rested.num_requests == num_requests and not num_ahead and not self.books.is_drafting:
+            rested.num_steps += 1
+            rested.seconds += seconds
+            return
         self.books.took(num_requests, num_rows, seconds, num_ahead)
 
     def step_had_prompts(self) -> None:
@@ -175,6 +199,7 @@ class Speculation:
         if request is None:
             return
         self._paid_at_s = 0.0
+        self._num_resting = 0
         if request.proposer is not None:
             request.proposer.end(track.tokens)
 
@@ -199,7 +224,22 @@ class Speculation:
                 for record in (self._pool, *(request.record for request in self._requests.values())):
                     record.forget()
             self._survival = self._pool.survival(self._prior)
+        elif not self._was_made:
+            self._rest(num_requests)
         return False
+
+    def _rest(self, num_requests: int) -> None:
+        """It does not pay with so many. Until something is learned or somebody comes or leaves, asking again would say the same."""
+        self._num_resting = min(_REST_STEPS, max(0, self._retry_steps - self._num_idle - 1))
+        self._num_idle += self._num_resting
+        self._rested = _Rested(num_requests)
+
+    def _end_rest(self) -> None:
+        """What was put off is done before anything else is: accounts begin where the clocks of the books are."""
+        self._num_resting, rested = 0, self._rested
+        if rested.num_steps:
+            self.books.took_plain(rested.num_requests, rested.seconds / rested.num_steps, rested.num_steps)
+            self._rested = _Rested()
 
     def _depth(self, num_requests: int) -> int:
         """Drafts of each request that a step verifies at most."""
@@ -231,6 +271,8 @@ class Speculation:
         if not self._on_device:
             request.is_promising = sum(request.record.survival(self._pool.rate(self._prior))) >= _PROMISING
             self._num_kept += _NEWEST * (num_kept - self._num_kept)
+            if num_kept:
+                self._num_resting = 0
 
     # ------------------------------------------------------------------------------------------------------------- lookups
 

@@ -139,7 +139,7 @@ class Books:
         self._on_device = on_device
         self._batches: dict[int, _Batch] = {}
         self._plain_s = self._extra_s = 0.0  # the two clocks
-        self._is_drafting = False  # the step read last had to do with drafts
+        self.is_drafting = False  # the step read last had to do with drafts
         self._burst_s, self._num_burst = 0.0, 0  # steps with drafts whose like are not known yet, and how many made some
 
     @property
@@ -185,14 +185,12 @@ class Books:
 
     def took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int) -> None:
         """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has to fill the pipe again."""
-        batch = self._batch(num_requests)
         has_drafts = num_rows > num_requests or num_ahead > 0
-        plain_s = self.plain_step_s(num_requests)
-        if not has_drafts and not self._is_drafting:
-            batch.saw_plain(seconds)
-            self._plain_s += min(seconds, 2 * batch.plain_s)
+        if not has_drafts and not self.is_drafting:
+            self.took_plain(num_requests, seconds)
             return
-        self._is_drafting = has_drafts
+        batch, plain_s = self._batch(num_requests), self.plain_step_s(num_requests)
+        self.is_drafting = has_drafts
         self._plain_s += plain_s
         self._extra_s += seconds - plain_s
         self._burst_s += seconds - plain_s - self.rows_s(num_requests, num_rows - num_requests)
@@ -203,6 +201,12 @@ class Books:
             if self._num_burst:
                 batch.extras.append(max(0.0, self._burst_s / self._num_burst))
             self._burst_s, self._num_burst = 0.0, 0
+
+    def took_plain(self, num_requests: int, seconds: float, num_steps: int = 1) -> None:
+        """Steps without drafts took so long each."""
+        batch = self._batch(num_requests)
+        batch.saw_plain(seconds)
+        self._plain_s += num_steps * min(seconds, 2 * batch.plain_s)
 
     def _batch(self, num_requests: int) -> _Batch:
         at = bisect_left(self.costs.sizes, num_requests)

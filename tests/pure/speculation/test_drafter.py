@@ -303,3 +303,95 @@ def test_drafts_of_the_device_that_were_rejected_are_tried_again_ever_more_seldo
         for _ in range(num_steps - 1):
             assert not made.considers([one.track])
         assert made.considers([one.track])
+
+
+def counted(made: Speculation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For how many requests it was asked whether drafts pay."""
+    asked: list[int] = []
+    pays = made._pays
+    monkeypatch.setattr(made, "_pays", lambda num: asked.append(num) or pays(num))
+    return asked
+
+
+def test_while_drafts_do_not_pay_hardly_anything_is_asked_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, new = decoding(list(range(100))), decoding(list(range(200, 300)), "new")
+    made = seasoned(tracks=[one.track])
+    asked, before_s = counted(made, monkeypatch), made.books.plain_s
+    for _ in range(160):
+        assert not made.considers([one.track])
+        made.step_took(1, 1, 0.5, 0)
+    assert 10 <= len(asked) <= 11
+    made.considers([one.track, new.track])
+    assert asked[-1] == 2, "another request is another case"
+    assert made.books.plain_s == pytest.approx(before_s + 80.0, abs=8.0), "steps that nobody looked at have been earned by"
+    assert made.books.plain_step_s(1) == pytest.approx(0.5, abs=0.1)
+    account = made._requests["new"].account
+    assert account.plain_s == made.books.plain_s, "who comes has earned nothing by them"
+    num = len(asked)
+    made.ended(new.track)
+    made.considers([one.track])
+    assert len(asked) == num + 1
+
+
+def test_a_text_that_begins_to_repeat_itself_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = decoding(list(range(100)))
+    made = seasoned(tracks=[one.track])
+    for _ in range(100):
+        made.considers([one.track])
+        made.step_took(1, 1, 1.0, 0)
+    assert made._num_resting > 0
+    one.track.tokens += REPEATED
+    asked = counted(made, monkeypatch)
+    made._num_resting, made._look_s = 15, 1.0
+    made.considers([one.track])
+    made.considers([one.track])
+    assert len(asked) == 1
+
+
+def test_nobody_rests_before_it_is_known_what_plain_steps_take() -> None:
+    one, two = decoding(TEXT), decoding(TEXT, "two")
+    made = seasoned(on_device=True, tracks=[one.track], num_steps=0)
+    made._num_idle = 100
+    for num in range(FIRST_PLAIN_STEPS):
+        assert not made.books.is_known(2), num
+        made.considers([one.track, two.track])
+        made.step_took(2, 2, 1.0, 0)
+    assert made.books.is_known(2)
+
+
+def test_a_step_with_drafts_that_is_read_late_is_paid_for() -> None:
+    """It was planned before it was found that drafts do not pay."""
+    one = decoding(list(range(100)))
+    made = seasoned(tracks=[one.track])
+    made.considers([one.track])
+    made._rest(1)
+    account = made._requests["r"].account
+    before_s = made.books.balance_s(account, 0.0)
+    made.step_took(1, 5, 3.0, 0)
+    made.step_took(1, 1, 1.5, 0)
+    assert made.books.balance_s(account, 0.0) == pytest.approx(before_s - 2.5 + 2 * MAX_LOSS), "and so is the one that fills the pipe again"
+
+
+def test_who_takes_the_place_of_another_has_an_account_at_once() -> None:
+    one, new = decoding(list(range(100))), decoding(list(range(200, 300)), "new")
+    made = seasoned(tracks=[one.track])
+    made.considers([one.track])
+    made._rest(1)
+    made.ended(one.track)
+    made.considers([new.track])
+    assert "new" in made._requests
+
+
+def test_drafts_that_are_under_way_are_verified_before_anybody_rests() -> None:
+    one = decoding(TEXT)
+    made = seasoned(on_device=True, num_steps=0)
+    while not made.considers([one.track]):
+        made.step_took(1, 1, 1.0, 0)
+    for _ in range(50):
+        made.saw(one.track, 4, 0)
+    assert made.considers([one.track]), "the device has made some"
+    assert not made.considers([one.track])
+    account = made._requests["r"].account
+    before_s = made.books.balance_s(account, 0.0)
+    made.step_had_prompts()
+    assert made.books.balance_s(account, 0.0) == before_s, "nothing is drafted any more"
