@@ -5,7 +5,9 @@
 KV lies as host memory has it: a page per block, in it all layers, K and V. Each way reads one layer after the other; all layers together
 are larger than any cache. Three ways of the processor: `in place` reads each block where it lies, in PyTorch's fused attention; `gathered`
 copies a layer's blocks together first; `contiguous` is as fast as it could be were a layer's KV in one piece, which it never is. `link`
-copies the same bytes to the device, on a machine that has one. Rates are bytes of KV per second; what a step takes besides is the same.
+is the rate of the link to the device, on a machine that has one: one plain copy of as many bytes from pinned memory in one piece, which the
+engine's own copies of blocks reach to within a few per cent (docs/figures.md, Copies). Rates are bytes of KV per second; what a step takes
+besides is the same.
 """
 
 from __future__ import annotations
@@ -61,16 +63,14 @@ def seconds(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def link_seconds(arena: Tensor, num_layers: int) -> float | None:
+def link_seconds(num_bytes: int) -> float | None:
+    """No strided view: PyTorch would copy it together on the host first."""
     if not torch.cuda.is_available():
         return None
-    pinned = arena.pin_memory()
-    device = torch.empty_like(pinned[:, 0], device="cuda")
+    pinned, device = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True), torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
     def copy() -> None:
-        for layer in range(num_layers):
-            for block in range(0, len(pinned), 512):
-                device[block : block + 512].copy_(pinned[block : block + 512, layer], non_blocking=True)
+        device.copy_(pinned, non_blocking=True)
         torch.cuda.synchronize()
 
     return seconds(copy)
@@ -89,7 +89,7 @@ def measure(num_tokens: int, num_layers: int) -> dict[str, float | int | None]:
         "in place": seconds(lambda: [in_place(q, arena[:, layer]) for layer in range(num_layers)]),
         "gathered": seconds(lambda: [gathered(q, arena[:, layer]) for layer in range(num_layers)]),
         "contiguous": seconds(lambda: contiguous(q, k, v)) * num_layers,
-        "link": link_seconds(arena, num_layers),
+        "link": link_seconds(num_bytes),
     }
     rates = {name: None if taken is None else num_bytes / taken / 1e9 for name, taken in took_s.items()}
     return {"tokens": num_tokens, "layers": num_layers, **rates}

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.report import Column, Results, draw_bars, figure
-from penstock.bench.run import WARM_UP, Driver, Stepped, blocks_for, random_prompts, runs
+from penstock.bench.run import WARM_UP, Driver, Stepped, blocks_for, random_prompts, runs, shortage
 from penstock.config import GIB, Config
 from penstock.engine.engine import Engine
-from penstock.errors import InvariantBroken
+from penstock.errors import ConfigError, InvariantBroken
 from penstock.models.progress import Progress
 
 STEADY = 8  # turns before anything is restored
@@ -60,10 +60,7 @@ class DecodeBench:
             return f"{length} tokens per request exceed the context of {engine.max_model_len}"
         if batch > config.engine.max_batch:
             return f"only {config.engine.max_batch} requests run at once; raise --max-batch"
-        needed, there = batch * blocks_for(length, config), sum(engine.stats().kv_blocks["device"].values())
-        if needed > there:
-            return f"it needs {needed} KV blocks and the device has {there}; raise --device-kv-gib"
-        return None
+        return shortage("device", batch * blocks_for(length, config), engine, config)
 
     def _runs(self, driver: Driver, batch: int, progress: Progress) -> list[list[float]]:
         """Steady step times in seconds, by run."""
@@ -143,10 +140,10 @@ class RestoreBench:
         driver.wait_ready(progress)
         returning = self._returning(engine, config)
         needed = sum(blocks_for(len(prompt) + 1, config) for prompt in returning)
-        there = engine.stats().kv_blocks
-        room = sum(there["device"].values()) - max(self.batches) * blocks_for(128 + self.tokens, config)
-        if "host" not in there or needed > min(room, sum(there["host"].values())):
-            results.skipped.append(f"{self.gib:g} GiB need {needed} KV blocks in host memory, and free on the device beside the batch")
+        beside = max(self.batches) * blocks_for(128 + self.tokens, config)
+        refusal = shortage("device", needed + beside, engine, config) or shortage("host", needed, engine, config)
+        if refusal is not None:
+            results.skipped.append(f"{self.gib:g} GiB and {max(self.batches)} requests beside them: {refusal}")
             return results
         for batch in self.batches:
             results.rows.append(self._row(driver, batch, returning, progress))
@@ -187,6 +184,10 @@ class RestoreBench:
         turns: list[Stepped] = []
         while len(turns) < STEADY:
             turn = driver.turn()
+            if turn.num_finished:
+                raise ConfigError(
+                    f"a request ended before {batch} had written together for {STEADY} steps; raise --tokens or --prefill-chunk"
+                )
             turns = [*turns, turn] if turn.num_tokens == batch else []
         # As in a server: prompts are hashed and looked up by threads that are not the engine's.
         with ThreadPoolExecutor(1, "bench-submit") as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -18,10 +19,12 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from penstock.bench.report import Results, Shown
-from penstock.config import Config, ResidencyName
+from penstock.config import GIB, Config, ResidencyName
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES
+from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, slot_bytes
 from penstock.models.progress import Progress
 
 RESET_POLL_S = 0.001
@@ -31,6 +34,7 @@ READY_POLL_S = 0.01
 SHARED = "remote"  # the tier that others use as well: it is never emptied, and what they put there is never found
 
 WARM_UP = 0  # number of the run that is not measured
+SSD_FILES = 300  # more than the disk tier divides itself into; each has a sector of its own
 
 T = TypeVar("T")
 
@@ -180,6 +184,36 @@ def runs(stage: str, repeat: int, progress: Progress) -> Iterator[int]:
 
 def blocks_for(num_tokens: int, config: Config) -> int:
     return -(-num_tokens // config.kv.block_tokens)
+
+
+def shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | None:
+    """Why so many KV blocks do not fit into an empty tier together, and what would do. A shared store is taken to have room."""
+    there = sum(engine.stats().kv_blocks.get(tier, {}).values())
+    block_bytes = engine.arena.layout.block_bytes
+    num_bytes = needed * block_bytes
+    if tier == "device":
+        blocks = config.kv.device_blocks is not None
+        place, would_do = "on the device", f"--device-kv-blocks {needed}" if blocks else f"--device-kv-gib {_gib_for(num_bytes)}"
+    elif tier == "host":
+        place, would_do = "in host memory", f"--kv-offload-host-gib {_gib_for(num_bytes)}"
+    elif tier == "ssd":
+        num_bytes = (needed + 1) * slot_bytes(block_bytes) + SSD_FILES * SECTOR_BYTES + LOCK_BYTES
+        place, would_do = "on the disk", f"--kv-offload-ssd-gib {_gib_for(num_bytes)}"
+        folder = config.offload.ssd_dir
+        if folder is not None and num_bytes > (free := shutil.disk_usage(folder).free):
+            return f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {free / GIB:.2f} are free"
+    else:
+        return None
+    if needed <= there:
+        return None
+    return f"they need {needed} KV blocks {place}, which holds {there} ({there * config.kv.block_tokens} tokens); {would_do} would do"
+
+
+def _gib_for(num_bytes: int) -> str:
+    """Rounded up to three digits."""
+    gib = num_bytes / GIB
+    digit = 10.0 ** (math.floor(math.log10(gib)) - 2)
+    return f"{math.ceil(gib / digit) * digit:g}"
 
 
 def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...]) -> list[list[int]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from penstock import errors
 from penstock.bench.report import Column, Results, draw_bars, figure
-from penstock.bench.run import WARM_UP, Driver, blocks_for, random_prompts, runs
+from penstock.bench.run import WARM_UP, Driver, blocks_for, random_prompts, runs, shortage
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.build import build
@@ -76,15 +76,18 @@ class TtftBench:
     )
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
-        results = Results([], [])
         Driver(engine).wait_ready(progress)
-        for length in self.lengths:
-            refusal = refusal_of(length, engine, config)
-            if refusal is None:
-                results.rows.append(self._row(Driver(engine), length, config, progress))
-            else:
-                results.skipped.append(f"{length} tokens: {refusal}")
-        return results
+        refusals = [refusal_of(length, engine, config, self._blocks(length, engine, config)) for length in self.lengths]
+        fits = [length for length, refusal in zip(self.lengths, refusals, strict=True) if refusal is None]
+        skipped = [f"{length} tokens: {refusal}" for length, refusal in zip(self.lengths, refusals, strict=True) if refusal is not None]
+        return Results([self._row(Driver(engine), length, config, progress) for length in fits], skipped)
+
+    def _blocks(self, length: int, engine: Engine, config: Config) -> dict[str, int]:
+        """That are in each colder tier at the end of a run: those of the prompt, and of each case with new tokens one or more."""
+        block_tokens = config.kv.block_tokens
+        full = length // block_tokens
+        new = (length + NEW_TOKENS) // block_tokens - full
+        return dict.fromkeys(engine.tiers[1:], full + new * sum(case.endswith("_new") for case in cases_of(engine, config)))
 
     def _row(self, driver: Driver, length: int, config: Config, progress: Progress) -> dict[str, Any]:
         samples: dict[str, list[Sample]] = {}
@@ -129,14 +132,14 @@ def row_of(length: int, samples: dict[str, list[Sample]]) -> dict[str, Any]:
     }
 
 
-def refusal_of(length: int, engine: Engine, config: Config) -> str | None:
+def refusal_of(length: int, engine: Engine, config: Config, colder: dict[str, int]) -> str | None:
+    """`colder`: blocks that tiers behind the device have to hold together."""
     total = length + NEW_TOKENS + 1
-    if total > engine.max_model_len:
-        return f"with {NEW_TOKENS} new ones and one to write they exceed the context of {engine.max_model_len}"
-    needed, there = blocks_for(total, config), sum(engine.stats().kv_blocks["device"].values())
-    if needed > there:
-        return f"they need {needed} KV blocks and the device has {there}; raise --device-kv-gib"
-    return None
+    too_long = f"with {NEW_TOKENS} new ones and one to write they exceed the context of {engine.max_model_len}"
+    needed = {"device": blocks_for(total, config), **colder}
+    said = [too_long] if total > engine.max_model_len else []
+    said += filter(None, (shortage(tier, blocks, engine, config) for tier, blocks in needed.items()))
+    return "; ".join(said) or None
 
 
 def cases_of(engine: Engine, config: Config) -> list[str]:
@@ -261,12 +264,8 @@ def _compute(job: RestartJob, progress: Progress) -> BeforeRestart:
     driver, vocab = Driver(engine, job.salt), engine.tokenizer.vocab_size
     driver.wait_ready(progress)
     cold: dict[int, list[Sample]] = {}
-    refused = []
-    for length in job.lengths:
-        refusal = refusal_of(length, engine, job.config)
-        if refusal is not None:
-            refused.append(f"{length} tokens: {refusal}")
-            continue
+    fits, refused = _that_fit(job, engine)
+    for length in fits:
         for run in runs(f"before the restart, {length} tokens", job.repeat, progress):
             taken = sample(driver, job.prompt(length, run, vocab), "device", 0)
             if run != WARM_UP:
@@ -275,6 +274,23 @@ def _compute(job: RestartJob, progress: Progress) -> BeforeRestart:
     num_blocks = engine.stats().kv_blocks["ssd"]["used"]
     engine.close(timeout_s=CLOSE_S)
     return BeforeRestart(engine.name, cold, refused, num_blocks)
+
+
+def _that_fit(job: RestartJob, engine: Engine) -> tuple[list[int], list[str]]:
+    """Lengths, and why others are left out. The disk has to hold all that the first process writes and beside it, until the last prompt
+    is asked for again, all that the second one computes."""
+    fits: list[int] = []
+    refused = []
+    num_prompts, on_disk = 2 * (1 + job.repeat), 0
+    for length in job.lengths:
+        full = length // job.config.kv.block_tokens
+        refusal = refusal_of(length, engine, job.config, {"host": full, "ssd": on_disk + (num_prompts - 1) * full})
+        if refusal is None:
+            fits.append(length)
+            on_disk += num_prompts * full
+        else:
+            refused.append(f"{length} tokens, {num_prompts} prompts: {refusal}")
+    return fits, refused
 
 
 def _ask_again(job: RestartJob, num_blocks: int, progress: Progress) -> AfterRestart:

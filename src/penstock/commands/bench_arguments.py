@@ -253,6 +253,8 @@ def _deep(args: argparse.Namespace) -> int:
     config = config_of(args)
     if not config.offload.enabled:
         raise ConfigError("bench deep needs --kv-offload: what is not on the device is in host memory")
+    if args.tokens < 2:
+        raise ConfigError("bench deep needs --tokens of at least 2: it measures the time between them")
     return show(lambda: run_deep(config, bench), args.json, args.plot)
 
 

@@ -26,6 +26,7 @@ Schema = dict[str, Any] | bool
 Text = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
 Words = Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}  # of a tool that says nothing of parameters
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -127,10 +128,15 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: Function
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Their schema. An empty one says nothing, but that they are an object."""
+        return NO_ARGUMENTS if self.function.parameters is None else self.function.parameters or ANY_OBJECT
+
     def as_dict(self) -> dict[str, Any]:
         """What chat templates take."""
         given = {name: value for name in ("name", "description", "parameters") if (value := getattr(self.function, name)) is not None}
-        return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **given}}
+        return {"type": "function", "function": {"parameters": NO_ARGUMENTS, **given}}
 
 
 Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
@@ -199,8 +205,8 @@ class ToolRequest(NamedTuple):
         """The grammar of a call that has to be."""
         if isinstance(self.choice, NamedTool):
             name = self.choice.function.name
-            schema = next((tool.function.parameters for tool in self.tools if tool.function.name == name), None)
-            return Asked("tools", _grammar("json_schema", schema or ANY_OBJECT))
+            schema = next((tool.arguments for tool in self.tools if tool.function.name == name), NO_ARGUMENTS)
+            return Asked("tools", _grammar("json_schema", schema))
         if self.choice == "required":
             return Asked("tools", _grammar("json_schema", _one_of(self.tools, MOST_CALLS if self.parallel else 1)))
         return None
@@ -215,7 +221,7 @@ def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
     items, definitions = [], {}
     for number, tool in enumerate(tools):
         own = f"tool{number}"
-        definitions[own] = _moved(tool.function.parameters or ANY_OBJECT, f"#/$defs/{own}")
+        definitions[own] = _moved(tool.arguments, f"#/$defs/{own}")
         fields = {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/{own}"}}
         items.append({"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})
     return {"type": "array", "items": {"anyOf": items}, "minItems": 1, "maxItems": most, "$defs": definitions}

@@ -31,7 +31,7 @@ def test_every_run_contributes_its_steady_steps(engine, config):
     [
         (1, 1000, 1100, "exceed the context"),
         (9, 8, 8, "raise --max-batch"),
-        (8, 100, 100, "raise --device-kv-gib"),
+        (8, 100, 100, "--device-kv-blocks 104 would do"),
         (8, 60, 3, "raise --tokens or --prefill-chunk"),
     ],
 )

@@ -39,6 +39,11 @@ def test_it_needs_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bench deep needs --kv-offload" in capsys.readouterr().err
 
 
+def test_one_token_has_no_time_between_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "deep", *SIZES, "--lengths", "256", "--tokens", "1"]) == 2
+    assert "--tokens of at least 2" in capsys.readouterr().err
+
+
 def test_scored_residency_is_measured_beside_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scored = "--kv-resident-tokens", "448", "--kv-residency", "scored", "--kv-pin-spans", "0-10", "--tokens", "24"
     code, rows = deep(tmp_path, "--lengths", "256,1024", *scored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from penstock.bench.decode import RestoreBench
 from penstock.cli import main
-from penstock.errors import InvariantBroken
+from penstock.config import GIB, OffloadConfig
+from penstock.engine.build import build
+from penstock.errors import ConfigError, InvariantBroken
 from penstock.models.progress import silent
 
 
@@ -30,7 +33,26 @@ def test_a_restore_that_brings_nothing_back_is_not_reported(tiered_engine, tiere
 
 def test_more_than_fits_is_skipped_with_a_reason(tiered_engine, tiered_config):
     results = RestoreBench((2,), gib=1.0, tokens=40, repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
-    assert not results.rows and "GiB need" in results.skipped[0]
+    (said,) = results.skipped
+    assert not results.rows and said.startswith("1 GiB and 2 requests beside them: they need ") and "on the device, which holds 64" in said
+
+
+def test_host_memory_has_to_hold_what_returns(tiered_engine, config):
+    block_bytes = tiered_engine.arena.layout.block_bytes
+    bench = RestoreBench((2,), gib=10.5 * block_bytes / GIB, tokens=40, repeat=1, seed=0)
+    for blocks, num_rows in ((10, 0), (11, 1)):  # one of them to write
+        config = dataclasses.replace(config, offload=OffloadConfig(host_gib=blocks * block_bytes / GIB, load_always=True))
+        engine = build(config)
+        results = bench.measure(engine, config, silent)
+        assert len(results.rows) == num_rows
+        assert num_rows or "they need 11 KV blocks in host memory, which holds 10 (160 tokens); --kv-offload" in results.skipped[0]
+        engine.close(timeout_s=20.0)
+
+
+def test_requests_that_end_before_all_decode_together_are_no_measurement(tiered_engine, tiered_config):
+    block_gib = tiered_engine.cache.saves.layout.block_bytes / GIB
+    with pytest.raises(ConfigError, match="raise --tokens or --prefill-chunk"):
+        RestoreBench((2,), gib=10.5 * block_gib, tokens=6, repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
 
 
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from penstock.bench.run import Driver
 from penstock.bench.ttft import NEW_TOKENS, TtftBench
 from penstock.cli import main
+from penstock.config import GIB, OffloadConfig
 from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.errors import InvariantBroken
@@ -96,11 +97,47 @@ def test_counters_that_disagree_with_the_events_are_noticed(engine, config, monk
         TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
 
 
-@pytest.mark.parametrize(("length", "said"), [(4000, "exceed the context")])
-def test_a_length_that_does_not_fit_is_skipped_with_a_reason(engine, config, length, said):
+@pytest.mark.parametrize("length", [1008, 4000])
+def test_a_length_that_does_not_fit_is_skipped_with_a_reason(engine, config, length):
     results = TtftBench((length, 32), repeat=1, seed=0).measure(engine, config, silent)
-    assert said in results.skipped[0]
+    (said,) = results.skipped
+    blocks = -(-(length + NEW_TOKENS + 1) // 16)
+    assert said.startswith(f"{length} tokens: with 16 new ones and one to write they exceed the context of 1024; ")
+    assert said.endswith(f"they need {blocks} KV blocks on the device, which holds 64 (1024 tokens); --device-kv-blocks {blocks} would do")
     assert [row["tokens"] for row in results.rows] == [32]
+
+
+def with_host(config, block_bytes, num_blocks):
+    return dataclasses.replace(config, offload=OffloadConfig(host_gib=num_blocks * block_bytes / GIB, load_always=True))
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(256, 18), (264, 18), (15, 2)])  # a block more for each case with new tokens
+def test_a_length_that_host_memory_does_not_hold_is_refused_before_anything_is_measured(tiered_engine, config, length, blocks):
+    block_bytes, told = tiered_engine.cache.saves.layout.block_bytes, []
+    small = with_host(config, block_bytes, blocks - 1)
+    engine = build(small)
+    results = TtftBench((length,), repeat=1, seed=0).measure(engine, small, lambda *said: told.append(said))
+    engine.close(timeout_s=20.0)
+    (said,) = results.skipped
+    holds = f"which holds {blocks - 1} ({(blocks - 1) * 16} tokens)"
+    assert results.rows == [] and told == []
+    assert said.startswith(f"{length} tokens: they need {blocks} KV blocks in host memory, {holds}; --kv-offload-host-gib ")
+    enough = dataclasses.replace(config, offload=OffloadConfig(host_gib=float(said.split()[-3]), load_always=True))
+    engine = build(enough)
+    assert [row["tokens"] for row in TtftBench((length,), repeat=1, seed=0).measure(engine, enough, silent).rows] == [length]
+    assert blocks <= sum(engine.stats().kv_blocks["host"].values()) <= 1.01 * blocks + 1, "what it proposes is not much more than needed"
+    engine.close(timeout_s=20.0)
+
+
+def test_the_command_says_what_would_do_and_measures_what_fits(capsys):
+    tiny = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--repeat", "1"]
+    assert main(["bench", "ttft", *tiny, "--kv-offload-host-gib", "0.0001", "--tokens", "96"]) == 1
+    assert "KV blocks in host memory, which holds" in capsys.readouterr().err
+    argv = ["bench", "ttft", *tiny, "--no-kv-offload", "--tokens", "32,1500", "--device-kv-gib"]
+    assert main([*argv, "0.002"]) == 0
+    *_, flag, gib, _, _ = capsys.readouterr().err.split()
+    assert flag == "--device-kv-gib" and main([*argv, gib]) == 0
+    assert "skipped" not in capsys.readouterr().err
 
 
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):

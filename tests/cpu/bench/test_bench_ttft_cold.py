@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from dataclasses import asdict
 
 import child_work
@@ -14,7 +15,7 @@ from penstock.bench import ttft
 from penstock.bench.run import Driver, scratch_ssd
 from penstock.bench.ttft import NEW_TOKENS, RestartBench, RestartJob, TtftBench, run_in_process
 from penstock.cli import main
-from penstock.config import OffloadConfig
+from penstock.config import GIB, OffloadConfig
 from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
@@ -62,6 +63,37 @@ def test_the_disk_serves_what_device_and_host_have_forgotten(make_engine, ssd_co
     assert row["promoted_blocks"]["ssd"] == row["promoted_blocks"]["ssd_new"] == num_blocks
     assert row["ratio_ssd"] == row["ttft_ms"]["cold"]["median"] / row["ttft_ms"]["ssd"]["median"]
     assert "remote" not in source
+
+
+def with_disk(config, ssd_gib):
+    return dataclasses.replace(config, offload=dataclasses.replace(config.offload, ssd_gib=ssd_gib))
+
+
+def proposed(said):
+    """The size that a refusal proposes."""
+    *_, flag, gib, would, do = said.split()
+    assert (flag, would, do) == ("--kv-offload-ssd-gib", "would", "do")
+    return float(gib)
+
+
+def test_a_length_that_the_disk_does_not_hold_is_refused_before_anything_is_measured(make_engine, ssd_config):
+    small, bench, told = with_disk(ssd_config, 0.0002), TtftBench((640,), repeat=1, seed=0), []
+    engine = make_engine(small)
+    there = sum(engine.stats().kv_blocks["ssd"].values())
+    results = bench.measure(engine, small, lambda *said: told.append(said))
+    (said,) = results.skipped
+    assert results.rows == [] and told == [] and there < 43
+    assert said.startswith(f"640 tokens: they need 43 KV blocks on the disk, which holds {there} ({there * 16} tokens); ")
+    engine.close(timeout_s=20.0)
+    enough = with_disk(ssd_config, proposed(said))
+    assert len(bench.measure(make_engine(enough), enough, silent).rows) == 1
+
+
+def test_a_disk_that_has_no_room_is_said_to_have_none(make_engine, ssd_config, monkeypatch):
+    engine = make_engine(ssd_config)
+    monkeypatch.setattr("penstock.bench.run.shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(GIB, GIB, 1000))
+    (said,) = TtftBench((64,), repeat=1, seed=0).measure(engine, ssd_config, silent).skipped
+    assert said.startswith("64 tokens: they need 0.00 GiB of the disk of ") and said.endswith("where 0.00 are free")
 
 
 def test_behind_a_disk_the_store_serves_alone_and_keeps_what_others_have(make_engine, ssd_config, blocks):
@@ -118,6 +150,35 @@ def test_what_one_engine_computed_the_next_reads_from_disk(job):
         (computed,), (restored,) = after.samples[length]["cold"], after.samples[length]["ssd"]
         assert computed.source == KvSource(computed=length)
         assert restored.source == after.first[length].source == KvSource(ssd=from_disk, computed=length - from_disk)
+
+
+def test_prompts_that_the_disk_does_not_hold_together_are_refused_before_a_process_computes_them(job, monkeypatch):
+    """Of 64 tokens, two runs: two prompts of 4 blocks that the first process computes, and one that the second does before the last is
+    asked for. Those of 320 are as many of 20, and the disk has 8 + 8 for the others."""
+    small = job._replace(config=with_disk(job.config, 0.0003), lengths=(64, 320))
+    monkeypatch.setattr(ttft, "sample", lambda *_: pytest.fail("something was measured"))
+    refused = ttft._compute(small._replace(lengths=(320,)), silent).refused
+    (said,) = refused
+    assert said.startswith("320 tokens, 4 prompts: they need 60 KV blocks on the disk, which holds ")
+    monkeypatch.undo()
+    before = ttft._compute(small, silent)
+    (said,) = before.refused
+    assert list(before.cold) == [64] and said.startswith("320 tokens, 4 prompts: they need 76 KV blocks on the disk, which holds ")
+
+
+def test_the_size_that_a_refusal_proposes_is_enough_for_a_restart(job):
+    small = job._replace(config=with_disk(job.config, 0.0003), lengths=(64, 320))
+    (said,) = ttft._compute(small, silent).refused
+    enough = small._replace(config=with_disk(job.config, proposed(said)), salt="again")
+    before = ttft._compute(enough, silent)
+    assert before.refused == [] and set(ttft._ask_again(enough, before.num_blocks, silent).samples) == {64, 320}
+
+
+def test_a_restart_needs_host_memory_for_each_prompt(job):
+    config = dataclasses.replace(job.config, offload=dataclasses.replace(job.config.offload, host_gib=3.5 * 8192 / GIB))
+    before = ttft._compute(job._replace(config=config), silent)
+    (said,) = before.refused
+    assert list(before.cold) == [20] and "64 tokens, 4 prompts: they need 4 KV blocks in host memory, which holds 3 (48 tokens)" in said
 
 
 def test_a_directory_that_lost_its_files_is_no_restart(job, monkeypatch, tmp_path):

@@ -216,6 +216,30 @@ def test_forced_calls_are_streamed_as_they_come(server: Tiered) -> None:
     assert calls_of(force(server, NAMED).choices[0].message) == [("weather", json.loads(arguments))]
 
 
+def test_forced_calls_have_only_the_arguments_that_their_tool_has(server: Tiered) -> None:
+    """The tools say nothing of other properties, and one of them nothing of parameters at all. The weights are random, so that open
+    arguments would be invented."""
+    flag = {"type": "object", "properties": {"on": {"type": "boolean"}}, "$schema": "https://json-schema.org/draft/2020-12/schema"}
+    tools = [{"type": "function", "function": {"name": "flag", "parameters": flag}}, TOOLS[1]]
+    for name, known in (("flag", {"on"}), ("now", set())):
+        for choice in force(server, {"type": "function", "function": {"name": name}}, tools=tools, n=8, max_tokens=200).choices:
+            ((_, arguments),) = calls_of(choice.message)
+            assert choice.finish_reason == "tool_calls" and set(arguments) <= known
+    for choice in force(server, "required", tools=tools, n=8, parallel_tool_calls=False).choices:
+        ((name, arguments),) = calls_of(choice.message)
+        assert set(arguments) <= ({"on"} if name == "flag" else set())
+
+
+def test_a_tool_with_an_empty_schema_takes_any_arguments() -> None:
+    fields: Any = {"tools": [{"type": "function", "function": {"name": "any", "parameters": {}}}]}
+    for choice, found in (({"type": "function", "function": {"name": "any"}}, ()), ("required", ("$defs", "tool0"))):
+        asked = msgspec.convert({"model": MODEL, "messages": ASK, **fields, "tool_choice": choice}, ChatBody).asked()
+        schema = json.loads(asked.grammar.text)
+        for name in found:
+            schema = schema[name]
+        assert schema == {"type": "object"}
+
+
 def test_a_schema_that_cannot_be_met_is_refused_where_the_call_is_forced(server: Tiered) -> None:
     bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": False}, "required": ["x"]}}}]
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.contract import Grammar
+from penstock.engine.execution.closed_schema import closed
 from penstock.errors import InvalidRequest, Overloaded
 from penstock.models.tokenizer import TextCodec
 
@@ -218,7 +219,7 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice":
 def _source(matcher: Any, grammar: Grammar) -> str:
     """As llguidance takes it."""
     if grammar.kind == "json_schema":
-        return str(matcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _BLANKS}))
+        return str(matcher.grammar_from_json_schema(closed(grammar.text), overrides={"whitespace_pattern": _BLANKS}))
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
