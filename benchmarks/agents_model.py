@@ -278,6 +278,7 @@ def figures(model: Model, seconds: float) -> dict[str, float]:
         "later_p50": float(np.percentile(later, 50)),
         "later_p95": float(np.percentile(later, 95)),
         "later_max": max(later),
+        "mean": float(np.mean(later + first)),
         "first_p50": float(np.percentile(first, 50)),
         "first_p95": float(np.percentile(first, 95)),
     }

@@ -18,14 +18,16 @@ LONG_TOKENS = 8192  # of a conversation that all this is done for
 # better: three times as long left rooms empty that others could have used, and on an H200 more of those that went on had to wait.
 GRACE = 4
 _PROMPT_STEPS = 4
-# Plans in which the KV of such a conversation counts as wanted, as if its next request had come already. Until it has come and was looked
-# at nobody else wants it, and whoever draws blocks would take them from it first.
-KEPT_PLANS = 16
+# Plans in which such a conversation counts as under way, and its KV as wanted, as if its next request had come already. Until it has come
+# and was looked at nobody else wants it, and whoever draws blocks would take them from it first.
+KEPT_PLANS = 64
 # Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
-# filled it, later ones would make each other leave. That holds as long as half of those that are answered go on at once; it is assumed at
-# first, and what so many answers show counts more than all before.
+# filled it, later ones would make each other leave. So it waits, for a share of the bound at most. That holds as long as half of those that
+# are answered go on within a pause; it is assumed at first, and what so many answers show counts more than all before.
 _BEGUN_SHARE = 0.75
+_HELD_SHARE = 0.5
 _LEAST_GOING_ON = 0.5
+_PAUSE_S = 30.0
 _ANSWERS = 8
 
 
@@ -33,9 +35,10 @@ _ANSWERS = 8
 class _Answered:
     """A conversation that has just been answered."""
 
+    track: Track
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
-    track: Track
+    by_s: float  # if its next request comes later, it has not gone on
     went_on: bool = False  # its next request has come
 
 
@@ -48,20 +51,24 @@ class Conversations:
         self._newest_s = 0.0  # the latest arrival
         self._num_plans = 0
         self._grace = 0  # how long the room of whoever has ended is kept for its next request
-        self._answered: deque[_Answered] = deque()  # oldest first
-        self._going_on = 1.0  # how many of those that were answered lately went on at once, as a share
+        self._kept: deque[_Answered] = deque()  # for which something is kept, oldest first
+        self._answered: deque[_Answered] = deque()  # those, and others that may still go on
+        self._going_on = 1.0  # how many of those that were answered lately went on, as a share
 
     def came(self, request: Request) -> None:
         self._newest_s = max(self._newest_s, request.arrival_s)
         for one in self._answered:
-            one.went_on = one.went_on or _goes_on(request.prefix, one.track.prefix)
+            if not one.went_on and self._newest_s <= one.by_s and _goes_on(request.prefix, one.track.prefix):
+                one.went_on = True
+                self._going_on += (1 - self._going_on) / _ANSWERS
 
     def begin_plan(self) -> None:
         self._num_plans += 1
-        while self._answered and self._answered[0].until <= self._num_plans:
-            one = self._answered.popleft()
-            self._ledger.end_want(one.want)
-            self._going_on += (one.went_on - self._going_on) / _ANSWERS
+        while self._kept and self._kept[0].until <= self._num_plans:
+            self._ledger.end_want(self._kept.popleft().want)
+        while self._answered and (self._answered[0].went_on or self._answered[0].by_s < self._newest_s):
+            if not self._answered.popleft().went_on:
+                self._going_on -= self._going_on / _ANSWERS
 
     def step_planned(self, prefills: bool) -> None:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if prefills else 1))
@@ -74,12 +81,15 @@ class Conversations:
         if track.prefix is not None and track.prefix.keys and track.request.may_match and self._bound_s > 0:
             want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
             if want is not None:
-                self._answered.append(_Answered(self._num_plans + KEPT_PLANS, want, track))
+                one = _Answered(track, self._num_plans + KEPT_PLANS, want, self._newest_s + _PAUSE_S)
+                self._kept.append(one)
+                self._answered.append(one)
 
     def forget(self) -> None:
         """Nobody is left who would take the place of those that were answered."""
-        while self._answered:
-            self._ledger.end_want(self._answered.popleft().want)
+        while self._kept:
+            self._ledger.end_want(self._kept.popleft().want)
+        self._answered.clear()
 
     @property
     def keep_room(self) -> bool:
@@ -89,11 +99,12 @@ class Conversations:
     def need_room(self, track: Track, measured: bool, running: Running, line: Line) -> bool:
         """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
         meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
-        by_s = track.rank if measured else track.rank + self._bound_s  # before anything was measured its rank is its arrival
+        by_s = track.request.arrival_s + _HELD_SHARE * self._bound_s
+        by_s = min(by_s, track.rank) if measured else by_s  # before anything was measured its rank is its arrival
         if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(running):
             return False
         num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - running.most_blocks(track)
-        answered = (one.track for one in self._answered if not one.went_on)
+        answered = (one.track for one in self._kept if not one.went_on)
         for other in chain(running.tracks.values(), answered, line.going_on()):
             if len(other.tokens) >= LONG_TOKENS and other.request.priority <= track.request.priority:
                 num_left -= running.most_blocks(other)

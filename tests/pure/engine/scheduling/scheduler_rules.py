@@ -66,7 +66,7 @@ def check_wants(world: World) -> None:
     """Whatever blocks are wanted, somebody in line wants them, or somebody who was answered a moment ago."""
     waiting = [track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)]
     kept = world.scheduler._conversations
-    answered = {one.want for one in kept._answered if one.until <= kept._num_plans + conversations.KEPT_PLANS}
+    answered = {one.want for one in kept._kept if one.until <= kept._num_plans + conversations.KEPT_PLANS}
     assert set(world.cache.pool._idle._wants) <= {track.want for track in waiting} | answered, "blocks are wanted by nobody in line"
     if world.tiers is not None:
         host = world.tiers.host

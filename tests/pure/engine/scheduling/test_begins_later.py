@@ -22,6 +22,7 @@ BOUND_S = 20.0
 @pytest.fixture(autouse=True)
 def _twelve_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "LONG_TOKENS", 12)
+    monkeypatch.setattr(conversations, "_HELD_SHARE", 1.0)
 
 
 def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True, **talk: Any) -> tuple[World, str]:
@@ -33,7 +34,7 @@ def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True
     for prompt in known:
         world.submit(prompt, 1, ignore_eos=True)
         world.finish()
-    world.scheduler._conversations._answered.clear()
+    world.scheduler._conversations.forget()
     world.scheduler._conversations._going_on = 1.0
     runs = world.submit(A, **{"max_tokens": 12, "ignore_eos": True, **talk})
     planned(world)
@@ -92,6 +93,18 @@ def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(late_s: f
     world.now_s += late_s
     newest = world.submit([*C[:12], 1], 1)
     assert begun(world, waits, newest) == ([waits] if begins else [newest]), "there is no room for both"
+    world.close()
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize(("late_s", "begins"), [(4.9, False), (5.0, True)])
+def test_it_waits_for_a_share_of_the_bound_at_most(monkeypatch: pytest.MonkeyPatch, late_s: float, begins: bool, measured: bool) -> None:
+    monkeypatch.setattr(conversations, "_HELD_SHARE", 0.25)
+    world, _ = under_way(C[:12], measured=measured)
+    waits = world.submit(B, 12)
+    world.now_s += late_s
+    short = world.submit([2], 1)
+    assert begun(world, waits, short) == ([waits, short] if begins else [short])
     world.close()
 
 
@@ -172,8 +185,14 @@ def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
     world.close()
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(monkeypatch: pytest.MonkeyPatch, goes_on: bool) -> None:
+@pytest.mark.parametrize(
+    ("goes_on", "pause_s", "is_held"),
+    [(True, 0.0, True), (True, 29.0, True), (True, 31.0, False), (False, 31.0, False)],
+    ids=["at once", "after a pause", "after a long one", "never"],
+)
+def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
+    monkeypatch: pytest.MonkeyPatch, goes_on: bool, pause_s: float, is_held: bool
+) -> None:
     monkeypatch.setattr(conversations, "KEPT_PLANS", 3)
     monkeypatch.setattr(conversations, "GRACE", 0)
     world, _ = under_way(bound_s=1000.0)
@@ -185,11 +204,12 @@ def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(monkeyp
         for _ in range(3):
             world.step()
         assert world.outcome(one)[1] is not None
+        world.now_s += pause_s
     world.finish()
     last = world.submit([*talk[:12], 6, 6], 14, ignore_eos=True)
     world.plan()
     waits, _ = world.submit([3] * 16, 12), world.submit(C, 12)
-    assert begun(world, last, waits) == ([last] if goes_on else [last, waits])
+    assert begun(world, last, waits) == ([last] if is_held else [last, waits])
     world.finish()
     world.close()
 

@@ -51,7 +51,7 @@ def test_nobody_goes_on_with_a_prompt_without_a_full_block_however_long_its_answ
     world, _ = two_that_run(monkeypatch)
     short = world.submit([3, 3, 3], 9, ignore_eos=True)
     answer(world, short)
-    assert short not in {one.track.request.id for one in world.scheduler._conversations._answered}
+    assert short not in {one.track.request.id for one in world.scheduler._conversations._kept}
     world.submit(B, 1)
     world.finish()
     world.close()
