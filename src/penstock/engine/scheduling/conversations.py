@@ -22,13 +22,13 @@ _PROMPT_STEPS = 4
 # and was looked at nobody else wants it, and whoever draws blocks would take them from it first.
 KEPT_PLANS = 64
 # Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
-# filled it, later ones would make each other leave. So it waits, for a share of the bound at most. That holds as long as half of those that
-# are answered go on within a pause; it is assumed at first, and what so many answers show counts more than all before.
+# filled it, later ones would make each other leave. So it waits, for a share of the bound at most. That holds as long as half of the long
+# requests that come go on with one of those answered last; it is assumed at first, and the last so many count more than all before.
 _BEGUN_SHARE = 0.75
 _HELD_SHARE = 0.5
 _LEAST_GOING_ON = 0.5
-_PAUSE_S = 30.0
-_ANSWERS = 8
+_REQUESTS = 8
+_REMEMBERED = 64  # of those answered last: by one key each
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Answered:
     track: Track
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
-    by_s: float  # if its next request comes later, it has not gone on
+    middle: tuple[int, bytes]  # the key of a block, and which it is: whoever has it there goes on with half of it at least
     went_on: bool = False  # its next request has come
 
 
@@ -52,23 +52,23 @@ class Conversations:
         self._num_plans = 0
         self._grace = 0  # how long the room of whoever has ended is kept for its next request
         self._kept: deque[_Answered] = deque()  # for which something is kept, oldest first
-        self._answered: deque[_Answered] = deque()  # those, and others that may still go on
-        self._going_on = 1.0  # how many of those that were answered lately went on, as a share
+        self._middles: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED)  # of those answered last
+        self._going_on = 1.0  # how many of the long requests that came lately went on with one of these, as a share
 
     def came(self, request: Request) -> None:
         self._newest_s = max(self._newest_s, request.arrival_s)
-        for one in self._answered:
-            if not one.went_on and self._newest_s <= one.by_s and _goes_on(request.prefix, one.track.prefix):
-                one.went_on = True
-                self._going_on += (1 - self._going_on) / _ANSWERS
+        if request.prefix is None or len(request.prompt) < LONG_TOKENS:
+            return
+        for one in self._kept:
+            one.went_on = one.went_on or _has(request.prefix, *one.middle)
+        if self._middles:
+            goes_on = any(_has(request.prefix, *middle) for middle in self._middles)
+            self._going_on += (goes_on - self._going_on) / _REQUESTS
 
     def begin_plan(self) -> None:
         self._num_plans += 1
         while self._kept and self._kept[0].until <= self._num_plans:
             self._ledger.end_want(self._kept.popleft().want)
-        while self._answered and (self._answered[0].went_on or self._answered[0].by_s < self._newest_s):
-            if not self._answered.popleft().went_on:
-                self._going_on -= self._going_on / _ANSWERS
 
     def step_planned(self, prefills: bool) -> None:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if prefills else 1))
@@ -81,15 +81,16 @@ class Conversations:
         if track.prefix is not None and track.prefix.keys and track.request.may_match and self._bound_s > 0:
             want = self._ledger.want(track.prefix.keys, want_rank(track, self._newest_s))
             if want is not None:
-                one = _Answered(track, self._num_plans + KEPT_PLANS, want, self._newest_s + _PAUSE_S)
-                self._kept.append(one)
-                self._answered.append(one)
+                place = len(track.prefix.keys) // 2
+                middle = place, track.prefix.keys[place]
+                self._kept.append(_Answered(track, self._num_plans + KEPT_PLANS, want, middle))
+                self._middles.append(middle)
 
     def forget(self) -> None:
         """Nobody is left who would take the place of those that were answered."""
         while self._kept:
             self._ledger.end_want(self._kept.popleft().want)
-        self._answered.clear()
+        self._middles.clear()
 
     @property
     def keep_room(self) -> bool:
@@ -118,9 +119,5 @@ def begins(track: Track) -> bool:
     return not track.goes_on and len(track.tokens) >= LONG_TOKENS
 
 
-def _goes_on(prefix: Prefix | None, earlier: Prefix | None) -> bool:
-    """Whether at least half of the earlier one is the same."""
-    if prefix is None or earlier is None:
-        return False
-    place = len(earlier.keys) // 2
-    return place < len(prefix.keys) and prefix.keys[place] == earlier.keys[place]
+def _has(prefix: Prefix, place: int, key: bytes) -> bool:
+    return place < len(prefix.keys) and prefix.keys[place] == key

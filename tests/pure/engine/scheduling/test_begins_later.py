@@ -185,14 +185,12 @@ def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
     world.close()
 
 
-@pytest.mark.parametrize(
-    ("goes_on", "pause_s", "is_held"),
-    [(True, 0.0, True), (True, 29.0, True), (True, 31.0, False), (False, 31.0, False)],
-    ids=["at once", "after a pause", "after a long one", "never"],
-)
+@pytest.mark.parametrize("pause_s", [0.0, 100.0])
+@pytest.mark.parametrize("goes_on", [True, False])
 def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
-    monkeypatch: pytest.MonkeyPatch, goes_on: bool, pause_s: float, is_held: bool
+    monkeypatch: pytest.MonkeyPatch, goes_on: bool, pause_s: float
 ) -> None:
+    """However long they pause."""
     monkeypatch.setattr(conversations, "KEPT_PLANS", 3)
     monkeypatch.setattr(conversations, "GRACE", 0)
     world, _ = under_way(bound_s=1000.0)
@@ -209,7 +207,7 @@ def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
     last = world.submit([*talk[:12], 6, 6], 14, ignore_eos=True)
     world.plan()
     waits, _ = world.submit([3] * 16, 12), world.submit(C, 12)
-    assert begun(world, last, waits) == ([last] if is_held else [last, waits])
+    assert begun(world, last, waits) == ([last] if goes_on else [last, waits])
     world.finish()
     world.close()
 
@@ -220,6 +218,17 @@ def test_what_was_answered_when_nobody_is_left_says_nothing_about_going_on(monke
         world.submit(B, 2, ignore_eos=True)
         world.finish()
     assert world.scheduler._conversations._going_on == 1.0
+    world.close()
+
+
+def test_short_requests_say_nothing_about_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = answered(monkeypatch, 1000)
+    for _ in range(9):
+        world.submit([3, 3, 3], 1, ignore_eos=True)
+    assert world.scheduler._conversations._going_on == 1.0
+    world.submit(C, 1, ignore_eos=True)
+    assert world.scheduler._conversations._going_on < 1.0
+    world.finish()
     world.close()
 
 
