@@ -15,6 +15,9 @@ from penstock.config import (
     ADMISSIONS,
     DEVICE_EVICTIONS,
     EVICTIONS,
+    FEWEST_RESIDENT,
+    MAX_DRAFTS,
+    MAX_SPANS,
     Config,
     EngineConfig,
     KvConfig,
@@ -23,6 +26,7 @@ from penstock.config import (
     OffloadConfig,
     SanitizeConfig,
     ServerConfig,
+    SpeculationConfig,
     place_of,
 )
 from penstock.errors import ConfigError, UserError
@@ -63,6 +67,12 @@ GOOD: list[tuple[type, dict[str, Any]]] = [
     (SanitizeConfig, {"mode": "strict"}),
     (LoraConfig, {"adapters": (("a" * 128, "x"), ("B.b_c:d/e@f+g-h", "y"))}),
     (LoraConfig, {"dir": "adapters"}),
+    (KvConfig, {"block_tokens": 8, "resident_tokens": FEWEST_RESIDENT * 8}),
+    (KvConfig, {"residency": "scored", "pin_spans": ((0, 1),) * MAX_SPANS}),
+    (SpeculationConfig, {"proposer": "ngram", "max_drafts": 1}),
+    (SpeculationConfig, {"proposer": "draft:model", "max_drafts": MAX_DRAFTS}),
+    (ServerConfig, {"api_processes": 0}),
+    (ServerConfig, {"api_processes": 64}),
 ]
 BAD: list[tuple[type, dict[str, Any], str]] = [
     (ModelSource, {"load_format": "gguf"}, "--load-format"),
@@ -128,6 +138,17 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (LoraConfig, {"adapters": (("a", ""),), "dir": None}, "--lora a= names no directory"),
     (LoraConfig, {"adapters": (("a", "x"), ("b", "y"), ("a", "z")), "dir": None}, "--lora a= is given more than once"),
     (LoraConfig, {"adapters": (), "dir": ""}, "--lora-dir is empty"),
+    (KvConfig, {"block_tokens": 8, "resident_tokens": FEWEST_RESIDENT * 8 - 1}, "--kv-resident-tokens"),
+    (KvConfig, {"residency": "scored", "pin_spans": ((0, 1),) * (MAX_SPANS + 1)}, "--kv-pin-spans"),
+    *((KvConfig, {"residency": "scored", "pin_spans": (span,)}, "--kv-pin-spans") for span in ((-1, 1), (1, 1), (2, 1))),
+    (KvConfig, {"pin_spans": ((0, 1),), "residency": "exact"}, "--kv-pin-spans needs --kv-residency scored"),
+    (SpeculationConfig, {"proposer": "ngram", "max_drafts": 0}, "--speculate-tokens"),
+    (SpeculationConfig, {"proposer": "ngram", "max_drafts": MAX_DRAFTS + 1}, "--speculate-tokens"),
+    (SpeculationConfig, {"proposer": None, "max_drafts": 1}, "--speculate-tokens needs --speculate"),
+    *((SpeculationConfig, {"proposer": name}, "--speculate") for name in ("", "ngram:x", "ngram:", "mtp:", "eagle", "eagle:x")),
+    *((SpeculationConfig, {"proposer": name, "max_drafts": 1}, "--speculate") for name in ("draft", "draft:")),
+    (ServerConfig, {"api_processes": -1}, "--api-processes"),
+    (ServerConfig, {"api_processes": 65}, "--api-processes"),
 ]
 
 

@@ -181,6 +181,26 @@ def test_nobody_waits_for_an_engine_that_has_ended(monkeypatch):
     assert engine.num_looks == 4, "as long as it might say something, it is waited for"
 
 
+class _LastWords(_Silent):
+    """An engine that ends with the answer: its last event comes between a look for events and the look whether it has ended."""
+
+    def submit(self, prompt, sampling, listener, adapter=None):
+        self._listener = listener
+        return super().submit(prompt, sampling, listener, adapter)
+
+    @property
+    def ended(self):
+        if not self.num_looks:
+            self._listener(TokenEvent("r", tokens=(66,), finish=FinishReason.LENGTH))
+        return super().ended
+
+
+def test_what_an_engine_said_before_it_ended_is_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
+    answer = Answer(_LastWords(ends=0), [1], _greedy(5))
+    assert "".join(answer.pieces()) == "AB" and answer.figures().finish == "length"
+
+
 def test_nobody_waits_for_ever_for_a_request_to_be_cancelled(monkeypatch):
     monkeypatch.setattr(answer_module, "LOOK_S", 0.0)
     monkeypatch.setattr(answer_module, "time", _Clock())

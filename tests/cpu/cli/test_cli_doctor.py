@@ -167,6 +167,8 @@ def test_half_the_dtype_is_half_the_memory():
         (32.0, 9.0, None, "ok", "ok"),
         (8.0, 9.0, None, "ok", "fail"),
         (8.0, None, 4096, "ok", "ok"),
+        (8.0, None, 4672, "ok", "ok"),  # just what 1 GiB holds
+        (8.0, None, 4673, "ok", "warn"),
         (8.0, None, 40961, "ok", "fail"),
     ],
 )

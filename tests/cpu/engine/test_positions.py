@@ -144,6 +144,8 @@ def test_a_scheme_says_how_far_a_context_may_reach() -> None:
     }
     beyond = config_of({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024})
     assert (beyond.default_len, beyond.max_position) == (4096, 4096), "what yarn stretches to, though the config states less"
+    within = config_of({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 1024})
+    assert (within.default_len, within.max_position) == (2048, 2048), "what the config states, though yarn stretches to less"
 
 
 def test_only_yarn_llama3_and_longrope_ask_what_a_context_was_before() -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +290,61 @@ def test_a_damaged_header_is_a_model_error(tmp_path: Path, pristine: bytes, offs
     path.write_bytes(pristine[:offset] + data + pristine[offset + len(data) :])
     with pytest.raises(ModelError, match=r"tiny\.gguf"):
         converted(path)
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def tensor(name: str, *shape: int, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset)
+
+
+def header(entries: Sequence[bytes] = (), tensors: Sequence[bytes] = ()) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries)) + b"".join([*entries, *tensors]) + bytes(64)
+
+
+def nested(depth: int) -> bytes:
+    """An array of one array, and so on; the innermost has one number."""
+    return string("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * (depth - 1) + struct.pack("<IQB", 0, 1, 7)
+
+
+def aligned(kind: int, value: bytes) -> bytes:
+    return string("general.alignment") + struct.pack("<I", kind) + value
+
+
+HOSTILE = {
+    "arrays in arrays in arrays": (header([nested(3)]), "a value of unknown type 9"),
+    "arrays without end": (header([nested(5000)]), "a value of unknown type 9"),
+    "a type that is none": (header([string("a") + struct.pack("<I", 13)]), "a value of unknown type 13"),
+    "a tensor without dimensions": (header(tensors=[tensor("t")]), "tensor t of 0 dimensions"),
+    "a tensor of five": (header(tensors=[tensor("t", 1, 1, 1, 1, 1)]), "tensor t of 5 dimensions"),
+    "a tensor without values": (header(tensors=[tensor("t", 4, 0)]), r"tensor t of shape \[0, 4\]"),
+    "a tensor of absurd size": (header(tensors=[tensor("t", 2**40)]), "tensor t of shape"),
+    "a tensor behind the end": (header(tensors=[tensor("t", 4, offset=10_000)]), "at offset 10000"),
+    "a tensor twice": (header(tensors=[tensor("t", 4), tensor("t", 4)]), "tensor t appears twice"),
+    "no alignment": (header([aligned(4, struct.pack("<I", 0))]), "alignment 0"),
+    "an alignment that is no power of two": (header([aligned(4, struct.pack("<I", 48))]), "alignment 48"),
+    "an alignment in words": (header([aligned(8, string("32"))]), "alignment '32'"),
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), HOSTILE.values(), ids=HOSTILE)
+def test_a_header_that_no_writer_writes_is_a_model_error(tmp_path: Path, data: bytes, reason: str) -> None:
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(data)
+    with WeightFile(path) as file, pytest.raises(ModelError, match=rf"odd\.gguf is damaged or truncated: .*{reason}"):
+        GgufFile(file)
+
+
+def test_what_a_header_may_say_is_read_as_it_is(tmp_path: Path) -> None:
+    """The same words as above, at the edge of what is allowed."""
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(header([nested(2), aligned(4, struct.pack("<I", 1))], [tensor("t", 1, 2, 3, 4)]))
+    with WeightFile(path) as file:
+        source = GgufFile(file)
+    assert source.metadata == {"a": [[7]], "general.alignment": 1}
+    assert {name: found.shape for name, found in source.tensors.items()} == {"t": (4, 3, 2, 1)}
 
 
 def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_path: Path, pristine: bytes) -> None:

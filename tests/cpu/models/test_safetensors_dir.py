@@ -314,6 +314,16 @@ def test_weights_that_are_written_over_while_they_are_read_are_a_model_error(tmp
 
 
 @pytest.mark.usefixtures("one_piece_ahead")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_any_shard_that_is_written_over_while_they_are_read_is_a_model_error(tmp_path: Path, number: int) -> None:
+    directory = write_tiny_model(tmp_path / "model", shards=3)
+    path = directory / f"model-0000{number}-of-00003.safetensors"
+    os.utime(path, (1, 1))
+    with pytest.raises(ModelError, match=rf"model-0000{number}-of-00003\.safetensors was written to while it was read"):
+        content(directory, AtFirstTensor(lambda: path.write_bytes(path.read_bytes())))
+
+
+@pytest.mark.usefixtures("one_piece_ahead")
 def test_bytes_that_are_written_over_unnoticed_are_digested_as_they_were_loaded(tmp_path: Path) -> None:
     """By a writer who puts the modification time back: what was read before is the old, what was read after is the new, and so say the
     digests."""

@@ -189,6 +189,12 @@ def test_too_many_bytes_are_refused_without_encoding_and_too_many_tokens_before_
         REAL.encode("7" * 811, most=10)
 
 
+def test_a_text_of_bytes_may_have_just_as_many_as_are_allowed() -> None:
+    assert ByteTokenizer(256).encode("sieben7", most=7) == list(b"sieben7")
+    with pytest.raises(InvalidRequest, match="the prompt has 8 tokens; 7 is the most"):
+        ByteTokenizer(256).encode("sieben 7", most=7)
+
+
 def changed(**parts: Any) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(tiny_tokenizer().to_str())
     for name, part in parts.items():

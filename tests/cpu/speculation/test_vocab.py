@@ -17,6 +17,8 @@ def test_the_most_frequent_tokens_are_covered_and_of_equals_the_lower() -> None:
     counts = torch.tensor([1, 5, 0, 5, 2, 2])
     assert DraftVocab.most_frequent(counts, 3).target_ids.tolist() == [1, 3, 4]
     assert DraftVocab.most_frequent(counts, 3, always=[2]).target_ids.tolist() == [1, 2, 3]
+    level = torch.tensor([7, 7, 7, 0, 7])
+    assert DraftVocab.most_frequent(level, 2, always=[3]).target_ids.tolist() == [0, 3], "before all that were counted most often"
     assert DraftVocab.most_frequent(counts, 3).coverage(counts) == 12 / 15
 
 

@@ -130,12 +130,14 @@ def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:
 
 
 def test_what_scoring_takes_is_compared_with_steps_that_bring_nothing_up() -> None:
-    """A step that reads blocks of host memory takes many times as long: scoring would look as if it cost nothing."""
+    """A step that reads blocks of host memory, or waits for some, takes many times as long: scoring would look as if it cost nothing."""
     clock = Clock()
     pace = Pace(clock)
     taken(pace, clock, decode(), 1.0)
     taken(pace, clock, decode(paged=True), 100.0)
     taken(pace, clock, decode(paged=True, scores=True), 100.0)
+    taken(pace, clock, dataclasses.replace(decode(), loads=("r",)), 100.0)
+    taken(pace, clock, dataclasses.replace(decode(scores=True), loads=("r",)), 100.0)
     assert pace.scoring.seconds == 0.0
     taken(pace, clock, decode(scores=True), 1.5)
     assert pace.scoring.seconds == 0.5

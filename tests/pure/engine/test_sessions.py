@@ -225,7 +225,7 @@ def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> No
     world.now_s += 59.5
     world.run()
     assert world.storage.wants
-    world.now_s += 1.6
+    world.now_s += 1.5  # the second in which it ends begins
     world.run()
     assert not world.storage.wants
     assert (world.figures.retained, world.figures.retained_blocks, world.figures.known) == (0, 0, 1)
@@ -526,6 +526,13 @@ def test_hints_that_cannot_be_honoured_are_refused(hint: dict[str, float], param
     with pytest.raises(InvalidRequest) as refused:
         CacheHint(**hint)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("hint", [{"retain_s": 0.0}, {"retain_s": 86_400.0}, {"retain_s": 0.0, "release": True}])
+def test_hints_at_the_edge_are_taken_as_they_are(hint: dict[str, float]) -> None:
+    """No longer, and no more at all, is no contradiction."""
+    made = CacheHint(**hint)
+    assert {name: getattr(made, name) for name in hint} == hint
 
 
 def test_the_largest_is_found_whatever_changes() -> None:

@@ -212,6 +212,32 @@ lane.submit(work, label="work")
         with pytest.raises(SystemExit):
             ticket.wait_done(rig.patience_s)
 
+    def test_work_that_counts_as_over_has_its_error_already(self, rig: CpuRig) -> None:
+        """Whoever polls looks at the number without the lock, and asks for the error behind that."""
+        tickets: list[Ticket] = []
+        told: list[BaseException | None] = []
+
+        class Watched(CpuLane):
+            @property
+            def num_finished(self) -> int:  # type: ignore[override]
+                return self._number
+
+            @num_finished.setter
+            def num_finished(self, number: int) -> None:
+                told.extend(ticket.error() for ticket in tickets if ticket.label == "fail" and number == 2)
+                self._number = number
+
+        def fail() -> None:
+            raise ValueError("no")
+
+        lane = Watched("a")
+        gate = threading.Event()
+        lane.submit(gate.wait, label="hold")
+        tickets.append(lane.submit(fail, label="fail"))
+        gate.set()
+        lane.close(rig.patience_s)
+        assert [str(error) for error in told] == ["no"]
+
     def test_a_lane_whose_thread_cannot_be_set_up_fails_everything_and_ends(self) -> None:
         begun = threading.Event()
 

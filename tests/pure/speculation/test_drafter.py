@@ -191,6 +191,14 @@ def test_all_drafts_of_a_step_are_bounded_and_everybody_has_some() -> None:
     assert all(drafts == (12,) for drafts in found)
 
 
+@pytest.mark.parametrize("num_generated", [3, 4])
+def test_a_request_is_looked_at_as_soon_as_it_has_generated_as_much_as_is_drafted(num_generated: int) -> None:
+    """What it was asked is not what it says: only its own tokens show how drafts would have fared."""
+    made, one = speculation(max_drafts=4), decoding([1, 2, 1, 2, 1, 2][: 1 + num_generated])
+    made._look_at(one.track)
+    assert (made._requests["r"].record.tries[0] > 0) == (num_generated == 4)
+
+
 def test_lookups_that_come_to_nothing_are_paid_for_and_wait_ever_longer() -> None:
     one = decoding(REPEATED)
     made = seasoned(tracks=[one.track])

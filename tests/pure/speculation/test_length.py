@@ -196,8 +196,10 @@ def test_what_drafting_takes_is_expected_by_what_warming_up_has_measured_or_the_
 
 def test_a_step_that_took_very_long_had_another_reason() -> None:
     known = books(GPU)
+    account = known.opened()
     known.took(1, 1, 1000.0, 0)
     assert known.plain_step_s(1) < 2.5
+    assert known.balance_s(account, 0.0) == pytest.approx(MAX_LOSS * 2 * known.plain_step_s(1)), "nor may drafts lose a share of it"
 
 
 # --------------------------------------------------------------------------------------------------------------------- bound

@@ -156,6 +156,16 @@ def test_a_bounded_number_of_scopes_is_kept() -> None:
     assert NgramProposer(b"c", shared).propose([20, 21], 1) == (22,), "whoever asks is used, as whoever adds is"
 
 
+def test_a_scope_that_was_forgotten_begins_anew() -> None:
+    """Also what nobody had asked for yet is gone: else it would stay in memory, and come back with the scope's next text."""
+    shared = SharedTexts(max_scopes=1)
+    shared.add(b"a", TEXT)
+    shared.add(b"b", TEXT)
+    shared.add(b"a", [1, 2, 3])
+    assert shared.of(b"a").tolist()[:-1] == [1, 2, 3]
+    assert NgramProposer(b"a", shared).propose([20, 21], 1) == ()
+
+
 def test_nothing_is_proposed_across_the_end_of_a_text() -> None:
     shared = SharedTexts()
     shared.add(b"a", [1, 2, 3, 4])

@@ -110,6 +110,24 @@ def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() 
     assert x.positions.tolist() == [5, 0, 0, 0, 1, 2, 3, 4, 0, 0, 0]
 
 
+@pytest.mark.parametrize("num_ahead", [1, 3, 4, 5, 8, 9])
+def test_a_draft_behind_the_step_is_written_to_a_slot_of_its_own_request_or_to_padding(num_ahead: int) -> None:
+    """Of every row, those that pad the step included, and however many blocks the drafts take."""
+    chunks = []
+    for row, room in enumerate((0, 1, num_ahead)):
+        num_slots = -(-(6 + room) // BLOCK)
+        chunks.append(chunk(row, 5, [3], slots=list(range(row * 10, row * 10 + num_slots)))._replace(room=room))
+    packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW, num_ahead)
+    packed = packer.pack(tuple(chunks), 3, Shape(5, 5, 5), np.full(200, -7, np.int32), num_ahead)
+    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
+    assert x.kv_lens.tolist() == [6, 6, 6, 1, 1]
+    for row, (first, end) in enumerate(zip(x.table_starts.tolist(), x.kv_lens.tolist(), strict=True)):
+        slots = chunks[row].slots.tolist() if row < len(chunks) else []
+        for place in range(end, end + num_ahead):
+            own = slots[place // BLOCK] if place // BLOCK < len(slots) else PADDING_SLOT
+            assert x.tables[first + place // BLOCK] == own, (row, place)
+
+
 @pytest.mark.parametrize("shape", [Shape(9, 2, 2, num_beside=1), Shape(9, 4, 4), Shape(2, 2, 2)], ids=["prompts", "decodes", "neither"])
 def test_a_step_that_its_shape_does_not_hold_is_refused(shape: Shape) -> None:
     chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9]), chunk(3, 2, [4, 5, 6]))

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
+from penstock.engine.execution.batch import Drafted, DraftedInputs
 from penstock.engine.execution.draws import DrawKind, RowDraws, draw_keys
 from penstock.engine.execution.rows import NUM_FLOATS, Rows
 from penstock.engine.execution.rows import draw_keys as host_keys
-from penstock.engine.execution.sampler import Sampler, counts_before, gumbel_noise, kept_tokens
+from penstock.engine.execution.sampler import Drafting, Sampler, counts_before, gumbel_noise, kept_tokens
 from penstock.engine.execution.staging import Uploads
 from penstock.lanes.cpu import CpuLane
 
@@ -33,6 +35,33 @@ def test_drafts_are_kept_up_to_the_first_that_differs() -> None:
 def test_counts_before_a_draft_hold_the_drafts_before_it() -> None:
     found = counts_before(torch.tensor([[1, 1, 2]], dtype=torch.int32), 3)
     assert found.tolist() == [[[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 2, 1]]]
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_places_behind_a_rejected_draft_count_for_no_token(num_right: int) -> None:
+    """A step verifies two drafts; of the three tokens some are none. The next step is penalised for what was kept, and nothing else: not
+    for the first token of the vocabulary either, which is where no token would be written down."""
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=1.0)
+    rows, sampler, start = Rows(1), OnLane(1, 6), Start.of(0, Request("r", (5,), sampling))
+    rows.start(start)
+    sampler.start(start)
+
+    def sampled(logits: torch.Tensor, first: int, drafting: Drafting | None = None) -> list[int]:
+        num = len(logits)
+        plan = rows.sample_plan(np.zeros(num, np.int32), np.arange(first, first + num, dtype=np.int32))
+        assert plan.params is not None
+        at = torch.zeros(num, dtype=torch.int32)
+        return sampler.sample(logits, at, plan, torch.from_numpy(plan.params), None, drafting).tokens.tolist()
+
+    step = [5, *[1, 2][:num_right], *[4, 4][num_right:]]  # the last token and two drafts
+    zero, two = torch.zeros(3, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    inputs = DraftedInputs(zero, zero, zero[:1], two)
+    drafting = Drafting(Drafted(0, 3, 1, 2, 0), inputs, torch.tensor(step, dtype=torch.int32))
+    kept = [1, 2, 3][: num_right + 1]
+    assert sampled(torch.eye(6)[[1, 2, 3]] * 9, 0, drafting) == kept + [-1] * (2 - num_right)
+    level = torch.full((1, 6), 3.0) - torch.arange(6) / 10  # the lowest of equals in what they were counted
+    assert sampled(level, 3) == [0], "it was never chosen"
+    assert sampled(level, 4) == [min({1, 2, 3, 4} - set(kept))]
 
 
 def test_the_device_makes_the_keys_that_the_host_makes() -> None:

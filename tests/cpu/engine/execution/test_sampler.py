@@ -66,6 +66,18 @@ def test_the_check_of_distributions_can_fail(logits: torch.Tensor) -> None:
         check_distribution(sample_many(logits, 20_000, temperature=0.7), (logits / 0.75).softmax(-1))
 
 
+@pytest.mark.parametrize("level", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("reward", "seen"),
+    [({"presence_penalty": -1.0}, 3), ({"frequency_penalty": -1.0}, 3), ({"repetition_penalty": 0.5}, 2)],
+    ids=["presence", "frequency", "repetition"],
+)
+def test_a_penalty_with_the_other_sign_favours_what_was_seen(reward: dict[str, float], seen: int, level: float) -> None:
+    """Of tokens that are all as likely the first would be chosen; 2 is in the prompt, and 3 was generated."""
+    counts = sample_many(torch.full((VOCAB,), level), 500, prompt=(2,), output=(3,), temperature=0.0, **reward)
+    assert int(counts.argmax()) == seen
+
+
 def biased(logits: torch.Tensor, *biases: tuple[int, float]) -> torch.Tensor:
     shifted = logits.clone()
     for token, bias in biases:

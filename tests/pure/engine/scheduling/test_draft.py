@@ -137,7 +137,7 @@ def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
     assert chunk.echo == (None if scored is None else Echo(scored, num_top or 0))
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("penalty", [1.0, 1.2, 0.8])
 def test_a_start_has_the_prompt_only_where_a_penalty_looks_at_it(penalty: float) -> None:
     start = Start.of(3, Request("r", [5, 2, 5], SamplingParams(max_tokens=1, repetition_penalty=penalty)), [7, 7])
     assert (start.row, start.request_id, start.output) == (3, "r", (7, 7))

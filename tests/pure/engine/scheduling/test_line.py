@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.contract import MAX_PRIORITY, Request, SamplingParams
 from penstock.engine import sessions
 from penstock.engine.scheduling import running
-from penstock.engine.scheduling.line import Line, want_rank
+from penstock.engine.scheduling.line import _NEW_TOKENS, Line, want_rank
 from penstock.engine.scheduling.track import State, Track
 
 
@@ -286,7 +286,7 @@ def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() 
     crowd = Crowd(60.0)
     tracks = [crowd.add() for _ in range(3)]
     for track in tracks:
-        track.tokens = [1] * 100_000
+        track.tokens = [1] * _NEW_TOKENS
     looked = [crowd.line.look_again(4) for _ in range(3)]
     assert [len(some) for some in looked] == [1, 1, 1] and {track for some in looked for track in some} == set(tracks)
     for track in tracks:
