@@ -30,8 +30,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.build import make_movers, open_cold
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.arena import DeviceArena, HostArena
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits

@@ -16,8 +16,7 @@ from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.arena import DeviceArena, HostArena, HostMemory, free_bytes
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, HostMemory, free_bytes
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads, no_tiers

@@ -18,10 +18,10 @@ from penstock.contract import Adapter, Fence, FetchedBlocks, Lease, Match, Prefi
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken
 from penstock.figures import Traffic
 from penstock.kv.blocks.eviction import PoolWant
+from penstock.kv.blocks.handles import BlockTable, FetchedRun
 from penstock.kv.blocks.key import Scope, Tokens, prefix_keys, private_scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
-from penstock.kv.blocks.table import BlockTable, FetchedRun
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads, no_tiers

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError, IllegalTransition, InvariantBroken
 from penstock.kv.blocks.eviction import (
+    GHOSTS_PER_SLOT,
+    TOKENS_TO_DOUBLE,
     CostOrder,
     EvictionOrder,
+    Ghosts,
     LruOrder,
     ReturningOrder,
     make_order,
+    prefill_cost,
     returning,
 )
-from penstock.kv.blocks.eviction.cost import GHOSTS_PER_SLOT, TOKENS_TO_DOUBLE, Ghosts, prefill_cost
 from penstock.kv.blocks.pool import BlockPool
 
 EVERY = pytest.mark.parametrize("name", EVICTIONS)

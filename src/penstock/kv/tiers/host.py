@@ -24,7 +24,7 @@ from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
-from penstock.kv.memory.arena import HostMemory
+from penstock.kv.memory import HostMemory
 from penstock.kv.tiers.cold import Finding
 from penstock.observe import EngineObserver
 

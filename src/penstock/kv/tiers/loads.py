@@ -20,10 +20,9 @@ import numpy as np
 
 from penstock.contract import Arrival, Fence, Lease
 from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
-from penstock.kv.blocks.handles import Handle, Pin
+from penstock.kv.blocks.handles import BlockTable, Handle, Pin
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.cold import ColdTier, Finding, Reading
 from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, Taken, runs_of, whose
 from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierLimits, TierRun, choose

@@ -23,11 +23,10 @@ import numpy as np
 from penstock.contract import Fence
 from penstock.errors import InvariantBroken, StoreFailed, TransferFailed
 from penstock.figures import Histogram
-from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.handles import BlockTable, Handle, Hold, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
-from penstock.kv.blocks.table import BlockTable
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.calls import SECONDS_BOUNDS
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
