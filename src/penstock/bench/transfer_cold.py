@@ -36,8 +36,8 @@ from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.tiers.ssd.directory import LOCK_BYTES
-from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, segment_bytes, slot_bytes
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
+from penstock.kv.tiers.ssd.segments import segment_bytes, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import BlockStore, Outcome, Space, checksum
 from penstock.models.progress import Progress

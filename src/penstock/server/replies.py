@@ -1,18 +1,20 @@
-"""The JSON that clients get: choices, chunks, scores and usage in OpenAI's shapes, and what the shapes of other APIs are made of. Owns
-shapes, not where their content came from."""
+"""From token events to what clients get: the text of a choice with its scores, then choices, chunks and usage in OpenAI's shapes, and what
+the shapes of other APIs are made of. Owns text and shapes, not where their content came from."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.contract import TokenLogprob
-from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.engine.text import StopString, TextStream
+from penstock.errors import EngineClosed, PenstockError, StepFailed
 from penstock.server.tool_parsers import MessageParser
 from penstock.server.tools import PLAIN, AnswerFormat
 
@@ -20,6 +22,112 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
     from penstock.server.schema import StreamOptions
+
+
+class Prompt(NamedTuple):
+    """One prompt as the engine takes it."""
+
+    ids: Sequence[int]
+    text: str = ""  # only where the client gave text, or asked to have it echoed
+    offsets: Sequence[int] = ()  # characters of the text at which its tokens begin; only where they are to be scored
+    ends: bool = False  # an answer to it is a text of its own; elsewhere it goes on with this one's
+
+
+class ScoredToken(NamedTuple):
+    """A token with its score and the character of the choice's text at which it begins."""
+
+    token: int
+    score: TokenLogprob | None  # None: the first token of a prompt, which nothing precedes
+    offset: int
+    first: bool = False  # it began a text, and may have a blank less than elsewhere
+
+
+class ChoiceDelta(NamedTuple):
+    """What one choice has to say since it was last asked."""
+
+    text: str
+    tokens: tuple[ScoredToken, ...]
+    finish: str | None
+    stop: str | None = None  # the stop string that ended it
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.tokens or self.finish)
+
+
+class ChoiceText:
+    """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
+
+    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, echo: bool) -> None:
+        self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
+        self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
+        self.source: KvSource | None = None
+        self.scored = False  # it attends to a part of its context
+        self.finish: str | None = None
+        self.failure: PenstockError | None = None  # why there will be no finish
+        self._stream = TextStream(tokenizer, stops, begins=prompt.ends)
+        self._scored = sampling.logprobs is not None
+        self._echo = prompt if echo else None
+        self._base = len(prompt.text) if echo else 0  # characters before the generated text
+        self._shown = 0  # characters handed out
+        self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
+
+    def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
+        """Where the engine gave the request up, what came before is still said, and `failure` is set."""
+        parts: list[str] = []
+        ended = False
+        for event in events:
+            if self.finish is not None or self.failure is not None:
+                break
+            if self.source is None:
+                self.source, self.scored = event.source, event.scored
+            self.num_drafts += event.drafted
+            self.num_accepted += event.accepted
+            parts.append(self._open(event))
+            parts.append(self._take(event))
+            if event.finish is not None and self.finish is None:
+                parts.append(self._end(event))
+                ended = True
+        text = "".join(parts)
+        self._shown += len(text)
+        return ChoiceDelta(text, self._release(ended), self.finish, self._stream.stopped_by)
+
+    def _open(self, event: TokenEvent) -> str:
+        """The echoed prompt, before anything else; it waits for the first event, which has its scores."""
+        echo, self._echo = self._echo, None
+        if echo is None:
+            return ""
+        if self._scored and event.prompt_logprobs is not None:
+            self._held.extend(map(ScoredToken, echo.ids, event.prompt_logprobs, echo.offsets))
+        return echo.text
+
+    def _take(self, event: TokenEvent) -> str:
+        """Tokens behind a stop string have no offset and do not count, however they were batched."""
+        delta = self._stream.push(event.tokens)
+        if self._scored and event.logprobs is not None:
+            offsets = (self._base + offset for offset in delta.offsets)
+            firsts = (number == self._stream.first for number in itertools.count(self.num_tokens))
+            self._held.extend(map(ScoredToken, event.tokens, event.logprobs, offsets, firsts))
+        self.num_tokens += len(delta.offsets)
+        if delta.stopped:
+            self.finish = "stop"
+        return delta.text
+
+    def _end(self, event: TokenEvent) -> str:
+        if event.finish is FinishReason.ERROR:
+            self.failure = event.failure or StepFailed(event.error or "the generation failed")
+        elif event.finish is FinishReason.CANCELLED:
+            self.failure = EngineClosed("the server is shutting down and gave this request up")
+        else:
+            self.num_tokens += event.stop_token is not None
+            self.finish = str(event.finish)
+        return self._stream.finish()
+
+    def _release(self, ended: bool) -> tuple[ScoredToken, ...]:
+        """Tokens whose text is out; at an end that no stop string made, those without text of their own too."""
+        ready = len(self._held) if ended else sum(token.offset < self._shown for token in self._held)
+        released, self._held = tuple(self._held[:ready]), self._held[ready:]
+        return released
+
 
 Json = dict[str, Any]
 BlockKind = Literal["reasoning", "text", "call"]

@@ -17,9 +17,9 @@ from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest, StoreFailed
 from penstock.server.app import LastResort
 from penstock.server.faults import Hangup
+from penstock.server.generate import while_connected
 from penstock.server.replies import CompletionReply
 from penstock.server.service import Service
-from penstock.server.stream import while_connected
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 

@@ -12,12 +12,11 @@ from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, 
 from penstock.engine.text import stop_strings
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
-from penstock.server.generate import RunningRequest
-from penstock.server.replies import CompletionReply, Heading, usage_of
+from penstock.server.generate import RunningRequest, prompt_offsets
+from penstock.server.replies import ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, ScoredToken, usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
-from penstock.server.stream import Bridge, Generations
-from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken, prompt_offsets
+from penstock.server.service import Bridge, Generations
 from support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
 
 

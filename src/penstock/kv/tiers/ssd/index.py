@@ -19,8 +19,8 @@ from functools import partial
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
-from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, SECTOR_BYTES, DiskIo, Scratch, SlotHead, read_all, slot_bytes, unpack_slot
-from penstock.kv.tiers.ssd.segments import WithheldSlots
+from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, DiskIo, Scratch, read_all
+from penstock.kv.tiers.ssd.segments import SlotHead, WithheldSlots, slot_bytes, unpack_slot
 from penstock.kv.tiers.store import Outcome
 
 log = logging.getLogger(__name__)

@@ -21,21 +21,20 @@ from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.manifest import unpack as unpack_manifest
-from penstock.kv.tiers.ssd.directory import Directory, ManifestFiles, make_directory, remake_directory
-from penstock.kv.tiers.ssd.disk import (
+from penstock.kv.tiers.ssd.directory import (
     FULL,
     SECTOR_BYTES,
+    Directory,
     DiskIo,
-    SegmentHead,
+    ManifestFiles,
     is_aligned,
-    pack_slot,
+    make_directory,
     read_all,
-    slot_bytes,
-    unpack_slot,
+    remake_directory,
     write_all,
 )
 from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
-from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, Segments, WithheldSlots
+from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, SegmentHead, Segments, WithheldSlots, pack_slot, slot_bytes, unpack_slot
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, pack
 
 log = logging.getLogger(__name__)
