@@ -200,7 +200,7 @@ class RunningRequest:
     exchange: Exchange
 
     def usage(self) -> dict[str, Any]:
-        return usage_of(self.prompts, self.choices, self.body.num_choices)
+        return usage_of(self.prompts, self.choices, self.body.n or 1)
 
     async def next_pieces(self) -> dict[int, ChoiceDelta]:
         """What the choices have to say now. A choice that met a stop string needs its engine request no longer.
@@ -259,11 +259,12 @@ class Generate:
         exchange = exchange_of(scope)
         with self._service.open_reading(exchange.unique) as reading:
             given, body, num_read = await self._read(scope, receive)
-            reading.widen(body.num_prompts * body.num_choices)
+            reading.seats.widen(body.num_prompts * (body.n or 1))
 
             async def work() -> None:
-                kept = await self._service.compile(body.asked())  # for the submits that follow
-                before = await self._service.open_snapshot(body)
+                asked = body.asked()
+                kept = None if asked is None else await self._service.compile(asked)  # for the submits that follow
+                before = None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
                 num_bytes = num_read + (0 if before is None else len(before.tokens))
                 running = await self._service.compute(lambda: self._submit(given, body, reading, exchange, before), num_bytes)
                 del kept
@@ -299,14 +300,14 @@ class Generate:
         read_as = None
         if isinstance(body, ChatBody):
             read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
-        codec = showing(engine.tokenizer, read_as)
+        codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
         stops, asked = stop_strings(body.stops), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
-                for i in range(body.num_choices):
-                    seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
+                for i in range(body.n or 1):
+                    seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         options = body.streaming

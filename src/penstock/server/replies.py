@@ -89,7 +89,10 @@ class ChoiceText:
                 ended = True
         text = "".join(parts)
         self._shown += len(text)
-        return ChoiceDelta(text, self._release(ended), self.finish, self._stream.stopped_by)
+        # Tokens whose text is out; at an end that no stop string made, those without text of their own too.
+        ready = len(self._held) if ended else sum(token.offset < self._shown for token in self._held)
+        released, self._held = tuple(self._held[:ready]), self._held[ready:]
+        return ChoiceDelta(text, released, self.finish, self._stream.stopped_by)
 
     def _open(self, event: TokenEvent) -> str:
         """The echoed prompt, before anything else; it waits for the first event, which has its scores."""
@@ -122,12 +125,6 @@ class ChoiceText:
             self.finish = str(event.finish)
         return self._stream.finish()
 
-    def _release(self, ended: bool) -> tuple[ScoredToken, ...]:
-        """Tokens whose text is out; at an end that no stop string made, those without text of their own too."""
-        ready = len(self._held) if ended else sum(token.offset < self._shown for token in self._held)
-        released, self._held = tuple(self._held[:ready]), self._held[ready:]
-        return released
-
 
 Json = dict[str, Any]
 BlockKind = Literal["reasoning", "text", "call"]
@@ -159,11 +156,9 @@ class Heading:
     with_usage: bool  # the client asked for usage in the stream, so every other chunk says null
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def of(self, kind: str, choices: list[Json], **more: Any) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
-
-    def chunk(self, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
-        return self.of(kind, choices, usage=usage) if self.with_usage else self.of(kind, choices)
+    def of(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
+        content = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {**content, "usage": usage} if usage is not None or self.with_usage else content
 
 
 class ChunkedReply:
@@ -183,14 +178,14 @@ class ChunkedReply:
         raise NotImplementedError
 
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
-        return self.choice(index, piece)
+        raise NotImplementedError
 
     def opening(self, index: int) -> Json | None:
         """Of a chunk to be sent with the first that the choice says, right before it: clients time the first token by it."""
         return None
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        return self._head.of(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage=usage)
+        return self._head.of(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage)
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
         so_far = usage() if self._options.continuous_usage_stats else None
@@ -200,11 +195,11 @@ class ChunkedReply:
                 choices.append(opening)
             self._opened.add(index)
             choices.append(self.chunk_choice(index, piece))
-        chunks = [self._head.chunk(self.chunk_kind, [choice], so_far) for choice in choices]
+        chunks = [self._head.of(self.chunk_kind, [choice], so_far) for choice in choices]
         return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
-        return (sse(self._head.chunk(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
+        return (sse(self._head.of(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
 
     def failed(self, fault: Fault) -> bytes:
         return sse(fault.body())
@@ -216,6 +211,8 @@ class CompletionReply(ChunkedReply):
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         scores = None if self._logprobs is None else self._scores(piece.tokens)
         return {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
+
+    chunk_choice = choice
 
     def _scores(self, tokens: Sequence[ScoredToken]) -> Json:
         tops = [None if token.score is None else self._top(token.score) for token in tokens]

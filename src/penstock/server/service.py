@@ -94,16 +94,13 @@ class Generations:
         self.id = unique or uuid4().hex
         self._engine = engine
         self._bridge = bridge
-        self._seats = seats
+        self.seats = seats
         self._live: dict[int, str] = {}  # index to request id: submitted, and not yet ended by the engine
         self._events: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
         self._abandoned = False  # no more submits, and what was submitted is cancelled
         self._closed = False  # nobody reads any more
         bridge.readings.add(self)
-
-    def widen(self, num: int) -> None:
-        self._seats.widen(num)
 
     def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
         """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end, if not before. `options` are
@@ -153,7 +150,7 @@ class Generations:
             self.deliver(index, TokenEvent(request_id, finish=finish, error=error))
 
     def _settle(self, num: int) -> None:
-        self._seats.give_back(num)
+        self.seats.give_back(num)
         if not self._live:
             self._bridge.readings.discard(self)
 
@@ -164,7 +161,7 @@ class Generations:
         self._closed = True
         self._events.clear()
         self.abandon()
-        self._settle(self._seats.num - len(self._live))
+        self._settle(self.seats.num - len(self._live))
 
 
 logger = logging.getLogger("penstock.server")
@@ -193,6 +190,9 @@ class Service:
         self.config = config
         self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
         self.figures = RequestFigures()
+        self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
+        # Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too.
+        self.side_rules = self.prompt_rules._replace(most=max(engine.max_model_len, SIDE_TOKENS))
         for name in self.names:
             if engine.adapters.find(name) is not None:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")
@@ -275,15 +275,6 @@ class Service:
 
     # ---- work
 
-    @property
-    def prompt_rules(self) -> Rules:
-        return Rules(self.engine.max_model_len, self.config.allow_special_tokens_in_text)
-
-    @property
-    def side_rules(self) -> Rules:
-        """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too."""
-        return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
-
     def open_reading(self, unique: str | None = None) -> Generations:
         """Takes one seat, before the body is read: what waits in memory is bounded by seats, too. No two open ones have one `unique` id."""
         if self._bridge is None or self.stopping:
@@ -327,10 +318,8 @@ class Service:
         """How the engine is doing, and what all fronts have answered. It may have to be asked for, from another process."""
         return await anyio.to_thread.run_sync(self.fronts.snapshot, self.figures, limiter=self._askers)
 
-    async def compile(self, asked: Asked | None) -> object:
+    async def compile(self, asked: Asked) -> object:
         """Have the form of an answer compiled, on threads of the engine's; whoever keeps what this returns finds it again at no cost."""
-        if asked is None:
-            return None
         try:
             future = self.engine.grammars.begin(asked.grammar)
             wrapped = asyncio.wrap_future(future)
@@ -371,13 +360,10 @@ class Service:
         """On a thread of its own: a disk or a store may have to be waited for. It goes on where nobody waits any more."""
         return await _in_thread(lambda: work(self.engine.snapshots), "penstock-snapshot")
 
-    async def open_snapshot(self, body: CompletionBody | ChatBody) -> SnapshotContent | None:
+    async def open_snapshot(self, body: CompletionBody | ChatBody, name: str) -> SnapshotContent:
         """What the request's prompts go on from."""
-        name, salt = body.snapshot, body.cache_salt or ""
-        if name is None:
-            return None
         with self.hold_model(body.model) as adapter:
-            return await self.on_snapshots(lambda snapshots: snapshots.open(name, salt, adapter))
+            return await self.on_snapshots(lambda snapshots: snapshots.open(name, body.cache_salt or "", adapter))
 
 
 def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:

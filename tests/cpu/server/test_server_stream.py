@@ -234,7 +234,6 @@ def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
 
 def test_seeds_of_choices_follow_each_other_and_wrap() -> None:
     assert [nth_seed(5, i) for i in range(3)] == [5, 6, 7]
-    assert nth_seed(None, 3) is None
     assert nth_seed(MAX_SEED, 1) == -MAX_SEED
     assert nth_seed(-MAX_SEED, 0) == -MAX_SEED
 
