@@ -16,7 +16,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -41,6 +41,9 @@ class BlockLayout:
     head_dim: int
     block_tokens: int
     dtype: str
+    part_bytes: int = field(init=False, repr=False, compare=False)  # K, or V, of one layer of one block
+    layer_bytes: int = field(init=False, repr=False, compare=False)
+    block_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
@@ -48,6 +51,9 @@ class BlockLayout:
                 raise ConfigError(f"a KV layout needs a positive {name}, got {getattr(self, name)}")
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(f"KV can be stored as {', '.join(ITEM_BYTES)}, not as {self.dtype!r}")
+        part_bytes = self.strides[1] * ITEM_BYTES[self.dtype]
+        for name, num in (("part_bytes", part_bytes), ("layer_bytes", 2 * part_bytes), ("block_bytes", 2 * part_bytes * self.num_layers)):
+            object.__setattr__(self, name, num)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -59,19 +65,6 @@ class BlockLayout:
         token = self.num_kv_heads * self.head_dim
         part = self.block_tokens * token
         return (2 * part, part, token, self.head_dim, 1)
-
-    @property
-    def part_bytes(self) -> int:
-        """K, or V, of one layer of one block."""
-        return self.strides[1] * ITEM_BYTES[self.dtype]
-
-    @property
-    def layer_bytes(self) -> int:
-        return 2 * self.part_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        return self.num_layers * self.layer_bytes
 
     def offset(self, layer: int, part: int) -> int:
         """Byte at which K (0) or V (1) of `layer` starts within its page."""

@@ -78,7 +78,7 @@ class WantedLast:
     """
 
     def __init__(self, others: EvictionOrder, num_slots: int) -> None:
-        self._others = others
+        self.others = others  # it is told of seals and hits by the pool itself
         self._num_wants = PerSlot("i", num_slots)
         self._aside = PerSlot("B", num_slots)  # 1: idle and wanted
         self._losses = PerSlot("q", num_slots)  # blocks that it has lost
@@ -87,17 +87,12 @@ class WantedLast:
         self.num_dropped = 0
 
     def __len__(self) -> int:
-        return len(self._others) + self._num_aside
+        return len(self.others) + self._num_aside
 
     def __iter__(self) -> Iterator[int]:
         """Those that nobody wants first."""
-        yield from self._others
+        yield from self.others
         yield from np.flatnonzero(self._aside.array).tolist()
-
-    @property
-    def num_unwanted(self) -> int:
-        """Idle slots that nobody wants."""
-        return len(self._others)
 
     @property
     def num_wants(self) -> int:
@@ -114,7 +109,7 @@ class WantedLast:
         resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS
         resting = resting[self._aside.array[resting] == 0]
         if resting.size:
-            self._others.remove(as_run(resting))
+            self.others.remove(as_run(resting))
             self._set_aside(resting, True)
         return want
 
@@ -128,7 +123,7 @@ class WantedLast:
         resting = run[(self._num_wants.array[run] == 0) & (self._aside.array[run] != 0)]
         if resting.size:
             self._set_aside(resting, False)
-            self._others.add(as_run(resting[::-1]))  # the deepest goes first
+            self.others.add(as_run(resting[::-1]))  # the deepest goes first
 
     def __contains__(self, want: object) -> bool:
         """Whether it protects: it has neither ended nor been dropped."""
@@ -141,43 +136,37 @@ class WantedLast:
 
     def expose(self, num: int) -> None:
         """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
-        if len(self._others) >= num:
+        if len(self.others) >= num:
             return
         for want in sorted(self._wants, key=lambda want: want.rank, reverse=True):
-            if len(self._others) >= num or not self._num_aside:
+            if len(self.others) >= num or not self._num_aside:
                 return
             self.num_dropped += 1
             self.end(want)
 
     # ------------------------------------------------------------------------------------------------------- as every order
 
-    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
-        self._others.sealed(slots, keys, depths)
-
-    def hit(self, slots: Run) -> None:
-        self._others.hit(slots)
-
     def add(self, slots: Run) -> None:
         if not self._wants:
-            self._others.add(slots)
+            self.others.add(slots)
             return
         wanted, unwanted = self._num_wants.parted(slots)
         self._set_aside(wanted, True)
         if len(unwanted):
-            self._others.add(unwanted)
+            self.others.add(unwanted)
 
     def remove(self, slots: Run) -> None:
         if not self._num_aside:
-            self._others.remove(slots)
+            self.others.remove(slots)
             return
         aside, others = self._aside.parted(slots)
         self._set_aside(aside, False)
         if len(others):
-            self._others.remove(others)
+            self.others.remove(others)
 
     def pop(self, num: int) -> list[int]:
         self.expose(num)
-        popped = self._others.pop(num)
+        popped = self.others.pop(num)
         self.lost(popped)
         return popped
 
@@ -221,7 +210,7 @@ class LruOrder:
     def __iter__(self) -> Iterator[int]:
         """In the order in which they would be popped now."""
         for number in heapq.merge(*self._queues, key=self._rank):
-            lot = self._queue_of(number)[number]
+            lot = self._queues[number % len(self._queues)][number]
             yield from (slot for slot in reversed(as_list(lot.slots)) if self._lot_of.at[slot] == number)
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
@@ -248,7 +237,7 @@ class LruOrder:
         popped: list[int] = []
         while len(popped) < num and any(self._queues):
             number = min((next(iter(queue)) for queue in self._queues if queue), key=self._rank)
-            lot = self._queue_of(number)[number]
+            lot = self._queues[number % len(self._queues)][number]
             if not len(lot.slots):  # would go on for ever
                 raise InvariantBroken(f"{lot.num_left} slots are idle in a lot that has none left")
             lot.slots = slots = as_list(lot.slots)
@@ -278,9 +267,6 @@ class LruOrder:
         self._lot_of.set(slots, number)
         self._num += len(slots)
 
-    def _queue_of(self, number: int) -> OrderedDict[int, _Lot]:
-        return self._queues[number % len(self._queues)]
-
     def _num_by_lot(self, slots: Run) -> dict[int, int]:
         if not isinstance(slots, np.ndarray):
             lots = list(map(self._lot_of.at.__getitem__, slots))
@@ -293,7 +279,7 @@ class LruOrder:
 
     def _shorten(self, number: int, num: int) -> None:
         """So many of its slots are no longer idle."""
-        queue = self._queue_of(number)
+        queue = self._queues[number % len(self._queues)]
         lot = queue[number]
         lot.num_left -= num
         if not lot.num_left:

@@ -125,11 +125,6 @@ class RunPin(Pin):
     def array(self) -> NDArray[np.int32]:
         return self.hold.first(self.first + self.num_slots)[self.first :]
 
-    @property
-    def booked(self) -> bool:
-        """Whether the pool counts it by slot."""
-        return self.hold.ended
-
 
 class Hold(Handle):
     """The slots of one table, in token order, as kernels read them. It grows at its end and may give back its first ones. What it has

@@ -252,22 +252,20 @@ class HostTier:
 
     def grow(self, lease: HostLease) -> None:
         """Take note of what has landed behind its blocks meanwhile: a save may have been under way when it was made."""
-        if lease.want is not None:
-            with self._lock:
-                self._grow(lease)
-
-    def _grow(self, lease: HostLease) -> None:
-        absent = np.flatnonzero(lease.slots == ABSENT)
-        absent = absent[absent >= (lease.places[0] if lease.places.size else len(lease.slots))]
-        if lease.parts or not absent.size or not lease.keys or self._pool.find_each([lease.keys[absent[0]]]) == [ABSENT]:
+        if lease.want is None or lease.parts or not lease.keys:
             return
-        slots = lease.slots.copy()
-        slots[absent] = self._pool.find_each([lease.keys[block] for block in absent.tolist()])
-        rank = self._clock() if lease.want is None else lease.want.rank
-        self._end_want(lease)
-        lease.slots = slots
-        self._want(lease, as_run(slots[slots != ABSENT]))
-        lease.set_rank(rank)
+        with self._lock:
+            absent = np.flatnonzero(lease.slots == ABSENT)
+            absent = absent[absent >= (lease.places[0] if lease.places.size else len(lease.slots))]
+            if not absent.size or self._pool.find_each([lease.keys[absent[0]]]) == [ABSENT]:
+                return
+            slots = lease.slots.copy()
+            slots[absent] = self._pool.find_each([lease.keys[block] for block in absent.tolist()])
+            rank = lease.want.rank
+            self._end_want(lease)
+            lease.slots = slots
+            self._want(lease, as_run(slots[slots != ABSENT]))
+            lease.set_rank(rank)
 
     def _refresh(self, lease: HostLease) -> None:
         if lease.want is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -250,22 +251,19 @@ class Mover:
         for group in transfer.groups:
             layers, blocks = group
             accesses = (Access(self._source, source[blocks], layers, Mode.READ), Access(self._dest, dest[blocks], layers, Mode.WRITE))
-            last = self.lane.submit(self._copy(transfer, group), accesses, label=transfer.label, after=last)
+            last = self.lane.submit(partial(self._copy, transfer, group), accesses, label=transfer.label, after=last)
             transfer.copied.append(last)
             if self.checks is not None and group is transfer.groups[-1]:  # before the last arrival: who waits for that finds all of it over
                 self.checks.after(transfer, self.lane, self._dest)
             arrivals.append(Arrival(layers, self.lane.record()))
 
-    def _copy(self, transfer: Transfer, group: Group) -> Callable[[], None]:
-        def copy() -> None:
-            try:
-                self.copier.copy(transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers)
-            except InvariantBroken:
-                raise
-            except Exception as error:
-                raise TransferFailed(f"{transfer.label}: {error}") from error
-
-        return copy
+    def _copy(self, transfer: Transfer, group: Group) -> None:
+        try:
+            self.copier.copy(transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers)
+        except InvariantBroken:
+            raise
+        except Exception as error:
+            raise TransferFailed(f"{transfer.label}: {error}") from error
 
 
 class NoMover(Mover):
