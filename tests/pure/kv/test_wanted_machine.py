@@ -158,7 +158,7 @@ class WantedMachine(OrderMachine):
     @invariant()
     def it_knows_who_wants_what(self) -> None:
         order, model = self.order, self.model
-        assert (len(order.others), order.num_wants, order.num_dropped) == (len(model.rest), len(model.wants), model.num_dropped)
+        assert (len(order.others), len(order.wants), order.num_dropped) == (len(model.rest), len(model.wants), model.num_dropped)
         assert list(order)[len(model.rest) :] == sorted(model.aside), "those that nobody wants come first"
         for want, expected in self.wants:
             assert (want in order) == any(one is expected for one in model.wants)
@@ -197,16 +197,16 @@ def drops_the_least_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, num: int) -> None:
         while len(self.others) < num and self._num_aside:
             self.num_dropped += 1
-            self.end(min(self._wants, key=lambda want: want.rank))
+            self.end(min(self.wants, key=lambda want: want.rank))
 
     monkeypatch.setattr(WantedLast, "expose", faulty)
 
 
 def drops_whoever_wants_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, num: int) -> None:
-        while len(self.others) < num and self._wants:
+        while len(self.others) < num and self.wants:
             self.num_dropped += 1
-            self.end(max(self._wants, key=lambda want: want.rank))
+            self.end(max(self.wants, key=lambda want: want.rank))
 
     monkeypatch.setattr(WantedLast, "expose", faulty)
 
@@ -215,7 +215,7 @@ def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     end = WantedLast.end
 
     def faulty(self: WantedLast, want: PoolWant) -> None:
-        if want in self._wants:
+        if want in self.wants:
             self._num_wants.array[want.slots] = np.minimum(self._num_wants.array[want.slots], 1)
         end(self, want)
 

@@ -83,7 +83,7 @@ class WantedLast:
         self._aside = PerSlot("B", num_slots)  # 1: idle and wanted
         self._losses = PerSlot("q", num_slots)  # blocks that it has lost
         self._num_aside = 0
-        self._wants: dict[PoolWant, None] = {}
+        self.wants: dict[PoolWant, None] = {}
         self.num_dropped = 0
 
     def __len__(self) -> int:
@@ -94,17 +94,13 @@ class WantedLast:
         yield from self.others
         yield from np.flatnonzero(self._aside.array).tolist()
 
-    @property
-    def num_wants(self) -> int:
-        return len(self._wants)
-
     # ---------------------------------------------------------------------------------------------------------------- wants
 
     def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
         """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
         run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
         want = PoolWant(run, rank, self._losses.array[run])
-        self._wants[want] = None
+        self.wants[want] = None
         self._num_wants.array[run] += 1
         resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS
         resting = resting[self._aside.array[resting] == 0]
@@ -115,9 +111,9 @@ class WantedLast:
 
     def end(self, want: PoolWant) -> None:
         """Idempotent."""
-        if want not in self._wants:
+        if want not in self.wants:
             return
-        del self._wants[want]
+        del self.wants[want]
         run = want.slots[~self.gone(want)]
         self._num_wants.array[run] -= 1
         resting = run[(self._num_wants.array[run] == 0) & (self._aside.array[run] != 0)]
@@ -127,7 +123,7 @@ class WantedLast:
 
     def __contains__(self, want: object) -> bool:
         """Whether it protects: it has neither ended nor been dropped."""
-        return want in self._wants
+        return want in self.wants
 
     def gone(self, want: PoolWant) -> NDArray[np.bool_]:
         """Which of its slots have lost their block since it was made."""
@@ -138,7 +134,7 @@ class WantedLast:
         """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
         if len(self.others) >= num:
             return
-        for want in sorted(self._wants, key=lambda want: want.rank, reverse=True):
+        for want in sorted(self.wants, key=lambda want: want.rank, reverse=True):
             if len(self.others) >= num or not self._num_aside:
                 return
             self.num_dropped += 1
@@ -147,7 +143,7 @@ class WantedLast:
     # ------------------------------------------------------------------------------------------------------- as every order
 
     def add(self, slots: Run) -> None:
-        if not self._wants:
+        if not self.wants:
             self.others.add(slots)
             return
         wanted, unwanted = self._num_wants.parted(slots)

@@ -210,12 +210,13 @@ class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
     __slots__ = (
-        *("_after", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_shared", "own_scope"),
+        *("_after", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_shared", "own_scope", "owner"),
         *("paged_pins", "paged_slots", "prefix", "sealed_keys"),
     )
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
         self.hold = hold
+        self.owner = hold.owner
         self.block_tokens = block_tokens
         self.prefix = prefix  # None: its blocks never get a key
         self.sealed_keys = [] if prefix is None else list(prefix.keys[:num_matched])
@@ -238,10 +239,6 @@ class BlockTable:
         """The next of its first blocks are in host memory, under `pin`."""
         self.paged_pins.append(pin)
         self.paged_slots = np.concatenate((self.paged_slots, pin.array))
-
-    @property
-    def owner(self) -> str:
-        return self.hold.owner
 
     @property
     def num_slots(self) -> int:

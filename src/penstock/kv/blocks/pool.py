@@ -58,17 +58,15 @@ class LastUse:
         """What must have passed before `slots` are written by a new owner."""
         fences: list[Fence] = []
         for lane, live in self._live.items():
-            upto = self._upto(self._newest[lane], slots) if live else 0
+            newest, upto = self._newest[lane], 0
+            if live and isinstance(slots, np.ndarray):
+                upto = int(newest.array[slots].max(initial=0))
+            elif live:
+                upto = max(map(newest.at.__getitem__, slots), default=0)
             if upto >= next(iter(live), upto + 1):
                 self._drop_passed(live)
                 fences += [fence for number, fence in live.items() if number <= upto]
         return tuple(fences)
-
-    @staticmethod
-    def _upto(newest: PerSlot, slots: Run) -> int:
-        if isinstance(slots, np.ndarray):
-            return int(newest.array[slots].max(initial=0))
-        return max(map(newest.at.__getitem__, slots), default=0)
 
     def _number(self, fence: Fence) -> int:
         if fence.lane not in self._live:

@@ -428,10 +428,6 @@ class StoreCalls:
         """Whatever else the store is asked, on whichever thread. Raises StoreFailed."""
         return self._call(what, call)[0]
 
-    def _may_be_empty(self) -> None:
-        self.known.clear()
-        self.num_losses += 1
-
     def probe(self) -> None:
         """For whom `Breaker.try_probe` told to."""
         answers = False
@@ -444,7 +440,8 @@ class StoreCalls:
             self._count_failure("probe", error)
         finally:
             if answers:
-                self._may_be_empty()  # before anything can be written to it again
+                self.known.clear()  # it may be empty: before anything can be written to it again
+                self.num_losses += 1
                 log.info("the %s tier answers again", self.store.name)
             self.breaker.probed(answers)
 

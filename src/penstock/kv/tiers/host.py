@@ -255,17 +255,16 @@ class HostTier:
         if lease.want is None or lease.parts or not lease.keys:
             return
         with self._lock:
-            absent = np.flatnonzero(lease.slots == ABSENT)
+            want, absent = lease.want, np.flatnonzero(lease.slots == ABSENT)
             absent = absent[absent >= (lease.places[0] if lease.places.size else len(lease.slots))]
-            if not absent.size or self._pool.find_each([lease.keys[absent[0]]]) == [ABSENT]:
+            if want is None or not absent.size or self._pool.find_each([lease.keys[absent[0]]]) == [ABSENT]:
                 return
             slots = lease.slots.copy()
             slots[absent] = self._pool.find_each([lease.keys[block] for block in absent.tolist()])
-            rank = lease.want.rank
             self._end_want(lease)
             lease.slots = slots
             self._want(lease, as_run(slots[slots != ABSENT]))
-            lease.set_rank(rank)
+            lease.set_rank(want.rank)
 
     def _refresh(self, lease: HostLease) -> None:
         if lease.want is None:

@@ -101,10 +101,6 @@ class Save(Transfer):
         self._layers = (0, num_layers)
         self._displaces = displaces
 
-    @property
-    def num_offered(self) -> int:
-        return sum(len(offer.keys) for offer in self.offers)
-
     def prepare(self) -> bool:
         keys = [key for offer in self.offers for key in offer.keys]
         depths = [depth for offer in self.offers for depth in offer.depths]
@@ -413,7 +409,7 @@ class Saves:
             pin.end()
             if save.moves:  # also what somebody wants by now: it would be moved again, and whoever is next would wait for ever
                 self.pool.evict_these(pin.slots)
-        self._num_moving -= save.num_offered if save.moves else 0
+        self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
 
     def _fill_lease(self, save: Save, lease: SavedLease) -> None:
         """The retraction is over: what has landed is the lease's."""
