@@ -190,9 +190,6 @@ class Service:
         self.config = config
         self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
         self.figures = RequestFigures()
-        self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
-        # Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too.
-        self.side_rules = self.prompt_rules._replace(most=max(engine.max_model_len, SIDE_TOKENS))
         for name in self.names:
             if engine.adapters.find(name) is not None:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")
@@ -274,6 +271,15 @@ class Service:
         return self._stop is not None
 
     # ---- work
+
+    @property
+    def prompt_rules(self) -> Rules:
+        return Rules(self.engine.max_model_len, self.config.allow_special_tokens_in_text)
+
+    @property
+    def side_rules(self) -> Rules:
+        """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too."""
+        return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
 
     def open_reading(self, unique: str | None = None) -> Generations:
         """Takes one seat, before the body is read: what waits in memory is bounded by seats, too. No two open ones have one `unique` id."""

@@ -49,7 +49,7 @@ def test_a_stream_that_fails_half_way_ends_with_the_error_and_nothing_behind_it(
             raise error
         return choice(self, index, piece)
 
-    monkeypatch.setattr(CompletionReply, "choice", failing)
+    monkeypatch.setattr(CompletionReply, "chunk_choice", failing)
     served.engine.hold()
     with served.http.stream("POST", "/v1/completions", json=completion(stream=True, max_tokens=50)) as reply:
         served.engine.permit(1)

@@ -246,9 +246,8 @@ class Tally:
 
     def skip(self, reason: str, num_blocks: int) -> None:
         """So many blocks are not written."""
-        if num_blocks:
-            with self._lock:
-                self.counts.skipped[reason] += num_blocks
+        with self._lock:
+            self.counts.skipped[reason] += num_blocks
 
     def fail(self, reason: str) -> None:
         with self._lock:

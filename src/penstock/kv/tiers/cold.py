@@ -325,9 +325,10 @@ class ColdTier:
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
         room = (limit - tally.queued_bytes[Way.WRITE]) // tally.block_bytes
         places = new if must else new[: max(0, room)]
-        tally.skip("queue", len(new) - len(places))
-        if new and not places:
-            return None
+        if len(places) < len(new):
+            tally.skip("queue", len(new) - len(places))
+            if not places:
+                return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
         writing = Writing(handle, keys, outcomes, self._groups(self._write_blocks, places, keys, slots, depths))
         self._writers.deal(writing.groups, after, self.calls.write, f"write to {self.name}")

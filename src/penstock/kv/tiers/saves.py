@@ -435,7 +435,8 @@ class Saves:
                 self.host.end_handles([writing.handle])
                 if tier is self.first:
                     self._end_write(writing)
-        self._forget_gone()
+        if self.host.any_gone:
+            self._forget_gone()
 
     def hand_over(self) -> bool:
         """Give cold tiers what is to be written in this turn; says whether a flush has more for the next."""
