@@ -17,10 +17,10 @@ if not torch.cuda.is_available():
 
 from penstock.contract import Fence  # noqa: E402
 from penstock.errors import InvariantBroken, TransferFailed  # noqa: E402
-from penstock.kv.memory import arena as host_module  # noqa: E402
-from penstock.kv.memory.arena import DeviceArena  # noqa: E402
-from penstock.kv.memory.arena import HostArena, piece_slots  # noqa: E402
-from penstock.kv.memory.layout import BlockLayout  # noqa: E402
+from penstock.kv import memory as host_module  # noqa: E402
+from penstock.kv.memory import DeviceArena  # noqa: E402
+from penstock.kv.memory import HostArena, piece_slots  # noqa: E402
+from penstock.kv.memory import BlockLayout  # noqa: E402
 from penstock.kv.transfer import copies  # noqa: E402
 from penstock.kv.transfer.copies import make_copier  # noqa: E402
 from penstock.lanes.cuda import CudaLane  # noqa: E402

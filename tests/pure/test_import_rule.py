@@ -239,7 +239,7 @@ REFUSED = {
     "code in a package that only holds others": ("penstock.engine", "from penstock.engine.engine import Engine"),
 }
 ALLOWED = {
-    "downwards": ("penstock.engine.execution.executor", "from penstock.lanes.lane import Lane\nfrom penstock.kv.memory import layout"),
+    "downwards": ("penstock.engine.execution.executor", "from penstock.lanes.lane import Lane\nfrom penstock.kv.memory import BlockLayout"),
     "the base": ("penstock.kv.blocks.pool", "from penstock.errors import Leaked\nfrom penstock import __version__"),
     "within one unit": ("penstock.engine.loop", "from penstock.engine.engine import Engine"),
     "within one package, relatively": ("penstock.kv.blocks.pool", "from .slots import SlotBook"),

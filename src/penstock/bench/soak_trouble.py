@@ -23,7 +23,7 @@ from penstock.bench.run import SHARED
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import EngineClosed, StoreFailed
-from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.kv.transfer.mover import Copier, Layers, Slots

@@ -25,8 +25,7 @@ from rich.table import Table
 from penstock import __version__
 from penstock.bench.report import save_picture, table, write_json
 from penstock.bench.trace_files import BLOCK_TOKENS, Trace
-from penstock.kv.blocks.eviction import make_order
-from penstock.kv.blocks.eviction.cost import prefill_cost
+from penstock.kv.blocks.eviction import make_order, prefill_cost
 from penstock.kv.blocks.pool import BlockPool
 from penstock.models.progress import Progress
 

@@ -16,7 +16,7 @@ from penstock.bench.transfer_ways import DIRECTIONS, HOST_WAYS, Case, HostRig, R
 from penstock.config import Config
 from penstock.engine.build import device_for, layout_for
 from penstock.errors import ModelError
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.models.loader import read_config
 from penstock.models.model import ModelConfig
 from penstock.models.progress import Progress

@@ -30,15 +30,14 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.build import make_movers, open_cold
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.arena import DeviceArena, HostArena
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.tiers.ssd.directory import LOCK_BYTES
-from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, segment_bytes, slot_bytes
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
+from penstock.kv.tiers.ssd.segments import segment_bytes, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import BlockStore, Outcome, Space, checksum
 from penstock.models.progress import Progress

@@ -23,8 +23,7 @@ from penstock.bench.run import WARM_UP, runs
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.kv.memory.arena import DeviceArena, HostArena, free_bytes
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, free_bytes
 from penstock.kv.transfer.copies import make_copier
 from penstock.kv.transfer.mover import Group, Mover, Transfer
 from penstock.lanes.cuda import make_lane, make_launcher

@@ -20,7 +20,7 @@ from rich.text import Text
 from penstock.bench.report import describe_machine, device_of, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 from penstock.errors import ConfigError, ModelError
-from penstock.kv.memory.layout import ITEM_BYTES, BlockLayout
+from penstock.kv.memory import ITEM_BYTES, BlockLayout
 from penstock.lanes.cuda import describe_gpus
 from penstock.models.form_choice import ROWS, cpu_name, kept_measurement, pinned_forms, wanted
 from penstock.models.forms import Forms

@@ -35,8 +35,7 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
 from penstock.kv.build import open_cache
-from penstock.kv.memory.arena import DeviceArena, free_bytes
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
 from penstock.lanes.lane import Lane

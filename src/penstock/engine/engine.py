@@ -48,7 +48,7 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
-from penstock.kv.memory.arena import DeviceArena
+from penstock.kv.memory import DeviceArena
 from penstock.kv.snapshots import Snapshots
 from penstock.lanes.lane import POLL_S, Lane
 from penstock.models.progress import Progress, silent

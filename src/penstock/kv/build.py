@@ -16,8 +16,7 @@ from penstock.kv.blocks.eviction import EvictionOrder, make_order
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.arena import DeviceArena, HostArena, HostMemory, free_bytes
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, HostMemory, free_bytes
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads, no_tiers
@@ -26,9 +25,8 @@ from penstock.kv.tiers.remote import open_store as open_remote
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space
-from penstock.kv.transfer.checked import ArenaGuard, ByteChecks
 from penstock.kv.transfer.copies import make_copier
-from penstock.kv.transfer.mover import Mover
+from penstock.kv.transfer.mover import ByteChecks, Mover
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane

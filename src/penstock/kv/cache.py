@@ -18,14 +18,12 @@ from penstock.contract import Adapter, Fence, FetchedBlocks, Lease, Match, Prefi
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken
 from penstock.figures import Traffic
 from penstock.kv.blocks.eviction import PoolWant
+from penstock.kv.blocks.handles import BlockTable, FetchedRun
 from penstock.kv.blocks.key import Scope, Tokens, prefix_keys, private_scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
-from penstock.kv.blocks.table import BlockTable, FetchedRun
-from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads, no_tiers
-from penstock.kv.tiers.policy import PrefillRate
 from penstock.kv.tiers.saves import Persisting, Resetting
 from penstock.kv.tiers.store import PinningStore
 from penstock.kv.transfer.mover import Settling, Transfer
@@ -96,6 +94,12 @@ class KvCache:
         self.loads = no_tiers(pool, scope.block_tokens) if loads is None else loads
         self.saves = self.loads.saves
         self._host = self.loads.host
+        self.cold_tiers = self.saves.cold  # those colder than host memory, hottest first
+        self.prefill = self.loads.prefill  # what computing prompts takes: loading is weighed against it, and chunks are sized by it
+        self.num_blocks = pool.num_slots
+        # Some of host memory stays for what others leave there.
+        self.num_pageable = self._host.num_slots - self._host.num_slots // _HOST_SPARE_SHARE if prefix_cache else 0
+        self._shares = prefix_cache or self._host.num_slots > 0  # blocks of one request are of use to another
         self._tables: set[BlockTable] = set()  # those that are open
         self._announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
         self._num_hits = 0
@@ -104,15 +108,6 @@ class KvCache:
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------ questions
-
-    @property
-    def num_blocks(self) -> int:
-        return self._pool.num_slots
-
-    @property
-    def num_pageable(self) -> int:
-        """Some of host memory stays for what others leave there."""
-        return self._host.num_slots - self._host.num_slots // _HOST_SPARE_SHARE if self._prefix_cache else 0
 
     @property
     def num_available(self) -> int:
@@ -125,16 +120,6 @@ class KvCache:
     @property
     def tiers(self) -> tuple[str, ...]:
         return ("device", *((HOST,) if self._host.num_slots else ()), *self.cold_tiers)
-
-    @property
-    def cold_tiers(self) -> dict[str, ColdTier]:
-        """Those colder than host memory, hottest first."""
-        return self.saves.cold
-
-    @property
-    def prefill(self) -> PrefillRate:
-        """What computing prompts takes: loading is weighed against it, and chunks are sized by it."""
-        return self.loads.prefill
 
     @property
     def num_settling(self) -> int:
@@ -151,18 +136,13 @@ class KvCache:
     @property
     def num_cold_in_flight(self) -> int:
         """Reads, writes and questions of cold tiers that are not over. Whoever waits for them is woken."""
-        return self.saves.num_cold + self.loads.num_fetches
+        return self.saves.num_cold + len(self.loads.fetches)
 
     @property
     def look_again_s(self) -> float:
         """How long nobody need look at what is in flight, unless told that some of it has got further. While a load from cold tiers is
         under way, looking more often would take the interpreter from their lanes."""
         return POLL_MOST_S if self.loads.is_cold else min(self.loads.mover.look_again_s(), self.saves.mover.look_again_s())
-
-    @property
-    def _shares(self) -> bool:
-        """Whether blocks of one request are of use to another."""
-        return self._prefix_cache or self._host.num_slots > 0
 
     def prefix_of(self, tokens: Tokens, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         """What KV of `tokens` may be shared under; None where nothing is shared."""
@@ -244,7 +224,7 @@ class KvCache:
         num_colder = match.num_colder + match.num_paged  # what stays in host memory is read over the same link
         num_found = (match.num_blocks + num_colder) * self.block_tokens
         num_left = max(1, num_tokens - num_found)
-        compute_s = self.prefill.seconds(num_left, num_tokens - num_left / 2)
+        compute_s = self.loads.prefill.seconds(num_left, num_tokens - num_left / 2)
         load_s = self.loads.link.seconds(num_colder * self.saves.layout.block_bytes) if num_colder else 0.0
         return None if compute_s is None else compute_s + (load_s or 0.0)
 
@@ -263,12 +243,11 @@ class KvCache:
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Costs no more for a long prefix that was asked for before than for a short one."""
         num = len(self._pool.find(keys, want if isinstance(want, PoolWant) else None)) if self._prefix_cache else len(keys)
-        return num < len(keys) and self._is_coming(num, keys[num])
-
-    def _is_coming(self, number: int, key: bytes) -> bool:
-        """Whether it pays to wait for `key`: somebody computes it, or it is promoted and not late. A key covers all before it, so it has
-        the same number in whatever prefix it belongs to."""
-        return any(table.announces(number, key) for table in self._announcing) or self.loads.is_coming(number, key)
+        if num == len(keys):
+            return False
+        # It pays to wait where somebody computes the next key, or it is promoted and not late. A key covers all before it, so it has the
+        # same number in whatever prefix it belongs to.
+        return any(table.announces(num, keys[num]) for table in self._announcing) or self.loads.is_coming(num, keys[num])
 
     def stats(self) -> CacheStats:
         pool = self._pool

@@ -26,15 +26,12 @@ _EXIT_S = 5.0  # for what lanes have to do when the process ends
 class CpuFence:
     """A count of finished items on one lane."""
 
-    __slots__ = ("_lane", "number")
+    __slots__ = ("_lane", "lane", "number")
 
     def __init__(self, lane: CpuLane, number: int) -> None:
         self._lane = lane
+        self.lane = lane.name
         self.number = number
-
-    @property
-    def lane(self) -> str:
-        return self._lane.name
 
     def passed(self) -> bool:
         return self._lane.has_finished(self.number)
@@ -242,8 +239,14 @@ class CpuLane:
         try:
             if error is None and item.after is not None:
                 error = item.after.error()
-            if error is None:
-                self._run_whole(item)
+            if error is None and isinstance(item.fence, CpuFence):
+                item.fence.hold_lane()
+            elif error is None and item.fence is not None:
+                item.fence.wait_passed()
+            elif error is None and item.op is not None:
+                if self._observer is not None:
+                    self._observer.started(self.name, item.ticket.number)
+                item.op()
         except BaseException as raised:
             error = raised
             if item.op is None:
@@ -257,16 +260,6 @@ class CpuLane:
         with self._over:
             self.num_finished += 1
             self._over.notify_all()
-
-    def _run_whole(self, item: _Item) -> None:
-        if isinstance(item.fence, CpuFence):
-            item.fence.hold_lane()
-        elif item.fence is not None:
-            item.fence.wait_passed()
-        elif item.op is not None:
-            if self._observer is not None:
-                self._observer.started(self.name, item.ticket.number)
-            item.op()
 
 
 def _work(name: str, queue: SimpleQueue[_Item | None], around: Callable[[], AbstractContextManager[object]]) -> None:

@@ -1,36 +1,153 @@
-"""The generating routes: body in, choices out, streamed or whole. Owns the order of things, not text, shapes or engine requests."""
+"""The generating routes: body in, prompts to token ids, choices out, streamed or whole. Owns the order of things and how a prompt is
+made, not shapes or engine requests."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract import SnapshotContent, TokenEvent
-from penstock.engine.text import stop_strings
-from penstock.errors import InvalidRequest, PenstockError
-from penstock.server import messages, responses, schema, text
+from penstock.engine.text import TextStream, stop_strings
+from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong
+from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.connection import read_body
 from penstock.server.faults import fault_of
-from penstock.server.replies import ChatReply, CompletionReply, Heading, Reply, usage_of
-from penstock.server.schema import ChatBody, CompletionBody
-from penstock.server.service import Service
-from penstock.server.stream import Generations, while_connected
-from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, Rules
-from penstock.server.tools import AnswerFormat, format_of, reasons, showing
+from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, Reply, usage_of
+from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
+from penstock.server.service import Generations, Rules, Service
+from penstock.server.tools import AnswerFormat, MarkedTokens, Tool, format_of, reasons, showing, told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
+
+
+_MESSAGES = msgspec.json.Decoder(list[Message])
+
+
+@contextlib.contextmanager
+def within_context() -> Iterator[None]:
+    """Around the making of a prompt that is to be computed: one that is too long does not fit the context."""
+    try:
+        yield
+    except PromptTooLong as error:
+        raise ContextExceeded(error.most, f"your prompt has {error.what}", error.param or "prompt") from None
+
+
+def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
+    """One for each item."""
+    prompts = []
+    for item in _items(body):
+        ids = encode_prompt(tokenizer, item, rules)
+        prompt = Prompt(ids, item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else "")
+        scored = body.echo and body.logprobs is not None
+        prompts.append(prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) if scored else prompt)
+    return prompts
+
+
+def _items(body: CompletionBody) -> Sequence[Any]:
+    """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    return [body.prompt] if isinstance(body.prompt[0], int) else body.prompt
+
+
+def chat_prompts(tokenizer: TextCodec, body: ChatBody, rules: Rules) -> list[Prompt]:
+    return [Prompt(encode_chat(tokenizer, body.messages, rules, body.asking.shown), ends=True)]
+
+
+def prompts_after(content: SnapshotContent, tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rules) -> list[Prompt]:
+    """What goes on from a snapshot. Of a text: its tokens, then those of each prompt, cut by themselves. Of a conversation: its messages,
+    then the request's, written by the template as one: the prompt of somebody who sends everything, whatever the template puts where."""
+    if isinstance(body, CompletionBody):
+        before = np.frombuffer(content.tokens, np.uint32).tolist()
+        return [Prompt([*before, *encode_prompt(tokenizer, item, rules, begins=False)]) for item in _items(body)]
+    if not content.messages:
+        message = "this snapshot was not taken of messages, so a conversation cannot be continued from it: use /v1/completions"
+        raise InvalidRequest(message, "snapshot")
+    whole = msgspec.structs.replace(body, messages=[*_MESSAGES.decode(content.messages), *body.messages])
+    return chat_prompts(tokenizer, whole, rules)
+
+
+def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules, tools: Sequence[Tool] = ()) -> list[int]:
+    if not tokenizer.has_chat_template:
+        raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
+    as_dicts = [message.as_dict() for message in messages]
+    if tools or any(message.tool_calls or message.role == "tool" for message in messages):
+        told_messages, told_tools = told(as_dicts, tools, tokenizer)
+        return tokenizer.encode_chat(told_messages, rules.most, rules.special_in_text, told_tools)
+    return tokenizer.encode_chat(as_dicts, rules.most, rules.special_in_text)
+
+
+def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True) -> Sequence[int]:
+    """Ids that the model does not have are the engine's to refuse. `begins`: a text gets the tokens that stand before one."""
+    if isinstance(given, str):
+        return tokenizer.encode(given, add_special=begins, most=rules.most)
+    check_num_tokens(given, rules.most, "prompt")
+    return given
+
+
+def encode_given(tokenizer: TextCodec, body: PrefetchBody, rules: Rules) -> list[int]:
+    """The prompt or the messages of a body that has one of them, as a generating route would take it."""
+    with within_context():
+        if body.messages is not None:
+            return encode_chat(tokenizer, body.messages, rules)
+        return list(encode_prompt(tokenizer, body.prompt or "", rules))
+
+
+def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:
+    if len(ids) > most:
+        raise PromptTooLong(f"{len(ids)} tokens", most, param)
+
+
+def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:
+    highest = max(ids, default=0)
+    if highest >= tokenizer.vocab_size:
+        raise InvalidRequest(f"{param}: token id {highest} is outside the vocabulary of {tokenizer.vocab_size}", param)
+
+
+def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
+    """The character of the prompt's text at which each of its tokens begins, or which it continues: as for generated tokens.
+
+    What the tokenizer put around the client's text (special tokens, a leading blank) lies at its ends and does not shift the rest.
+    """
+    stream = TextStream(MarkedTokens(tokenizer.token_bytes, tokenizer.errors))  # special tokens are what the client wrote
+    delta = stream.push(prompt.ids)
+    text = delta.text + stream.finish()
+    extra = max(0, text.rfind(prompt.text))
+    return [min(max(0, offset - extra), len(prompt.text)) for offset in delta.offsets] if prompt.text in text else list(delta.offsets)
+
+
+async def while_connected(receive: Receive, on_hangup: Callable[[], None], work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work` until it is over or the client hangs up: `on_hangup` is then called first, and `work` is cancelled where it waits."""
+    with anyio.CancelScope() as scope:
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            on_hangup()
+            scope.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await work()
+        finally:
+            watcher.cancel()
+
 
 logger = logging.getLogger("penstock.server")
 
@@ -50,12 +167,12 @@ class RouteKind:
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-COMPLETIONS = RouteKind(CompletionBody, text.completion_prompts, CompletionReply, "cmpl-")
-CHAT = RouteKind(ChatBody, text.chat_prompts, ChatReply, "chatcmpl-")
+COMPLETIONS = RouteKind(CompletionBody, completion_prompts, CompletionReply, "cmpl-")
+CHAT = RouteKind(ChatBody, chat_prompts, ChatReply, "chatcmpl-")
 MESSAGES = RouteKind(
-    messages.MessagesBody, text.chat_prompts, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES
+    messages.MessagesBody, chat_prompts, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES
 )
-RESPONSES = RouteKind(responses.ResponsesBody, text.chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
+RESPONSES = RouteKind(responses.ResponsesBody, chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
 
 
 @contextmanager
@@ -83,7 +200,7 @@ class RunningRequest:
     exchange: Exchange
 
     def usage(self) -> dict[str, Any]:
-        return usage_of(self.prompts, self.choices, self.body.num_choices)
+        return usage_of(self.prompts, self.choices, self.body.n or 1)
 
     async def next_pieces(self) -> dict[int, ChoiceDelta]:
         """What the choices have to say now. A choice that met a stop string needs its engine request no longer.
@@ -142,11 +259,12 @@ class Generate:
         exchange = exchange_of(scope)
         with self._service.open_reading(exchange.unique) as reading:
             given, body, num_read = await self._read(scope, receive)
-            reading.widen(body.num_prompts * body.num_choices)
+            reading.seats.widen(body.num_prompts * (body.n or 1))
 
             async def work() -> None:
-                kept = await self._service.compile(body.asked())  # for the submits that follow
-                before = await self._service.open_snapshot(body)
+                asked = body.asked()
+                kept = None if asked is None else await self._service.compile(asked)  # for the submits that follow
+                before = None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
                 num_bytes = num_read + (0 if before is None else len(before.tokens))
                 running = await self._service.compute(lambda: self._submit(given, body, reading, exchange, before), num_bytes)
                 del kept
@@ -175,21 +293,21 @@ class Generate:
     ) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine, config = self._service.engine, self._service.config
-        make = self._kind.prompts if before is None else partial(text.prompts_after, before)
-        with text.within_context():
+        make = self._kind.prompts if before is None else partial(prompts_after, before)
+        with within_context():
             prompts = make(engine.tokenizer, body, self._service.prompt_rules)
         choices: list[ChoiceText] = []
         read_as = None
         if isinstance(body, ChatBody):
             read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
-        codec = showing(engine.tokenizer, read_as)
+        codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
         stops, asked = stop_strings(body.stops), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
-                for i in range(body.num_choices):
-                    seeded = replace(sampling, seed=schema.nth_seed(sampling.seed, i))
+                for i in range(body.n or 1):
+                    seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         options = body.streaming

@@ -13,8 +13,7 @@ from penstock.config import ResidencyName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event
-from penstock.server.text import ChoiceDelta
+from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json, event
 from penstock.server.tools import (
     MOST_TOOLS,
     AnswerFormat,

@@ -1,18 +1,20 @@
-"""The JSON that clients get: choices, chunks, scores and usage in OpenAI's shapes, and what the shapes of other APIs are made of. Owns
-shapes, not where their content came from."""
+"""From token events to what clients get: the text of a choice with its scores, then choices, chunks and usage in OpenAI's shapes, and what
+the shapes of other APIs are made of. Owns text and shapes, not where their content came from."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.contract import TokenLogprob
-from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken
+from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
+from penstock.engine.text import StopString, TextStream
+from penstock.errors import EngineClosed, PenstockError, StepFailed
 from penstock.server.tool_parsers import MessageParser
 from penstock.server.tools import PLAIN, AnswerFormat
 
@@ -20,6 +22,109 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
     from penstock.server.schema import StreamOptions
+
+
+class Prompt(NamedTuple):
+    """One prompt as the engine takes it."""
+
+    ids: Sequence[int]
+    text: str = ""  # only where the client gave text, or asked to have it echoed
+    offsets: Sequence[int] = ()  # characters of the text at which its tokens begin; only where they are to be scored
+    ends: bool = False  # an answer to it is a text of its own; elsewhere it goes on with this one's
+
+
+class ScoredToken(NamedTuple):
+    """A token with its score and the character of the choice's text at which it begins."""
+
+    token: int
+    score: TokenLogprob | None  # None: the first token of a prompt, which nothing precedes
+    offset: int
+    first: bool = False  # it began a text, and may have a blank less than elsewhere
+
+
+class ChoiceDelta(NamedTuple):
+    """What one choice has to say since it was last asked."""
+
+    text: str
+    tokens: tuple[ScoredToken, ...]
+    finish: str | None
+    stop: str | None = None  # the stop string that ended it
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.tokens or self.finish)
+
+
+class ChoiceText:
+    """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
+
+    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, echo: bool) -> None:
+        self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
+        self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
+        self.source: KvSource | None = None
+        self.scored = False  # it attends to a part of its context
+        self.finish: str | None = None
+        self.failure: PenstockError | None = None  # why there will be no finish
+        self._stream = TextStream(tokenizer, stops, begins=prompt.ends)
+        self._scored = sampling.logprobs is not None
+        self._echo = prompt if echo else None
+        self._base = len(prompt.text) if echo else 0  # characters before the generated text
+        self._shown = 0  # characters handed out
+        self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
+
+    def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
+        """Where the engine gave the request up, what came before is still said, and `failure` is set."""
+        parts: list[str] = []
+        ended = False
+        for event in events:
+            if self.finish is not None or self.failure is not None:
+                break
+            if self.source is None:
+                self.source, self.scored = event.source, event.scored
+            self.num_drafts += event.drafted
+            self.num_accepted += event.accepted
+            parts.append(self._open(event))
+            parts.append(self._take(event))
+            if event.finish is not None and self.finish is None:
+                parts.append(self._end(event))
+                ended = True
+        text = "".join(parts)
+        self._shown += len(text)
+        # Tokens whose text is out; at an end that no stop string made, those without text of their own too.
+        ready = len(self._held) if ended else sum(token.offset < self._shown for token in self._held)
+        released, self._held = tuple(self._held[:ready]), self._held[ready:]
+        return ChoiceDelta(text, released, self.finish, self._stream.stopped_by)
+
+    def _open(self, event: TokenEvent) -> str:
+        """The echoed prompt, before anything else; it waits for the first event, which has its scores."""
+        echo, self._echo = self._echo, None
+        if echo is None:
+            return ""
+        if self._scored and event.prompt_logprobs is not None:
+            self._held.extend(map(ScoredToken, echo.ids, event.prompt_logprobs, echo.offsets))
+        return echo.text
+
+    def _take(self, event: TokenEvent) -> str:
+        """Tokens behind a stop string have no offset and do not count, however they were batched."""
+        delta = self._stream.push(event.tokens)
+        if self._scored and event.logprobs is not None:
+            offsets = (self._base + offset for offset in delta.offsets)
+            firsts = (number == self._stream.first for number in itertools.count(self.num_tokens))
+            self._held.extend(map(ScoredToken, event.tokens, event.logprobs, offsets, firsts))
+        self.num_tokens += len(delta.offsets)
+        if delta.stopped:
+            self.finish = "stop"
+        return delta.text
+
+    def _end(self, event: TokenEvent) -> str:
+        if event.finish is FinishReason.ERROR:
+            self.failure = event.failure or StepFailed(event.error or "the generation failed")
+        elif event.finish is FinishReason.CANCELLED:
+            self.failure = EngineClosed("the server is shutting down and gave this request up")
+        else:
+            self.num_tokens += event.stop_token is not None
+            self.finish = str(event.finish)
+        return self._stream.finish()
+
 
 Json = dict[str, Any]
 BlockKind = Literal["reasoning", "text", "call"]
@@ -51,11 +156,9 @@ class Heading:
     with_usage: bool  # the client asked for usage in the stream, so every other chunk says null
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def of(self, kind: str, choices: list[Json], **more: Any) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
-
-    def chunk(self, kind: str, choices: list[Json], usage: Json | None = None) -> Json:
-        return self.of(kind, choices, usage=usage) if self.with_usage else self.of(kind, choices)
+    def of(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
+        content = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {**content, "usage": usage} if usage is not None or self.with_usage else content
 
 
 class ChunkedReply:
@@ -75,14 +178,14 @@ class ChunkedReply:
         raise NotImplementedError
 
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
-        return self.choice(index, piece)
+        raise NotImplementedError
 
     def opening(self, index: int) -> Json | None:
         """Of a chunk to be sent with the first that the choice says, right before it: clients time the first token by it."""
         return None
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        return self._head.of(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage=usage)
+        return self._head.of(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage)
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
         so_far = usage() if self._options.continuous_usage_stats else None
@@ -92,11 +195,11 @@ class ChunkedReply:
                 choices.append(opening)
             self._opened.add(index)
             choices.append(self.chunk_choice(index, piece))
-        chunks = [self._head.chunk(self.chunk_kind, [choice], so_far) for choice in choices]
+        chunks = [self._head.of(self.chunk_kind, [choice], so_far) for choice in choices]
         return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
-        return (sse(self._head.chunk(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
+        return (sse(self._head.of(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
 
     def failed(self, fault: Fault) -> bytes:
         return sse(fault.body())
@@ -108,6 +211,8 @@ class CompletionReply(ChunkedReply):
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         scores = None if self._logprobs is None else self._scores(piece.tokens)
         return {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
+
+    chunk_choice = choice
 
     def _scores(self, tokens: Sequence[ScoredToken]) -> Json:
         tops = [None if token.score is None else self._top(token.score) for token in tokens]

@@ -10,8 +10,7 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.replies import BlockKind, BlockReply, Heading, Json, event, obfuscated
-from penstock.server.text import ChoiceDelta
+from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json, event, obfuscated
 from penstock.server.tools import (
     MOST_TOOLS,
     AnswerFormat,

@@ -22,9 +22,20 @@ from penstock.server import about, messages, metrics, schema
 from penstock.server.client import FlushLevel
 from penstock.server.connection import read_body
 from penstock.server.faults import Refused, json_response
-from penstock.server.generate import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Generate, in_words_of
+from penstock.server.generate import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Generate,
+    chat_prompts,
+    check_ids,
+    check_num_tokens,
+    encode_chat,
+    encode_given,
+    in_words_of,
+)
 from penstock.server.service import Service
-from penstock.server.text import chat_prompts, check_ids, check_num_tokens, encode_chat, encode_given
 from penstock.server.tools import reasons
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key

@@ -154,10 +154,6 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
         return asked_of(self)
 
     @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
-    @property
     def streaming(self) -> StreamOptions:
         return self.stream_options or StreamOptions()
 
@@ -404,10 +400,8 @@ class NoFields(msgspec.Struct, forbid_unknown_fields=True):
     """Of routes that take a query: a field in a body would be ignored."""
 
 
-def nth_seed(seed: int | None, i: int) -> int | None:
+def nth_seed(seed: int, i: int) -> int:
     """The seed of choice `i`; past the largest one it goes on from the smallest."""
-    if seed is None:
-        return None
     return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
 
 

@@ -1,4 +1,9 @@
-"""What the routes share: the engine, its loop, the gates, and how they start and stop together. Owns readiness; owns no route."""
+"""What the routes share: the engine, its loop, the gates, how they start and stop together, and how token events get from the engine's
+thread to the event loop. Owns readiness and the ends of engine requests; owns no route, no text and no HTTP.
+
+What waits here for a slow reader is at most what its `max_tokens` allows: nothing is queued twice, and a reader that comes late takes
+everything at once.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,14 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 import anyio
 import anyio.to_thread
@@ -18,19 +27,142 @@ import msgspec
 from starlette.requests import Request
 
 from penstock.config import ServerConfig
-from penstock.contract import Adapter, FinishReason, Prefetched, SnapshotContent
+from penstock.contract import Adapter, FinishReason, Prefetched, SamplingParams, SnapshotContent, TokenEvent
 from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.stats import EngineStats
-from penstock.errors import ConfigError, DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    Overloaded,
+)
 from penstock.server import schema
 from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, RequestFigures, SnapshotStore
 from penstock.server.connection import read_body
-from penstock.server.faults import Refused
+from penstock.server.faults import Hangup, Refused
 from penstock.server.schema import ChatBody, CompletionBody
-from penstock.server.seats import GateNumber
-from penstock.server.stream import Bridge, Generations
-from penstock.server.text import Rules
+from penstock.server.seats import GateNumber, Seats
 from penstock.server.tools import Asked, named
+
+
+class Rules(NamedTuple):
+    """What a server takes as a prompt."""
+
+    most: int  # tokens
+    special_in_text: bool = False  # whether messages may spell special tokens
+
+
+class Bridge:
+    """Carries events of all requests to the event loop with one wake-up for however many have gathered."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.readings: set[Generations] = set()  # whose requests the engine has not ended yet, or that are still read
+        self._loop = loop
+        self._inbox: deque[tuple[Generations, int, TokenEvent]] = deque()
+        self._armed = False  # a wake-up is on its way and will see everything that is in the inbox by then
+
+    def post(self, reading: Generations, index: int, event: TokenEvent) -> None:
+        """Called on the engine's thread. Append, then look: `_deliver` disarms first, so an event it misses arms it again."""
+        self._inbox.append((reading, index, event))
+        if not self._armed:
+            self._armed = True
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the event loop is closed: the server is gone, and so are the readers
+                logger.debug("an event came after the server had closed")
+
+    def _deliver(self) -> None:
+        self._armed = False
+        for _ in range(len(self._inbox)):
+            reading, index, event = self._inbox.popleft()
+            reading.deliver(index, event)
+
+    def end_all(self, finish: FinishReason, error: str | None = None) -> None:
+        """The engine will say no more: end every request in its stead, so that nobody waits for it forever."""
+        for reading in list(self.readings):
+            reading.end_all(finish, error)
+
+
+class Generations:
+    """The generations of one HTTP request as one flow of events. Ends once, by `with`; what the engine still runs is cancelled then.
+
+    A seat is given back when its generation is over on both sides: read to the end or given up here, and ended by the engine.
+    """
+
+    def __init__(self, engine: EngineClient, bridge: Bridge, seats: Seats, unique: str | None = None) -> None:
+        self.id = unique or uuid4().hex
+        self._engine = engine
+        self._bridge = bridge
+        self.seats = seats
+        self._live: dict[int, str] = {}  # index to request id: submitted, and not yet ended by the engine
+        self._events: dict[int, list[TokenEvent]] = {}
+        self._wake = asyncio.Event()
+        self._abandoned = False  # no more submits, and what was submitted is cancelled
+        self._closed = False  # nobody reads any more
+        bridge.readings.add(self)
+
+    def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
+        """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end, if not before. `options` are
+        those of the engine's `submit`."""
+        if self._abandoned:
+            raise Hangup
+        request_id = f"{self.id}-{index}"
+        self._live[index] = request_id
+        listener = partial(self._bridge.post, self, index)
+        try:
+            self._engine.submit(prompt, sampling, listener, request_id=request_id, **options)
+        except BaseException:
+            self._live.pop(index, None)
+            raise
+
+    async def next_events(self) -> dict[int, list[TokenEvent]]:
+        """Everything that has come since the last call, by choice; waits for at least one event."""
+        await self._wake.wait()
+        self._wake.clear()
+        events, self._events = self._events, {}
+        return events
+
+    def end(self, index: int) -> None:
+        """The reader has what it wants of this choice."""
+        if (request_id := self._live.get(index)) is not None:
+            self._engine.cancel(request_id)
+
+    def abandon(self) -> None:
+        """The client is gone: cancel at once, from whatever state."""
+        self._abandoned = True
+        for request_id in list(self._live.values()):
+            self._engine.cancel(request_id)
+
+    def deliver(self, index: int, event: TokenEvent) -> None:
+        if index not in self._live:
+            return  # it was ended in the engine's stead
+        if event.finish is not None:
+            del self._live[index]
+            if self._closed:
+                self._settle(1)
+        if not self._closed:
+            self._events.setdefault(index, []).append(event)
+            self._wake.set()
+
+    def end_all(self, finish: FinishReason, error: str | None) -> None:
+        for index, request_id in list(self._live.items()):
+            self.deliver(index, TokenEvent(request_id, finish=finish, error=error))
+
+    def _settle(self, num: int) -> None:
+        self.seats.give_back(num)
+        if not self._live:
+            self._bridge.readings.discard(self)
+
+    def __enter__(self) -> Generations:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closed = True
+        self._events.clear()
+        self.abandon()
+        self._settle(self.seats.num - len(self._live))
+
 
 logger = logging.getLogger("penstock.server")
 
@@ -192,10 +324,8 @@ class Service:
         """How the engine is doing, and what all fronts have answered. It may have to be asked for, from another process."""
         return await anyio.to_thread.run_sync(self.fronts.snapshot, self.figures, limiter=self._askers)
 
-    async def compile(self, asked: Asked | None) -> object:
+    async def compile(self, asked: Asked) -> object:
         """Have the form of an answer compiled, on threads of the engine's; whoever keeps what this returns finds it again at no cost."""
-        if asked is None:
-            return None
         try:
             future = self.engine.grammars.begin(asked.grammar)
             wrapped = asyncio.wrap_future(future)
@@ -236,13 +366,10 @@ class Service:
         """On a thread of its own: a disk or a store may have to be waited for. It goes on where nobody waits any more."""
         return await _in_thread(lambda: work(self.engine.snapshots), "penstock-snapshot")
 
-    async def open_snapshot(self, body: CompletionBody | ChatBody) -> SnapshotContent | None:
+    async def open_snapshot(self, body: CompletionBody | ChatBody, name: str) -> SnapshotContent:
         """What the request's prompts go on from."""
-        name, salt = body.snapshot, body.cache_salt or ""
-        if name is None:
-            return None
         with self.hold_model(body.model) as adapter:
-            return await self.on_snapshots(lambda snapshots: snapshots.open(name, salt, adapter))
+            return await self.on_snapshots(lambda snapshots: snapshots.open(name, body.cache_salt or "", adapter))
 
 
 def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:

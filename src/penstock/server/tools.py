@@ -5,7 +5,7 @@ answers are read. The engine compiles grammars; the formats of calls are in `too
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from uuid import uuid4
 
@@ -72,23 +72,12 @@ class Asked(NamedTuple):
 
 def asked_of(body: Any) -> Asked | None:
     """Raises InvalidRequest where several fields ask, or one asks for nothing."""
-    found = list(_asked(body))
-    if len(found) > 1:
-        raise InvalidRequest(f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them", found[1].field)
-    if body.structured_outputs is not None and not found:
-        raise InvalidRequest("structured_outputs needs one of json, regex, choice, grammar and json_object", "structured_outputs")
-    if found and len(found[0].grammar.text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field)
-    return found[0] if found else None
-
-
-def _asked(body: Any) -> Iterator[Asked]:
     given, outputs = body.response_format, body.structured_outputs or StructuredOutputs()
     schema: Schema | None = None
     if given is not None and given.type != "text":
         schema = ANY_OBJECT if given.json_schema is None else given.json_schema.schema
         schema = {} if schema is None else schema
-    for field, kind, value in (
+    fields = (
         ("response_format", "json_schema", schema),
         ("structured_outputs.json", "json_schema", outputs.json),
         ("structured_outputs.regex", "regex", outputs.regex),
@@ -99,9 +88,15 @@ def _asked(body: Any) -> Iterator[Asked]:
         ("guided_regex", "regex", body.guided_regex),
         ("guided_choice", "choice", body.guided_choice),
         ("guided_grammar", "lark", body.guided_grammar),
-    ):
-        if value is not None:
-            yield Asked(field, _grammar(kind, value))
+    )
+    found = [Asked(field, _grammar(kind, value)) for field, kind, value in fields if value is not None]
+    if len(found) > 1:
+        raise InvalidRequest(f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them", found[1].field)
+    if body.structured_outputs is not None and not found:
+        raise InvalidRequest("structured_outputs needs one of json, regex, choice, grammar and json_object", "structured_outputs")
+    if found and len(found[0].grammar.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field)
+    return found[0] if found else None
 
 
 def _grammar(kind: Any, value: Schema | list[str] | str) -> Grammar:
@@ -341,10 +336,8 @@ class MarkedTokens(NamedTuple):
         return id not in self.shown and self.hidden(id)
 
 
-def showing(tokenizer: TextCodec, reading: AnswerFormat | None) -> Any:
-    """What the text of an answer is made with."""
-    if reading is None:
-        return tokenizer
+def showing(tokenizer: TextCodec, reading: AnswerFormat) -> MarkedTokens:
+    """What the text of an answer in that format is made with."""
     marks = (*MARKERS[reading.reader], *(THINK if reading.thinks else ()))
     ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
     return MarkedTokens(tokenizer.token_bytes, tokenizer.errors, tokenizer.is_special, frozenset(some[0] for some in ids if len(some) == 1))

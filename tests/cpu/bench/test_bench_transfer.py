@@ -69,7 +69,7 @@ def test_a_copy_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kv.memory.arena.HostArena.prepare", lambda self, ready, progress, stop: ready(range(3)))
+    monkeypatch.setattr("penstock.kv.memory.HostArena.prepare", lambda self, ready, progress, stop: ready(range(3)))
     with pytest.raises(ConfigError, match="lower --blocks"):
         measured()
 

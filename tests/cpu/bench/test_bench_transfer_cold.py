@@ -16,7 +16,7 @@ from penstock.bench.transfer_cold import TransferShape, measure_remote, measure_
 from penstock.cli import main
 from penstock.config import Config, ModelSource, OffloadConfig
 from penstock.errors import InvariantBroken, StoreFailed
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.ssd.store import SlotIo, SsdStore
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer.copies import CpuCopier

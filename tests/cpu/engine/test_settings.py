@@ -44,9 +44,9 @@ def test_a_full_tier_forgets_as_the_setting_says_and_so_does_the_device_where_th
     open_ssd = storage.open_ssd
     monkeypatch.setattr(storage, "open_ssd", lambda *args: asked.append(args) or open_ssd(*args))
     engine = built(tiny_config(host_blocks=8, eviction=eviction, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.25))
-    assert type(engine.cache.saves.host._pool._idle._others) is type(make_order(eviction, 8))
+    assert type(engine.cache.saves.host._pool._idle.others) is type(make_order(eviction, 8))
     on_device = eviction if eviction in ("returning", "lru") else "lru"
-    assert type(engine.cache._pool._idle._others) is type(make_order(on_device, 8))
+    assert type(engine.cache._pool._idle.others) is type(make_order(on_device, 8))
     ((directory, num_bytes, _, name),) = asked
     assert (directory, num_bytes, name) == (str(tmp_path / "kv"), GIB // 4, eviction)
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.kv.memory import arena as arena_module
-from penstock.kv.memory.arena import DeviceArena
-from penstock.kv.memory.layout import BlockLayout, K, V
+from penstock.kv import memory as arena_module
+from penstock.kv.memory import BlockLayout, DeviceArena, K, V
 
 LAYOUT = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")
 

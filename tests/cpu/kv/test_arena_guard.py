@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.kv.memory.arena import DeviceArena
-from penstock.kv.memory.layout import BlockLayout
-from penstock.kv.transfer.checked import ArenaGuard
+from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena
 from penstock.sanitizer.sanitizer import Sanitizer
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.memory.arena import HostArena
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout, HostArena
 from penstock.kv.transfer import copies
 from penstock.kv.transfer.copies import Copier, CpuCopier, CudaCopier, make_copier
 from penstock.lanes.cpu import CpuLane

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.kv.memory import arena as host_module
-from penstock.kv.memory.arena import HostArena, piece_slots
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv import memory as host_module
+from penstock.kv.memory import BlockLayout, HostArena, piece_slots
 
 LAYOUT = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")  # 1536 bytes: no whole page
 PIECE_BYTES = 64 << 10

@@ -13,8 +13,7 @@ from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
 from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
-from penstock.server.replies import usage_of
-from penstock.server.text import ChoiceText, Prompt
+from penstock.server.replies import ChoiceText, Prompt, usage_of
 
 BOUNDS = (0.5, 1.0)
 

@@ -6,9 +6,8 @@ import pytest
 from served import MODEL, Served
 
 from penstock.contract import TokenLogprob
-from penstock.server.replies import ChatReply, Heading
+from penstock.server.replies import ChatReply, ChoiceDelta, Heading, ScoredToken
 from penstock.server.schema import ChatBody
-from penstock.server.text import ChoiceDelta, ScoredToken
 from support.scripted_engine import ScriptedTokenizer
 
 

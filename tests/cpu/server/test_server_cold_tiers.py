@@ -20,7 +20,7 @@ from tiered_server import Tiered, error_of, tiered
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
 from penstock.figures import Histogram, Traffic
-from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.directory import DiskIo
 from store_servers import valkey_or_skip
 from support.scripted_engine import ScriptedEngine
 from support.servers import Valkey

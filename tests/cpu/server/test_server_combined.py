@@ -9,8 +9,7 @@ import pytest
 from served import MODEL, Served, completion, serving, until
 
 from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from penstock.server.replies import usage_of
-from penstock.server.text import ChoiceText, Prompt
+from penstock.server.replies import ChoiceText, Prompt, usage_of
 from support.embedded import embedded_tokenizer
 from support.scripted_engine import EOS, ScriptedEngine
 

@@ -17,9 +17,9 @@ from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest, StoreFailed
 from penstock.server.app import LastResort
 from penstock.server.faults import Hangup
+from penstock.server.generate import while_connected
 from penstock.server.replies import CompletionReply
 from penstock.server.service import Service
-from penstock.server.stream import while_connected
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
@@ -49,7 +49,7 @@ def test_a_stream_that_fails_half_way_ends_with_the_error_and_nothing_behind_it(
             raise error
         return choice(self, index, piece)
 
-    monkeypatch.setattr(CompletionReply, "choice", failing)
+    monkeypatch.setattr(CompletionReply, "chunk_choice", failing)
     served.engine.hold()
     with served.http.stream("POST", "/v1/completions", json=completion(stream=True, max_tokens=50)) as reply:
         served.engine.permit(1)

@@ -14,8 +14,8 @@ from served import Served, until
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import schema, service
+from penstock.server.generate import encode_chat
 from penstock.server.run import HttpServer, bind
-from penstock.server.text import encode_chat
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 

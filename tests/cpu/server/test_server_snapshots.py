@@ -23,7 +23,8 @@ from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
-from penstock.server.text import Rules, prompts_after
+from penstock.server.generate import prompts_after
+from penstock.server.service import Rules
 from store_servers import valkey_or_skip
 
 OTHER = [9 + 7 * i % 450 for i in range(70)]

@@ -12,12 +12,11 @@ from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, 
 from penstock.engine.text import stop_strings
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
-from penstock.server.generate import RunningRequest
-from penstock.server.replies import CompletionReply, Heading, usage_of
+from penstock.server.generate import RunningRequest, prompt_offsets
+from penstock.server.replies import ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, ScoredToken, usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
-from penstock.server.stream import Bridge, Generations
-from penstock.server.text import ChoiceDelta, ChoiceText, Prompt, ScoredToken, prompt_offsets
+from penstock.server.service import Bridge, Generations
 from support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
 
 
@@ -235,7 +234,6 @@ def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
 
 def test_seeds_of_choices_follow_each_other_and_wrap() -> None:
     assert [nth_seed(5, i) for i in range(3)] == [5, 6, 7]
-    assert nth_seed(None, 3) is None
     assert nth_seed(MAX_SEED, 1) == -MAX_SEED
     assert nth_seed(-MAX_SEED, 0) == -MAX_SEED
 

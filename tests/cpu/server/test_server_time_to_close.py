@@ -55,7 +55,7 @@ def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(mo
         service = Service(engine, ScriptedLoop(engine), ServerConfig())
         service.start()
         with service.open_reading() as one, service.open_reading() as other:
-            other.widen(2)
+            other.seats.widen(2)
             for reading, index in ((one, 0), (other, 0), (other, 1)):
                 reading.submit(index, [1, 2, 3], SamplingParams(max_tokens=4))
             service.give_up()

@@ -19,8 +19,7 @@ from penstock.bench.trace_files import BLOCK_TOKENS, Trace, read_any, read_trace
 from penstock.cli import main
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError
-from penstock.kv.blocks.eviction.cost import prefill_cost
-from penstock.kv.blocks.eviction.lru import LruOrder
+from penstock.kv.blocks.eviction import LruOrder, prefill_cost
 from penstock.models.progress import silent
 
 PROMPTS = [[1, 2], [3], [1, 2], [4, 5], [1, 2], [3]]

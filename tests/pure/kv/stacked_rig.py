@@ -10,8 +10,8 @@ from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.config import AdmissionName
 from penstock.contract import Access, Fence, Mode, Prefix
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import KEY_BYTES
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import Persisting

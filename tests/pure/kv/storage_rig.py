@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.config import AdmissionName
-from penstock.kv.blocks.handles import Hold
+from penstock.kv.blocks.handles import BlockTable, Hold
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy, Loads

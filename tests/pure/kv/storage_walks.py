@@ -20,7 +20,7 @@ from event_walks import Event, choose_events, told_shortly
 from penstock.config import AdmissionName
 from penstock.contract import Lease, Prefix
 from penstock.kv.blocks.eviction import PoolWant
-from penstock.kv.blocks.table import BlockTable
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.tiers import loads, saves
 from penstock.kv.tiers.loads import BlockLoad, Fetch
 from penstock.kv.tiers.saves import Persisting

@@ -8,10 +8,10 @@ from kv_fakes import FakeLane
 
 from penstock.contract import TOKEN_IN_FLIGHT, KvLedger, Match, Prefix
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import Scope, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 
 BLOCK = 4

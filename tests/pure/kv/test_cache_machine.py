@@ -17,13 +17,12 @@ from kv_fakes import FakeFence, FakeLane
 from penstock.contract import Fence, Match, Prefix
 from penstock.errors import PenstockError
 from penstock.kv import cache as cache_module
-from penstock.kv.blocks import table as table_module
+from penstock.kv.blocks import handles as table_module
 from penstock.kv.blocks.eviction import LruOrder
-from penstock.kv.blocks.handles import Pin
+from penstock.kv.blocks.handles import BlockTable, Pin
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 
 NUM_SLOTS = 10

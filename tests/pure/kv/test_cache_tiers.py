@@ -11,8 +11,8 @@ from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.contract import Adapter, Match, Prefix
 from penstock.errors import InvariantBroken, LaneClosed, Leaked, PenstockError
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import Scope
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy

@@ -9,7 +9,7 @@ from stacked_rig import Stacked
 from storage_rig import KEYS, Rig
 
 from penstock.kv import cache as cache_module
-from penstock.kv.memory.arena import HostMemory
+from penstock.kv.memory import HostMemory
 
 
 def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

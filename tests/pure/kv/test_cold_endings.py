@@ -83,10 +83,10 @@ def test_open_questions_are_looked_through_under_the_lock_that_callers_add_their
     rig.store.gate.wait_came()
     first._clock = Clock(rig.clock())
     rig.tier.settle()
-    assert locked == [True] and rig.tier.num_asking == 1
+    assert locked == [True] and len(rig.tier.findings) == 1
     rig.store.gate.let()
     rig.settle()
-    assert rig.tier.num_asking == 0
+    assert len(rig.tier.findings) == 0
 
 
 def test_a_store_is_not_asked_for_somebody_who_has_given_up(make: Make) -> None:

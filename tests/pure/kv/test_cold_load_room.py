@@ -19,7 +19,7 @@ def test_without_room_in_host_memory_it_ends_before_the_first_that_has_none() ->
     private = rig.host.take_private(5, "somebody")
     assert private is not None
     table, load = rig.load(EIGHT)
-    assert load.limit == 3 and rig.tiers["ssd"].num_reading == 2
+    assert load.limit == 3 and len(rig.tiers["ssd"].readings) == 2
     rig.flow()
     assert load.settled and load.num_landed == 3 and rig.device_has(EIGHT) == [True] * 3 + [False] * 5
     private.rollback()
@@ -32,7 +32,7 @@ def test_without_any_room_nothing_is_read_and_nothing_waits() -> None:
     private = rig.host.take_private(8, "somebody")
     assert private is not None
     table, load = rig.load(EIGHT)
-    assert load.settled and load.over and load.limit == 0 and rig.tiers["ssd"].num_reading == 0
+    assert load.settled and load.over and load.limit == 0 and len(rig.tiers["ssd"].readings) == 0
     assert isinstance(load.error(), TransferFailed)
     private.rollback()
     rig.end(table)
@@ -63,7 +63,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_room_for_all_of_it_is_taken_though_little_is_read_at_a_time() -> None:
     rig = from_ssd()
     table, load = rig.load(EIGHT)
-    assert rig.host.slots.reserved == EIGHT and rig.tiers["ssd"].num_reading == 1
+    assert rig.host.slots.reserved == EIGHT and len(rig.tiers["ssd"].readings) == 1
     for lane in (0, 1, 0, 1):
         assert len(load.staged) == 1
         rig.read(lane)
@@ -121,7 +121,7 @@ def test_the_second_request_for_the_same_blocks_waits_for_the_first() -> None:
     second = rig.cache.open("second", rig.prefix(EIGHT), GROUP)
     assert lease is not None
     load = rig.cache.promote(second, lease, EIGHT - GROUP, 1)
-    assert rig.tiers["ssd"].num_reading == 0, "it is there by now"
+    assert len(rig.tiers["ssd"].readings) == 0, "it is there by now"
     rig.flow()
     assert load.settled and load.error() is None and rig.device_has(EIGHT) == [True] * EIGHT
     rig.end(second)
@@ -147,7 +147,7 @@ def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> No
     rig.forget_device()
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
     load = rig.cache.promote(table, lease, EIGHT, 1)
-    assert load.num_ready == 3 and rig.tiers["ssd"].num_reading == 3, "half a group, and two whole ones"
+    assert load.num_ready == 3 and len(rig.tiers["ssd"].readings) == 3, "half a group, and two whole ones"
     rig.flow()
     assert load.num_landed == EIGHT
     rig.end(table)

@@ -18,8 +18,8 @@ from storage_rig import BLOCK, LAYERS, LAYOUT, SCOPE
 
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier

@@ -37,7 +37,7 @@ def test_with_always_a_block_is_written_when_it_lands() -> None:
     rig = Stacked(admission="always")
     rig.cache.release(rig.ran(4), None)
     rig.run("launch save", "save")
-    assert rig.tiers["ssd"].num_writing == 1 and rig.host.slots.pinned == 4, "protected while they are written"
+    assert len(rig.tiers["ssd"].writings) == 1 and rig.host.slots.pinned == 4, "protected while they are written"
     rig.run("write ssd")
     assert rig.store_has(rig.keys(4)) == [True] * 4 and rig.host.slots.pinned == 0 and rig.saves._dirty == {}
     rig.end()
@@ -236,7 +236,7 @@ def test_a_question_that_cannot_be_asked_leaves_no_lease(monkeypatch: pytest.Mon
             rig.cache.lease("request", rig.prefix(4))
     assert rig.host.num_leases == 0 and rig.host.slots.pinned == 0
     rig.cache.settle()
-    assert rig.tiers["remote"].num_asking == 0, "nobody waits for an answer"
+    assert len(rig.tiers["remote"].findings) == 0, "nobody waits for an answer"
     lease = asked(rig)
     assert lease.num_from(0) == 2
     lease.end()
@@ -266,7 +266,7 @@ def test_persist_waits_for_a_write_that_was_under_way() -> None:
     rig.run("launch save", "save")
     one = rig.cache.persist()
     rig.cache.settle()
-    assert one is not None and list(one.keys) == rig.keys(4) and rig.tiers["ssd"].num_writing == 2, "one of them, and the sync"
+    assert one is not None and list(one.keys) == rig.keys(4) and len(rig.tiers["ssd"].writings) == 2, "one of them, and the sync"
     rig.run("write ssd")
     assert one.settled and one.error is None and rig.tiers["ssd"].counts.num_written == 4, "each of them once"
     rig.end(table)

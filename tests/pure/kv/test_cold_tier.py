@@ -86,7 +86,7 @@ def test_groups_are_given_out_in_order_each_once_also_where_a_later_one_is_over_
     rig.store.gate.hold("read")
     reading, _ = rig.submit_read(KEYS[:6])
     rig.store.gate.wait_came(2)
-    assert list(reading.take_arrived()) == [] and not reading.over and rig.tier.num_reading == 1
+    assert list(reading.take_arrived()) == [] and not reading.over and len(rig.tier.readings) == 1
     assert rig.tier.queued_read_bytes == 6 * BLOCK_BYTES
     rig.tier.wake = woken = Woken()
     rig.store.gate.let(1)
@@ -100,7 +100,7 @@ def test_groups_are_given_out_in_order_each_once_also_where_a_later_one_is_over_
     assert [group.places for group in given] == [range(2), range(2, 4), range(4, 6)]
     assert reading.over and list(reading.take_arrived()) == []
     assert all(group.fence.passed() for group in given)
-    assert rig.tier.num_reading == 0 and rig.tier.queued_read_bytes == 0
+    assert len(rig.tier.readings) == 0 and rig.tier.queued_read_bytes == 0
 
 
 def test_whoever_waits_for_a_reading_waits_for_all_of_its_groups(make: Make) -> None:
@@ -118,9 +118,9 @@ def test_whoever_waits_for_a_reading_waits_for_all_of_its_groups(make: Make) -> 
     reading.wait_over(time.monotonic() + SOON_S)
     assert reading.over
     other.wait_over(time.monotonic() + SOON_S)
-    assert rig.tier.num_reading == 2
+    assert len(rig.tier.readings) == 2
     rig.tier.settle()
-    assert rig.tier.num_reading == 0, "all that are over are seen at once"
+    assert len(rig.tier.readings) == 0, "all that are over are seen at once"
 
 
 def test_nothing_of_a_reading_is_done_before_it_is_over(make: Make) -> None:
@@ -186,12 +186,12 @@ def test_an_answer_that_comes_too_late_changes_nothing(make: Make) -> None:
     rig.store.gate.hold("find")
     finding = rig.tier.find(KEYS[:3], patience_s=0.5)
     rig.store.gate.wait_came()
-    assert not finding.ready and finding.num == 0 and rig.tier.num_asking == 1
+    assert not finding.ready and finding.num == 0 and len(rig.tier.findings) == 1
     rig.clock.advance(0.5)
     assert finding.ready and finding.num == 0
     rig.store.gate.let()
     rig.settle()
-    assert finding.ready and finding.num == 0 and rig.tier.num_asking == 0
+    assert finding.ready and finding.num == 0 and len(rig.tier.findings) == 0
 
 
 def test_an_answer_that_nobody_looked_for_in_time_is_late_as_well() -> None:
@@ -271,7 +271,7 @@ def test_what_a_store_far_away_is_known_to_have_is_not_sent_again(make: Make) ->
     assert again is not None and not again.settled
     assert rig.settle() == [again] and again.done_keys == KEYS[:3]
     nothing = rig.submit_write(KEYS[:2])
-    assert nothing is not None and not nothing.settled and nothing.done_keys == [] and rig.tier.num_writing == 1
+    assert nothing is not None and not nothing.settled and nothing.done_keys == [] and len(rig.tier.writings) == 1
     assert rig.tier.settle() == [nothing] and nothing.done_keys == KEYS[:2], "it comes out of settle like any other"
     assert rig.store.calls.count("write") == 2 and rig.tier.counts.num_written == 3
 
@@ -315,9 +315,9 @@ def test_a_writing_is_given_out_once_when_all_of_it_is_over(make: Make) -> None:
     assert writing is not None
     rig.store.gate.wait_came(2)
     rig.store.gate.let(1)
-    assert rig.tier.settle() == [] and not writing.settled and writing.done_keys == [] and rig.tier.num_writing == 1
+    assert rig.tier.settle() == [] and not writing.settled and writing.done_keys == [] and len(rig.tier.writings) == 1
     rig.store.gate.let()
-    assert rig.settle() == [writing] and rig.settle() == [] and rig.tier.num_writing == 0
+    assert rig.settle() == [writing] and rig.settle() == [] and len(rig.tier.writings) == 0
 
 
 def test_persist_comes_behind_all_writes(make: Make) -> None:

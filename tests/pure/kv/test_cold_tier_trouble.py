@@ -161,7 +161,7 @@ def test_nothing_is_believed_to_be_in_a_store_from_the_moment_that_it_is_usable_
 
     def usable_again(answers: bool) -> None:
         probed(answers)
-        believed.append((rig.tier.usable, rig.tier.calls.stored(KEYS[:2])))
+        believed.append((rig.tier.usable, rig.tier.calls.known.has_each(KEYS[:2])))
 
     rig.tier.calls.breaker.probed = usable_again  # type: ignore[method-assign]
     rig.clock.advance(1.0)
@@ -209,7 +209,7 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     assert not rig.tier.usable and rig.tier.settle() == [] == rig.tier.settle()
     assert rig.tier.counts.failures == {"stuck": 1}
     assert rig.submit_write(KEYS[1:2]) is None and rig.tier.find(KEYS[:1], 1e9).ready
-    assert (rig.tier.num_reading, rig.tier.num_writing) == (call == "read", call == "write"), "its slots stay with it"
+    assert (len(rig.tier.readings), len(rig.tier.writings)) == (call == "read", call == "write"), "its slots stay with it"
     rig.store.gate.let()
     rig.settle()
     assert rig.tier.usable and rig.tier.calls.breaker.state is BreakerState.CLOSED
@@ -415,7 +415,7 @@ def test_an_answer_that_is_none_surfaces_and_nobody_waits_for_it(make: Make, ans
     assert finding.ready and finding.num == 0
     with pytest.raises(raised):
         rig.settle()
-    assert rig.tier.settle() == [] and rig.tier.num_asking == 0 and rig.tier.usable
+    assert rig.tier.settle() == [] and len(rig.tier.findings) == 0 and rig.tier.usable
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
@@ -443,7 +443,7 @@ def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
             outcomes = writing.outcomes
     assert sorted(outcome.value for outcome in outcomes) == ["done", "done", "failed", "failed"]
     assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
-    assert rig.tier.num_reading == rig.tier.num_writing == 0
+    assert len(rig.tier.readings) == len(rig.tier.writings) == 0
     assert rig.write(KEYS[10:14]).done_keys == KEYS[10:14] and rig.read(KEYS[10:14]) == [DONE] * 4
 
 

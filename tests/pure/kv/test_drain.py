@@ -12,7 +12,7 @@ import pytest
 from stacked_rig import GROUP, Stacked
 
 from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.kv.blocks.table import BlockTable
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.tiers import loads
 
 EIGHT = 8

@@ -11,15 +11,18 @@ from hypothesis import strategies as st
 
 from penstock.config import EVICTIONS
 from penstock.errors import ConfigError, IllegalTransition, InvariantBroken
+from penstock.kv.blocks import eviction
 from penstock.kv.blocks.eviction import (
+    GHOSTS_PER_SLOT,
+    TOKENS_TO_DOUBLE,
     CostOrder,
     EvictionOrder,
+    Ghosts,
     LruOrder,
     ReturningOrder,
     make_order,
-    returning,
+    prefill_cost,
 )
-from penstock.kv.blocks.eviction.cost import GHOSTS_PER_SLOT, TOKENS_TO_DOUBLE, Ghosts, prefill_cost
 from penstock.kv.blocks.pool import BlockPool
 
 EVERY = pytest.mark.parametrize("name", EVICTIONS)
@@ -288,29 +291,29 @@ def test_a_long_run_is_few_lots_however_long_it_is(num_blocks):
     keys = [key(depth) for depth in range(num_blocks)]
     for end in range(num_blocks // 2, num_blocks + 1, num_blocks // 10):
         run(pool, keys[:end])
-        assert sum(map(len, pool._idle._others._queues)) == 1
+        assert sum(map(len, pool._idle.others._queues)) == 1
 
 
 @settings(max_examples=100, deadline=None)
 @given(batches=st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True), max_size=12))
 def test_keys_are_remembered_alike_one_by_one_and_in_long_runs(batches):
-    few, many = returning.SeenKeys(4), returning.SeenKeys(4)
+    few, many = eviction.SeenKeys(4), eviction.SeenKeys(4)
     for batch in batches:
         keys = [key(number) for number in batch]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(returning, "FEW_KEYS", 0)
+            patch.setattr(eviction, "FEW_KEYS", 0)
             at_once = many.add(keys).tolist()
         assert few.add(keys) == at_once
 
 
 def test_a_key_is_remembered_until_another_takes_its_place_and_no_key_for_another():
-    seen = returning.SeenKeys(8)
+    seen = eviction.SeenKeys(8)
     assert seen.add([key("a")]) == [False]
     assert seen.add([key("a")]) == [True]
     place = key("a")[:8]
     assert seen.add([place + b"another "]) == [False]
     assert seen.add([key("a")]) == [False]
-    assert len(seen._mark_at) == returning.KEYS_PER_SLOT * 8
+    assert len(seen._mark_at) == eviction.KEYS_PER_SLOT * 8
 
 
 # --------------------------------------------------------------------------------------------------------------- ghosts

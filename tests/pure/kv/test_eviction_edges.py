@@ -8,10 +8,9 @@ from kv_fakes import FakeLane
 
 from penstock.contract import Arrival
 from penstock.figures import Traffic
-from penstock.kv.blocks.eviction.cost import _COSTS, _NUM_CLASSES, CostOrder
-from penstock.kv.blocks.eviction.lru import LruOrder
+from penstock.kv.blocks.eviction import _COSTS, _NUM_CLASSES, CostOrder, LruOrder
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.tiers.calls import Tally, Way
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy

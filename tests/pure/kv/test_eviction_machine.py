@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
-from penstock.kv.blocks.eviction import CostOrder, LruOrder, ReturningOrder, cost, make_order, returning
+from penstock.kv.blocks import eviction
+from penstock.kv.blocks.eviction import CostOrder, Ghosts, LruOrder, ReturningOrder, SeenKeys, make_order
 
 NUM_SLOTS = 9
 BLOCK_TOKENS = 2048  # deep enough for chains of a few blocks to differ in class
@@ -140,7 +141,7 @@ def test_runs_may_be_arrays(name, monkeypatch):
     for call in ("add", "remove", "hit"):
         method = getattr(kind, call)
         monkeypatch.setattr(kind, call, lambda self, slots, method=method: method(self, np.array(slots, np.intp)))
-    monkeypatch.setattr(returning, "FEW_KEYS", 0)  # keys that are sealed together are looked up at once
+    monkeypatch.setattr(eviction, "FEW_KEYS", 0)  # keys that are sealed together are looked up at once
     run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
@@ -156,11 +157,11 @@ def returning_takes_all_for_fresh(monkeypatch):
 
 
 def returning_remembers_no_keys(monkeypatch):
-    monkeypatch.setattr(returning.SeenKeys, "add", lambda self, keys: [False] * len(keys))
+    monkeypatch.setattr(SeenKeys, "add", lambda self, keys: [False] * len(keys))
 
 
 def returning_never_lets_go_what_came_back(monkeypatch):
-    monkeypatch.setattr(returning, "PATIENCE", 1000)
+    monkeypatch.setattr(eviction, "PATIENCE", 1000)
 
 
 def returning_puts_a_whole_run_into_one_queue(monkeypatch):
@@ -168,7 +169,7 @@ def returning_puts_a_whole_run_into_one_queue(monkeypatch):
 
 
 def cost_has_no_ghosts(monkeypatch):
-    monkeypatch.setattr(cost.Ghosts, "add", lambda self, key, num_hits: None)
+    monkeypatch.setattr(Ghosts, "add", lambda self, key, num_hits: None)
 
 
 def cost_never_ages(monkeypatch):
@@ -198,7 +199,7 @@ def cost_forgets_that_a_block_was_dear(monkeypatch):
 
 
 def cost_ignores_hits(monkeypatch):
-    monkeypatch.setattr(cost, "_HIT_CLASSES", [0.0] * 16)
+    monkeypatch.setattr(eviction, "_HIT_CLASSES", [0.0] * 16)
 
 
 FAULTS = [

@@ -101,7 +101,7 @@ def test_where_nothing_is_to_be_read_there_is_none() -> None:
     rig.cache.reset(["host"])
     table = rig.ran(4)
     assert rig.cache.prefetch(rig.prefix(4), "reader") is None, "the device has it"
-    assert not rig.loads.reads and rig.tiers["ssd"].num_reading == 0
+    assert not rig.loads.reads and len(rig.tiers["ssd"].readings) == 0
     rig.end(table)
     assert KvCache(Stacked().pool, rig.cache._scope).prefetch(rig.prefix(4), "reader") is None, "there are no other tiers"
 
@@ -289,7 +289,7 @@ def test_blocks_of_a_prefix_do_not_make_room_for_those_that_follow() -> None:
 def test_few_groups_are_read_ahead_before_the_tier_was_measured() -> None:
     rig = from_ssd()
     fetch = fetching(rig)
-    assert len(fetch.staged) == rig.tiers["ssd"].num_reading == 2 and len(fetch.unread) == 2
+    assert len(fetch.staged) == len(rig.tiers["ssd"].readings) == 2 and len(fetch.unread) == 2
     rig.flow()
     rig.end()
 

@@ -84,16 +84,16 @@ def test_a_prefix_that_is_asked_for_again_is_not_looked_up_again() -> None:
     pool = BlockPool(7000, "device")
     keys = keys_of("a", 6000)
     sealed(pool, keys[:5000])
-    pool._index._slot_of = CountingSlots(pool._index._slot_of)
+    pool._index.slot_of = CountingSlots(pool._index.slot_of)
     assert len(pool.find(keys)) == 5000
     for turn in range(20):
-        pool._index._slot_of.num_lookups = 0
-        assert len(pool.find(keys)) == 5000 and pool._index._slot_of.num_lookups == 1
+        pool._index.slot_of.num_lookups = 0
+        assert len(pool.find(keys)) == 5000 and pool._index.slot_of.num_lookups == 1
         sealed(pool, keys_of(f"other {turn}", 10))
         pool.forget(pool.find_each(keys_of(f"other {turn}", 10)))
     sealed(pool, keys[5000:5010])
-    pool._index._slot_of.num_lookups = 0
-    assert len(pool.find(keys)) == 5010 and pool._index._slot_of.num_lookups <= 12, "ten that came, and the one behind"
+    pool._index.slot_of.num_lookups = 0
+    assert len(pool.find(keys)) == 5010 and pool._index.slot_of.num_lookups <= 12, "ten that came, and the one behind"
 
 
 def test_as_many_prefixes_are_remembered_as_a_plan_looks_at() -> None:
@@ -102,11 +102,11 @@ def test_as_many_prefixes_are_remembered_as_a_plan_looks_at() -> None:
     for keys in asked:
         sealed(pool, keys[:99])
         pool.find(keys)
-    pool._index._slot_of = CountingSlots(pool._index._slot_of)
+    pool._index.slot_of = CountingSlots(pool._index.slot_of)
     for _ in range(3):
-        pool._index._slot_of.num_lookups = 0
+        pool._index.slot_of.num_lookups = 0
         assert [len(pool.find(keys)) for keys in asked] == [99] * 64
-        assert pool._index._slot_of.num_lookups == 64
+        assert pool._index.slot_of.num_lookups == 64
     for number in range(1000):
         pool.find(keys_of(f"passing {number} ", 2))
     assert len(pool._index._found) + len(pool._index._found_before) <= 256, "answers are forgotten"

@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.memory.arena import HostMemory
+from penstock.kv.memory import HostMemory
 from penstock.kv.tiers.host import HostTier
 
 WAIT_S = 30.0
@@ -106,7 +106,7 @@ def test_how_far_it_is_is_told_once_for_each_tenth(caplog: pytest.LogCaptureFixt
 
 ENDS = """
 import time
-from penstock.kv.memory.arena import HostMemory
+from penstock.kv.memory import HostMemory
 
 class Endless:
     def prepare(self, ready, progress, stop):

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from penstock.errors import ConfigError, InvariantBroken
-from penstock.kv.memory import layout as layout_module
-from penstock.kv.memory.layout import BlockLayout, K, V
+from penstock.kv import memory as layout_module
+from penstock.kv.memory import BlockLayout, K, V
 
 SMOLLM = BlockLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=16, dtype="float32")
 QWEN = BlockLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")

@@ -9,7 +9,7 @@ import pytest
 from storage_rig import BLOCK, KEYS, LAYOUT, Rig
 from test_cache_tiers import Cached
 
-from penstock.kv.blocks.table import BlockTable
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.tiers import loads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S

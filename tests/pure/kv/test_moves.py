@@ -9,8 +9,7 @@ import pytest
 from storage_rig import KEYS, LAYERS, Rig, leased
 
 from penstock.contract import Prefix
-from penstock.kv.blocks.handles import Hold
-from penstock.kv.blocks.table import BlockTable
+from penstock.kv.blocks.handles import BlockTable, Hold
 from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import Displaces
 from penstock.kv.tiers.policy import TierLimits

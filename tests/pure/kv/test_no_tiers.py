@@ -10,8 +10,8 @@ from storage_rig import BLOCK, SCOPE
 
 from penstock.contract import Match, Prefix
 from penstock.errors import InvariantBroken
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.transfer.mover import NoMover, Transfer
 

@@ -237,8 +237,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=index, at=when)
     def unpin_run(self, which: int, at: tuple[str | None, int]) -> None:
         pin, hold, slots = self.runs.pop(which % len(self.runs))
-        assert list(pin.slots) == slots and pin.booked == hold.ended
-        if pin.booked:
+        assert list(pin.slots) == slots and pin.hold.ended == hold.ended
+        if pin.hold.ended:
             self.end(pin, at)
             return
         pin.end(self.fence(at))
@@ -409,7 +409,7 @@ def credits_a_released_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def publishes_a_duplicate_over_the_living(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: KeyIndex, slots, keys):
         for slot, key in zip(slots, keys, strict=True):
-            self._slot_of[key] = slot
+            self.slot_of[key] = slot
             self.key_of[slot] = key
         return list(slots)
 

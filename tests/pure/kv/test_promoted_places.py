@@ -10,7 +10,7 @@ from test_transfer_races import BLOCK
 from watched_world import WatchedWorld
 
 from penstock.contract import Fence, Prefix
-from penstock.kv.blocks.table import BlockTable
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.tiers.saves import SavedLease
 from penstock.testing.sequencer import Sequencer, run
 

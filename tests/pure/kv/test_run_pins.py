@@ -41,7 +41,7 @@ def test_a_run_pin_on_an_open_hold_costs_the_same_for_any_number_of_slots(monkey
         monkeypatch.setattr(SlotBook, walks, lambda *_: pytest.fail("nothing is done slot by slot"))
     monkeypatch.setattr(RunPin, "slots", property(lambda self: pytest.fail("the run is not even written down")))
     pin = pool.pin_run(hold, 3, 1997, "demote")
-    assert (pin.num_slots, pin.booked) == (1997, False)
+    assert (pin.num_slots, pin.hold.ended) == (1997, False)
     pin.end()
     assert pool.counts.active == 2000
 
@@ -90,7 +90,7 @@ def test_a_hold_that_ends_first_leaves_the_run_with_its_pin() -> None:
     hold = draw(pool, 4, num_sealed=3)
     pin = pool.pin_run(hold, 1, 2, "demote")
     hold.end()
-    assert pin.booked
+    assert pin.hold.ended
     assert pool.counts == SlotCounts(free=1, reserved=0, active=0, pinned=2, idle=1)
     pool.check()
     greedy = pool.try_reserve(2, "other")
@@ -122,7 +122,7 @@ def test_a_slot_that_two_tables_share_stays_active_until_the_second_ends_and_pin
     two = pool.hold("two", one.slots)
     mine, yours = pool.pin_run(one, 0, 2, "mine"), pool.pin_run(two, 0, 2, "yours")
     one.end()
-    assert (mine.booked, yours.booked) == (True, False)
+    assert (mine.hold.ended, yours.hold.ended) == (True, False)
     assert pool.counts.active == 2, "a table still holds them"
     pool.check()
     two.end()
@@ -293,7 +293,7 @@ def books_a_run_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     take_back = BlockPool.take_back
 
     def faulty(self: BlockPool, handle, fence):
-        unbooked = isinstance(handle, RunPin) and not handle.booked
+        unbooked = isinstance(handle, RunPin) and not handle.hold.ended
         take_back(self, handle, fence)
         if unbooked:
             handle.hold.run_pins.add(handle)

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Loads
 from penstock.kv.tiers.policy import TierLimits

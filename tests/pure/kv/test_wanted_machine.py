@@ -97,12 +97,22 @@ class WantedModel:
             want.gone.update(slot for slot in slots if slot in want.slots)
 
 
+class Told(WantedLast):
+    """With the order below it, which a pool tells itself."""
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        self.others.sealed(slots, keys, depths)
+
+    def hit(self, slots: list[int]) -> None:
+        self.others.hit(slots)
+
+
 class WantedMachine(OrderMachine):
     """Waiting requests want blocks, whether somebody uses them or not; they lose them, give up, are dropped, and come again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.order: WantedLast = WantedLast(make_order(self.policy, NUM_SLOTS, BLOCK_TOKENS), NUM_SLOTS)
+        self.order: Told = Told(make_order(self.policy, NUM_SLOTS, BLOCK_TOKENS), NUM_SLOTS)
         self.model: WantedModel = WantedModel(self.policy)
         self.wants: list[tuple[PoolWant, WantModel]] = []
         self.num_ranks = 0
@@ -148,7 +158,7 @@ class WantedMachine(OrderMachine):
     @invariant()
     def it_knows_who_wants_what(self) -> None:
         order, model = self.order, self.model
-        assert (order.num_unwanted, order.num_wants, order.num_dropped) == (len(model.rest), len(model.wants), model.num_dropped)
+        assert (len(order.others), len(order.wants), order.num_dropped) == (len(model.rest), len(model.wants), model.num_dropped)
         assert list(order)[len(model.rest) :] == sorted(model.aside), "those that nobody wants come first"
         for want, expected in self.wants:
             assert (want in order) == any(one is expected for one in model.wants)
@@ -185,18 +195,18 @@ def test_runs_may_be_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drops_the_least_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, num: int) -> None:
-        while len(self._others) < num and self._num_aside:
+        while len(self.others) < num and self._num_aside:
             self.num_dropped += 1
-            self.end(min(self._wants, key=lambda want: want.rank))
+            self.end(min(self.wants, key=lambda want: want.rank))
 
     monkeypatch.setattr(WantedLast, "expose", faulty)
 
 
 def drops_whoever_wants_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, num: int) -> None:
-        while len(self._others) < num and self._wants:
+        while len(self.others) < num and self.wants:
             self.num_dropped += 1
-            self.end(max(self._wants, key=lambda want: want.rank))
+            self.end(max(self.wants, key=lambda want: want.rank))
 
     monkeypatch.setattr(WantedLast, "expose", faulty)
 
@@ -205,7 +215,7 @@ def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     end = WantedLast.end
 
     def faulty(self: WantedLast, want: PoolWant) -> None:
-        if want in self._wants:
+        if want in self.wants:
             self._num_wants.array[want.slots] = np.minimum(self._num_wants.array[want.slots], 1)
         end(self, want)
 
@@ -213,7 +223,7 @@ def ends_for_two_what_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_who_wants_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WantedLast, "add", lambda self, slots: self._others.add(slots))
+    monkeypatch.setattr(WantedLast, "add", lambda self, slots: self.others.add(slots))
 
 
 def keeps_a_want_of_a_block_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,13 +176,13 @@ def test_an_own_answer_serves_where_the_index_has_forgotten_it() -> None:
     for i in range(600):
         pool.find((KEYS[i % 100 + 20],))
     looked_up: list[int] = []
-    slot_of = pool._index._slot_of
+    slot_of = pool._index.slot_of
 
     class Counting(dict):  # type: ignore[type-arg]
         def __getitem__(self, key: bytes) -> int:
             looked_up.append(1)
             return super().__getitem__(key)
 
-    pool._index._slot_of = Counting(slot_of)
+    pool._index.slot_of = Counting(slot_of)
     assert len(pool.find(asked, want)) == 4 and looked_up == []
     pool.end_want(want)

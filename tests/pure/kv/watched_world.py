@@ -11,7 +11,7 @@ from test_transfer_races import BLOCK, LAYERS, SCOPE, World
 
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.arriving import Arriving
-from penstock.kv.blocks.table import BlockTable
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import SavedLease

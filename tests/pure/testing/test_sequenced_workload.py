@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import Access, Fence, Load, Mode
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits

@@ -58,17 +58,15 @@ class LastUse:
         """What must have passed before `slots` are written by a new owner."""
         fences: list[Fence] = []
         for lane, live in self._live.items():
-            upto = self._upto(self._newest[lane], slots) if live else 0
+            newest, upto = self._newest[lane], 0
+            if live and isinstance(slots, np.ndarray):
+                upto = int(newest.array[slots].max(initial=0))
+            elif live:
+                upto = max(map(newest.at.__getitem__, slots), default=0)
             if upto >= next(iter(live), upto + 1):
                 self._drop_passed(live)
                 fences += [fence for number, fence in live.items() if number <= upto]
         return tuple(fences)
-
-    @staticmethod
-    def _upto(newest: PerSlot, slots: Run) -> int:
-        if isinstance(slots, np.ndarray):
-            return int(newest.array[slots].max(initial=0))
-        return max(map(newest.at.__getitem__, slots), default=0)
 
     def _number(self, fence: Fence) -> int:
         if fence.lane not in self._live:
@@ -102,20 +100,15 @@ class KeyIndex:
     def __init__(self, num_slots: int) -> None:
         self.key_of: list[bytes | None] = [None] * num_slots  # by slot; None: not sealed
         self.sealed = PerSlot("B", num_slots)  # 1: it has a key
-        self._slot_of: dict[bytes, int] = {}
+        self.slot_of: dict[bytes, int] = {}
         self._num_forgets = 0
         self._lost_at = PerSlot("q", num_slots)  # the number of the forget that last took its key
         self._found: dict[int, Found] = {}  # by the identity of the keys, which the answer keeps from being another's
         self._found_before: dict[int, Found] = {}
-        self._last = Found((), [], 0)  # a crowd often comes for the same beginning
+        self.last = Found((), [], 0)  # the newest answer about a tuple of keys: a crowd often comes for the same beginning
 
     def __len__(self) -> int:
-        return len(self._slot_of)
-
-    @property
-    def last(self) -> Found:
-        """The newest answer about a tuple of keys."""
-        return self._last
+        return len(self.slot_of)
 
     def find(self, keys: Sequence[bytes], like: Found | None = None) -> Run:
         """Slots of the longest run of leading `keys` that are here, which nobody may change. A waiting request asks in every plan: for
@@ -123,22 +116,26 @@ class KeyIndex:
         A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both.
         `like`: an earlier answer, for whoever keeps his own; one that is about other keys is not taken."""
         num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
-        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(like, keys) or _as_far_as(self._last, keys)
+        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(like, keys) or _as_far_as(self.last, keys)
         run: Run = []
         if known is not None:
             run = known.run if known.num_forgets == num_forgets else self._still_here(known)
         num = len(run)
-        if num < len(keys) and keys[num] in self._slot_of:
+        if num < len(keys) and keys[num] in self.slot_of:
             run = self._extended(run, keys[num:] if num else keys)
         if isinstance(keys, tuple):
             same = known is not None and known.run is run and known.num_forgets == num_forgets
-            self._remember(known if known is not None and same and known.keys is keys else Found(keys, run, num_forgets))
+            found = known if known is not None and same and known.keys is keys else Found(keys, run, num_forgets)
+            # In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another thread.
+            if len(self._found) >= _REMEMBERED and id(keys) not in self._found:
+                self._found, self._found_before = {}, self._found
+            self._found[id(keys)] = self.last = found
         return run
 
     def _extended(self, run: Run, keys: Sequence[bytes]) -> Run:
         slots: list[int] = []
         with suppress(KeyError):  # the first that is not here ends it, and the list has those before
-            slots.extend(map(self._slot_of.__getitem__, keys))
+            slots.extend(map(self.slot_of.__getitem__, keys))
         if isinstance(run, np.ndarray):
             return np.concatenate((run, np.array(slots, np.intp)))
         return as_run([*run, *slots] if run else slots)
@@ -153,21 +150,11 @@ class KeyIndex:
         end = next((place for place, slot in enumerate(run) if lost_at[slot] > known.num_forgets), None)
         return run if end is None else run[:end]
 
-    def _remember(self, found: Found) -> None:
-        """In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another thread."""
-        if len(self._found) >= _REMEMBERED and id(found.keys) not in self._found:
-            self._found, self._found_before = {}, self._found
-        self._found[id(found.keys)] = self._last = found
-
-    def find_each(self, keys: Sequence[bytes]) -> list[int]:
-        """The slot of each key; -1 where it is not here."""
-        return list(map(self._slot_of.get, keys, repeat(-1)))
-
     def add(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
         """Give each slot its key unless the key lives elsewhere: first writer wins. Returns the slots that got theirs."""
         if any(map(self.key_of.__getitem__, slots)):
             raise InvariantBroken(f"slot {next(slot for slot in slots if self.key_of[slot])} is sealed already")
-        homes = list(map(self._slot_of.setdefault, keys, slots))
+        homes = list(map(self.slot_of.setdefault, keys, slots))
         taken, given = list(slots), keys
         if homes != taken:
             places = [place for place, slot in enumerate(slots) if homes[place] == slot]
@@ -185,7 +172,7 @@ class KeyIndex:
             key = self.key_of[slot]
             if key is None:
                 raise InvariantBroken(f"slot {slot} has no key to forget")
-            del self._slot_of[key]
+            del self.slot_of[key]
             self.key_of[slot] = None
             keys.append(key)
         run = as_run(slots)
@@ -197,8 +184,8 @@ class KeyIndex:
     def check(self) -> None:
         """Raise unless both directions agree."""
         backwards = [(key, slot) for slot, key in enumerate(self.key_of) if key is not None]
-        if len(backwards) != len(self._slot_of) or dict(backwards) != self._slot_of:
-            raise InvariantBroken(f"{len(backwards)} slots have a key and {len(self._slot_of)} keys have a slot, and they disagree")
+        if len(backwards) != len(self.slot_of) or dict(backwards) != self.slot_of:
+            raise InvariantBroken(f"{len(backwards)} slots have a key and {len(self.slot_of)} keys have a slot, and they disagree")
         if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed.at) if sealed]:
             raise InvariantBroken(
                 f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed.at)} that are said to be sealed"
@@ -232,7 +219,8 @@ class BlockPool:
         # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
         self._free: deque[int] = deque()  # those that were used before, longest ago first
         self._fresh = deque(range(num_slots))  # free and never used: their memory may be yet to be found, so they come last
-        self._idle = WantedLast(LruOrder(num_slots) if eviction is None else eviction, num_slots)
+        self._order = LruOrder(num_slots) if eviction is None else eviction
+        self._idle = WantedLast(self._order, num_slots)
         self._depths = array("q", bytes(8 * num_slots))  # of sealed blocks: their places in their prefixes
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
@@ -241,7 +229,7 @@ class BlockPool:
 
     @property
     def counts(self) -> SlotCounts:
-        return self._book.counts
+        return SlotCounts(*self._book.num_in)
 
     @property
     def num_available(self) -> int:
@@ -256,7 +244,7 @@ class BlockPool:
     @property
     def num_unwanted(self) -> int:
         """Slots that can be reserved without anything being forgotten that somebody wants."""
-        return self.num_free + self._idle.num_unwanted
+        return self.num_free + len(self._order)
 
     @property
     def num_keys(self) -> int:
@@ -281,7 +269,7 @@ class BlockPool:
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key; -1 where it is not here."""
-        return self._index.find_each(keys)
+        return list(map(self._index.slot_of.get, keys, repeat(-1)))
 
     def keys(self) -> list[bytes]:
         """Of every sealed block."""
@@ -366,7 +354,7 @@ class BlockPool:
             slot = next(slot for slot in shared if not self._index.sealed.at[slot])
             raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
         self._idle.remove(book.those_in(SlotState.IDLE, run))
-        self._idle.hit(run)
+        self._order.hit(run)
         book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
         book.holds.add(run, 1)
         hold = Hold(owner, self, num_elsewhere)
@@ -405,7 +393,7 @@ class BlockPool:
         """For the handles: `handle` ends. A slot that nobody holds or pins any more goes idle where it is sealed, free where not."""
         if self._observer is not None:
             self._observer.returned(self.name, handle.slots, handle.owner, fence)
-        if isinstance(handle, RunPin) and not handle.booked:
+        if isinstance(handle, RunPin) and not handle.hold.ended:
             del self._handles[handle]
             handle.hold.run_pins.remove(handle)
             self._last_use.note(handle.run if fence is not None else [], fence)
@@ -458,7 +446,7 @@ class BlockPool:
             self.num_duplicates += len(slots) - len(taken)
         for slot, depth in zip(taken, depths, strict=True):
             self._depths[slot] = depth
-        self._idle.sealed(taken, keys, depths)
+        self._order.sealed(taken, keys, depths)
         if self._observer is not None:
             for slot, key in zip(taken, keys, strict=True):
                 self._observer.sealed(self.name, slot, key)
@@ -466,7 +454,7 @@ class BlockPool:
 
     def note_hits(self, slots: Run) -> None:
         """For the order of eviction: the sealed `slots` were found again by somebody who reads them under a pin, not a hold."""
-        self._idle.hit(slots)
+        self._order.hit(slots)
 
     def want(self, slots: Run, rank: float) -> PoolWant:
         """Somebody will use the sealed `slots`: they are forgotten after all that nobody wants, and among wanted ones those of the
@@ -529,7 +517,7 @@ class BlockPool:
     def check(self) -> None:
         """Recount everything from the handles that are out, and raise where the running books differ."""
         out = list(self._out or ())
-        booked = (handle for handle in out if isinstance(handle, Pin) and not (isinstance(handle, RunPin) and not handle.booked))
+        booked = (handle for handle in out if isinstance(handle, Pin) and not (isinstance(handle, RunPin) and not handle.hold.ended))
         pins = Counter(slot for handle in booked for slot in handle.slots)
         holds = Counter(slot for handle in out if not isinstance(handle, Pin) for slot in handle.slots)
         reserved = {slot for handle in out if isinstance(handle, Reservation) for slot in handle.slots}

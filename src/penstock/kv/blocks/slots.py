@@ -155,10 +155,6 @@ class SlotBook:
         self._pool = pool
         self._observer = observer
 
-    @property
-    def counts(self) -> SlotCounts:
-        return SlotCounts(*self.num_in)
-
     def those_in(self, state: SlotState, slots: Run) -> Run:
         if isinstance(slots, np.ndarray):
             those: NDArray[np.intp] = slots[self.state.array[slots] == state]

@@ -178,7 +178,7 @@ class Meter:
 
     def begin(self, now_s: float) -> None:
         if self._num == 0:
-            self._restart(now_s, is_rest=False)
+            self._since_s, self._num_bytes, self._num_ended, self._is_rest = now_s, 0, 0, False
         self._num += 1
 
     def end(self, now_s: float, num_bytes: int) -> None:
@@ -189,10 +189,7 @@ class Meter:
         is_long = seconds >= _SAMPLE_S and self._num_ended >= _SAMPLE_ENDS * self._num
         if self._num_bytes and (is_long or (self._num == 0 and not self._is_rest)):
             self.rate.add(self._num_bytes, seconds)
-            self._restart(now_s, is_rest=True)
-
-    def _restart(self, now_s: float, is_rest: bool) -> None:
-        self._since_s, self._num_bytes, self._num_ended, self._is_rest = now_s, 0, 0, is_rest
+            self._since_s, self._num_bytes, self._num_ended, self._is_rest = now_s, 0, 0, True
 
 
 class Tally:
@@ -249,9 +246,8 @@ class Tally:
 
     def skip(self, reason: str, num_blocks: int) -> None:
         """So many blocks are not written."""
-        if num_blocks:
-            with self._lock:
-                self.counts.skipped[reason] += num_blocks
+        with self._lock:
+            self.counts.skipped[reason] += num_blocks
 
     def fail(self, reason: str) -> None:
         with self._lock:
@@ -375,15 +371,6 @@ class StoreCalls:
         with self._lock:
             return bool(self._running) and min(self._running.values()) + self._stuck_s < self.breaker.clock()
 
-    @property
-    def usable(self) -> bool:
-        return not self.stopped and self.breaker.state is BreakerState.CLOSED and not self.stuck
-
-    def stored(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of `keys` need not be written, as far as that is known without asking. A store that answers from memory finds out when it
-        writes: it alone knows whether what it has under a key was ever read whole."""
-        return [False] * len(keys) if self.store.local else self.known.has_each(keys)
-
     # ------------------------------------------------------------------------------------------------------- what is said
 
     def read(self, group: StoreGroup) -> None:
@@ -440,10 +427,6 @@ class StoreCalls:
         """Whatever else the store is asked, on whichever thread. Raises StoreFailed."""
         return self._call(what, call)[0]
 
-    def _may_be_empty(self) -> None:
-        self.known.clear()
-        self.num_losses += 1
-
     def probe(self) -> None:
         """For whom `Breaker.try_probe` told to."""
         answers = False
@@ -456,7 +439,8 @@ class StoreCalls:
             self._count_failure("probe", error)
         finally:
             if answers:
-                self._may_be_empty()  # before anything can be written to it again
+                self.known.clear()  # it may be empty: before anything can be written to it again
+                self.num_losses += 1
                 log.info("the %s tier answers again", self.store.name)
             self.breaker.probed(answers)
 

@@ -21,7 +21,7 @@ from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
 from penstock.figures import Traffic
 from penstock.kv.blocks.handles import Handle
-from penstock.kv.tiers.calls import Breaker, Span, StoreCalls, StoreGroup, Tally, Way
+from penstock.kv.tiers.calls import Breaker, BreakerState, Span, StoreCalls, StoreGroup, Tally, Way
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
 from penstock.lanes.lane import Lane, Ticket
 
@@ -235,9 +235,9 @@ class ColdTier:
         self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
         self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
         self._asking = threading.Lock()
-        self._open: list[Finding] = []  # not seen to be ready
-        self._readings: deque[Reading] = deque()  # not seen to be over
-        self._writings: deque[Writing] = deque()  # not given out
+        self.findings: list[Finding] = []  # that `settle` has not seen to be ready
+        self.readings: deque[Reading] = deque()  # that `settle` has not seen to be over
+        self.writings: deque[Writing] = deque()  # that `settle` has not given out
         self._settled: list[Writing] = []  # to be given out
         self._resets: list[Writing] = []  # not settled
         self._defects: list[BaseException] = []  # of ours, found on lanes
@@ -249,26 +249,12 @@ class ColdTier:
     @property
     def usable(self) -> bool:
         """Whether it pays to ask: the breaker is closed and nothing is stuck."""
-        return self.calls.usable
+        calls = self.calls
+        return not calls.stopped and calls.breaker.state is BreakerState.CLOSED and not calls.stuck
 
     @property
     def queued_read_bytes(self) -> int:
         return self.calls.tally.queued_bytes[Way.READ]
-
-    @property
-    def num_reading(self) -> int:
-        """Readings that `settle` has not seen to be over."""
-        return len(self._readings)
-
-    @property
-    def num_writing(self) -> int:
-        """Writings that `settle` has not given out."""
-        return len(self._writings)
-
-    @property
-    def num_asking(self) -> int:
-        """Findings that `settle` has not seen to be ready."""
-        return len(self._open)
 
     def usage(self) -> StoreUsage:
         return self.calls.store.usage()
@@ -276,8 +262,8 @@ class ColdTier:
     def report(self, traffic: Traffic) -> None:
         """Add what is known of this tier to `traffic`."""
         self.calls.tally.report(self.name, traffic)
-        traffic.in_flight[self.name, "host"] = self.num_reading
-        traffic.in_flight["host", self.name] = self.num_writing
+        traffic.in_flight[self.name, "host"] = len(self.readings)
+        traffic.in_flight["host", self.name] = len(self.writings)
         traffic.usable[self.name] = self.usable
 
     # ---------------------------------------------------------------------------------------------------------------- blocks
@@ -293,7 +279,7 @@ class ColdTier:
         else:
             finding.deadline_s = clock() + patience_s
             with self._asking:
-                self._open.append(finding)
+                self.findings.append(finding)
             try:
                 lane.submit(partial(self._answer, finding, keys), label=f"find in {self.name}")
             except BaseException as error:
@@ -317,7 +303,7 @@ class ColdTier:
         groups = self._groups(self.group_blocks, range(len(keys)), keys, slots)
         self._readers.deal(groups, after, self.calls.read, f"read of {owner}")
         reading = Reading(groups)
-        self._readings.append(reading)
+        self.readings.append(reading)
         return reading
 
     def try_write(
@@ -332,18 +318,21 @@ class ColdTier:
             self.calls.tally.skip("broken", len(keys))
             return None
         tally = self.calls.tally
-        stored = [False] * len(keys) if self.is_resetting else self.calls.stored(keys)  # what it has now goes before this is written
+        # What it has now goes before this is written, where it is being reset. A store that answers from memory finds out when it writes:
+        # it alone knows whether what it has under a key was ever read whole.
+        stored = [False] * len(keys) if self.local or self.is_resetting else self.calls.known.has_each(keys)
         new = [place for place, there in enumerate(stored) if not there]
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
         room = (limit - tally.queued_bytes[Way.WRITE]) // tally.block_bytes
         places = new if must else new[: max(0, room)]
-        tally.skip("queue", len(new) - len(places))
-        if new and not places:
-            return None
+        if len(places) < len(new):
+            tally.skip("queue", len(new) - len(places))
+            if not places:
+                return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
         writing = Writing(handle, keys, outcomes, self._groups(self._write_blocks, places, keys, slots, depths))
         self._writers.deal(writing.groups, after, self.calls.write, f"write to {self.name}")
-        self._writings.append(writing)
+        self.writings.append(writing)
         return writing
 
     def settle(self) -> list[Writing]:
@@ -351,11 +340,11 @@ class ColdTier:
         the next call gives out what this one did not."""
         self._watch()
         with self._asking:
-            self._open = [finding for finding in self._open if not finding.ready]
-        while self._readings and self._readings[0].over:  # in order, as they roughly end: the others are not looked at each time
-            self._readings.popleft()
-        while self._writings and self._writings[0].over():
-            writing = self._writings.popleft()
+            self.findings = [finding for finding in self.findings if not finding.ready]
+        while self.readings and self.readings[0].over:  # in order, as they roughly end: the others are not looked at each time
+            self.readings.popleft()
+        while self.writings and self.writings[0].over():
+            writing = self.writings.popleft()
             self._defects += writing.settle()
             self._settled.append(writing)
         if self._defects:
@@ -369,10 +358,10 @@ class ColdTier:
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         groups: list[StoreGroup] = []
-        for one in self._writings:  # what a reset takes away is nobody's loss
+        for one in self.writings:  # what a reset takes away is nobody's loss
             groups = [] if one in self._resets else [*groups, *one.groups]
         self._writers.after_all(group, partial(self.calls.persist, group, groups), f"persist {self.name}")
-        self._writings.append(writing)
+        self.writings.append(writing)
         return writing
 
     def reset(self) -> Writing:
@@ -381,7 +370,7 @@ class ColdTier:
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         self._writers.between(group, partial(self.calls.reset, group), f"reset {self.name}")
-        self._writings.append(writing)
+        self.writings.append(writing)
         self._resets.append(writing)
         return writing
 

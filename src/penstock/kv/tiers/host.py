@@ -24,7 +24,7 @@ from penstock.kv.blocks.eviction import PoolWant
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
 from penstock.kv.blocks.slots import Run, SlotCounts, as_list, as_run
-from penstock.kv.memory.arena import HostMemory
+from penstock.kv.memory import HostMemory
 from penstock.kv.tiers.cold import Finding
 from penstock.observe import EngineObserver
 
@@ -252,22 +252,19 @@ class HostTier:
 
     def grow(self, lease: HostLease) -> None:
         """Take note of what has landed behind its blocks meanwhile: a save may have been under way when it was made."""
-        if lease.want is not None:
-            with self._lock:
-                self._grow(lease)
-
-    def _grow(self, lease: HostLease) -> None:
-        absent = np.flatnonzero(lease.slots == ABSENT)
-        absent = absent[absent >= (lease.places[0] if lease.places.size else len(lease.slots))]
-        if lease.parts or not absent.size or not lease.keys or self._pool.find_each([lease.keys[absent[0]]]) == [ABSENT]:
+        if lease.want is None or lease.parts or not lease.keys:
             return
-        slots = lease.slots.copy()
-        slots[absent] = self._pool.find_each([lease.keys[block] for block in absent.tolist()])
-        rank = self._clock() if lease.want is None else lease.want.rank
-        self._end_want(lease)
-        lease.slots = slots
-        self._want(lease, as_run(slots[slots != ABSENT]))
-        lease.set_rank(rank)
+        with self._lock:
+            want, absent = lease.want, np.flatnonzero(lease.slots == ABSENT)
+            absent = absent[absent >= (lease.places[0] if lease.places.size else len(lease.slots))]
+            if want is None or not absent.size or self._pool.find_each([lease.keys[absent[0]]]) == [ABSENT]:
+                return
+            slots = lease.slots.copy()
+            slots[absent] = self._pool.find_each([lease.keys[block] for block in absent.tolist()])
+            self._end_want(lease)
+            lease.slots = slots
+            self._want(lease, as_run(slots[slots != ABSENT]))
+            lease.set_rank(want.rank)
 
     def _refresh(self, lease: HostLease) -> None:
         if lease.want is None:

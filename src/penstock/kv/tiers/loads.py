@@ -20,10 +20,9 @@ import numpy as np
 
 from penstock.contract import Arrival, Fence, Lease
 from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
-from penstock.kv.blocks.handles import Handle, Pin
+from penstock.kv.blocks.handles import BlockTable, Handle, Pin
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.cold import ColdTier, Finding, Reading
 from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, Taken, runs_of, whose
 from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierLimits, TierRun, choose
@@ -184,7 +183,7 @@ class BlockLoad(Reads):
         self.copies: list[Copy] = []
         self.num_sent = 0  # blocks handed to copies
         self._num_ready = 0
-        self._is_short = False  # its table knows that it ended short
+        self.is_short = False  # its table knows that it ended short
 
     # -------------------------------------------------------------------------------------------------- contract.Load
 
@@ -266,12 +265,6 @@ class BlockLoad(Reads):
         if not self.is_cold:
             self.keys = ()
 
-    def tell_table(self) -> None:
-        """Where it has ended short, the slots behind are computed, after their earlier users."""
-        if self.settled and self.limit < self.num_blocks and not self._is_short:
-            self._is_short = True
-            self.table.add_after(self.after)
-
 
 def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
     """What `tier` has said about all blocks `missing`; None where it was not asked for each of them, or has not answered."""
@@ -297,7 +290,7 @@ class Loads:
         self._part_blocks = max(1, _PART_BYTES // saves.layout.block_bytes)
         self._whole = [Group((0, saves.layout.num_layers))]
         self._loads: dict[BlockTable, BlockLoad] = {}  # in flight, by the table whose slots they fill
-        self._fetches: list[Fetch] = []  # not over
+        self.fetches: list[Fetch] = []  # not over
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
@@ -308,11 +301,7 @@ class Loads:
     @property
     def reads(self) -> Sequence[Reads]:
         """Loads and fetches that are not over."""
-        return [*self._loads.values(), *self._fetches]
-
-    @property
-    def num_fetches(self) -> int:
-        return len(self._fetches)
+        return [*self._loads.values(), *self.fetches]
 
     @property
     def is_cold(self) -> bool:
@@ -564,7 +553,7 @@ class Loads:
         them already is not read twice: returned by key."""
         coming: dict[bytes, Reading] = {}
         short = self.host.num_available < len(wanted)
-        for fetch in self._fetches:
+        for fetch in self.fetches:
             under_way = {key: staged.reading for staged in fetch.staged for key in staged.taken.keys if key in wanted}
             if short or under_way or not wanted.isdisjoint(fetch.room.keys):
                 fetch.end()
@@ -578,10 +567,7 @@ class Loads:
             self._take_in(reads)
         if reads.ended or reads.limit < len(reads.keys):
             self._read_no_further(reads)
-        self._read_on(reads)
-
-    def _read_on(self, reads: Reads) -> None:
-        """So far ahead that nobody waits for the engine thread to come round, and so little at once that nobody waits for it."""
+        # So far ahead that nobody waits for the engine thread to come round, and so little at once that nobody waits for it.
         for _ in range(_READ_AT_ONCE):
             if not reads.unread or not self._may_read(reads):
                 return
@@ -653,12 +639,12 @@ class Loads:
     @property
     def may_fetch(self) -> bool:
         """Whether there is room for one more fetch: in number, and in host slots that fetches may reserve."""
-        return bool(self.cold) and len(self._fetches) < _FETCHES and self._num_fetchable > 0
+        return bool(self.cold) and len(self.fetches) < _FETCHES and self._num_fetchable > 0
 
     @property
     def _num_fetchable(self) -> int:
         """Host slots that fetches may still reserve. Never those of blocks that somebody wants."""
-        num_reserved = sum(fetch.num_reserved for fetch in self._fetches)
+        num_reserved = sum(fetch.num_reserved for fetch in self.fetches)
         return min(self.host.num_spare, self.host.num_slots // _FETCH_SHARE - num_reserved)
 
     def prefetch(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()) -> Fetch | None:
@@ -673,12 +659,12 @@ class Loads:
         self._advance_fetch(fetch)
         if fetch.over:
             return None
-        self._fetches.append(fetch)
+        self.fetches.append(fetch)
         return fetch
 
     def end_fetches(self, keeps: bool = True) -> None:
         """Nothing more is read for any of them; without `keeps` what is being read is not published either."""
-        for fetch in self._fetches:
+        for fetch in self.fetches:
             fetch.keeps &= keeps
             fetch.end()
             self._read_no_further(fetch)
@@ -727,9 +713,9 @@ class Loads:
 
     def advance(self) -> None:
         """Take in what was read, and send on what is ready."""
-        for fetch in self._fetches:
+        for fetch in self.fetches:
             self._advance_fetch(fetch)
-        self._fetches = [fetch for fetch in self._fetches if not fetch.over]
+        self.fetches = [fetch for fetch in self.fetches if not fetch.over]
         for load in self._loads.values():
             self._advance(load)
         for load in [load for load in self._loads.values() if load.over]:
@@ -745,7 +731,9 @@ class Loads:
                 load.cut(load.num_sent)
         elif load.ended:
             load.cut(load.num_sent)
-        load.tell_table()
+        if load.settled and load.limit < load.num_blocks and not load.is_short:  # the slots behind are computed, after their earlier users
+            load.is_short = True
+            load.table.add_after(load.after)
 
     def _try_send(self, load: BlockLoad, end: int) -> bool:
         """False where the lane is closed."""
@@ -762,9 +750,9 @@ class Loads:
 
     def check(self) -> None:
         """Raises where fetches have reserved more than they may."""
-        num_reserved = sum(fetch.num_reserved for fetch in self._fetches)
-        if len(self._fetches) > _FETCHES or num_reserved > self.host.num_slots // _FETCH_SHARE:
-            raise InvariantBroken(f"{len(self._fetches)} fetches have reserved {num_reserved} of {self.host.num_slots} host slots")
+        num_reserved = sum(fetch.num_reserved for fetch in self.fetches)
+        if len(self.fetches) > _FETCHES or num_reserved > self.host.num_slots // _FETCH_SHARE:
+            raise InvariantBroken(f"{len(self.fetches)} fetches have reserved {num_reserved} of {self.host.num_slots} host slots")
 
 
 def no_tiers(pool: BlockPool, block_tokens: int) -> Loads:

@@ -23,11 +23,10 @@ import numpy as np
 from penstock.contract import Fence
 from penstock.errors import InvariantBroken, StoreFailed, TransferFailed
 from penstock.figures import Histogram
-from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.handles import BlockTable, Handle, Hold, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
-from penstock.kv.blocks.table import BlockTable
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.calls import SECONDS_BOUNDS
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
@@ -102,10 +101,6 @@ class Save(Transfer):
         self._layers = (0, num_layers)
         self._displaces = displaces
 
-    @property
-    def num_offered(self) -> int:
-        return sum(len(offer.keys) for offer in self.offers)
-
     def prepare(self) -> bool:
         keys = [key for offer in self.offers for key in offer.keys]
         depths = [depth for offer in self.offers for depth in offer.depths]
@@ -140,15 +135,6 @@ class Save(Transfer):
         self.source_slots = np.concatenate((self.source_slots, sources))
         self.dest_slots = np.concatenate((self.dest_slots, np.array(reservation.slots, np.int64)))
         self.after = (*self.after, *reservation.after)
-
-    def land_arrived(self) -> Iterator[Taken]:
-        """What has come is found from now on, and given out here; what has come to nothing is not."""
-        for error in self.take_arrived():
-            if self.parts:  # a retraction may bring nothing but what is private
-                taken = self.parts.popleft()
-                (self._host.land if error is None else self._host.drop)(taken)
-                if error is None:
-                    yield taken
 
 
 @dataclass(slots=True)
@@ -243,19 +229,16 @@ class Saves:
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
         self._later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
+        self.first: ColdTier  # what it does not have is dirty; only where there are cold tiers
         if cold:
+            self.first = cold[0]
             host.watch_gone()
 
     @property
     def num_cold(self) -> int:
         """Reads, writes and questions of cold tiers that are not over, and what is yet to be handed to them."""
-        num = sum(tier.num_reading + tier.num_writing + tier.num_asking for tier in self.cold.values())
+        num = sum(len(tier.readings) + len(tier.writings) + len(tier.findings) for tier in self.cold.values())
         return num + len(self._persisting) + len(self._later)
-
-    @property
-    def first(self) -> ColdTier:
-        """The first cold tier: what it does not have is dirty."""
-        return next(iter(self.cold.values()))
 
     def pins(self) -> set[Pin]:
         """Of the device, for what is under way or about to be."""
@@ -284,7 +267,9 @@ class Saves:
         if due:
             self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
         if offers:
-            self._send(Save(self.host, offers, self.layout.num_layers, self._displaced))
+            # Where a disk or a store is to have every block, nobody who waits keeps one from it: they have what is displaced.
+            displaces = Displaces.NOTHING if self.postpones else Displaces.ANYTHING if self.cold else Displaces.UNWANTED
+            self._send(Save(self.host, offers, self.layout.num_layers, displaces))
 
     def _send(self, save: Save) -> None:
         """Where this raises, its slots of the device have been given back."""
@@ -294,13 +279,6 @@ class Saves:
         except BaseException:
             _end_pins(save.offers)
             raise
-
-    @property
-    def _displaced(self) -> Displaces:
-        """Where a disk or a store is to have every block, nobody who waits keeps one from it: they have what is displaced."""
-        if self.postpones:
-            return Displaces.NOTHING
-        return Displaces.ANYTHING if self.cold else Displaces.UNWANTED
 
     @property
     def postpones(self) -> bool:
@@ -413,8 +391,13 @@ class Saves:
             self._unwanted.clear()
 
     def _land(self, save: Save) -> None:
-        for taken in save.land_arrived():
-            self.landed(taken.keys, taken.depths)
+        """What has come is found from now on; what has come to nothing is not."""
+        for error in save.take_arrived():
+            if save.parts:  # a retraction may bring nothing but what is private
+                taken = save.parts.popleft()
+                (self.host.land if error is None else self.host.drop)(taken)
+                if error is None:
+                    self.landed(taken.keys, taken.depths)
 
     def _end(self, save: Save) -> None:
         self._land(save)
@@ -426,7 +409,7 @@ class Saves:
             pin.end()
             if save.moves:  # also what somebody wants by now: it would be moved again, and whoever is next would wait for ever
                 self.pool.evict_these(pin.slots)
-        self._num_moving -= save.num_offered if save.moves else 0
+        self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
 
     def _fill_lease(self, save: Save, lease: SavedLease) -> None:
         """The retraction is over: what has landed is the lease's."""
@@ -452,14 +435,21 @@ class Saves:
                 self.host.end_handles([writing.handle])
                 if tier is self.first:
                     self._end_write(writing)
-        self._forget_gone()
+        if self.host.any_gone:
+            self._forget_gone()
 
     def hand_over(self) -> bool:
         """Give cold tiers what is to be written in this turn; says whether a flush has more for the next."""
         if not self.cold:
             return False
-        self._clean()
-        self._write_next_slice()
+        if self.limits.admission == "evict" and not self._rests and not self._writing:
+            self._clean()
+        if self._later:
+            tier, keys, depths = self._later.popleft()
+            if tier is self.first:  # it may have been written meanwhile
+                self._write_dirty([key for key in keys if key in self._dirty])
+            else:
+                self._write(tier, keys, depths)
         for one in self._persisting:
             self._advance_persisting(one)
         self._persisting = [one for one in self._persisting if not one.settled]
@@ -500,8 +490,6 @@ class Saves:
 
     def _clean(self) -> None:
         """Write what is about to leave host memory, a little at a time."""
-        if self.limits.admission != "evict" or self._rests or self._writing:
-            return
         if self.host.slots.free * _CLEAN_SHARE < self.host.num_slots:
             coldest = self.host.coldest(max(_CLEAN_BLOCKS, self.host.num_slots // _CLEAN_SHARE))
             self._rests = self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS]) is None
@@ -514,14 +502,6 @@ class Saves:
                 self._later.append((tier, keys[part], depths[part]))
             else:
                 self._write(tier, keys[part], depths[part])
-
-    def _write_next_slice(self) -> None:
-        if self._later:
-            tier, keys, depths = self._later.popleft()
-            if tier is self.first:  # it may have been written meanwhile
-                self._write_dirty([key for key in keys if key in self._dirty])
-            else:
-                self._write(tier, keys, depths)
 
     def _write_dirty(self, keys: Sequence[bytes], must: bool = False) -> Writing | None:
         wanted = [key for key in keys if key not in self._writing]

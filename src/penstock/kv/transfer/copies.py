@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.memory.arena import piece_slots
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout, piece_slots
 from penstock.kv.transfer.mover import Copier, Layers, Slots
 
 _BATCH_SINCE = 12080  # version of CUDA that brought copies in batches

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock.contract import Access, Arrival, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
 from penstock.kv.blocks.handles import Pin
 from penstock.lanes.lane import POLL_MOST_S, Lane, Ticket, look_again_s
+from penstock.observe import ByteGuard, ContentObserver
 
 Slots = NDArray[np.int64]
 Layers = tuple[int, int]
@@ -141,12 +143,48 @@ class Transfer:
             raise InvariantBroken(f"the launch of {self.label!r} failed, and nobody knows when it ends: {cause!r}") from cause
 
 
-class Checks(Protocol):
-    """What checked mode adds to a transfer, on its lane."""
+class ByteChecks:
+    """What checked mode adds to the transfers between the device and one colder tier, on their lanes: destinations are spoiled before they
+    are written, blocks get a number that tells their bytes, and what leaves the device is compared with what comes back.
 
-    def before(self, transfer: Transfer, lane: Lane, dest: str) -> None: ...
+    A slot is spoiled when its new owner is about to write it, on the owner's lane, and not when it is given back: only the owner knows, and
+    has waited for, the fences of those who had it before.
+    """
 
-    def after(self, transfer: Transfer, lane: Lane, dest: str) -> None: ...
+    def __init__(self, guard: ByteGuard, contents: ContentObserver, layers: Layers, tier: str = "host", device: str = "device") -> None:
+        self._guard = guard
+        self._contents = contents
+        self._layers = layers
+        self._tier = tier
+        self._device = device
+
+    def before(self, transfer: Transfer, lane: Lane, dest: str) -> None:
+        """Behind the transfer's waits, before its first copy."""
+        slots = transfer.dest_slots
+        access = Access(dest, slots, self._layers, Mode.WRITE)
+        lane.submit(lambda: self._guard.poison(dest, slots.tolist()), [access], label=f"poison for {transfer.label}")
+        if dest == self._tier:  # told before the copy can be found
+            self._compare(transfer, lane, demotes=True)
+
+    def after(self, transfer: Transfer, lane: Lane, dest: str) -> None:
+        """Behind its last copy."""
+        if dest == self._device:
+            self._compare(transfer, lane, demotes=False)
+
+    def _compare(self, transfer: Transfer, lane: Lane, demotes: bool) -> None:
+        on_device, in_tier = (transfer.source_slots, transfer.dest_slots) if demotes else (transfer.dest_slots, transfer.source_slots)
+        keys = tuple(transfer.keys)
+
+        def compare() -> None:
+            if transfer.error() is None:
+                tell = self._contents.demoted if demotes else self._contents.promoted
+                digests = self._guard.digests(self._device, on_device[: len(keys)].tolist())
+                for slot, key, digest in zip(in_tier.tolist(), keys, digests, strict=False):
+                    tell(self._tier, slot, key, digest)
+
+        # Not the rest: in a block without a key its request may be writing again, layer by layer as they come.
+        access = Access(self._device, on_device[: len(keys)], self._layers, Mode.READ)
+        lane.submit(compare, [access], label=f"digests of {transfer.label}")
 
 
 class Mover:
@@ -155,7 +193,7 @@ class Mover:
 
     def __init__(self, arenas: tuple[str, str], copier: Copier, lane: Lane, launcher: Lane) -> None:
         self.wake: Callable[[], None] = lambda: None  # called on the launcher when a transfer can be waited for on the device
-        self.checks: Checks | None = None  # in checked mode
+        self.checks: ByteChecks | None = None  # in checked mode
         self.lane = lane
         self._source, self._dest = arenas
         self.copier = copier
@@ -250,22 +288,19 @@ class Mover:
         for group in transfer.groups:
             layers, blocks = group
             accesses = (Access(self._source, source[blocks], layers, Mode.READ), Access(self._dest, dest[blocks], layers, Mode.WRITE))
-            last = self.lane.submit(self._copy(transfer, group), accesses, label=transfer.label, after=last)
+            last = self.lane.submit(partial(self._copy, transfer, group), accesses, label=transfer.label, after=last)
             transfer.copied.append(last)
             if self.checks is not None and group is transfer.groups[-1]:  # before the last arrival: who waits for that finds all of it over
                 self.checks.after(transfer, self.lane, self._dest)
             arrivals.append(Arrival(layers, self.lane.record()))
 
-    def _copy(self, transfer: Transfer, group: Group) -> Callable[[], None]:
-        def copy() -> None:
-            try:
-                self.copier.copy(transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers)
-            except InvariantBroken:
-                raise
-            except Exception as error:
-                raise TransferFailed(f"{transfer.label}: {error}") from error
-
-        return copy
+    def _copy(self, transfer: Transfer, group: Group) -> None:
+        try:
+            self.copier.copy(transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers)
+        except InvariantBroken:
+            raise
+        except Exception as error:
+            raise TransferFailed(f"{transfer.label}: {error}") from error
 
 
 class NoMover(Mover):

@@ -24,7 +24,7 @@ from typing import Any
 
 from cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, payload_of
 from cpu.kv.ssd.ssd_rig import abandon, max_bytes_for
-from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome, Space
 

@@ -12,8 +12,8 @@ from hashlib import shake_128
 from pathlib import Path
 
 from penstock.config import EvictionName
-from penstock.kv.tiers.ssd.directory import LOCK_BYTES
-from penstock.kv.tiers.ssd.disk import DiskIo, segment_bytes, slot_bytes
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES, DiskIo
+from penstock.kv.tiers.ssd.segments import segment_bytes, slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome, Space
 

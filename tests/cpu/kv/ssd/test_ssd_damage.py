@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, bytes_of, key_of, open_at, read, segment_paths, those_in, write
-from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, slot_bytes
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES
+from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Envelope, Outcome
 

@@ -28,7 +28,7 @@ from cpu.kv.ssd.ssd_rig import (
 )
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.index import Claim, SlotIndex
 from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.ssd.survey import inspect, verify

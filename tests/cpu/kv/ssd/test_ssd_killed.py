@@ -19,8 +19,7 @@ import pytest
 
 from cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, WrongBytes, payload_of, read_checked, write_some
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, Crashed, CrashingDisk, QuickDisk, abandon, max_bytes_for, open_at
-from penstock.kv.tiers.ssd.disk import slot_bytes, unpack_slot
-from penstock.kv.tiers.ssd.segments import Segments
+from penstock.kv.tiers.ssd.segments import Segments, slot_bytes, unpack_slot
 from penstock.kv.tiers.ssd.store import SlotIo, SsdStore, open_ssd
 from penstock.kv.tiers.store import Envelope, Outcome
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, QuickDisk, abandon, max_bytes_for, num_bytes_in, open_at, read, segment_paths, those_in, write
 from penstock.config import EVICTIONS
-from penstock.kv.tiers.ssd.disk import slot_bytes
+from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.survey import inspect, verify
 from penstock.kv.tiers.store import Outcome
 

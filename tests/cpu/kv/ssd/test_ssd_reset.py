@@ -27,7 +27,7 @@ from cpu.kv.ssd.ssd_rig import (
     write,
 )
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import Outcome

@@ -26,8 +26,9 @@ from cpu.kv.ssd.ssd_rig import (
     write,
 )
 from penstock.config import EVICTIONS
-from penstock.kv.tiers.ssd import disk as format_module
-from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, DiskIo, pack_slot, segment_bytes, slot_bytes, unpack_segment
+from penstock.kv.tiers.ssd import segments as format_module
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
+from penstock.kv.tiers.ssd.segments import pack_slot, segment_bytes, slot_bytes, unpack_segment
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome, Space, pack
 

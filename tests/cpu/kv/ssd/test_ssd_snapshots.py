@@ -18,8 +18,7 @@ from ssd_rig import BLOCK_BYTES, SPACE, FailingDisk, GatedDisk, QuickDisk, aband
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import prefix_keys, tenant_of
 from penstock.kv.tiers.manifest import Manifest, pack
-from penstock.kv.tiers.ssd.directory import make_directory
-from penstock.kv.tiers.ssd.disk import DiskIo
+from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore
 

@@ -25,7 +25,7 @@ from cpu.kv.ssd.ssd_rig import (
 )
 from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd import store as store_module
-from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, DiskIo, is_aligned
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo, is_aligned
 from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import BlockStore, Outcome, Space

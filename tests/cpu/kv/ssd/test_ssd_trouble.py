@@ -26,7 +26,7 @@ from cpu.kv.ssd.ssd_rig import (
 )
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, DiskIo
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import Outcome
 

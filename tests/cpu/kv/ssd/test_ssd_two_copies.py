@@ -6,8 +6,8 @@ import pytest
 
 from cpu.kv.ssd.ssd_rig import key_of
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.ssd.disk import SlotHead
 from penstock.kv.tiers.ssd.index import SlotIndex
+from penstock.kv.tiers.ssd.segments import SlotHead
 from penstock.kv.tiers.store import Envelope
 
 GENERATION = b"g" * 16

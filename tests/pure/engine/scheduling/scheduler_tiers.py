@@ -11,7 +11,7 @@ from scheduler_device import BLOCK, LAYERS, Device
 
 from penstock.engine.scheduling import matching
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.memory.layout import BlockLayout
+from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier

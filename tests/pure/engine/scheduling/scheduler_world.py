@@ -34,8 +34,8 @@ from penstock.contract import (
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import TransferFailed
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.blocks.table import BlockTable
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch
 
@@ -472,8 +472,8 @@ class World:
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:
             assert self.tiers.host.num_leases == 0, "a lease is left"
-            assert self.tiers.host._pool._idle.num_wants == 0, "host blocks are wanted by somebody who has ended"
-        assert self.cache.pool._idle.num_wants == 0, "blocks are wanted by somebody who has ended"
+            assert len(self.tiers.host._pool._idle.wants) == 0, "host blocks are wanted by somebody who has ended"
+        assert len(self.cache.pool._idle.wants) == 0, "blocks are wanted by somebody who has ended"
         assert self.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 0, "retracted": 0}
 
     def close(self) -> None:

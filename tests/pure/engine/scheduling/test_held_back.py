@@ -123,7 +123,7 @@ def test_without_a_conversation_nobody_is_ever_held_back(monkeypatch: pytest.Mon
 def kept(world: World) -> int:
     """Blocks of the device that are wanted though nobody is in line."""
     assert not world.in_line()
-    return sum(want.num_blocks for want in world.cache.pool._idle._wants)
+    return sum(want.num_blocks for want in world.cache.pool._idle.wants)
 
 
 def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,7 @@ def test_what_was_just_answered_is_forgotten_after_what_nobody_wants_and_before_
     world, talk = two_that_run(monkeypatch, C[:8])
     newest_s = max(asked.request.arrival_s for asked in world.asked.values())
     answer(world, talk)
-    (want,) = world.cache.pool._idle._wants
+    (want,) = world.cache.pool._idle.wants
     assert want.rank == newest_s
     coldest = world.cache.pool.coldest(2)
     assert coldest == list(reversed(world.cache.prefix_of(C[:8]).keys)), "nobody wants those"

@@ -225,7 +225,7 @@ def test_behind_those_that_wait_for_a_prefix_others_go_ahead_and_a_plan_looks_at
 
 
 def num_wants(world: World) -> tuple[int, int]:
-    return world.cache.pool._idle.num_wants, tiers_of(world).host._pool._idle.num_wants
+    return len(world.cache.pool._idle.wants), len(tiers_of(world).host._pool._idle.wants)
 
 
 def _cancelled(world: World, waits: str) -> None:

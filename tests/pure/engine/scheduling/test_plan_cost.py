@@ -51,7 +51,7 @@ class Counted:
 
     def __init__(self, num_blocks: int, prefill_chunk: int, overcommit: float = 1.0, **limits: Any) -> None:
         self.pool = BlockPool(num_blocks, "device")
-        self.pool._index._slot_of = self.slots = CountingSlots()
+        self.pool._index.slot_of = self.slots = CountingSlots()
         self.cache = KvCache(self.pool, SCOPE)
         self.scheduler = Scheduler(
             self.cache, Budget(**{"max_batch": 2 * NUM_WAITING, **limits}, prefill_chunk=prefill_chunk, overcommit=overcommit), ()
@@ -235,9 +235,9 @@ def test_a_request_that_waits_for_room_costs_no_more_while_its_blocks_are_copied
     """Neither before, nor meanwhile, nor when they have come. Its blocks are looked up where a copy begins, and where they are found."""
     prompt = [number % 7 for number in range(num_blocks * BLOCK)]
     world = remembered(prompt, num_slots=2 * num_blocks, num_host=2 * num_blocks, prefill_chunk=num_blocks * BLOCK)
-    slots = world.cache.pool._index._slot_of = CountingSlots(world.cache.pool._index._slot_of)
+    slots = world.cache.pool._index.slot_of = CountingSlots(world.cache.pool._index.slot_of)
     host_index = tiers_of(world).host._pool._index
-    host_slots = host_index._slot_of = CountingSlots(host_index._slot_of)
+    host_slots = host_index.slot_of = CountingSlots(host_index.slot_of)
     running = world.submit([1, 2, 3], 4 * num_blocks, ignore_eos=True)
     planned(world)
     waiting = world.submit([*prompt, 1], 3 * num_blocks, ignore_eos=True)

@@ -19,8 +19,8 @@ from functools import partial
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
-from penstock.kv.tiers.ssd.disk import READ_THROUGH_BYTES, SECTOR_BYTES, DiskIo, Scratch, SlotHead, read_all, slot_bytes, unpack_slot
-from penstock.kv.tiers.ssd.segments import WithheldSlots
+from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, DiskIo, Scratch, read_all
+from penstock.kv.tiers.ssd.segments import SlotHead, WithheldSlots, slot_bytes, unpack_slot
 from penstock.kv.tiers.store import Outcome
 
 log = logging.getLogger(__name__)
@@ -43,19 +43,9 @@ class Claim:
     reservation: Reservation | None = None
     others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
     unverified: list[int] = field(default_factory=list)  # places of blocks that an earlier process wrote and nobody has read since
-    again: list[int] = field(default_factory=list)  # of `others`: what they wrote was forgotten before it could be found
     landed: set[bytes] = field(default_factory=set)
     forgotten: set[bytes] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
-
-    def wait_others(self) -> None:
-        """All outcomes are known then; blocks until those who write the same blocks have ended. The claim has landed, so nobody waits for
-        the other in a circle."""
-        for place, key, other in self.others:
-            other.over.wait()
-            self.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
-            if key in other.forgotten:
-                self.again.append(place)
 
 
 class SlotIndex:
@@ -81,7 +71,7 @@ class SlotIndex:
 
     @property
     def num_free(self) -> int:
-        return self._pool.counts.free
+        return self._pool.num_free
 
     def find(self, keys: Sequence[bytes]) -> int:
         with self._lock:
@@ -154,16 +144,11 @@ class SlotIndex:
             if new:
                 claim.reservation = self._reserve(len(new), "write")
                 claim.slots = list(claim.reservation.slots)
-                claim.sequence = self._next_sequence(len(keys))
+                claim.sequence = max(self._sequence + 1, time.time_ns())  # times, so that a human can read them, but never twice the same
+                self._sequence = claim.sequence + len(keys) - 1
                 for place in new:
                     claim.outcomes[place] = Outcome.FAILED
             return claim
-
-    def _next_sequence(self, num: int) -> int:
-        """The first of `num` numbers: times, so that a human can read them, but never twice the same."""
-        first = max(self._sequence + 1, time.time_ns())
-        self._sequence = first + num - 1
-        return first
 
     def land(self, claim: Claim, keys: Sequence[bytes], depths: Sequence[int], written: Mapping[int, bytes]) -> None:
         """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with the generation that it was

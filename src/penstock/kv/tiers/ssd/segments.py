@@ -1,5 +1,12 @@
-"""Segment files and the slots in them: opens, makes, syncs and renews the files, and says where a slot lies. Owns their descriptors and the
-bound on their size; which block has which slot is the index's business.
+"""Segment files and the slots in them: what their bytes mean; opens, makes, syncs and renews them, and says where a slot lies. Owns the
+format and its version, the descriptors and the bound on their size; which block has which slot is the index's business.
+
+    segment file    [ segment head | slot 0 | slot 1 | ... ]       each head is one sector of 4096 bytes
+    slot            [ slot head | payload, padded to whole sectors ]
+    slot head       [ envelope | place ]                           the place says where this head was written, and in which generation
+
+A slot stands for a block when its head is whole, lies where it says it does, and has the generation of its segment. So a new generation
+in the segment head forgets every slot of the file at once.
 
 Slots are numbered through all segments, those that do not exist yet included. Files are preallocated one at a time, when the slots of
 those before are used up, so that a large bound costs nothing until it is needed. Files are opened for direct I/O where the file system
@@ -12,6 +19,8 @@ import contextlib
 import errno
 import logging
 import os
+import secrets
+import struct
 import threading
 import time
 from bisect import bisect_right
@@ -19,25 +28,99 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import xxhash
+
 from penstock.config import GIB
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.blocks.handles import Reservation
-from penstock.kv.tiers.ssd.directory import LOCK_BYTES, Directory, check_file
-from penstock.kv.tiers.ssd.disk import (
-    FULL,
-    SECTOR_BYTES,
-    DiskIo,
-    Scratch,
-    SegmentHead,
-    new_generation,
-    pack_segment,
-    read_all,
-    segment_bytes,
-    slot_bytes,
-    unpack_segment,
-    write_all,
-)
-from penstock.kv.tiers.store import Space
+from penstock.kv.blocks.key import SCOPE_BYTES
+from penstock.kv.tiers.ssd.directory import FULL, LOCK_BYTES, SECTOR_BYTES, Directory, DiskIo, Scratch, check_file, read_all, write_all
+from penstock.kv.tiers.store import HEADER_BYTES, Envelope, Space, unpack
+
+FORMAT = 1
+GENERATION_BYTES = 16
+_MAGIC = b"penstkSG"
+_SEGMENT = struct.Struct(
+    f"<8sHHIIIQ{SCOPE_BYTES}s{GENERATION_BYTES}s"
+)  # magic, format, 0, number, slots, 0, block bytes, space, generation
+
+
+_PLACE = struct.Struct(f"<{GENERATION_BYTES}sIII")  # generation, number, slot, depth
+_CHECK = struct.Struct("<Q")  # of everything before it
+_PLACE_END = HEADER_BYTES + _PLACE.size
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """What one block takes in a file."""
+    return SECTOR_BYTES + -(-block_bytes // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def segment_bytes(num_slots: int, block_bytes: int) -> int:
+    return SECTOR_BYTES + num_slots * slot_bytes(block_bytes)
+
+
+def new_generation() -> bytes:
+    return secrets.token_bytes(GENERATION_BYTES)
+
+
+class SegmentHead(NamedTuple):
+    """Whose blocks a file has, and how many fit."""
+
+    number: int  # of the file, as its name has it
+    num_slots: int
+    block_bytes: int
+    space: bytes
+    generation: bytes
+
+
+class SlotHead(NamedTuple):
+    """A slot's head that is whole."""
+
+    envelope: Envelope
+    generation: bytes
+    number: int
+    slot: int
+    depth: int  # the block's place in its prompt
+
+    def is_for(self, segment: SegmentHead, slot: int) -> bool:
+        """Whether it was written for that slot of the segment, and belongs to a block of the segment as it is now."""
+        place = (self.generation, self.number, self.slot) == (segment.generation, segment.number, slot)
+        return place and (self.envelope.space, self.envelope.num_bytes) == (segment.space, segment.block_bytes)
+
+
+def pack_segment(head: SegmentHead) -> bytes:
+    fields = _SEGMENT.pack(_MAGIC, FORMAT, 0, head.number, head.num_slots, 0, head.block_bytes, head.space, head.generation)
+    return (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(SECTOR_BYTES, b"\0")
+
+
+def unpack_segment(sector: memoryview | bytes) -> SegmentHead | None:
+    """None: it is not of this format, or damaged."""
+    if len(sector) < SECTOR_BYTES:
+        return None
+    fields = bytes(sector[: _SEGMENT.size])
+    magic, version, _, number, num_slots, _, block_bytes, space, generation = _SEGMENT.unpack(fields)
+    (expected,) = _CHECK.unpack_from(sector, _SEGMENT.size)
+    if magic != _MAGIC or version != FORMAT or xxhash.xxh3_64_intdigest(fields) != expected:
+        return None
+    return SegmentHead(number, num_slots, block_bytes, space, generation)
+
+
+def pack_slot(envelope: bytes, segment: SegmentHead, slot: int, depth: int) -> bytes:
+    """`envelope` as `tiers.store.pack` made it."""
+    fields = envelope + _PLACE.pack(segment.generation, segment.number, slot, depth)
+    return (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(SECTOR_BYTES, b"\0")
+
+
+def unpack_slot(sector: memoryview | bytes) -> SlotHead | None:
+    """None: nothing was written there, or it is damaged."""
+    envelope = unpack(sector)
+    if envelope is None or len(sector) < SECTOR_BYTES:
+        return None
+    (expected,) = _CHECK.unpack_from(sector, _PLACE_END)
+    if xxhash.xxh3_64_intdigest(bytes(sector[:_PLACE_END])) != expected:
+        return None
+    return SlotHead(envelope, *_PLACE.unpack_from(sector, HEADER_BYTES))
+
 
 log = logging.getLogger(__name__)
 

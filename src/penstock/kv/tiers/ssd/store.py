@@ -21,21 +21,20 @@ from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.manifest import unpack as unpack_manifest
-from penstock.kv.tiers.ssd.directory import Directory, ManifestFiles, make_directory, remake_directory
-from penstock.kv.tiers.ssd.disk import (
+from penstock.kv.tiers.ssd.directory import (
     FULL,
     SECTOR_BYTES,
+    Directory,
     DiskIo,
-    SegmentHead,
+    ManifestFiles,
     is_aligned,
-    pack_slot,
+    make_directory,
     read_all,
-    slot_bytes,
-    unpack_slot,
+    remake_directory,
     write_all,
 )
 from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
-from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, Segments, WithheldSlots
+from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, SegmentHead, Segments, WithheldSlots, pack_slot, slot_bytes, unpack_slot
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, pack
 
 log = logging.getLogger(__name__)
@@ -89,13 +88,17 @@ class SlotIo:
     def read(self, run: SlotRun, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         """What became of each block of `run`; `keys` and `into` are those of its blocks."""
         try:
-            heads = self._read_slots(run, into)
+            buffers, heads, copies = self._buffers(run, into)  # good until the thread's next call
+            num = read_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first)) // slot_bytes(run.head.block_bytes)
         except OSError as error:
             if len(run.places) == 1:
                 self._strike(error, "read")
                 return [Outcome.FAILED]
         else:
             self._strikes = 0
+            heads = heads[:num]  # of those blocks that were read in full
+            for i, copy in enumerate(copies[:num]):
+                into[i][:] = copy[: len(into[i])]
             return [self._judge(heads[i : i + 1], key, into[i]) for i, key in enumerate(keys)]
         # Which of them it is shows one by one.
         return [self.read(single, keys[i : i + 1], into[i : i + 1])[0] for i, single in enumerate(run.split())]
@@ -110,7 +113,12 @@ class SlotIo:
     def write(self, run: SlotRun, heads: Sequence[bytes], blocks: Sequence[memoryview]) -> list[Outcome]:
         """What became of each block of `run`. Where it is not DONE, anything may be in the slot."""
         try:
-            self._write_slots(run, heads, blocks)
+            buffers, head_buffers, copies = self._buffers(run, blocks)
+            for i, head in enumerate(heads):
+                head_buffers[i][:] = head
+                if copies:
+                    copies[i][: len(blocks[i])] = blocks[i]
+            write_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first))
         except OSError as error:
             if len(run.places) == 1:
                 if error.errno not in FULL:
@@ -132,23 +140,6 @@ class SlotIo:
         if error.errno in _GONE or self._strikes >= _STRIKES:
             raise StoreFailed(f"the SSD cache in {where} cannot be {done}: {error.strerror}") from error
         log.warning("SSD cache in %s: a block could not be %s: %s", where, done, error.strerror)
-
-    def _write_slots(self, run: SlotRun, heads: Sequence[bytes], blocks: Sequence[memoryview]) -> None:
-        """All of it, or OSError."""
-        buffers, head_buffers, copies = self._buffers(run, blocks)
-        for i, head in enumerate(heads):
-            head_buffers[i][:] = head
-            if copies:
-                copies[i][: len(blocks[i])] = blocks[i]
-        write_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first))
-
-    def _read_slots(self, run: SlotRun, into: Sequence[memoryview]) -> list[memoryview]:
-        """The heads of those blocks that were read in full, good until the thread's next call."""
-        buffers, heads, copies = self._buffers(run, into)
-        num = read_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first)) // slot_bytes(run.head.block_bytes)
-        for i, copy in enumerate(copies[:num]):
-            into[i][:] = copy[: len(into[i])]
-        return heads[:num]
 
     def _buffers(self, run: SlotRun, blocks: Sequence[memoryview]) -> tuple[list[memoryview], list[memoryview], list[memoryview]]:
         """What the system call takes, as it lies in the file; the heads in it; and the payloads in it, none where those are `blocks`."""
@@ -295,8 +286,13 @@ class SsdStore:
             self._index.land(claim, keys, depths, written)
         for place in claim.unverified:
             claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
-        claim.wait_others()
-        for place in claim.again:
+        again: list[int] = []
+        for place, key, other in claim.others:  # this claim has landed, so nobody waits for the other in a circle
+            other.over.wait()
+            claim.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
+            if key in other.forgotten:  # what the other wrote was forgotten before it could be found
+                again.append(place)
+        for place in again:
             (claim.outcomes[place],) = self._write([keys[place]], [depths[place]], [blocks[place]])
         return claim.outcomes
 

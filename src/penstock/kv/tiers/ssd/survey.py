@@ -16,19 +16,8 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
 from penstock.kv.tiers.manifest import unpack as unpack_manifest
-from penstock.kv.tiers.ssd.directory import Directory, ManifestFiles, open_directory
-from penstock.kv.tiers.ssd.disk import (
-    READ_THROUGH_BYTES,
-    SECTOR_BYTES,
-    DiskIo,
-    SegmentHead,
-    SlotHead,
-    read_all,
-    segment_bytes,
-    slot_bytes,
-    unpack_slot,
-)
-from penstock.kv.tiers.ssd.segments import SegmentFiles
+from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, Directory, DiskIo, ManifestFiles, open_directory, read_all
+from penstock.kv.tiers.ssd.segments import SegmentFiles, SegmentHead, SlotHead, segment_bytes, slot_bytes, unpack_slot
 
 Progress = Callable[[int, int], None]  # slots or files done, and in all
 

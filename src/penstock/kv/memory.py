@@ -1,5 +1,10 @@
-"""The memory that KV blocks live in, on the device and in the host. Owns the tensors and the pinning of host memory; which slot is whose is
-the pools' business."""
+"""The memory that KV blocks live in, on the device and in the host, and how one block lies in its page. Owns the layout, the tensors and
+the pinning of host memory; which slot is whose is the pools' business.
+
+    page of one slot:  [layer][k|v][token][kv_head][head_dim]
+
+A page is contiguous, so one block is one copy; the layers of a page are in order, so a run of layers is one copy too.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,76 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
 from penstock.config import GIB
-from penstock.errors import ConfigError
-from penstock.kv.memory.layout import BlockLayout
+from penstock.errors import ConfigError, InvariantBroken
+
+NAME = "block-major"
+VERSION = 1  # of the meaning of the bytes: changes when the same dimensions are laid out in another way
+K, V = 0, 1
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Dimensions of one block's page."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str
+    part_bytes: int = field(init=False, repr=False, compare=False)  # K, or V, of one layer of one block
+    layer_bytes: int = field(init=False, repr=False, compare=False)
+    block_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a KV layout needs a positive {name}, got {getattr(self, name)}")
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(f"KV can be stored as {', '.join(ITEM_BYTES)}, not as {self.dtype!r}")
+        part_bytes = self.strides[1] * ITEM_BYTES[self.dtype]
+        for name, num in (("part_bytes", part_bytes), ("layer_bytes", 2 * part_bytes), ("block_bytes", 2 * part_bytes * self.num_layers)):
+            object.__setattr__(self, name, num)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
+
+    @property
+    def strides(self) -> tuple[int, int, int, int, int]:
+        """In elements, of the dimensions of `shape`; a slot's page is `num_layers * strides[0]` elements."""
+        token = self.num_kv_heads * self.head_dim
+        part = self.block_tokens * token
+        return (2 * part, part, token, self.head_dim, 1)
+
+    def offset(self, layer: int, part: int) -> int:
+        """Byte at which K (0) or V (1) of `layer` starts within its page."""
+        if not 0 <= layer < self.num_layers or part not in (K, V):
+            raise InvariantBroken(f"no part {part} of layer {layer} in a page of {self.num_layers} layers")
+        return layer * self.layer_bytes + part * self.part_bytes
+
+    def extent(self, layers: tuple[int, int]) -> tuple[int, int]:
+        """(first byte, number of bytes) within a page of layers `[layers[0], layers[1])`."""
+        first, end = layers
+        if not 0 <= first <= end <= self.num_layers:
+            raise InvariantBroken(f"no layers {first} to {end} in a page of {self.num_layers} layers")
+        return first * self.layer_bytes, (end - first) * self.layer_bytes
+
+    def fingerprint(self) -> bytes:
+        """Equal exactly where pages are interchangeable byte by byte. Readable, for whoever looks into a stored cache."""
+        layers, _, tokens, heads, dim = self.shape
+        return f"{NAME}/{VERSION} layers={layers} block_tokens={tokens} kv_heads={heads} head_dim={dim} dtype={self.dtype}".encode()
+
 
 _LOG = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -259,3 +325,36 @@ def _unregister(address: int, device: torch.device) -> None:
         code = cudart.cudaHostUnregister(address)
         if int(code) != 0:
             _LOG.warning("a piece of host memory could not be unpinned: %s", cudart.cudaGetErrorString(code))
+
+
+class WatchedArena(Protocol):
+    name: str
+    tensor: Tensor  # the slot its first dimension
+
+
+class ArenaGuard:
+    """Implements `observe.ByteGuard` over several arenas. `digests` waits for the device, so it is for launchers and lanes' own threads."""
+
+    def __init__(self, *arenas: WatchedArena) -> None:
+        self._tensors = {arena.name: arena.tensor for arena in arenas}
+        self._weights: dict[torch.device, Tensor] = {}
+
+    def poison(self, arena: str, slots: Sequence[int]) -> None:
+        tensor = self._tensors[arena]
+        for slot in slots:  # one by one: a list of slots would have to be uploaded first
+            tensor[int(slot)].fill_(math.nan)
+
+    def digests(self, arena: str, slots: Sequence[int]) -> list[int]:
+        """The words of a block, each times an odd number of its own, summed: no single change, and hardly any other, goes unseen."""
+        tensor = self._tensors[arena]
+        weights = self._weights_for(tensor)
+        return [int((_words(tensor[int(slot)]) * weights).sum()) for slot in slots]
+
+    def _weights_for(self, tensor: Tensor) -> Tensor:
+        if tensor.device not in self._weights:
+            self._weights[tensor.device] = 2 * torch.arange(_words(tensor[0]).numel(), device=tensor.device) + 1
+        return self._weights[tensor.device]
+
+
+def _words(block: Tensor) -> Tensor:
+    return block.reshape(-1).view(torch.int16).to(torch.int64)

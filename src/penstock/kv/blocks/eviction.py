@@ -1,0 +1,516 @@
+"""Which idle block is forgotten first. Owns the orders of eviction, who wants which idle blocks, and the choice of a policy by its name.
+
+An order holds exactly the idle slots, so that nothing held or pinned can be popped. It is told more than that: which key and depth a slot
+was sealed with, and when a block was found again. A pool calls it on the engine thread for runs of slots, so the cost per slot is constant:
+no scans, and no call does work that another one has piled up.
+
+A prefix is of use without its continuation, not the other way round: of slots that are added together the first is the deepest of its
+prefix and goes first where a policy has no reason to prefer another.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import struct
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config import EVICTIONS
+from penstock.errors import ConfigError, InvariantBroken
+from penstock.kv.blocks.slots import PerSlot, Run, as_list, as_run
+
+
+class EvictionOrder(Protocol):
+    """Idle slots, and which of them goes first."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]:
+        """Every idle slot, in no order that matters."""
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        """`slots`, which are in use, got these keys; `depths` are the blocks' places in their prefixes, counted from 0."""
+
+    def hit(self, slots: Run) -> None:
+        """These blocks were found again by somebody who uses them; whether they are idle at this moment does not matter."""
+
+    def add(self, slots: Run) -> None:
+        """`slots` became idle; of these the first is to go first."""
+
+    def remove(self, slots: Run) -> None:
+        """`slots`, which are idle, are in use again."""
+
+    def pop(self, num: int) -> list[int]:
+        """Take out `num` to be forgotten, or all where there are fewer, in the order in which they go."""
+
+
+_NO_SLOTS = np.empty(0, np.intp)
+
+
+class PoolWant:
+    """Blocks that somebody will use. `rank`: among wants the one with the greatest is dropped first."""
+
+    __slots__ = ("found", "losses", "rank", "slots")
+
+    def __init__(self, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
+        self.rank = rank
+        self.slots = slots
+        self.found: Any = None  # the newest answer of the pool's index when it was made, most likely about these blocks
+        self.losses = losses  # of these slots, when it was made
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.slots)
+
+
+class WantedLast:
+    """An order of eviction over another one, which has the idle slots that nobody wants: what somebody in line will use is forgotten last.
+
+    A want protects, and never holds: where nothing else is left to forget, the want of the greatest rank is dropped, and its blocks go
+    like any others. Whoever has a want can see which of its blocks have gone.
+    """
+
+    def __init__(self, others: EvictionOrder, num_slots: int) -> None:
+        self.others = others  # it is told of seals and hits by the pool itself
+        self._num_wants = PerSlot("i", num_slots)
+        self._aside = PerSlot("B", num_slots)  # 1: idle and wanted
+        self._losses = PerSlot("q", num_slots)  # blocks that it has lost
+        self._num_aside = 0
+        self.wants: dict[PoolWant, None] = {}
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self.others) + self._num_aside
+
+    def __iter__(self) -> Iterator[int]:
+        """Those that nobody wants first."""
+        yield from self.others
+        yield from np.flatnonzero(self._aside.array).tolist()
+
+    # ---------------------------------------------------------------------------------------------------------------- wants
+
+    def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
+        """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
+        run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
+        want = PoolWant(run, rank, self._losses.array[run])
+        self.wants[want] = None
+        self._num_wants.array[run] += 1
+        resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS
+        resting = resting[self._aside.array[resting] == 0]
+        if resting.size:
+            self.others.remove(as_run(resting))
+            self._set_aside(resting, True)
+        return want
+
+    def end(self, want: PoolWant) -> None:
+        """Idempotent."""
+        if want not in self.wants:
+            return
+        del self.wants[want]
+        run = want.slots[~self.gone(want)]
+        self._num_wants.array[run] -= 1
+        resting = run[(self._num_wants.array[run] == 0) & (self._aside.array[run] != 0)]
+        if resting.size:
+            self._set_aside(resting, False)
+            self.others.add(as_run(resting[::-1]))  # the deepest goes first
+
+    def __contains__(self, want: object) -> bool:
+        """Whether it protects: it has neither ended nor been dropped."""
+        return want in self.wants
+
+    def gone(self, want: PoolWant) -> NDArray[np.bool_]:
+        """Which of its slots have lost their block since it was made."""
+        changed: NDArray[np.bool_] = self._losses.array[want.slots] != want.losses
+        return changed
+
+    def expose(self, num: int) -> None:
+        """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
+        if len(self.others) >= num:
+            return
+        for want in sorted(self.wants, key=lambda want: want.rank, reverse=True):
+            if len(self.others) >= num or not self._num_aside:
+                return
+            self.num_dropped += 1
+            self.end(want)
+
+    # ------------------------------------------------------------------------------------------------------- as every order
+
+    def add(self, slots: Run) -> None:
+        if not self.wants:
+            self.others.add(slots)
+            return
+        wanted, unwanted = self._num_wants.parted(slots)
+        self._set_aside(wanted, True)
+        if len(unwanted):
+            self.others.add(unwanted)
+
+    def remove(self, slots: Run) -> None:
+        if not self._num_aside:
+            self.others.remove(slots)
+            return
+        aside, others = self._aside.parted(slots)
+        self._set_aside(aside, False)
+        if len(others):
+            self.others.remove(others)
+
+    def pop(self, num: int) -> list[int]:
+        self.expose(num)
+        popped = self.others.pop(num)
+        self.lost(popped)
+        return popped
+
+    def lost(self, slots: Sequence[int]) -> None:
+        """Their blocks have gone: nobody wants what comes into these slots next."""
+        for slot in slots:
+            self._losses.at[slot] += 1
+            self._num_wants.at[slot] = 0
+
+    def _set_aside(self, slots: Run, aside: bool) -> None:
+        if len(slots):
+            self._aside.array[slots] = aside
+            self._num_aside += len(slots) if aside else -len(slots)
+
+
+@dataclass(slots=True)
+class _Lot:
+    """Slots that became idle together, those that go last first, and how many of them still are."""
+
+    slots: Run
+    num_left: int
+
+
+class LruOrder:
+    """Idle slots in the order in which they became idle; or queues of such, of which the head that ranks lowest goes first.
+
+    The blocks of a long prompt become idle together, and are mostly used again together: what is done for such a run is done once, not for
+    each of its slots. A slot that is used again without its neighbours stays where it was in its run, and is passed over there. A run that
+    is more than half such slots is written anew, so that what is passed over is never more than what was idle.
+    """
+
+    def __init__(self, num_slots: int, num_queues: int = 1) -> None:
+        self._lot_of = PerSlot("q", num_slots)  # the number of the lot in which it became idle; 0: it is in use
+        self._queues: list[OrderedDict[int, _Lot]] = [OrderedDict() for _ in range(num_queues)]
+        self._clock = 0  # slots that have become idle so far
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[int]:
+        """In the order in which they would be popped now."""
+        for number in heapq.merge(*self._queues, key=self._rank):
+            lot = self._queues[number % len(self._queues)][number]
+            yield from (slot for slot in reversed(as_list(lot.slots)) if self._lot_of.at[slot] == number)
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        """What a block is plays no part."""
+
+    def hit(self, slots: Run) -> None:
+        """A block that was used goes to the end when it becomes idle again; that is all."""
+
+    def add(self, slots: Run) -> None:
+        self._enqueue(slots, 0)
+
+    def remove(self, slots: Run) -> None:
+        if not len(slots):
+            return
+        found = self._num_by_lot(slots)
+        if 0 in found:
+            raise InvariantBroken(f"{found[0]} of {len(slots)} slots are to be used again, and are not idle")
+        self._lot_of.set(slots, 0)
+        self._num -= len(slots)
+        for number, num in found.items():
+            self._shorten(number, num)
+
+    def pop(self, num: int) -> list[int]:
+        popped: list[int] = []
+        while len(popped) < num and any(self._queues):
+            number = min((next(iter(queue)) for queue in self._queues if queue), key=self._rank)
+            lot = self._queues[number % len(self._queues)][number]
+            if not len(lot.slots):  # would go on for ever
+                raise InvariantBroken(f"{lot.num_left} slots are idle in a lot that has none left")
+            lot.slots = slots = as_list(lot.slots)
+            first = len(popped)
+            while slots and len(popped) < num:
+                slot = slots.pop()
+                if self._lot_of.at[slot] == number:
+                    popped.append(slot)
+            self._lot_of.set(popped[first:], 0)
+            self._num -= len(popped) - first
+            self._shorten(number, len(popped) - first)
+        return popped
+
+    def _rank(self, number: int) -> int:
+        """Of a lot; of two equal ones that of the first queue goes first. Within a queue it never falls."""
+        return number
+
+    def _enqueue(self, slots: Run, queue: int) -> None:
+        """A lot at the end of that queue. Its number says when it became idle, and in which queue it is."""
+        if not len(slots):
+            return
+        if self._lot_of.any(slots):
+            raise InvariantBroken(f"of {len(slots)} slots that become idle, some are idle already")
+        self._clock += len(slots)
+        number = self._clock * len(self._queues) + queue
+        self._queues[queue][number] = _Lot(slots[::-1], len(slots))
+        self._lot_of.set(slots, number)
+        self._num += len(slots)
+
+    def _num_by_lot(self, slots: Run) -> dict[int, int]:
+        if not isinstance(slots, np.ndarray):
+            lots = list(map(self._lot_of.at.__getitem__, slots))
+            return {number: lots.count(number) for number in set(lots)}
+        numbers = self._lot_of.array[slots]
+        if (numbers == numbers[0]).all():
+            return {int(numbers[0]): len(slots)}
+        found, nums = np.unique(numbers, return_counts=True)
+        return dict(zip(found.tolist(), nums.tolist(), strict=True))
+
+    def _shorten(self, number: int, num: int) -> None:
+        """So many of its slots are no longer idle."""
+        queue = self._queues[number % len(self._queues)]
+        lot = queue[number]
+        lot.num_left -= num
+        if not lot.num_left:
+            del queue[number]
+        elif 2 * lot.num_left < len(lot.slots):
+            lot.slots = self._those_in(number, lot.slots)
+
+    def _those_in(self, number: int, slots: Run) -> Run:
+        if isinstance(slots, np.ndarray):
+            left: NDArray[np.intp] = slots[self._lot_of.array[slots] == number]
+            return left
+        lot_of = self._lot_of.at
+        return [slot for slot in slots if lot_of[slot] == number]
+
+
+# Measured on all traces of docs/eviction.md: with 4 a scan pushes out more, with 16 a little less than with 8.
+PATIENCE = 8
+KEYS_PER_SLOT = 4  # that are remembered, those of blocks that are here among them
+FEW_KEYS = 16  # up to which a loop is as quick as arrays
+_FRESH, _RETURNED = 0, 1
+_HALVES = struct.Struct("=2Q")
+
+
+class SeenKeys:
+    """Keys that came before, in a table in which a key has one place and the last one that came has it. Eight bytes for a key, and no
+    work that grows with what is remembered."""
+
+    def __init__(self, num_slots: int) -> None:
+        size = 1 << (KEYS_PER_SLOT * num_slots - 1).bit_length()
+        self._mark_at = array("Q", bytes(8 * size))  # the second half of a key at the place that its first half names
+        self._marks = np.frombuffer(self._mark_at, np.uint64)  # the same memory
+        self._mask = size - 1
+
+    def add(self, keys: Sequence[bytes]) -> list[bool] | NDArray[np.bool_]:
+        """Which of `keys` came before."""
+        if len(keys) > FEW_KEYS:
+            halves = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
+            places, marks = halves[:, 0] & np.uint64(self._mask), halves[:, 1]
+            known: NDArray[np.bool_] = self._marks[places] == marks
+            self._marks[places] = marks
+            return known
+        pairs = [(place & self._mask, mark) for place, mark in map(_HALVES.unpack, keys)]
+        came = [self._mark_at[place] == mark for place, mark in pairs]
+        for place, mark in pairs:
+            self._mark_at[place] = mark
+        return came
+
+
+class ReturningOrder(LruOrder):
+    """Least recently used first, where a block that has come back counts as used later.
+
+    A block that was found again, or whose key came again after it was forgotten, belongs to a conversation that goes on or to a prompt that
+    many share. A document that is read once, and a scan of many, never do. So there are two queues by recency, and a block that has come
+    back may be idle `PATIENCE` times as long as one that has not. Both age by what becomes idle, so a conversation that is over goes, too.
+
+    A request that finds a block has found all blocks before it. So in a run that becomes idle together, all blocks before the deepest one
+    that has come back count as come back, and no beginning goes before its continuation. The blocks behind it are new. Where they are the
+    smaller part, they are the last turn of a conversation and stay with it. Else they may be a document behind a prompt that many share.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots, num_queues=2)
+        self._returned = PerSlot("B", num_slots)  # 1: it has come back
+        self._seen = SeenKeys(num_slots)
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        came = self._seen.add(keys)
+        if isinstance(came, np.ndarray):
+            self._returned.array[np.asarray(slots, np.intp)] = came
+        else:
+            for slot, before in zip(as_list(slots), came, strict=True):
+                self._returned.at[slot] = before
+
+    def hit(self, slots: Run) -> None:
+        self._returned.set(slots, 1)
+
+    def add(self, slots: Run) -> None:
+        num_fresh = self._num_fresh(slots)
+        if num_fresh:
+            self._enqueue(slots[:num_fresh], _FRESH)
+        if num_fresh < len(slots):
+            self.hit(slots[num_fresh:])
+            self._enqueue(slots[num_fresh:], _RETURNED)
+
+    def _num_fresh(self, slots: Run) -> int:
+        """Of a run, the deepest first, those before the first that has come back; none where they are the smaller part."""
+        if isinstance(slots, np.ndarray):
+            returned = self._returned.array[slots]
+            first = int(returned.argmax()) if len(slots) else 0
+            first = first if returned[first : first + 1].any() else len(slots)
+        else:
+            first = bytes(map(self._returned.at.__getitem__, slots)).find(1) % (len(slots) + 1)
+        return first if 2 * first >= len(slots) else 0
+
+    def _rank(self, number: int) -> int:
+        """By what has become idle since, which counts more where nothing has come back."""
+        when, queue = divmod(number, len(self._queues))
+        since = self._clock + 1 - when
+        return -since if queue == _RETURNED else -PATIENCE * since
+
+
+# From bench_results: 11,700 for Qwen3-4B on an H200, 2,100 for SmolLM2-135M on a CPU.
+TOKENS_TO_DOUBLE = 8192
+_MOST_HITS = 15
+GHOSTS_PER_SLOT = 4  # measured on both Mooncake traces; together a kilobyte beside a block of a megabyte or so
+_CLASSES_PER_DOUBLING = 4  # the cost that a class stands for is 2 ** (class / 4)
+_NUM_CLASSES = 40  # enough for chains of a million tokens with any number of hits
+_HIT_CLASSES = [_CLASSES_PER_DOUBLING * math.log2(1 + math.log2(1 + hits)) for hits in range(_MOST_HITS + 1)]
+_COSTS = [2 ** (place / _CLASSES_PER_DOUBLING) for place in range(_NUM_CLASSES)]
+
+
+def prefill_cost(num_tokens: int) -> float:
+    """What it costs to compute the first `num_tokens` tokens of a prompt, in units of its first token."""
+    return num_tokens + num_tokens**2 / 2 / TOKENS_TO_DOUBLE
+
+
+class Ghosts:
+    """Keys of blocks that were evicted not long ago, and how often each had been hit: the newest ones, a few for each slot of the pool."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._hits: OrderedDict[bytes, int] = OrderedDict()
+        self._limit = GHOSTS_PER_SLOT * num_slots
+
+    def __len__(self) -> int:
+        return len(self._hits)
+
+    def add(self, key: bytes, num_hits: int) -> None:
+        self._hits[key] = num_hits
+        self._hits.move_to_end(key)
+        if len(self._hits) > self._limit:
+            self._hits.popitem(last=False)
+
+    def take(self, key: bytes) -> int | None:
+        """The block is back: forget its ghost, and say how often it had been hit; None where there is no ghost of it."""
+        return self._hits.pop(key, None)
+
+
+class CostOrder:
+    """Cheapest to recompute first, aged: GreedyDual over classes of cost. A queue per class; a slot's value in it is its rank.
+
+    A token's prefill costs more the deeper it lies, because it attends to all before it: at `TOKENS_TO_DOUBLE` it costs twice what the
+    first one does. But the beginning of a prefix is not worth less than its end for that: without it the end is of no use. What is lost
+    with a chain is all of it, and what one slot of it saves is the mean of the chain's costs. So all blocks that are added as one chain
+    rank by the mean cost of the chain, the deepest goes first among them, and longer chains outlive shorter ones of the same age.
+
+    A block's rank is the floor when it was added plus its cost times its chance to be hit (a slow function of its hits so far, which ghosts
+    remember). The floor is the rank of the last one evicted, so whatever is not used again sinks in the end, however dear it was. Ranks
+    within one class of cost are in the order of adding, so a class is a queue and the next to go is at the head of one.
+    """
+
+    def __init__(self, num_slots: int, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._queues: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(_NUM_CLASSES)]
+        self._num = 0
+        self._floor = 0.0
+        self._ghosts = Ghosts(num_slots)
+        self._key = [b""] * num_slots
+        self._depth = [0] * num_slots
+        self._hits = [0] * num_slots
+        self._class_of = [0] * num_slots
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[int]:
+        for queue in self._queues:
+            yield from queue
+
+    def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        for slot, key, depth in zip(slots, keys, depths, strict=True):
+            earlier = self._ghosts.take(key)
+            self._key[slot] = key
+            self._depth[slot] = depth
+            self._hits[slot] = 0 if earlier is None else min(earlier + 1, _MOST_HITS)  # that it is wanted again is a hit that was missed
+            self._class_of[slot] = 0
+
+    def hit(self, slots: Run) -> None:
+        hits = self._hits
+        for slot in as_list(slots):
+            if hits[slot] < _MOST_HITS:
+                hits[slot] += 1
+
+    def add(self, slots: Run) -> None:
+        depths, hits, class_of, queues = self._depth, self._hits, self._class_of, self._queues
+        before, chain = -1, 0.0
+        for slot in as_list(slots):
+            depth = depths[slot]
+            if depth >= before:  # another chain begins, with its deepest
+                chain = self._chain_class(depth)
+            before = depth
+            # Never lower than before: a short request must not make a beginning cheaper than the long continuation that is here too.
+            place = class_of[slot] = min(max(int(chain + _HIT_CLASSES[hits[slot]]), class_of[slot]), _NUM_CLASSES - 1)
+            queues[place][slot] = self._floor + _COSTS[place]
+        self._num += len(slots)
+
+    def remove(self, slots: Run) -> None:
+        queues, class_of = self._queues, self._class_of
+        for slot in as_list(slots):
+            del queues[class_of[slot]][slot]
+        self._num -= len(slots)
+
+    def pop(self, num: int) -> list[int]:
+        num = min(num, self._num)
+        popped: list[int] = []
+        while len(popped) < num:
+            self._pop_cheapest(num, popped)
+        self._num -= num
+        return popped
+
+    def _pop_cheapest(self, num: int, popped: list[int]) -> None:
+        """From the queue whose head ranks lowest, of equal ones the cheapest, until another's does, or `popped` has `num`."""
+        heads = sorted((next(iter(queue.values())), place) for place, queue in enumerate(self._queues) if queue)
+        (self._floor, place), limit = heads[0], heads[1] if len(heads) > 1 else (math.inf, 0)
+        queue = self._queues[place]
+        while queue and len(popped) < num:
+            rank = next(iter(queue.values()))
+            if (rank, place) > limit:
+                break
+            self._floor = rank
+            slot, _ = queue.popitem(last=False)
+            self._ghosts.add(self._key[slot], self._hits[slot])
+            popped.append(slot)
+
+    def _chain_class(self, depth: int) -> float:
+        """Of the mean cost per token of a chain whose deepest block is `depth`."""
+        num_tokens = (depth + 1) * self._block_tokens
+        return _CLASSES_PER_DOUBLING * math.log2(prefill_cost(num_tokens) / num_tokens)
+
+
+def make_order(name: str, num_slots: int, block_tokens: int = 16) -> EvictionOrder:
+    """An order for one pool of `num_slots` blocks of `block_tokens` tokens."""
+    if name == "returning":
+        return ReturningOrder(num_slots)
+    if name == "lru":
+        return LruOrder(num_slots)
+    if name == "cost":
+        return CostOrder(num_slots, block_tokens)
+    raise ConfigError(f"the order of eviction is one of {', '.join(EVICTIONS)}, got {name!r}")

@@ -1,1 +1,0 @@
-"""Where the bytes are: the layout of a block (a pure value) and the arenas that hold them."""
