@@ -23,8 +23,8 @@ from penstock.config import GIB, Config, ResidencyName
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent
 from penstock.engine.engine import Engine, FlushLevel
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, StepFailed
-from penstock.kv.tiers.ssd.directory import LOCK_BYTES
-from penstock.kv.tiers.ssd.disk import SECTOR_BYTES, slot_bytes
+from penstock.kv.tiers.ssd.directory import LOCK_BYTES, SECTOR_BYTES
+from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.models.progress import Progress
 
 RESET_POLL_S = 0.001
