@@ -22,10 +22,9 @@ _PROMPT_STEPS = 4
 # and was looked at nobody else wants it, and whoever draws blocks would take them from it first.
 KEPT_PLANS = 64
 # Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
-# filled it, later ones would make each other leave. So it waits, for a share of the bound at most. That holds as long as half of the long
-# requests that come go on with one of those answered last; it is assumed at first, and the last so many count more than all before.
+# filled it, later ones would make each other leave. That holds as long as half of the long requests that come go on with one of those
+# answered last; it is assumed at first, and the last so many count more than all before.
 _BEGUN_SHARE = 0.75
-_HELD_SHARE = 0.5
 _LEAST_GOING_ON = 0.5
 _REQUESTS = 8
 _REMEMBERED = 64  # of those answered last: by one key each
@@ -100,8 +99,7 @@ class Conversations:
     def need_room(self, track: Track, measured: bool, running: Running, line: Line) -> bool:
         """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
         meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
-        by_s = track.request.arrival_s + _HELD_SHARE * self._bound_s
-        by_s = min(by_s, track.rank) if measured else by_s  # before anything was measured its rank is its arrival
+        by_s = track.rank if measured else track.rank + self._bound_s  # before anything was measured its rank is its arrival
         if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(running):
             return False
         num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - running.most_blocks(track)

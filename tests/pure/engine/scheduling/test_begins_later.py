@@ -22,7 +22,6 @@ BOUND_S = 20.0
 @pytest.fixture(autouse=True)
 def _twelve_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "LONG_TOKENS", 12)
-    monkeypatch.setattr(conversations, "_HELD_SHARE", 1.0)
 
 
 def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True, **talk: Any) -> tuple[World, str]:
@@ -93,18 +92,6 @@ def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(late_s: f
     world.now_s += late_s
     newest = world.submit([*C[:12], 1], 1)
     assert begun(world, waits, newest) == ([waits] if begins else [newest]), "there is no room for both"
-    world.close()
-
-
-@pytest.mark.parametrize("measured", [True, False])
-@pytest.mark.parametrize(("late_s", "begins"), [(4.9, False), (5.0, True)])
-def test_it_waits_for_a_share_of_the_bound_at_most(monkeypatch: pytest.MonkeyPatch, late_s: float, begins: bool, measured: bool) -> None:
-    monkeypatch.setattr(conversations, "_HELD_SHARE", 0.25)
-    world, _ = under_way(C[:12], measured=measured)
-    waits = world.submit(B, 12)
-    world.now_s += late_s
-    short = world.submit([2], 1)
-    assert begun(world, waits, short) == ([waits, short] if begins else [short])
     world.close()
 
 
