@@ -382,7 +382,7 @@ def test_a_step_with_drafts_that_is_read_late_is_paid_for() -> None:
 
 def test_who_takes_the_place_of_another_has_an_account_at_once() -> None:
     one, new = decoding(list(range(100))), decoding(list(range(200, 300)), "new")
-    made = seasoned(tracks=[one.track])
+    made = seasoned(on_device=True, num_steps=0)
     made.considers([one.track])
     made._rest(1)
     made.ended(one.track)
