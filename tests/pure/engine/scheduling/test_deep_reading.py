@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from scheduler_cases import source_of, tiers_of
+from scheduler_cases import shape, source_of, tiers_of
 from scheduler_device import BLOCK
 from scheduler_tiers import Cold, land_in_parts
 from scheduler_world import World
@@ -61,6 +61,15 @@ def test_a_block_that_cannot_be_read_is_asked_for_a_few_times_and_computed(bad: 
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)
     world.finish()
     assert source_of(world, deep).host == bad * BLOCK and reads[keys[bad]] <= 2
+    world.close()
+
+
+def test_a_deep_request_of_which_nothing_is_paged_out_takes_part_in_steps_that_may_not_read_host_memory() -> None:
+    world = World(num_slots=12, prefill_chunk=8, cold=Cold(40), num_resident=8)
+    deep = world.submit(LONG, 1)
+    for start in (0, 8):
+        assert shape(world.plan(reads_host=False)) == [(deep, start, 8)]
+    world.finish()
     world.close()
 
 

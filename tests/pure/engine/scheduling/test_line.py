@@ -248,6 +248,13 @@ def test_a_line_says_whether_a_place_may_have_changed() -> None:
     assert line.line.rank(track, 0.5, 0.5)
 
 
+def test_without_a_bound_no_place_ever_changes() -> None:
+    """A plan that admits looks at somebody twice where his place has changed, and admits half as many."""
+    crowd = Crowd(0.0)
+    track = crowd.add()
+    assert not any(crowd.line.rank(track, 0.5, share) for share in (0.0, 0.5, 0.0))
+
+
 def test_all_in_line_are_looked_at_in_turn_and_nobody_twice() -> None:
     crowd = Crowd(60.0)
     tracks = [crowd.add() for _ in range(10)]

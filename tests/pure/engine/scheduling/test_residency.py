@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from penstock.config import KvConfig
-from penstock.contract import FetchedBlocks, Residency, Scoring
+from penstock.contract import FetchedBlocks, Request, Residency, SamplingParams, Scoring
 from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
 from penstock.engine.scheduling.residency import DECAY, FIRST_TAU, Division, ResidencyChoice, ResidentSet
+from penstock.engine.scheduling.steps import Draft
+from penstock.engine.scheduling.track import State, Track
 from penstock.errors import ConfigError, InvalidRequest
 
 
@@ -137,6 +139,7 @@ def test_the_last_exact_chunk_sums_up_everything_and_no_window_block_leaves_befo
     scoring = resident.place(table, 6384, 6400, True, True).scoring
     assert scoring == Scoring(4, resident._most_parts, 290, np.arange(290, 400, dtype=np.int32), True, 100)
     assert resident.num_making_way(table, 1, 100) == 6, "for the step and for the first part, in whole parts"
+    assert resident.num_making_way(table, 0, 4 * resident.division.window) == 0, "it lacks nothing, and is no larger than it has to be"
     assert resident.num_making_way(FakeTable(420, 396), 50, 20) == 4, "what was filled since is not summed up yet"
 
 
@@ -178,10 +181,19 @@ def test_others_that_score_leave_it_its_turn_later() -> None:
     assert found is not None and found.num_parts == 100
 
 
+def test_one_that_is_only_summed_up_takes_nobodys_turn_to_score() -> None:
+    draft = Draft()
+    for name, num in (("short", 20), ("long", 6400)):
+        request = Request(name, [1] * num, SamplingParams(max_tokens=4))
+        table, resident = FakeTable(-(-num // 16), 0), resident_set(num_exact=num)
+        draft.add(Track(request, 1, None, State.RUNNING, list(request.prompt), is_deep=True, table=table, resident=resident), num)
+    assert [chunk.scoring.num_parts for chunk in draft.chunks() if chunk.scoring is not None] == [0, 100]
+
+
 def test_a_context_without_a_whole_part_has_nothing_to_score() -> None:
     resident = resident_set(num_exact=20)
     first = resident.place(FakeTable(2, 0), 0, 20, True, True).scoring
-    assert first is not None and first.num_parts == 0
+    assert first is not None and first.num_parts == 0 and not first.paged
     assert first.slots.tolist() == [0]
     asked = [(start, one.num_parts) for start in range(20, 200) if (one := short(resident, start)) is not None]
     assert asked[-1][1] == 3 and all(num or start < 64 for start, num in asked)

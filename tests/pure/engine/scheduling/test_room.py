@@ -200,6 +200,22 @@ def test_slots_for_answers_are_free_before_they_are_needed(monkeypatch: pytest.M
     world.close()
 
 
+def test_nothing_more_is_forgotten_for_answers_while_half_of_their_slots_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is forgotten later may be found until then."""
+    with_answers(monkeypatch, 2)
+    world = full(num_host=24)
+    runs = world.submit(A[:4], 20, ignore_eos=True)  # six blocks; four slots are free, and B has the others
+    free: dict[int, set[int]] = {}
+    while world.outcome(runs)[1] is None:
+        planned(world)
+        if runs in world.cache.tables:
+            free.setdefault(world.cache.tables[runs].num_slots, set()).add(world.cache.num_free)
+        world.commit()
+    assert [free[num] for num in (1, 2, 3)] == [{3}, {2}, {1}], "one of two is left while its third block is filled"
+    assert 2 * max(free[4]) >= 2, "and then there are more"
+    world.close()
+
+
 def test_slots_for_answers_stay_free_when_somebody_enters_and_when_blocks_come_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     with_answers(monkeypatch, 2)
     world = full(num_host=24)

@@ -72,6 +72,13 @@ def test_the_last_generated_token_is_never_fed_back(max_tokens: int, tokens: int
     assert track(4, max_tokens).lifetime_tokens == tokens
 
 
+def test_where_all_of_a_load_that_failed_is_there_the_last_token_is_computed_again() -> None:
+    one = track(8)
+    one.compute_rest(2, 4)
+    assert one.num_planned == one.num_committed == one.num_sealed == 7 and one.num_left == 1
+    assert one.num_cached == one.num_followed == 8, "its KV is not written again"
+
+
 def test_a_request_that_holds_no_table_says_so() -> None:
     with pytest.raises(InvariantBroken, match="request r has no table in state waiting"):
         track().held_table()
