@@ -64,6 +64,15 @@ def test_a_block_that_cannot_be_read_is_asked_for_a_few_times_and_computed(bad: 
     world.close()
 
 
+def test_one_that_fits_on_the_device_to_its_last_block_is_not_deep() -> None:
+    world = World(num_slots=12, prefill_chunk=8, cold=Cold(40), num_resident=8)
+    most = world.scheduler.deep_blocks * BLOCK
+    fits, deep = (world.submit(LONG[:num], 1) for num in (most, most + 1))
+    assert [world.scheduler._tracks[one].is_deep for one in (fits, deep)] == [False, True]
+    world.finish()
+    world.close()
+
+
 def test_a_deep_request_of_which_nothing_is_paged_out_takes_part_in_steps_that_may_not_read_host_memory() -> None:
     world = World(num_slots=12, prefill_chunk=8, cold=Cold(40), num_resident=8)
     deep = world.submit(LONG, 1)

@@ -272,3 +272,20 @@ def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
     """Whether chunks have more blocks than their own tokens need."""
     seen.update(len(chunk.slots) * BLOCK - chunk.kv_len >= BLOCK for chunk in (() if plan is None else plan.chunks) if chunk.num_logits)
     return plan
+
+
+def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() -> None:
+    """It need not pass over every step, as long as no request lacks more than a block."""
+    world = World(0, True, 64, 1.0, 0.0)
+    world.script.may_lag = True
+    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2, 3]))
+    world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
+    world.scheduler.add(request)
+    plans = list[StepPlan]()
+    run = world.run
+    world.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    world.finish()
+    lags = [*[False] * (BLOCK - 1), True]
+    assert [plan.is_followed for plan in plans] == [True, *lags, *lags, False]
+    assert [len(chunk.tokens) for plan in plans for chunk in plan.missed] == [BLOCK - 1] * 2
