@@ -139,6 +139,19 @@ def test_both_parts_of_a_reservation_wait_for_those_who_had_its_slots() -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("num", [-1, 0, 4, 5])
+def test_a_reservation_is_split_into_two_parts_that_both_have_slots(num: int) -> None:
+    """Each of them has slots until it ends."""
+    pool = BlockPool(4, "host")
+    whole = pool.try_reserve(4, "request")
+    assert whole is not None
+    with pytest.raises(InvariantBroken, match="are not to be had"):
+        whole.split(num)
+    assert len(whole.slots) == 4
+    whole.rollback()
+    pool.close()
+
+
 @pytest.mark.parametrize("num", NUM)
 def test_the_fence_of_a_pin_that_ends_under_its_hold_reaches_the_next_owner(num: int) -> None:
     pool, lane = BlockPool(num, "device"), FakeLane("copy")
