@@ -248,16 +248,17 @@ def test_returning_the_last_turn_of_a_conversation_stays_with_it():
     assert order.pop(4) == [7, 6, 5, 4]
 
 
-def test_returning_a_document_behind_a_prompt_that_many_share_does_not_stay_with_it():
+@pytest.mark.parametrize("document", [[1], [1, 2, 3]])  # as long as the prompt, and longer
+def test_returning_a_document_behind_a_prompt_that_many_share_does_not_stay_with_it(document):
     order = ReturningOrder(16)
     come(order, [4], "conversation")
     use(order, [4])
     come(order, [0])
     order.remove([0])
     order.hit([0])
-    order.sealed([1, 2, 3], [key("document", depth) for depth in range(3)], [1, 2, 3])
-    order.add([3, 2, 1, 0])
-    assert order.pop(5) == [3, 2, 1, 4, 0]
+    order.sealed(document, [key("document", depth) for depth in document], document)
+    order.add([*reversed(document), 0])
+    assert order.pop(5) == [*reversed(document), 4, 0]
 
 
 def test_returning_a_beginning_whose_key_was_not_remembered_does_not_go_before_its_continuation():
@@ -314,6 +315,13 @@ def test_a_key_is_remembered_until_another_takes_its_place_and_no_key_for_anothe
     assert seen.add([place + b"another "]) == [False]
     assert seen.add([key("a")]) == [False]
     assert len(seen._mark_at) == eviction.KEYS_PER_SLOT * 8
+
+
+def test_as_many_keys_are_remembered_as_there_are_places():
+    seen = eviction.SeenKeys(8)
+    keys = [eviction._HALVES.pack(place, place + 1) for place in range(eviction.KEYS_PER_SLOT * 8)]
+    assert not any(seen.add(keys))
+    assert all(seen.add([one]) == [True] for one in keys)
 
 
 # --------------------------------------------------------------------------------------------------------------- ghosts

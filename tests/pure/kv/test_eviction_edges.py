@@ -8,7 +8,7 @@ from kv_fakes import FakeLane
 
 from penstock.contract import Arrival
 from penstock.figures import Traffic
-from penstock.kv.blocks.eviction import _COSTS, _NUM_CLASSES, CostOrder, LruOrder
+from penstock.kv.blocks.eviction import _COSTS, _NUM_CLASSES, TOKENS_TO_DOUBLE, CostOrder, LruOrder
 from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.calls import Tally, Way
@@ -46,8 +46,24 @@ def test_cost_no_chain_is_too_dear_for_the_dearest_class(depth: int) -> None:
         order.hit([0])
     order.add([0])
     order.add([1])
-    assert order._class_of[0] <= _NUM_CLASSES - 1
+    assert order._class_of[0] == _NUM_CLASSES - 1
     assert order.pop(2) == [1, 0]
+
+
+def test_cost_a_chain_of_one_block_is_as_dear_as_its_tokens() -> None:
+    """On average they cost twice the first, which is one doubling."""
+    order = CostOrder(1, block_tokens=2 * TOKENS_TO_DOUBLE)
+    sealed(order, 0, 0)
+    order.add([0])
+    assert _COSTS[order._class_of[0]] == 2.0
+
+
+def test_cost_a_short_chain_behind_a_long_one_that_ends_where_it_begins_is_cheap() -> None:
+    order = CostOrder(3, block_tokens=2 * TOKENS_TO_DOUBLE)
+    for slot, depth in enumerate([1, 0, 0]):
+        sealed(order, slot, slot, depth)
+    order.add([0, 1, 2])
+    assert order.pop(3) == [2, 0, 1]
 
 
 @pytest.mark.parametrize(("num_arrivals", "num_passed", "nearly"), [

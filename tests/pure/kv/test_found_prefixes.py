@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
+
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 
@@ -94,6 +96,31 @@ def test_a_prefix_that_is_asked_for_again_is_not_looked_up_again() -> None:
     sealed(pool, keys[5000:5010])
     pool._index.slot_of.num_lookups = 0
     assert len(pool.find(keys)) == 5010 and pool._index.slot_of.num_lookups <= 12, "ten that came, and the one behind"
+
+
+@pytest.mark.parametrize("num", [3, 100])  # short runs are lists and long ones arrays
+def test_a_prefix_that_went_and_came_back_is_not_looked_up_again_either(num: int) -> None:
+    """What was forgotten before the answer was given takes nothing back from it."""
+    pool = BlockPool(2 * num, "device")
+    keys = keys_of("a", num + 1)
+    sealed(pool, keys[:num])
+    pool.forget(pool.find_each(keys[:num]))
+    sealed(pool, keys[:num])
+    assert len(pool.find(keys)) == num
+    sealed(pool, (b"another",))
+    pool.forget(pool.find_each([b"another"]))
+    pool._index.slot_of = CountingSlots(pool._index.slot_of)
+    assert len(pool.find(keys)) == num and pool._index.slot_of.num_lookups == 1
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_prompt_that_begins_as_the_one_before_is_looked_up_behind_that(num_more: int) -> None:
+    pool = BlockPool(4, "device")
+    keys = keys_of("a", 4)
+    sealed(pool, keys[:3])
+    run = pool.find(keys[:3])
+    pool._index.slot_of = CountingSlots(pool._index.slot_of)
+    assert pool.find(keys_of("a", 3 + num_more)) == run and pool._index.slot_of.num_lookups == num_more
 
 
 def test_as_many_prefixes_are_remembered_as_a_plan_looks_at() -> None:

@@ -282,7 +282,9 @@ def test_memory_that_is_not_ready_is_not_lent() -> None:
     tier.withhold()
     assert taken(tier, KEYS[:2]).reservation is None and tier.counts.skipped_full == 2
     assert tier.take_private(1, "retract") is None
-    tier.ready(range(70))
+    tier.ready(range(63))
+    assert tier.slots.free == 0, "the last slot of the first piece is not ready"
+    tier.ready(range(63, 70))
     first = taken(tier, KEYS[:2])
     assert first.reservation is not None and max(first.reservation.slots) < 70
     assert tier.slots.free == 62 and tier.slots.reserved == 88

@@ -113,6 +113,18 @@ def test_closing_with_something_out_raises_and_names_the_owners():
     pool.close()
 
 
+@pytest.mark.parametrize(("num", "end"), [(16, "'request-15' (1 slots)"), (17, "'request-15' (1 slots), and 1 more")])
+def test_of_many_that_are_out_the_first_are_named_and_the_others_counted(num, end):
+    pool = BlockPool(num, "device")
+    holds = [draw(pool, 1, f"request-{number}") for number in range(num)]
+    with pytest.raises(Leaked) as caught:
+        pool.close()
+    assert str(caught.value).endswith(end)
+    for hold in holds:
+        hold.end()
+    pool.close()
+
+
 def test_a_closed_pool_lends_nothing():
     pool = BlockPool(4, "device")
     pool.close()

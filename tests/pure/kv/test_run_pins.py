@@ -67,6 +67,28 @@ def test_a_run_pin_that_ends_before_its_hold_leaves_no_trace() -> None:
     pool.close()
 
 
+def test_a_hold_gives_back_its_first_slots_and_none_that_a_transfer_uses() -> None:
+    pool = BlockPool(6, "device")
+    hold = draw(pool, 6)
+    slots = list(hold.slots)
+    pin = pool.pin_run(hold, 2, 3, "demote")
+    for wrong in (-1, 3):
+        with pytest.raises(InvariantBroken, match="cannot be given back"):
+            hold.drop_first(wrong)
+    hold.drop_first(0)
+    assert pool.num_free == 0
+    hold.drop_first(2)
+    assert pool.num_free == 2 and list(hold.slots) == slots[2:]
+    pin.end()
+    with pytest.raises(InvariantBroken, match="cannot be given back"):
+        hold.drop_first(5)
+    hold.drop_first(4)
+    assert pool.num_free == 6 and not len(hold.slots)
+    pool.check()
+    hold.end()
+    pool.close()
+
+
 def test_a_hold_grows_under_a_run_pin() -> None:
     pool = BlockPool(64, "device")
     hold = draw(pool, 2)
