@@ -74,6 +74,16 @@ def test_there_is_no_lease_where_nothing_is_here() -> None:
     assert tier.num_leases == 0
 
 
+def test_a_claim_of_some_blocks_holds_those_and_no_others() -> None:
+    tier = new_tier()
+    fill(tier, KEYS[:4])
+    lease = leased(tier, KEYS[:4])
+    assert tier.claim(lease, 1, 2) and tier.slots.pinned == 2
+    tier.reset()
+    assert [tier.has(key) for key in KEYS[:4]] == [False, True, True, False]
+    lease.end()
+
+
 def test_a_claimed_block_is_never_evicted() -> None:
     tier = new_tier(num_slots=4)
     fill(tier, KEYS[:4])
@@ -316,6 +326,19 @@ def test_closing_with_something_out_raises(out: str) -> None:
         tier.take_lease(leased(tier, KEYS[:1]))
     with pytest.raises(Leaked):
         tier.close()
+
+
+def test_a_lease_regains_its_first_block_when_that_has_landed_again() -> None:
+    tier = new_tier(num_slots=6)
+    fill(tier, KEYS[:2])
+    lease = leased(tier, KEYS[:2])
+    tier.reset()
+    tier.refresh(lease)
+    assert lease.num_from(0) == 0
+    fill(tier, KEYS[:2])
+    tier.grow(lease)
+    assert lease.num_from(0) == 2
+    lease.end()
 
 
 def test_a_lease_grows_by_what_lands_behind_its_blocks_while_its_request_waits() -> None:

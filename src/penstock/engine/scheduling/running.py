@@ -14,8 +14,8 @@ from penstock.errors import InvariantBroken
 
 # One slot in so many is promised to nobody while others run: what leaves the device needs room for as long as its copy takes.
 _SPARE_SHARE = 64
-# Slots that are kept free for the blocks that answers fill, and half of one for each request, up to a share of all. Where half of them are
-# left, more are made free.
+# Slots that are kept free for the blocks that answers fill, and half of one for each request, up to a share of all. Where fewer than half
+# of them are left, more are made free.
 _ANSWER_BLOCKS = 32
 _ANSWER_SHARE = 32
 _NEXT_RANK = -1e12  # below all others: times of arrival, and what stands for priorities
