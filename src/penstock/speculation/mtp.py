@@ -79,16 +79,23 @@ class MtpHead:
     def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv, at: Tensor | None = None) -> Guess:
         """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as its layer 0. `at`: entries whose
         guesses are wanted; None: all."""
+        inner, residual = self._block.layer(0, self._joined(hidden, tokens), None, kv)
+        if at is not None:
+            inner, residual = inner[..., at, :], residual[at]
+        state = residual + (inner.sum(dim=0).to(residual.dtype) if inner.dim() == 3 else inner)
+        return Guess(state, self._block.head(inner, residual))
+
+    def fill(self, hidden: Tensor, tokens: Tensor, kv: PagedKv) -> None:
+        """The rows of `kv` alone: with a single layer they need no attention."""
+        self._block.project(0, self._joined(hidden, tokens), None, kv)
+
+    def _joined(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         ops, eps = self._target.ops, self.dims.norm_eps
         both = (
             ops.rms_norm(hidden, self._hidden_norm, eps),
             ops.rms_norm(self._target.embed(tokens), self._embed_norm, eps),
         )
-        inner, residual = self._block.layer(0, ops.linear(torch.cat(both, dim=-1), self._fc), None, kv)
-        if at is not None:
-            inner, residual = inner[..., at, :], residual[at]
-        state = residual + (inner.sum(dim=0).to(residual.dtype) if inner.dim() == 3 else inner)
-        return Guess(state, self._block.head(inner, residual))
+        return ops.linear(torch.cat(both, dim=-1), self._fc)
 
 
 def head_dims(target: ModelConfig) -> ModelConfig:

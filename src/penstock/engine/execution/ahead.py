@@ -76,21 +76,27 @@ class HeadGuesser:
 
     def __init__(self, head: MtpHead, attention: Attention, num_rows: int) -> None:
         self._head, self._attention = head, attention
-        arena, size = attention.arena, (num_rows, attention.arena.shape[3], head.dims.hidden)
-        self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)  # hidden states of a block of each request
+        arena, size = attention.arena, (num_rows, 2 * attention.arena.shape[3], head.dims.hidden)
+        self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)  # hidden states: of a block, and of what comes meanwhile
         self.max_position = head.dims.max_position
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
         self.notes = True
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
-        self._fill(_hidden_of(flow), nexts, flow.bound_inputs())
+        self._head.fill(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()))
 
     def note(self, flow: Flow) -> None:
         inputs = flow.bound_inputs()
-        self._noted.index_put_(self._places(inputs.rows, inputs.positions), _hidden_of(flow).to(self._noted.dtype))
+        if self._noted.is_cuda:
+            from penstock.engine.execution import triton_drafts
+
+            assert flow.hidden is not None and flow.residual is not None
+            triton_drafts.note(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
+        else:
+            self._noted.index_put_(self._places(inputs.rows, inputs.positions), _hidden_of(flow).to(self._noted.dtype))
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        self._fill(self._noted[self._places(rows, inputs.positions)], nexts, inputs)
+        self._head.fill(self._noted[self._places(rows, inputs.positions)], nexts, self._kv(inputs))
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
@@ -100,9 +106,6 @@ class HeadGuesser:
         assert guess.hidden is not None
         made = self._head.step(guess.hidden, place.tokens, self._kv(place))
         return _Guess(made.logits, place, made.hidden)
-
-    def _fill(self, hidden: Tensor, nexts: Tensor, inputs: StepInputs) -> None:
-        self._head.step(hidden, nexts, self._kv(inputs), torch.empty(0, dtype=torch.int64, device=nexts.device))
 
     def _places(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rows.long(), positions.long() % self._noted.shape[1]
@@ -165,9 +168,12 @@ class Passes:
         """Of a step whose tokens may be passed over later."""
         self._attempt(lambda: self._guesser.note(flow))
 
-    def try_catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
+    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         """The pass over tokens of earlier steps."""
-        self._attempt(lambda: self._guesser.catch_up(inputs, rows, nexts))
+        self._guesser.catch_up(inputs, rows, nexts)
+
+    def try_catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
+        self._attempt(lambda: self.catch_up(inputs, rows, nexts))
 
     def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind) -> None:
         self._attempt(lambda: self.run(flow, nexts, lasts, rows, num_drafts, choice))

@@ -216,7 +216,7 @@ class Packer:
         self._padding_table = np.full(self.num_padding, padding_slot, np.int32)
         self.block_tokens = block_tokens
         self._padding_slot = padding_slot
-        self._padding_row = padding_row
+        self.padding_row = padding_row
 
     def pack(
         self, chunks: tuple[Chunk, ...], num_decodes: int, bucket: Shape | None, into: NDArray[np.int32], num_ahead: int = 0
@@ -257,21 +257,25 @@ class Packer:
         widths[own], widths[padding] = rows.lens, 1
         q_starts[0] = 0
         np.cumsum(widths, out=q_starts[1:])
+        starts_of = table_starts[rows.of_chunk]
         for part, values, blank in (
             (kv_lens, rows.resident + rows.lens, 1),
-            (tables_at, table_starts[rows.of_chunk], 0),
-            (row_of, _column(chunks, "row")[rows.of_chunk], self._padding_row),
+            (tables_at, starts_of, 0),
+            (row_of, _column(chunks, "row")[rows.of_chunk], self.padding_row),
         ):
             part[padding] = part[num + gap :] = blank
             part[own] = values
         last_slots = tables[tables_at[:num_decodes] + (kv_lens[:num_decodes] - 1) // self.block_tokens]
-        self._pack_tokens(chunks[:num_single], chunks[num_single:], rows.starts, last_slots, gap, (tokens, positions, write_at))
+        self._pack_decodes(chunks[:num_single], rows.starts, last_slots, (tokens, positions, write_at))
+        at = num_decodes + gap
+        tokens[num_decodes:at], positions[num_decodes:at], write_at[num_decodes:at] = 0, 0, self._padding_slot * self.block_tokens
+        self._pack_prompts(chunks[num_single:], rows, starts_of, tables, (tokens[at:], positions[at:], write_at[at:]))
         if bucket:
             sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
             if is_apart:
                 sample_at[:num], sample_at[num : num + gap] = sample_at[own], sample_at[padding].copy()
-            sample_rows[:num] = np.where(rows.num_logits > 0, row_of[own], self._padding_row)
-            sample_rows[num:] = self._padding_row
+            sample_rows[:num] = np.where(rows.num_logits > 0, row_of[own], self.padding_row)
+            sample_rows[num:] = self.padding_row
         else:
             sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(rows.num_logits), rows.num_logits) + np.arange(shape.num_samples)
             sample_rows[:] = np.repeat(row_of, rows.num_logits)
@@ -339,34 +343,39 @@ class Packer:
         first, end = (chunk.start - chunk.num_unsure) // self.block_tokens, -(-chunk.start // self.block_tokens)
         return chunk.slots[first - chunk.num_elsewhere : end - chunk.num_elsewhere]
 
-    def _pack_tokens(
-        self,
-        decodes: Sequence[Chunk],
-        others: Sequence[Chunk],
-        starts: NDArray[np.int32],
-        last_slots: NDArray[np.int32],
-        gap: int,
-        out: tuple[NDArray[np.int32], ...],
+    def _pack_decodes(
+        self, decodes: Sequence[Chunk], starts: NDArray[np.int32], last_slots: NDArray[np.int32], out: tuple[NDArray[np.int32], ...]
     ) -> None:
-        """Decodes have a row for each token, and a step has hundreds of them: filled at once. `starts` and `last_slots` are by row; `gap`
-        rows of padding are behind them."""
+        """They have a row for each token, and a step has hundreds of them: filled at once. `starts` and `last_slots` are by row."""
         tokens, positions, write_at = out
         block, at = self.block_tokens, len(last_slots)
-        padding_at = self._padding_slot * block
         tokens[:at] = [token for chunk in decodes for token in chunk.tokens]
         positions[:at] = starts[:at]
         write_at[:at] = last_slots * block + starts[:at] % block
         if not all(map(_WRITES_OF, decodes)):
-            write_at[:at][np.repeat([not c.writes for c in decodes], [len(c.tokens) for c in decodes])] = padding_at
-        tokens[at : at + gap], positions[at : at + gap], write_at[at : at + gap] = 0, 0, padding_at
-        at += gap
-        for chunk in others:
-            end = at + len(chunk.tokens)
-            tokens[at:end] = chunk.tokens
-            where = np.arange(chunk.start, chunk.start + len(chunk.tokens), dtype=np.int32)
-            positions[at:end] = where
-            write_at[at:end] = chunk.slots[where // block - chunk.num_elsewhere] * block + where % block if chunk.writes else padding_at
-            at = end
+            unwritten = np.repeat([not c.writes for c in decodes], [len(c.tokens) for c in decodes])
+            write_at[:at][unwritten] = self._padding_slot * block
+
+    def _pack_prompts(
+        self,
+        prompts: Sequence[Chunk],
+        rows: _Rows,
+        table_starts: NDArray[np.int32],
+        tables: NDArray[np.int32],
+        out: tuple[NDArray[np.int32], ...],
+    ) -> None:
+        """All behind the decodes, and padding behind them. `table_starts` are by row."""
+        tokens, positions, write_at = out
+        block, padding_at, at = self.block_tokens, self._padding_slot * self.block_tokens, 0
+        if prompts:
+            owners = np.repeat(np.arange(rows.num_decodes, len(rows.lens)), rows.lens[rows.num_decodes :])
+            places, at = _places(owners), len(owners)
+            where = rows.resident[owners] + places
+            tokens[:at] = np.fromiter(itertools.chain.from_iterable(map(_TOKENS_OF, prompts)), np.int32, at)
+            positions[:at] = rows.starts[owners] + places
+            write_at[:at] = tables[table_starts[owners] + where // block] * block + where % block
+            if not all(map(_WRITES_OF, prompts)):
+                write_at[:at][np.repeat([not c.writes for c in prompts], rows.lens[rows.num_decodes :])] = padding_at
         tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at
 
 

@@ -42,6 +42,7 @@ _SAMPLER, _LAST, _ROW_STATE = "sampler rows", (0, 1), (0, 2)
 _INPUTS = "replay inputs"
 _GRAPHS = "memory of replays"
 _NOTES = "hidden states by row"
+_MISSED = "inputs of catching up"
 _ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
 _NO_WAITS = Waits()
 _TIMED_STEPS = 4
@@ -152,11 +153,16 @@ class Executor:
                 self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
                 for choice in DrawKind:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
+        if self.ahead is not None and buckets:  # behind all steps: none of them has its results in memory that these use
+            for exponent in reversed(range((self.limits.max_batch - 1).bit_length() + 1)):
+                self._replays.get_catch_up(1 << exponent, self.ahead.catch_up)
         progress("capturing steps", len(buckets), len(buckets))
 
     def draft_with(self, passes: Passes) -> None:
         """Drafts are made on the device. Before anything is captured."""
         self.ahead = passes
+        num_ints = self._replays.catch_up_ints(2 * self.limits.max_batch)
+        self._staged_missed = StagingRing(num_ints, self._lane, "staged inputs of catching up", pinned=self._device.type == "cuda")
         if passes.notes:
             self._forward.note = passes.try_note
 
@@ -216,7 +222,7 @@ class Executor:
         after, loads = waits.of(plan)
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             raise InvariantBroken(f"step {plan.number} wants several tokens for one request: a row has but one last token")
-        if any(len(chunk.tokens) >= self.limits.block_tokens for chunk in plan.missed):
+        if any(len(chunk.tokens) > self.limits.block_tokens for chunk in plan.missed):
             raise InvariantBroken(f"step {plan.number} catches up with more than a block: hidden states of no more are kept")
         for fence in after:
             self._lane.wait(fence)
@@ -255,8 +261,9 @@ class Executor:
                 outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
                 chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
+            if self.ahead is not None and plan.missed and not self.ahead.failed:
+                self._submit_missed(self.ahead, chain, arriving, plan, packed.gap, flow, bucket is not None)
             if self.ahead is not None and plan.is_followed and not self.ahead.failed:
-                self._submit_missed(chain, arriving, plan, packed.gap, flow)
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
@@ -483,32 +490,45 @@ class Executor:
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
-    def _submit_missed(self, chain: _Chain, arriving: Arriving, plan: StepPlan, gap: int, flow: Flow) -> None:
+    def _submit_missed(
+        self, ahead: Passes, chain: _Chain, arriving: Arriving, plan: StepPlan, gap: int, flow: Flow, is_captured: bool
+    ) -> None:
         """The pass over tokens of earlier steps that went without one. `gap`: rows of padding behind the step's decodes."""
-        ahead, missed = self.ahead, plan.missed
-        layers = self._forward.model.config.num_layers, self.limits.num_layers
-        if ahead is None or not missed:
-            return
+        missed, layers = plan.missed, (self._forward.model.config.num_layers, self.limits.num_layers)
         lens = np.array([len(chunk.tokens) for chunk in missed])
-        size = int(4 * lens.sum()) + sum(8 + len(chunk.slots) + 2 * self._packer.num_padding for chunk in missed)
-        packed = self._packer.pack(missed, int((lens == 1).sum()), None, np.empty(size, np.int32))
-        rows = np.repeat([chunk.row for chunk in missed], lens)
+        num, num_single = int(lens.sum()), int((lens == 1).sum())
+        captured = None
+        if is_captured and not plan.is_followed and not num_single:  # nobody reads what the captured step has left in memory any more
+            captured = self._replays.get_catch_up(len(missed), ahead.catch_up)
+        host, array = self._staged_missed.next()
+        end = 2 * (num if captured is None else captured.shape.num_tokens)
+        packed = self._packer.pack(missed, num_single, None if captured is None else captured.shape, array[end:])
+        rows, nexts = array[: end // 2], array[end // 2 : end]
+        rows[:num], rows[num:], nexts[num:] = np.repeat([chunk.row for chunk in missed], lens), self.limits.max_batch, 0
         # The token behind the last of each is the first of its chunk in this step: by now the device knows it, whoever sampled it.
         places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
         places[plan.num_decodes :] += gap
         first_of = {chunk.request_id: -1 - int(place) for chunk, place in zip(plan.chunks, places, strict=False)}
-        nexts = [token for chunk in missed for token in (*chunk.tokens[1:], first_of[chunk.request_id])]
+        nexts[:num] = [token for chunk in missed for token in (*chunk.tokens[1:], first_of[chunk.request_id])]
+        host = host[: end + packed.nexts_at]
 
         def run() -> None:
-            ints = self.uploads.send(np.concatenate([packed.ints, rows, nexts]).astype(np.int32)).to(torch.int32)
-            ours, of_rows, given = ints.split([len(packed.ints), len(rows), len(rows)])
+            ints = move(torch.empty(len(host), dtype=torch.int32, device=self._device), host)
+            of_rows, given, ours = ints.split([end // 2, end // 2, len(ints) - end])
             inputs = packed.shape.views(ours, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
             known = flow.bound_inputs().tokens[(-1 - given).clamp(min=0).long()]
             ahead.try_catch_up(inputs, of_rows, torch.where(given < 0, known, given))
 
         self._wait_for(arriving, chain, layers[1])
-        read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
-        chain.submit(run, "missed", [*self._accesses(packed, layers), Access(_NOTES, rows, *_ONE[1:], Mode.READ), *read])
+        staged, notes = self._staged_missed.access(Mode.READ), Access(_NOTES, rows[:num], *_ONE[1:], Mode.READ)
+        accesses = [*self._accesses(packed, layers), notes, *(Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS))]
+        if captured is None:
+            chain.submit(run, "missed", [*accesses, staged])
+        else:
+            inputs, one = captured.inputs, Access(_MISSED, *_ONE, Mode.WRITE)
+            chain.submit(lambda: move(inputs[: len(host)], host), "upload", [staged, one])
+            chain.last = self._lane.replay(captured.replay, [*accesses, one._replace(mode=Mode.READ)], after=chain.last)
+        self._staged_missed.used_until(self._lane.record())
 
     def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: DrawKind) -> CapturedPass:
         ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)

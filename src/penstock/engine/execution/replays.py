@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract import StepPlan
-from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape
+from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape, StepInputs
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Replay
@@ -81,6 +81,14 @@ class CapturedPass(NamedTuple):
     rows: Tensor  # int32 [T]
 
 
+class CapturedCatchUp(NamedTuple):
+    """The pass over tokens of earlier steps, captured behind any captured step."""
+
+    replay: Replay
+    shape: Shape
+    inputs: Tensor  # int32: the row of each token, the token behind each, and then what `shape` says
+
+
 class Replays:
     """One captured step per shape. Replays follow each other on one lane, so one input buffer serves them all."""
 
@@ -100,6 +108,7 @@ class Replays:
         self._others = others
         self._captured: dict[Shape, Captured] = {}
         self._passes: dict[tuple[Shape, Hashable], CapturedPass] = {}
+        self._catch_ups: dict[int, CapturedCatchUp] = {}
         self.inputs = inputs
         self.buckets = tuple(sorted(buckets, key=_in_order))
         self._smallest = functools.lru_cache(maxsize=4096)(self._find)  # steps of few sizes follow each other
@@ -158,6 +167,40 @@ class Replays:
                 self._lane.submit(lambda: run(flow, nexts, lasts, rows), label="draft")
             found = self._passes[bucket, kind] = CapturedPass(capture.replay, nexts, lasts, rows)
         return found
+
+    def get_catch_up(self, num_requests: int, run: Callable[[StepInputs, Tensor, Tensor], None]) -> CapturedCatchUp:
+        """`run` over up to a block of tokens of each of so many requests, captured now where it was not yet. Of the tokens behind them
+        those that are negative, -1 - place, are tokens of the captured step before."""
+        size = 1 << (num_requests - 1).bit_length()
+        found = self._catch_ups.get(size)
+        if found is None:
+            num = size * self._packer.block_tokens
+            shape = Shape(num, size, size)
+            ints = torch.zeros(self.catch_up_ints(size), dtype=torch.int32, device=self.inputs.device)
+            rows, given, packed = ints.split([num, num, len(ints) - 2 * num])
+            inputs = shape.views(packed, 0, max_q_len=0, max_kv_len=0)
+            blank = torch.from_numpy(self._packer.pack((), 0, shape, np.empty(len(packed), np.int32)).ints)
+
+            def pad() -> None:
+                rows.fill_(self._packer.padding_row)
+                packed[: len(blank)].copy_(blank)
+
+            def catch_up() -> None:
+                known = self.inputs[(-1 - given).clamp(min=0).long()]
+                run(inputs, rows, torch.where(given < 0, known, given))
+
+            self._lane.submit(pad, label="padding")
+            if ints.is_cuda:
+                self._lane.drain()
+                self._lane.submit(catch_up, label="padding").wait_done()
+            with self._lane.capture(f"catching up with {size}") as capture:
+                self._lane.submit(catch_up, label="missed")
+            found = self._catch_ups[size] = CapturedCatchUp(capture.replay, shape, ints)
+        return found
+
+    def catch_up_ints(self, num_requests: int) -> int:
+        """Room for the inputs of such a pass, whatever tables it has."""
+        return 8 * num_requests * self._packer.block_tokens + len(self.inputs)
 
     def _addresses(self) -> tuple[int, ...]:
         return (self.inputs.data_ptr(), *(tensor.data_ptr() for tensor in self._others()))

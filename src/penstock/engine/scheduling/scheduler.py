@@ -58,6 +58,7 @@ class Scheduler:
     ) -> None:
         """`times`: by which chunks are sized where the budget limits what they may take. `drafter` None: every step decodes one token."""
         self._drafter = drafter
+        self._has_draft_kv = drafter is not None and drafter.has_kv
         self._ledger = ledger
         self._budget = budget
         self._times = times
@@ -137,10 +138,6 @@ class Scheduler:
         return self._steps.has_drafts and self._drafter is not None and self._drafter.needs_results
 
     @property
-    def _has_draft_kv(self) -> bool:
-        return self._drafter is not None and self._drafter.has_kv
-
-    @property
     def reads_host(self) -> bool:
         """Whether the next tokens of a request that runs read KV in host memory."""
         return self._running.has_deep and any(track.state is State.RUNNING and track.reads_host for track in self._running.tracks.values())
@@ -182,34 +179,38 @@ class Scheduler:
         self._conversations.step_planned(bool(self._draft.prefills))
         draft, self._draft = self._draft, Draft()
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
-        is_followed = self._is_followed(chunks, draft, bool(drafts))
-        missed = self._follow(chunks) if is_followed and self._has_draft_kv else ()
+        is_followed = self._is_followed(draft, bool(drafts))
+        missed = self._follow(chunks, is_followed) if self._has_draft_kv and (is_followed or self._has_block_to_follow(chunks)) else ()
         number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts))
         self.waits = Waits(draft.after, draft.loads)
         waits = tuple(draft.after), tuple(draft.loads)
         return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
 
-    def _is_followed(self, chunks: Sequence[Chunk], draft: Draft, has_drafts: bool) -> bool:
-        """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not, as long as no request lacks
-        more than a block: blocks get their keys when its KV is in them, too."""
+    def _is_followed(self, draft: Draft, has_drafts: bool) -> bool:
+        """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not."""
         if self._drafter is None or not self._drafter.may_lag or draft.num_ahead or draft.prefills:
             return True
-        running = self._running.tracks
-        if has_drafts or self._steps.has_drafts or self._running.has_deep:
-            return True
+        return has_drafts or self._steps.has_drafts or self._running.has_deep
+
+    def _has_block_to_follow(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in them, too."""
         self._num_unfollowed -= 1
         if self._num_unfollowed > 0:
             return False
-        most = max(chunk.kv_len - running[chunk.request_id].num_followed for chunk in chunks)
+        most = max(chunk.start - self._running.tracks[chunk.request_id].num_followed for chunk in chunks)
         self._num_unfollowed = self._ledger.block_tokens - most  # each lacks one token more with every step, and who comes lacks no more
         return most >= self._ledger.block_tokens
 
-    def _follow(self, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-        """What it has to pass over besides, all of it before this step is over."""
+    def _follow(self, chunks: Sequence[Chunk], is_followed: bool) -> tuple[Chunk, ...]:
+        """What it has to pass over of earlier steps, and of this one where it `is_followed`, all of it before this step is over."""
         tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
-        missed = missed_by(tracks, chunks)
+        least = 1 if is_followed else 2  # where it can wait, single tokens do: passes over several of each request are captured
+        missed = missed_by(tracks, chunks, least)
         for track, chunk in zip(tracks, chunks, strict=True):
-            track.num_followed = chunk.kv_len
+            if is_followed:
+                track.num_followed = chunk.kv_len
+            elif chunk.start - track.num_followed >= least:
+                track.num_followed = chunk.start
         return missed
 
     def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:
@@ -524,11 +525,14 @@ class Scheduler:
     def _num_sealable(self, track: Track) -> int:
         """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan, and
         what makes drafts may not have passed over them yet."""
-        size, has_kv = self._ledger.block_tokens, self._has_draft_kv
-        num = min(track.num_committed, track.num_followed) if has_kv else track.num_committed
-        if num // size == track.num_sealed // size or not (has_kv or self._steps.has_drafts):
+        size, num = self._ledger.block_tokens, self._num_followed(track)
+        if num // size == track.num_sealed // size or not (self._has_draft_kv or self._steps.has_drafts):
             return num
         return min(num, self._steps.writes_from(track))
+
+    def _num_followed(self, track: Track) -> int:
+        """Tokens that are computed, and that what makes drafts has passed over where it has KV of its own."""
+        return min(track.num_committed, track.num_followed) if self._has_draft_kv else track.num_committed
 
     def _undo(self, step: Step) -> None:
         """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
@@ -557,7 +561,7 @@ class Scheduler:
             if share.end - share.start > 1:
                 track.num_sealed = share.end
                 self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
-            elif share.end % size == 0 or (self._drafter is not None and share.end // size > track.num_sealed // size):
+            elif share.end % size == 0 or (self._drafter is not None and self._num_followed(track) // size > track.num_sealed // size):
                 self._seal_filled(track, fence)  # where drafts are made, a block may get its key some tokens late
         if not share.num_logits:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt

@@ -85,12 +85,12 @@ class Draft:
             chunks[:] = [chunk for chunk in chunks if chunk.request_id != track.request.id]
 
 
-def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """Tokens before those of `chunks` that what makes drafts has not passed over, of single tokens first. All of them are known: the one
-    that may be in flight is in its chunk."""
+def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk], least: int = 1) -> tuple[Chunk, ...]:
+    """Tokens before those of `chunks` that what makes drafts has not passed over, where a request has at least so many of them, of single
+    tokens first. All of them are known: the one that may be in flight is in its chunk."""
     found = []
     for track, chunk in zip(tracks, chunks, strict=True):
-        if track.num_followed < chunk.start:
+        if chunk.start - track.num_followed >= least:
             tokens = tuple(track.tokens[track.num_followed : chunk.start])
             found.append(Chunk(chunk.request_id, chunk.row, track.num_followed, tokens, track.held_table().slots(chunk.start), True, 0))
     return tuple(sorted(found, key=lambda chunk: len(chunk.tokens) > 1))

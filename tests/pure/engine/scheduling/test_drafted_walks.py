@@ -286,6 +286,6 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
     run = world.run
     world.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[method-assign, func-returns-value]
     world.finish()
-    lags = [*[False] * (BLOCK - 1), True]
-    assert [plan.is_followed for plan in plans] == [True, *lags, *lags, False]
-    assert [len(chunk.tokens) for plan in plans for chunk in plan.missed] == [BLOCK - 1] * 2
+    assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], "no step of its own is passed over but the prompt"
+    lags = [*[()] * (BLOCK - 1), (BLOCK,)]
+    assert [tuple(len(chunk.tokens) for chunk in plan.missed) for plan in plans] == [(), (), *lags, *lags]
