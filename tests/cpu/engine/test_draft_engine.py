@@ -386,13 +386,15 @@ def test_rejected_drafts_before_nothing_was_drafted_leave_nothing_behind(num_off
     assert drafted(later)[0] == drafted(later)[1] > 40
 
 
-def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(make: Any, prompts: Prompts) -> None:
-    """A key promises what is in its block: no block gets one before the draft model has passed over it."""
+@pytest.mark.parametrize("length", [30, 32])
+def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(length: int, make: Any, prompts: Prompts) -> None:
+    """A key promises what is in its block: no block gets one before the draft model has passed over it. Where
+    the prompt fills its last block, that is when the next one ends."""
     engine = make(TARGET, host_blocks=128)
     speculation = switched(engine)
-    first = generate(engine, prompts(30), max_tokens=60)
+    first = generate(engine, prompts(length), max_tokens=60)
     speculation.is_on = True
-    history = [*prompts(30), *first.tokens, 5]
+    history = [*prompts(length), *first.tokens, 5]
     again = generate(engine, history, max_tokens=40)
     assert again.source is not None and again.source.device >= 48
     assert_all_kept(again)

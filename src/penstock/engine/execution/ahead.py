@@ -86,17 +86,16 @@ class HeadGuesser:
         self._head.fill(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()))
 
     def note(self, flow: Flow) -> None:
-        inputs = flow.bound_inputs()
+        inputs, write = flow.bound_inputs(), note
         if self._noted.is_cuda:
             from penstock.engine.execution import triton_drafts
 
-            assert flow.hidden is not None and flow.residual is not None
-            triton_drafts.note(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
-        else:
-            self._noted.index_put_(self._places(inputs.rows, inputs.positions), _hidden_of(flow).to(self._noted.dtype))
+            write = triton_drafts.note
+        assert flow.hidden is not None and flow.residual is not None
+        write(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        self._head.fill(self._noted[self._places(rows, inputs.positions)], nexts, self._kv(inputs))
+        self._head.fill(self._noted[_places(rows, inputs.positions, self._noted)], nexts, self._kv(inputs))
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
         guess = self._head.step(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()), lasts)
@@ -106,9 +105,6 @@ class HeadGuesser:
         assert guess.hidden is not None
         made = self._head.step(guess.hidden, place.tokens, self._kv(place))
         return _Guess(made.logits, place, made.hidden)
-
-    def _places(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rows.long(), positions.long() % self._noted.shape[1]
 
     def _kv(self, inputs: StepInputs) -> _HeadKv:
         return _HeadKv(self._attention, inputs)
@@ -218,10 +214,23 @@ class Passes:
         )
 
 
+def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
+    """The hidden state of each token goes to its request's row of `noted` [rows, places, width], at the place that its position has."""
+    noted.index_put_(_places(rows, positions, noted), _state(hidden, residual).to(noted.dtype))
+
+
+def _places(rows: Tensor, positions: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.long(), positions.long() % noted.shape[1]
+
+
+def _state(hidden: Tensor, residual: Tensor) -> Tensor:
+    """`hidden` [T, width], or shares of it [shares, T, width]."""
+    return residual + (hidden.sum(dim=0) if hidden.dim() == 3 else hidden).to(residual.dtype)
+
+
 def _hidden_of(flow: Flow) -> Tensor:
     assert flow.hidden is not None and flow.residual is not None
-    hidden = flow.hidden.sum(dim=0) if flow.hidden.dim() == 3 else flow.hidden
-    return flow.residual + hidden.to(flow.residual.dtype)
+    return _state(flow.hidden, flow.residual)
 
 
 def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:

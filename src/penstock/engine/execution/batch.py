@@ -321,8 +321,8 @@ class Packer:
         num_drafts = int(lens[:num_decodes].sum()) - num_decodes
         if not num_drafts:
             return table_lens, _Rows(lens, starts, resident, num_logits, slice(None), np.arange(num), num_decodes, num_paged)
-        of_chunk = np.repeat(np.arange(num), np.where(np.arange(num) < num_decodes, lens, 1))
-        places = _places(of_chunk)
+        rows_of = np.where(np.arange(num) < num_decodes, lens, 1)
+        of_chunk, places = _numbered(rows_of)
         num_decodes += num_drafts
         lens, num_logits = lens[of_chunk], num_logits[of_chunk]
         lens[:num_decodes] = 1
@@ -368,8 +368,8 @@ class Packer:
         tokens, positions, write_at = out
         block, padding_at, at = self.block_tokens, self._padding_slot * self.block_tokens, 0
         if prompts:
-            owners = np.repeat(np.arange(rows.num_decodes, len(rows.lens)), rows.lens[rows.num_decodes :])
-            places, at = _places(owners), len(owners)
+            owners, places = _numbered(rows.lens[rows.num_decodes :])
+            owners, at = owners + rows.num_decodes, len(owners)
             where = rows.resident[owners] + places
             tokens[:at] = np.fromiter(itertools.chain.from_iterable(map(_TOKENS_OF, prompts)), np.int32, at)
             positions[:at] = rows.starts[owners] + places
@@ -397,11 +397,10 @@ def _check_lengths(lens: NDArray[np.int32], num_logits: NDArray[np.int32], num_d
         raise InvariantBroken("a chunk of one token that samples nothing stands before one that samples: rows and samples would differ")
 
 
-def _places(owners: NDArray[np.intp]) -> NDArray[np.int32]:
-    """0, 1, 2, .. within each run of equal owners."""
-    at = np.arange(len(owners), dtype=np.int32)
-    begins = np.flatnonzero(np.diff(owners, prepend=-1))
-    return at - np.repeat(at[begins], np.diff(begins, append=len(owners)))
+def _numbered(lens: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    """Of all that owners of so many have, one behind the other: the number of the owner, and its own among theirs."""
+    owners = np.repeat(np.arange(len(lens)), lens)
+    return owners, (np.arange(len(owners)) - (np.cumsum(lens) - lens)[owners]).astype(np.int32)
 
 
 def _pack_nexts(chunks: Sequence[Chunk], num_decodes: int, gap: int, is_bucket: bool, into: NDArray[np.int32]) -> None:

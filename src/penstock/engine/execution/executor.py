@@ -494,7 +494,12 @@ class Executor:
         self, ahead: Passes, chain: _Chain, arriving: Arriving, plan: StepPlan, gap: int, flow: Flow, is_captured: bool
     ) -> None:
         """The pass over tokens of earlier steps that went without one. `gap`: rows of padding behind the step's decodes."""
-        missed, layers = plan.missed, (self._forward.model.config.num_layers, self.limits.num_layers)
+        layers = self._forward.model.config.num_layers, self.limits.num_layers
+        # The token behind the last of each is the first of its chunk in this step: by now the device knows it, whoever sampled it.
+        places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
+        places[plan.num_decodes :] += gap
+        first_of = {chunk.request_id: -1 - place for chunk, place in zip(plan.chunks, places.tolist(), strict=False)}
+        missed = tuple(chunk._replace(next_token=first_of[chunk.request_id]) for chunk in plan.missed)
         lens = np.array([len(chunk.tokens) for chunk in missed])
         num, num_single = int(lens.sum()), int((lens == 1).sum())
         captured = None
@@ -504,12 +509,8 @@ class Executor:
         end = 2 * (num if captured is None else captured.shape.num_tokens)
         packed = self._packer.pack(missed, num_single, None if captured is None else captured.shape, array[end:])
         rows, nexts = array[: end // 2], array[end // 2 : end]
-        rows[:num], rows[num:], nexts[num:] = np.repeat([chunk.row for chunk in missed], lens), self.limits.max_batch, 0
-        # The token behind the last of each is the first of its chunk in this step: by now the device knows it, whoever sampled it.
-        places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
-        places[plan.num_decodes :] += gap
-        first_of = {chunk.request_id: -1 - int(place) for chunk, place in zip(plan.chunks, places, strict=False)}
-        nexts[:num] = [token for chunk in missed for token in (*chunk.tokens[1:], first_of[chunk.request_id])]
+        rows[:num], rows[num:] = np.repeat([chunk.row for chunk in missed], lens), self.limits.max_batch
+        nexts[:] = packed.ints[packed.nexts_at : packed.nexts_at + len(nexts)]
         host = host[: end + packed.nexts_at]
 
         def run() -> None:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """What drafts need between the passes of a step, in one launch each: a step of a small model takes a millisecond, a launch microseconds.
-The rules are those of `executor.place_unsure`, `sampler.kept_tokens` and `ahead.HeadGuesser.note`, which say what tensors mean."""
+The rules are those of `executor.place_unsure`, `sampler.kept_tokens` and `ahead.note`, which say what tensors mean."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ def _note_kernel(
 
 
 def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
-    """`hidden` [T, width], or shares of it [shares, T, width]; `noted` [rows, places, width]."""
     (num_tokens, width), num_shares = residual.shape, len(hidden) if hidden.dim() == 3 else 1
     assert hidden.is_contiguous() and residual.is_contiguous() and noted.is_contiguous()
     columns = min(1024, triton.next_power_of_2(width))

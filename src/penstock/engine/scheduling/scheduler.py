@@ -64,6 +64,7 @@ class Scheduler:
         self._times = times
         self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
+        self._seals_late = False  # blocks may get their keys in it some tokens after they were filled: where drafts are made
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
         self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget)
@@ -181,7 +182,7 @@ class Scheduler:
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
         is_followed = self._is_followed(draft, bool(drafts))
         missed = self._follow(chunks, is_followed) if self._has_draft_kv and (is_followed or self._has_block_to_follow(chunks)) else ()
-        number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts))
+        number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=is_followed)
         self.waits = Waits(draft.after, draft.loads)
         waits = tuple(draft.after), tuple(draft.loads)
         return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
@@ -484,6 +485,7 @@ class Scheduler:
         sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         events: list[TokenEvent] = []
         part_scores = {one.request_id: one for one in result.part_scores}
+        self._seals_late = self._drafter is not None and (step.is_followed or not self._has_draft_kv)
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # what the commits before have left
         for share in step.shares.values():
@@ -561,8 +563,8 @@ class Scheduler:
             if share.end - share.start > 1:
                 track.num_sealed = share.end
                 self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
-            elif share.end % size == 0 or (self._drafter is not None and self._num_followed(track) // size > track.num_sealed // size):
-                self._seal_filled(track, fence)  # where drafts are made, a block may get its key some tokens late
+            elif share.end % size == 0 or (self._seals_late and self._num_followed(track) // size > track.num_sealed // size):
+                self._seal_filled(track, fence)
         if not share.num_logits:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None

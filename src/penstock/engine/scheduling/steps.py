@@ -116,6 +116,7 @@ class Step(NamedTuple):
     shares: dict[Track, Share]
     fence: Fence | None = None  # behind the step
     has_drafts: bool = False  # it verifies some
+    is_followed: bool = True  # what makes drafts passes over its tokens, or over earlier ones
 
 
 class Steps:
@@ -126,13 +127,20 @@ class Steps:
         self._num_steps = 0
         self._unread: deque[Step] = deque()
 
-    def add(self, chunks: Sequence[Chunk], tracks: Mapping[str, Track], missed: Sequence[Chunk] = (), has_drafts: bool = False) -> int:
+    def add(
+        self,
+        chunks: Sequence[Chunk],
+        tracks: Mapping[str, Track],
+        missed: Sequence[Chunk] = (),
+        has_drafts: bool = False,
+        is_followed: bool = True,
+    ) -> int:
         """One of these chunks has been planned; returns its number. `tracks` are those that run, by request. `missed`: what it passes over
         besides."""
         firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
         shares = {(track := tracks[chunk.request_id]): _share(track, chunk, firsts) for chunk in chunks}
-        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts))
+        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, is_followed=is_followed or bool(missed)))
         return self._num_steps
 
     def launched(self, fence: Fence) -> None:

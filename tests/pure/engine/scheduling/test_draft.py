@@ -207,3 +207,4 @@ def test_what_a_draft_model_has_missed_is_passed_over_with_single_tokens_first()
         draft.add(track, 1)
     missed = missed_by(tracks, draft.chunks())
     assert [(chunk.request_id, chunk.start, chunk.tokens) for chunk in missed] == [("2", 3, (3,)), ("0", 1, (1, 2, 3))]
+    assert [chunk.request_id for chunk in missed_by(tracks, draft.chunks(), 2)] == ["0"], "single tokens wait where they can"

@@ -279,13 +279,16 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
     world = World(0, True, 64, 1.0, 0.0)
     world.script.may_lag = True
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
-    request = Request("r", [1, 2, 3], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2, 3]))
+    request = Request("r", [1, 2], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2]))
     world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
     world.scheduler.add(request)
-    plans = list[StepPlan]()
-    run = world.run
+    plans, sealed = list[StepPlan](), list[int]()
+    run, commit = world.run, world.scheduler.commit
     world.run = lambda plan: plans.append(plan) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    [track] = world.scheduler._tracks.values()
+    world.scheduler.commit = lambda result: (commit(result), sealed.append(track.num_sealed))[0]  # type: ignore[method-assign, func-returns-value]
     world.finish()
     assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], "no step of its own is passed over but the prompt"
+    assert sealed == [*[2] * 5, *[6] * 4, 10], "blocks get their keys when the step is over that has caught up"
     lags = [*[()] * (BLOCK - 1), (BLOCK,)]
     assert [tuple(len(chunk.tokens) for chunk in plan.missed) for plan in plans] == [(), (), *lags, *lags]
