@@ -64,6 +64,7 @@ def scripted(make_engine: Make, ahead: bool, right_share: float = 0.7, seed: int
     engine = make_engine(speculate="ngram", **settings)
     script = Script(ahead, right_share, seed=seed)
     engine._parts.scheduler._drafter, engine._parts.speculation = script, None
+    engine._parts.scheduler._has_draft_kv = script.has_kv
     return engine, script
 
 
