@@ -1,10 +1,10 @@
-"""Tokens per second with drafts and without, on prompts of several kinds. Each engine has a process of its own, and
-they take turns: medians of rounds, each against the plain one beside it.
+"""Tokens per second with drafts and without, on prompts of several kinds. The engines are in one process and take
+turns: medians of rounds, each against the plain one beside it. `again` is a second plain engine, and shows what differs by chance.
 
 python benchmarks/speculation.py --batches 1,4 --json speculation.json
 python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json bench_results/speculation-h200.json
 python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf --model PATH.gguf
-python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --proposers plain,ngram --kinds loops --batches 1,8
+python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --proposers plain,ngram,again --kinds loops
 python benchmarks/speculation.py --shown bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
 
 `loops` has random prompts: greedy text of random weights soon says the same over and over, and lookups keep nearly all. It shows what a
@@ -20,10 +20,8 @@ import json
 import platform
 import random
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,17 +123,17 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A process for each engine: those of one process make each other slower. They take turns round by round, so that a machine that gets
-    slower or faster meanwhile does so for all of them, and each is compared with the plain round beside it."""
+    """All engines in this process: of two processes one may be slower by a tenth for as long as it lives. They take turns round by round,
+    so that a machine that gets slower or faster meanwhile does so for all of them, and each is compared with the plain round beside it."""
     with contextlib.ExitStack() as stack:
-        asked = {name: stack.enter_context(worker(name)) for name in args.proposers}
+        engines = {name: stack.enter_context(warm_engine(args, name)) for name in args.proposers}
         found: list[dict[str, Any]] = []
         for kind, num_tokens, batch in itertools.product(args.kinds, args.tokens, args.batches):
-            rounds: dict[str, list[list[Round]]] = {name: [] for name in asked}
+            rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
             for number in range(args.rounds + 1):
-                for name, ask in asked.items():
-                    rounds[name].append(ask([kind, batch, num_tokens, number]))
-            for name in asked:  # the first round is thrown away: what steps take is learned in it
+                for name, engine in engines.items():
+                    rounds[name].append(rounds_of(engine, kind, batch, num_tokens, number))
+            for name in engines:  # the first round is thrown away: what steps take is learned in it
                 plain = rounds["plain"][1:] if "plain" in rounds else None
                 found.append(row(kind, batch, num_tokens, name, rounds[name][1:], plain))
                 print_row(found[-1])
@@ -143,38 +141,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def worker(name: str) -> Iterator[Callable[[list[Any]], list[Round]]]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
-        assert process.stdin is not None and process.stdout is not None
-
-        def answer() -> Any:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit(f"measuring {name} ended with {process.wait()}")
-            return json.loads(line)
-
-        def ask(case: list[Any]) -> list[Round]:
-            print(json.dumps(case), file=process.stdin)
-            return [Round(*one) for one in answer()]
-
-        print(f"{name}: warm after {answer():.0f} s", flush=True)
-        try:
-            yield ask
-        finally:
-            process.stdin.close()
-
-
-def serve(args: argparse.Namespace, name: str) -> None:
-    """The engine of this process: rounds that are asked for on standard input, until that ends."""
+def warm_engine(args: argparse.Namespace, name: str) -> Iterator[Engine]:
     started_s = time.perf_counter()
-    engine = make_engine(args, None if name == "plain" else name)
+    engine = make_engine(args, None if name in ("plain", "again") else name)
     try:
         engine.warm()
-        print(json.dumps(time.perf_counter() - started_s), flush=True)
-        for line in sys.stdin:
-            print(json.dumps(rounds_of(engine, *json.loads(line))), flush=True)
+        print(f"{name}: warm after {time.perf_counter() - started_s:.0f} s", flush=True)
+        yield engine
     finally:
         engine.close()
 
@@ -273,21 +246,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
-    parser.add_argument("--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp"])
+    parser.add_argument("--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp", "again"])
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["chat", "summary"], help=f"of {', '.join(KINDS)}, loops")
     parser.add_argument("--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[128])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device-kv-gib", type=float, default=1.0)
     parser.add_argument("--machine", default=platform.machine(), help="its name, for the file and the picture")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw them into this file")
     parser.add_argument("--shown", type=Path, help="measure nothing: draw what this file has")
-    parser.add_argument("--only", help=argparse.SUPPRESS)  # the engine of this process
     args = parser.parse_args()
-    if args.only is not None:
-        serve(args, args.only)
-        return
     where = args.device
     if args.shown is not None:
         stored = json.loads(args.shown.read_text())
@@ -296,7 +265,7 @@ def main() -> None:
         rows = measure(args)
         print_table(rows)
     if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "shown", "only")}
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "shown")}
         args.json.write_text(json.dumps({"machine": args.machine, "settings": settings, "rows": rows}, indent=1) + "\n")
     if args.plot is not None:
         save_picture(args.plot, f"Speculative decoding: {where}", lambda axes: draw(axes, rows))
