@@ -3,6 +3,7 @@ random weights: whether drafts are any good is the business of training."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,23 @@ def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(
     num_computed = sum(20 + 5 * n + 63 for n in range(3))
     assert num_passes <= 3 + 64 // 16 and num_computed - 3 * 17 <= num_tokens <= num_computed
     assert all(len(one.tokens) == 64 for one in found)
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16])
+@pytest.mark.parametrize("num_drafts", [1, 8, 15, 16])
+def test_an_engine_is_made_warm_with_any_number_of_drafts(num_drafts: int, block_tokens: int, tmp_path: Path) -> None:
+    """Also where drafts reach into the next block, or the one behind it."""
+    config = tiny_config(blocks=64, max_batch=3, block_tokens=block_tokens)
+    plain = build(config)
+    head = write_random_head(tmp_path / "head", model_of(plain))
+    plain.close(timeout_s=20.0)
+    engine = build(dataclasses.replace(config, speculation=SpeculationConfig(f"mtp:{head}", num_drafts)))
+    engine.warm()
+    speculation, ahead = engine._parts.speculation, engine._parts.executor.ahead
+    assert speculation is not None and ahead is not None and not ahead.failed
+    assert speculation.books.costs.ahead_s >= 0 and all(seconds > 0 for seconds in speculation.books.costs.seconds)
+    assert len(generate(engine, [1, 2, 3], max_tokens=20).tokens) == 20
+    engine.close(timeout_s=20.0)
 
 
 def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(

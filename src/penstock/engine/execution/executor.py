@@ -180,14 +180,16 @@ class Executor:
         kinds = warm.all_kinds(sizes, self._replays.buckets) if self._device.type == "cuda" else warm.few_kinds(sizes)
         blank = blank_weights(model.config, model.dtype, model.device)
         weights_of, self._weights_of = self._weights_of, lambda adapter: blank
+        drafted = [] if self.ahead is None else warm.drafted_plans(sizes, slot, limits.block_tokens, limits.num_ahead)
+        num = len(kinds) + len(drafted)
         try:
-            for done, plan in enumerate(warm.plans(kinds, slot, limits.block_tokens)):
-                progress("warming up", done, len(kinds))
+            for done, plan in enumerate((*warm.plans(kinds, slot, limits.block_tokens), *drafted)):
+                progress("warming up", done, num)
                 if (error := self.launch(plan).wait_error()) is not None:
                     raise error
         finally:
             self._weights_of = weights_of
-        progress("warming up", len(kinds), len(kinds))
+        progress("warming up", num, num)
 
     def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
         """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them: the least of a few. Blocks; behind

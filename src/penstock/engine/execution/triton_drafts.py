@@ -9,12 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.config import MAX_DRAFTS
 from penstock.engine.execution.batch import StepInputs
 
 _ROWS = 128
+_PLACES = triton.next_power_of_2(MAX_DRAFTS + 1)  # of the drafts of a request, and of the token behind them
+
+# So that one compiled kernel serves every step: views of packed inputs begin anywhere.
+_STEP_TENSORS = [
+    "rows_ptr", "unsure_ptr", "positions_ptr", "kv_lens_ptr", "table_starts_ptr", "tables_ptr", "write_at_ptr", "starts_ptr", "lengths_ptr",
+    "step_tokens_ptr", "chosen_ptr", "tokens_ptr", "lasts_ptr", "nexts_out_ptr", "lasts_out_ptr", "rows_out_ptr",
+]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num"])
+@triton.jit(do_not_specialize=["num", *_STEP_TENSORS])
 def _place_kernel(
     rows_ptr, unsure_ptr, rejected_ptr, positions_ptr, kv_lens_ptr, table_starts_ptr, tables_ptr, write_at_ptr, num,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
@@ -40,7 +48,7 @@ def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tok
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["pending_stride"])
+@triton.jit(do_not_specialize=["pending_stride", *_STEP_TENSORS])
 def _keep_kernel(
     starts_ptr, lengths_ptr, step_tokens_ptr, chosen_ptr, rows_ptr, pending_ptr, rejected_ptr, tokens_ptr, lasts_ptr, pending_stride,
     PLACES: tl.constexpr,
@@ -66,12 +74,12 @@ def kept_tokens(
     lasts = torch.empty(len(starts), dtype=torch.int64, device=chosen.device)
     _keep_kernel[(len(starts),)](
         starts, lengths, step_tokens, chosen, rows, pending, rejected, tokens, lasts, pending.stride(0),
-        PLACES=triton.next_power_of_2(num_drafts + 1),
+        PLACES=_PLACES,
     )  # fmt: skip
     return tokens, lasts
 
 
-@triton.jit(do_not_specialize=["num_samples", "num_groups"])
+@triton.jit(do_not_specialize=["num_samples", "num_groups", *_STEP_TENSORS])
 def _fill_kernel(
     tokens_ptr, lasts_ptr, rows_ptr, nexts_out_ptr, lasts_out_ptr, rows_out_ptr, num_samples, num_groups,
     HAS_LASTS: tl.constexpr, ROWS: tl.constexpr,
@@ -102,7 +110,7 @@ def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Te
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", *_STEP_TENSORS])
 def _note_kernel(
     hidden_ptr, residual_ptr, rows_ptr, positions_ptr, noted_ptr, num_tokens,
     WIDTH: tl.constexpr, SHARES: tl.constexpr, NOTES: tl.constexpr, COLUMNS: tl.constexpr,

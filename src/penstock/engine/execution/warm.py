@@ -109,13 +109,24 @@ def verify_plan(num_rows: int, slot: int, block_tokens: int) -> StepPlan:
     return StepPlan(0, (chunk,), 1, (Start.of(0, request),))
 
 
-def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int) -> StepPlan:
-    """A step that decodes one token of each request, and is passed over by what makes drafts only where it makes some."""
-    requests = [Request(f"warm-up {row}", [0, 0], _GREEDY) for row in range(num_requests)]
-    slots = np.full(-(-(2 + num_ahead) // block_tokens), slot, np.int32)
-    chunks = tuple(Chunk(one.id, row, 1, (0,), slots, writes=True, num_logits=1) for row, one in enumerate(requests))
+def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int, num_missed: int = 0) -> StepPlan:
+    """A step that decodes one token of each request, and is passed over by what makes drafts only where it makes some; so many tokens
+    before it are caught up with."""
+    start = max(1, num_missed)
+    requests = [Request(f"warm-up {row}", [0] * (start + 1), _GREEDY) for row in range(num_requests)]
+    slots = np.full(-(-(start + 1 + num_ahead) // block_tokens), slot, np.int32)
+    chunks = tuple(Chunk(one.id, row, start, (0,), slots, writes=True, num_logits=1, room=num_ahead) for row, one in enumerate(requests))
+    earlier = slots[: -(-num_missed // block_tokens)], True, 0
+    missed = tuple(Chunk(one.id, row, 0, (0,) * num_missed, *earlier) for row, one in enumerate(requests) if num_missed)
     starts = tuple(Start.of(row, one) for row, one in enumerate(requests))
-    return StepPlan(0, chunks, num_requests, starts, num_ahead=num_ahead, is_followed=num_ahead > 0)
+    return StepPlan(0, chunks, num_requests, starts, num_ahead=num_ahead, is_followed=num_ahead > 0, missed=missed)
+
+
+def drafted_plans(sizes: Sizes, slot: int, block_tokens: int, num_ahead: int) -> list[StepPlan]:
+    """Steps with which drafts begin: what makes them has missed a token of each request, or nearly a block."""
+    batches = sorted({1, min(4, sizes.max_batch), sizes.max_batch})
+    lengths = [num for num in (1, block_tokens - 1) if 0 < num < sizes.max_tokens - num_ahead]
+    return [decode_plan(num, slot, block_tokens, num_ahead, num_missed) for num in batches for num_missed in lengths]
 
 
 def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[StepPlan]:
