@@ -19,6 +19,7 @@ from penstock.engine.execution.executor import Executor
 from penstock.errors import InvariantBroken
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
+from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
@@ -267,6 +268,17 @@ def test_an_engine_is_made_warm_with_any_number_of_drafts(num_drafts: int, block
     assert speculation.books.costs.ahead_s >= 0 and all(seconds > 0 for seconds in speculation.books.costs.seconds)
     assert len(generate(engine, [1, 2, 3], max_tokens=20).tokens) == 20
     engine.close(timeout_s=20.0)
+
+
+def test_where_steps_are_slow_the_largest_are_not_measured(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server on a CPU is to start within seconds. What was not measured is taken to grow with its rows."""
+    _, engine = pair()
+    executor, sizes = engine._parts.executor, list[int]()
+    monkeypatch.setattr(Executor, "_least_s", lambda self, plan: sizes.append(plan.num_rows) or 0.1 * plan.num_rows)
+    guessed = StepCosts((1, 2, 4, 8, 16, 64, 256), (1.0,) * 7)
+    costs = executor.measured_costs(0, guessed)
+    assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 1, 4, 4]
+    assert costs.of(4) == pytest.approx(0.4) and costs.of(256) == pytest.approx(25.6)
 
 
 def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(

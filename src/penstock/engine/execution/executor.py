@@ -46,6 +46,7 @@ _MISSED = "inputs of catching up"
 _ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
 _NO_WAITS = Waits()
 _TIMED_STEPS = 4
+_MEASURED_S = 0.5  # that one step of each size takes in all, and no more are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,9 @@ class Executor:
         kinds = warm.all_kinds(sizes, self._replays.buckets) if self._device.type == "cuda" else warm.few_kinds(sizes)
         blank = blank_weights(model.config, model.dtype, model.device)
         weights_of, self._weights_of = self._weights_of, lambda adapter: blank
-        drafted = [] if self.ahead is None else warm.drafted_plans(sizes, slot, limits.block_tokens, limits.num_ahead)
+        drafted: list[StepPlan] = []
+        if self.ahead is not None:
+            drafted = warm.drafted_plans(sizes, slot, limits.block_tokens, limits.num_ahead, self._device.type == "cuda")
         num = len(kinds) + len(drafted)
         try:
             for done, plan in enumerate((*warm.plans(kinds, slot, limits.block_tokens), *drafted)):
@@ -192,17 +195,20 @@ class Executor:
         progress("warming up", num, num)
 
     def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
-        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them: the least of a few. Blocks; behind
-        `warm`."""
+        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them: the least of a few. Blocks, for
+        some seconds: where steps are slow the largest are not run. Behind `warm`."""
         block_tokens, seconds = self.limits.block_tokens, list[float]()
         for size in costs.sizes:
+            if sum(seconds) > _MEASURED_S:
+                break
             least_s = self._least_s(warm.verify_plan(size, slot, block_tokens))
             seconds.append(max(least_s, *seconds[-1:], 0.0))  # noise aside, more rows take no less
-        measured = replace(costs, seconds=tuple(seconds))
+        measured = replace(costs, sizes=costs.sizes[: len(seconds)], seconds=tuple(seconds))
         if self.ahead is None:
             return measured
-        one_s, all_s = (self._ahead_s(num, slot) for num in (1, self.limits.max_batch))
-        return replace(measured, ahead_s=one_s, ahead_row_s=max(0.0, all_s - one_s) / max(1, self.limits.max_batch - 1))
+        most = min(self.limits.max_batch, measured.sizes[-1])
+        one_s, all_s = (self._ahead_s(num, slot) for num in (1, most))
+        return replace(measured, ahead_s=one_s, ahead_row_s=max(0.0, all_s - one_s) / max(1, most - 1))
 
     def _ahead_s(self, num_requests: int, slot: int) -> float:
         """What making drafts adds to a step that decodes one token of each."""
@@ -210,8 +216,9 @@ class Executor:
         return max(0.0, self._least_s(with_drafts) - self._least_s(plain))
 
     def _least_s(self, plan: StepPlan) -> float:
-        times = []
-        for _ in range(_TIMED_STEPS):
+        """Of a few steps, or of one that is slow."""
+        times = list[float]()
+        while len(times) < _TIMED_STEPS and sum(times) < _MEASURED_S / 4:
             started_s = time.perf_counter()
             if (error := self.launch(plan).wait_error()) is not None:
                 raise error

@@ -122,9 +122,9 @@ def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int,
     return StepPlan(0, chunks, num_requests, starts, num_ahead=num_ahead, is_followed=num_ahead > 0, missed=missed)
 
 
-def drafted_plans(sizes: Sizes, slot: int, block_tokens: int, num_ahead: int) -> list[StepPlan]:
+def drafted_plans(sizes: Sizes, slot: int, block_tokens: int, num_ahead: int, compiles: bool) -> list[StepPlan]:
     """Steps with which drafts begin: what makes them has missed a token of each request, or nearly a block."""
-    batches = sorted({1, min(4, sizes.max_batch), sizes.max_batch})
+    batches = sorted({1, min(4, sizes.max_batch), sizes.max_batch}) if compiles else [1]
     lengths = [num for num in (1, block_tokens - 1) if 0 < num < sizes.max_tokens - num_ahead]
     return [decode_plan(num, slot, block_tokens, num_ahead, num_missed) for num in batches for num_missed in lengths]
 
