@@ -14,12 +14,15 @@ import numpy as np
 import torch
 import triton
 
+from cpu.engine.test_mtp_engine import model_of, with_head, write_random_head
+
 from penstock.config import LoraConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 from support.adapters import write_random_adapter
 from support.driving import run_all, submit, tiny_config
+from support.switched import switched
 
 compiled: list[str] = []
 
@@ -89,8 +92,23 @@ class Kinds:
                 self.engine.step()
             self.engine.cache.reset(("device",))
 
+    def drafted(self) -> None:
+        """By a head: all along, and again after a while without drafts."""
+        speculation = self.engine._parts.speculation
+        assert speculation is not None
+        speculation.force = lambda most: most
+        switch = switched(self.engine)
+        for num in (1, 3, 9, 16):
+            for how in ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "seed": 1, "top_p": 0.9, "logprobs": 3}):
+                switch.is_on = True
+                found = [submit(self.engine, self.prompt(30), max_tokens=60, **how) for _ in range(num)]
+                while len(found[0].tokens) < 50:
+                    switch.is_on = not 10 < len(found[0].tokens) < 40
+                    self.engine.step()
+                run_all(self.engine)
 
-def main(dtype: str, scratch: Path) -> None:
+
+def main(dtype: str, scratch: Path, has_head: bool) -> None:
     triton.knobs.runtime.jit_cache_hook = note
     config = tiny_config(device="cuda", host_blocks=512, prefill_chunk=1024, blocks=1024, max_batch=16)
     adapter = write_random_adapter(scratch / "adapter", BUILT_IN["tiny-qwen3"], seed=3)
@@ -99,12 +117,16 @@ def main(dtype: str, scratch: Path) -> None:
         source=dataclasses.replace(config.source, dtype=dtype),
         lora=LoraConfig((("other", str(adapter)),)),  # type: ignore[arg-type]
     )
+    if has_head:
+        plain = build(config)
+        config = with_head(config, write_random_head(scratch / "head", model_of(plain)))
+        plain.close(timeout_s=30.0)
     engine = build(config)
     engine.warm()
     known = len(compiled)
     compiled.clear()
     kinds, found = Kinds(engine), {}
-    for name in ("prompts", "sampled", "echoed", "adapted", "returned"):
+    for name in ("prompts", "sampled", "echoed", "adapted", "returned", *(["drafted"] if has_head else [])):
         gc.collect()
         before, modules = counts(), set(sys.modules)
         getattr(kinds, name)()
@@ -120,4 +142,4 @@ def main(dtype: str, scratch: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), has_head=sys.argv[3] == "head")
