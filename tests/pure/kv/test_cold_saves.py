@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stacked_rig import Stacked
+from stacked_rig import ALL, Stacked
+from storage_rig import BLOCK, LAYERS
 
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
@@ -61,6 +62,20 @@ def test_with_reuse_host_blocks_of_a_load_were_asked_for_again_as_well() -> None
     table, load = rig.load(6)
     rig.flow()
     assert load.num_landed == 6 and rig.store_has(rig.keys(6)) == [True] * 6
+    rig.end(table)
+
+
+def test_blocks_of_a_scope_of_their_own_are_never_written_to_the_disk() -> None:
+    rig = Stacked()
+    table = rig.cache.open("request", rig.prefix(4), 0)
+    rig.cache.close_scope(table, BLOCK)
+    assert rig.cache.try_extend(table, 4)
+    for num in (2, 4):
+        rig.cache.seal(table, [ord("a")] * (num * BLOCK), num * BLOCK, None)
+        rig.device.write(table.hold.slots[:num], ALL, [[key] * LAYERS for key in table.sealed_keys])
+        rig.cache.submit_saves()
+    rig.flow()
+    assert rig.host.num_leading(table.sealed_keys) == 4 and list(rig.first.blocks) == rig.keys(1), "the first is everybody's"
     rig.end(table)
 
 
