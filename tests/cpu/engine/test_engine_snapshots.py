@@ -82,6 +82,8 @@ def test_pins_are_given_back_at_the_end(make_engine: Make, prompts: Prompts) -> 
     engine.close(20.0)
     with pytest.raises(EngineClosed):
         engine.snapshots.all()
+    with pytest.raises(EngineClosed):
+        engine.snapshots.take(request(prompts(70)))
 
 
 def test_an_adapter_other_than_its_own_cannot_continue_it(make_engine: Make, prompts: Prompts) -> None:

@@ -4,10 +4,11 @@ compute or load the same, and a retention that is looked after more than once.""
 from __future__ import annotations
 
 import pytest
-from storage_rig import LAYOUT
+from storage_rig import BLOCK, LAYOUT
 from test_cache_tiers import BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
+from penstock.errors import InvariantBroken
 
 PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
 
@@ -117,4 +118,70 @@ def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
     lease.end()
     rig.cache.release(table, None)
     rig.finish()
+    rig.end()
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_one_in_eight_slots_of_host_memory_is_not_promised_to_contexts_that_stay_there(prefix_cache: bool) -> None:
+    rig = Cached(prefix_cache, num_host=24)
+    assert rig.cache.num_pageable == (21 if prefix_cache else 0)
+    rig.end()
+
+
+def test_what_has_come_to_host_memory_since_a_lease_was_taken_is_matched() -> None:
+    rig = Cached()
+    rig.remembered(PROMPT[:4])
+    lease = rig.cache.lease("request", rig.prefix())
+    assert lease is not None and rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, False, 1)
+    rig.remembered(PROMPT)
+    assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, False, 2)
+    lease.end()
+    rig.end()
+
+
+@pytest.mark.parametrize(("most_resident", "expected"), [(1, Match(0, 0, False)), (2, Match(2, 2, False)), (3, Match(2, 2, False))])
+def test_a_deep_request_begins_with_what_the_device_has_as_far_as_all_of_it_may_stay(most_resident: int, expected: Match) -> None:
+    rig = Cached()
+    rig.cache.release(rig.run("earlier"), None)
+    rig.finish()
+    rig.cache.reset(["host"])
+    assert rig.cache.match_deep(rig.prefix().keys, most_resident) == expected
+    rig.end()
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("deep", [False, True])
+def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table_has_ended(sent: bool, deep: bool) -> None:
+    rig = Cached()
+    table = rig.cache.open("request", rig.prefix(), 0)
+    table.is_deep = deep
+    rig.cache.close_scope(table, 2 * BLOCK - 1)
+    rig.cache.close_scope(table, 2 * BLOCK)  # it is closed already
+    assert rig.cache.try_extend(table, 2)
+    rig.cache.seal(table, PROMPT, 2 * BLOCK, None)
+    if sent:
+        rig.cache.submit_saves()
+    rig.cache.release(table, None)
+    rig.cache.settle()
+    rig.cache.submit_saves()
+    rig.finish()
+    assert list(rig.host.keys()) == list(rig.pool.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
+    rig.end()
+
+
+def test_parts_that_are_fetched_are_counted_until_they_are_dropped() -> None:
+    rig = Cached()
+    table = rig.run("request")
+    rig.finish()
+    assert rig.cache.page_out(table, 2, None) == 2
+    one, other = rig.cache.fetch(table, 0, 1), rig.cache.fetch(table, 1, 1)
+    assert one is not None and other is not None and table.num_fetched == 2
+    with pytest.raises(InvariantBroken, match="still on their way"):
+        rig.cache.drop_fetched(table, one, None)
+    rig.finish()
+    rig.cache.drop_fetched(table, one, None)
+    assert table.num_fetched == 1 and table.fetched == {other}
+    with pytest.raises(InvariantBroken, match="has not fetched"):
+        rig.cache.drop_fetched(table, one, None)
+    rig.cache.release(table, None)
     rig.end()

@@ -75,6 +75,35 @@ class Cached(Rig):
 BLOCKS = [tuple(PROMPT[:4]), tuple(PROMPT[4:8])]
 
 
+def test_what_host_memory_has_behind_the_device_is_found_though_it_lacks_what_the_device_has() -> None:
+    rig = Cached()
+    rig.remembered()
+    rig.cache.promote_ahead("earlier", rig.prefix(), 0, 1)
+    rig.finish()
+    rig.host.forget(rig.prefix().keys[:1])
+    lease = rig.cache.lease("request", rig.prefix())
+    assert lease is not None and rig.cache.match(rig.prefix().keys, lease) == Match(1, 1, False, 1)
+    lease.end()
+    rig.end()
+
+
+def test_a_save_waits_for_the_step_that_read_its_slots_in_host_memory() -> None:
+    rig = Cached(num_host=2)
+    rig.remembered()
+    deep = rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=2))
+    assert deep is not None
+    rig.cache.release(deep, rig.step())
+    others = list(range(50, 58))
+    other = rig.run("other", others)
+    while any(lane.step() for lane in rig.lanes if lane.name in ("launch save", "save")):
+        pass
+    assert sorted(rig.host_arena.read([slot], (0, 1))[0][0] for slot in range(2)) == BLOCKS, "the step may still read them"
+    rig.finish()
+    assert rig.cache.num_in_flight == 0 and rig.host.num_leading(rig.prefix(others).keys) == 2
+    rig.cache.release(other, None)
+    rig.end()
+
+
 def test_what_is_forgotten_is_neither_on_the_device_nor_in_host_memory() -> None:
     rig = Cached()
     rig.cache.release(rig.run("request"), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from cold_rig import KEYS, SOON_S, Make, make
@@ -124,3 +125,14 @@ def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(o
     lease.end()
     rig.flow()
     rig.end(*tables)
+
+
+def test_a_store_is_not_waited_for_longer_than_a_second_however_long_computing_takes() -> None:
+    rig = Stacked("remote")
+    rig.saves.limits = replace(rig.saves.limits, load_always=False)
+    rig.loads.prefill.add(BLOCK, 0.0, 100.0)
+    lease = rig.cache.lease("request", rig.prefix(4))
+    assert isinstance(lease, HostLease) and lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(1.0)
+    lease.end()
+    rig.flow()
+    rig.end()

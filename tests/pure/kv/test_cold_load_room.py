@@ -49,6 +49,18 @@ def test_host_blocks_of_the_same_load_are_not_evicted_for_its_reads() -> None:
     rig.end(table)
 
 
+def test_blocks_that_others_want_in_host_memory_make_room_for_those_that_a_request_loads() -> None:
+    rig = from_ssd(num_host=EIGHT)
+    rig.remembered(EIGHT, "b")
+    wanted = rig.cache.retain(rig.prefix(EIGHT, "b"), 0.0)
+    table, load = rig.load(EIGHT)
+    assert load.limit == EIGHT and not any(rig.host_has(rig.keys(EIGHT, "b")))
+    rig.flow()
+    assert load.num_landed == EIGHT
+    wanted.end()
+    rig.end(table)
+
+
 # ------------------------------------------------------------------------------------------------------------------- a little at a time
 
 
@@ -153,7 +165,35 @@ def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> No
     rig.end(table)
 
 
+def test_blocks_that_came_to_the_host_since_the_match_stay_until_they_are_copied() -> None:
+    rig = from_ssd(num_host=EIGHT)
+    lease = rig.cache.lease("request", rig.prefix(EIGHT))
+    assert lease is not None and lease.runs_from(0) == [("ssd", EIGHT)]
+    rig.cache.release(rig.ran(3, owner="other"), None)
+    rig.flow()
+    rig.forget_device()
+    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
+    load = rig.cache.promote(table, lease, EIGHT, 1)
+    other = rig.ran(3, "b", "other")  # host memory has no slot that neither this load reads from nor reads into
+    rig.run("launch save", "save")
+    assert rig.host_has(rig.keys(3)) == [True] * 3 and not any(rig.host_has(rig.keys(3, "b")))
+    rig.flow()
+    assert load.num_landed == EIGHT and rig.device_has(EIGHT) == [True] * EIGHT
+    rig.end(table, other)
+
+
 # -------------------------------------------------------------------------------------------------------------- leases and trouble
+
+
+def test_a_load_of_more_than_its_lease_has_ends_where_that_does() -> None:
+    rig = from_ssd(6)
+    lease = rig.cache.lease("request", rig.prefix(EIGHT))
+    assert lease is not None and lease.num_from(0) == 6
+    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
+    load = rig.cache.promote(table, lease, EIGHT, 1)
+    rig.flow()
+    assert load.settled and load.over and load.num_landed == 6 and isinstance(load.error(), TransferFailed)
+    rig.end(table)
 
 
 def test_a_lease_that_has_expired_covers_nothing_and_cannot_be_used() -> None:

@@ -77,6 +77,19 @@ def test_it_can_be_waited_for_once_everything_is_sent_and_is_nearly_there_before
     rig.end(table)
 
 
+def test_no_step_is_launched_behind_one_that_ends_short() -> None:
+    rig = from_ssd(6)
+    table, load = rig.load(6)
+    rig.stores["ssd"].lose(rig.keys(6)[5])
+    rig.read(0, 1, 0)
+    rig.run("launch load")
+    assert load.num_sent == load.limit == 5 and not load.settled, "all that comes is on its way"
+    assert load.arrivals is None and not load.nearly_landed(), "and its last block is not"
+    rig.flow()
+    assert load.settled and load.num_landed == 5
+    rig.end(table)
+
+
 def test_what_the_host_has_comes_first_and_in_between() -> None:
     rig = Stacked("ssd", "remote")
     keys = rig.keys(EIGHT)

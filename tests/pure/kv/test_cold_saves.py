@@ -4,10 +4,12 @@ emptied, and host memory that evicts meanwhile; and faults that turn these tests
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from stacked_rig import Stacked
+from stacked_rig import ALL, Stacked
+from storage_rig import BLOCK, LAYERS
 
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
@@ -60,6 +62,43 @@ def test_with_reuse_host_blocks_of_a_load_were_asked_for_again_as_well() -> None
     table, load = rig.load(6)
     rig.flow()
     assert load.num_landed == 6 and rig.store_has(rig.keys(6)) == [True] * 6
+    rig.end(table)
+
+
+def test_blocks_of_a_scope_of_their_own_are_never_written_to_the_disk() -> None:
+    rig = Stacked()
+    table = rig.cache.open("request", rig.prefix(4), 0)
+    rig.cache.close_scope(table, BLOCK)
+    assert rig.cache.try_extend(table, 4)
+    for num in (2, 4):
+        rig.cache.seal(table, [ord("a")] * (num * BLOCK), num * BLOCK, None)
+        rig.device.write(table.hold.slots[:num], ALL, [[key] * LAYERS for key in table.sealed_keys])
+        rig.cache.submit_saves()
+    rig.flow()
+    assert rig.host.num_leading(table.sealed_keys) == 4 and list(rig.first.blocks) == rig.keys(1), "the first is everybody's"
+    rig.end(table)
+
+
+def test_with_reuse_blocks_are_written_that_come_to_the_device_ahead_of_their_request() -> None:
+    rig = Stacked(admission="reuse")
+    rig.remembered(4)
+    assert not rig.stores["ssd"].blocks
+    assert rig.cache.promote_ahead("request", rig.prefix(4), 0, 2) is not None
+    rig.flow()
+    assert rig.store_has(rig.keys(4)) == [True, True, False, False]
+    rig.end()
+
+
+@pytest.mark.parametrize("postpones", [False, True])
+def test_nobody_who_waits_for_blocks_in_host_memory_keeps_others_from_the_disk(postpones: bool) -> None:
+    rig = Stacked(num_host=4)
+    rig.saves.limits = replace(rig.saves.limits, postpones=postpones)
+    rig.remembered(4, "a")
+    wanted = rig.cache.retain(rig.prefix(4, "a"), 0.0)
+    table = rig.ran(4, "b")
+    rig.flow()
+    assert rig.store_has(rig.keys(4, "b")) == [True] * 4
+    wanted.end()
     rig.end(table)
 
 
@@ -130,9 +169,10 @@ def test_a_tier_that_is_broken_is_left_out_of_a_lease_and_those_behind_it_are_as
 
 
 def test_nobody_behind_a_tier_that_has_not_answered_is_asked_and_an_answer_of_nothing_ends_the_lease() -> None:
-    rig = Stacked("remote")
+    rig = Stacked("remote", "farther")
     lease = rig.cache.lease("request", rig.prefix(4))
     assert lease is not None and not lease.ready and lease.num_from(0) == 0
+    assert len(rig.lane("ask remote")) and not len(rig.lane("ask farther"))
     rig.run("ask remote")
     assert lease.ready and lease.runs_from(0) == [] and rig.cache.match(rig.prefix(4).keys, lease).num_colder == 0
     lease.end()
@@ -158,6 +198,40 @@ def test_what_a_store_has_answered_it_is_not_asked_again() -> None:
     assert again.runs_from(0) == [] and rig.stores["remote"].calls.count("find") == 1
     again.end()
     rig.end()
+
+
+def test_what_the_disk_has_said_is_no_answer_of_the_store_behind_it() -> None:
+    rig = Stacked("ssd", "remote")
+    rig.put("ssd", rig.keys(2))
+    rig.put("remote", rig.keys(4))
+    lease = asked(rig)
+    assert lease.runs_from(0) == [("ssd", 2), ("remote", 2)]
+    lease.end()
+    again = asked(rig, first=lease)
+    assert again.runs_from(0) == [("ssd", 2), ("remote", 2)] and rig.stores["remote"].calls.count("find") == 1
+    again.end()
+    rig.end()
+
+
+def test_a_store_that_has_not_answered_a_lease_has_not_said_that_it_has_nothing() -> None:
+    rig = Stacked("remote")
+    rig.put("remote", rig.keys(4))
+    lease = rig.cache.lease("request", rig.prefix(4))
+    assert lease is not None and not lease.ready and rig.cache.num_cold_in_flight == 1
+    lease.end()
+    again = rig.cache.lease("request", rig.prefix(4), lease)
+    assert again is not None and not again.ready
+    rig.run("ask remote")
+    assert again.ready and again.runs_from(0) == [("remote", 4)] and rig.cache.num_cold_in_flight == 0
+    again.end()
+    rig.end()
+
+
+def test_nobody_has_a_lease_of_nothing_behind_what_the_device_has() -> None:
+    rig = Stacked()
+    table = rig.ran(2)
+    assert rig.cache.lease("request", rig.prefix(4)) is None and rig.host.num_leases == 0
+    rig.end(table)
 
 
 def test_an_answer_of_nothing_that_came_at_once_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,3 +45,36 @@ def test_slots_of_a_late_load_are_not_waited_for_while_a_save_is_late_too() -> N
     load.deadline_s = 0.0
     assert rig.cache.num_settling == 0
     rig.end()
+
+
+def test_slots_of_an_open_table_are_not_expected_back_whether_its_load_is_late_or_not() -> None:
+    rig = Stacked()
+    rig.remembered(2, "a")
+    table, load = rig.promote_all(2, "a")
+    rig.cache.release(rig.ran(1, "b"), None)
+    assert rig.cache.num_settling == 1, "the one that is being saved"
+    load.deadline_s, in_time_s = 0.0, load.deadline_s
+    assert rig.cache.num_settling == 1
+    load.deadline_s = in_time_s
+    save = rig.saves.mover.first()
+    assert save is not None
+    save.deadline_s = 0.0
+    assert rig.cache.num_settling == 0
+    rig.end(table)
+
+
+def test_slots_of_parts_that_have_come_are_not_expected_back_once_more() -> None:
+    rig = Stacked()
+    rig.remembered(4, "a", tiers=("ssd",))
+    table, load = rig.load(4, "a")
+    rig.read(0)
+    rig.copy()
+    rig.read(1)
+    assert load.num_landed == 2 and load.num_sent == 4
+    rig.cache.release(table, None)
+    rig.cache.release(rig.ran(1, "b"), None)
+    save = rig.saves.mover.first()
+    assert save is not None
+    save.deadline_s = 0.0
+    assert rig.cache.num_settling == 2
+    rig.end()

@@ -67,6 +67,19 @@ def test_a_promotion_is_measured_by_its_bytes_and_its_time(clock: HandClock) -> 
     rig.end()
 
 
+def test_a_part_of_a_context_that_is_fetched_says_nothing_about_the_link(clock: HandClock) -> None:
+    rig = Timed(clock)
+    table = rig.run("deep", list(range(200, 208)))
+    rig.finish()
+    assert rig.cache.page_out(table, 2, None) == 2
+    fetched = rig.cache.fetch(table, 0, 2)
+    assert fetched is not None
+    rig.over(2.0)
+    assert fetched.settled and rig.loads.link.bytes_per_s is None
+    rig.cache.release(table, None)
+    rig.end()
+
+
 def test_one_that_waited_behind_another_is_measured_from_the_end_of_that(clock: HandClock) -> None:
     rig = Timed(clock)
     rig.begin(FIRST)

@@ -183,6 +183,23 @@ def test_a_retraction_does_not_save_again_what_is_there_and_keeps_it_there() -> 
     rig.close()
 
 
+def test_what_a_retraction_finds_in_host_memory_makes_no_room_for_others_before_it_is_over() -> None:
+    rig = Rig(num_host=3)
+    rig.save(KEYS[:2], "before").end()
+    rig.pool.evict(8)
+    lease = retracted(rig, 2, 1, 9)
+    rig.lane("launch save").step()
+    other = rig.computed(KEYS[5:7], "other")
+    rig.saves.offer(other, 0, KEYS[5:7], None)
+    rig.saves.submit()
+    rig.lanes.run_all()  # both of them, before anybody takes in that the first is over
+    rig.settle()
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and lease.num_from(0) == 3
+    other.end()
+    lease.end()
+    rig.close()
+
+
 def test_blocks_that_are_offered_and_then_retracted_are_copied_once() -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2], num_more=1)

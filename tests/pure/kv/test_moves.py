@@ -115,6 +115,13 @@ def test_what_was_promised_stays_available_and_nobody_waits_where_there_is_no_mo
     rig.close()
 
 
+def test_where_more_was_promised_than_there_is_nothing_leaves() -> None:
+    rig = Full(num_device=4)
+    rig.alone(KEYS[:4])
+    assert rig.saves.make_room(4, 5, ()) and rig.pool.counts.pinned == 0
+    rig.close()
+
+
 def test_many_blocks_leave_in_parts_and_the_first_are_free_before_the_last_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves_module, "_MOVE_BLOCKS", 2)
     rig = Full(num_device=6)
@@ -239,6 +246,24 @@ def test_host_memory_gives_way_only_with_what_running_requests_hold() -> None:
     assert rig.everywhere() == {*KEYS[:2], *KEYS[10:12], *KEYS[20:24]}, "nothing is lost"
     hold.end()
     assert rig.make_room(6) > 0, "what gave way is saved again before it leaves"
+    rig.close()
+
+
+def test_host_memory_gives_way_by_what_it_lacks_and_by_more_when_more_is_needed() -> None:
+    rig = Full(num_device=8, num_host=5)
+    rig.idle(KEYS[10:11])  # used longer ago than those that are to give way
+    rig.idle(KEYS[:3])
+    table, hold = rig.table(KEYS[:3])
+    rig.pool.evict_these(rig.pool.find_each(KEYS[10:11]))  # host memory alone has it
+    rig.alone(KEYS[20:25])
+    rig.make_room(1, 0, (table,))
+    assert rig.in_host(KEYS[:3]) == KEYS[:3] and rig.in_host(KEYS[20:25]).count(None) == 4, "one slot was free"
+    rig.make_room(2, 0, (table,))
+    assert rig.in_host(KEYS[:3]).count(None) == 1 and rig.in_host(KEYS[20:25]).count(None) == 3
+    rig.make_room(3, 0, (table,))
+    assert rig.in_host(KEYS[:3]).count(None) == 2 and rig.in_host(KEYS[20:25]).count(None) == 2
+    assert rig.in_host(KEYS[10:11]) == KEYS[10:11]
+    hold.end()
     rig.close()
 
 

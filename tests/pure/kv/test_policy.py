@@ -90,6 +90,14 @@ def test_with_one_depth_seen_the_mean_is_the_guess() -> None:
     assert rate.seconds(100, 0) == rate.seconds(100, 5000) == pytest.approx(100 * 2e-5)
 
 
+def test_what_rounding_leaves_between_steps_of_one_depth_is_no_line() -> None:
+    for depth in (1000.3, 4096.7, 30_000.7):
+        rate = PrefillRate()
+        for num_tokens in (512, 333, 777, 100, 64) * 8:
+            rate.add(num_tokens, depth, num_tokens * 2e-5)
+            assert rate.seconds(100, 0) == rate.seconds(100, 90_000) == pytest.approx(100 * 2e-5)
+
+
 def test_noise_never_makes_a_token_cost_less_than_nothing() -> None:
     rate = PrefillRate()
     for depth, seconds in ((0, 2.0), (1000, 1.0), (10, 2.1), (990, 0.9)):

@@ -128,6 +128,15 @@ def test_a_try_whose_end_nobody_saw_leaves_the_next_measurement_to_replace_what_
     assert link.bytes_per_s == 1000.0
 
 
+def test_a_transfer_that_began_before_a_rate_was_stale_replaces_it() -> None:
+    clock = HandClock()
+    link = LinkRate(clock=clock)
+    link.add(100, 1.0)
+    clock.advance(STALE_S + 1.0)  # nobody begins one to find out: it was under way
+    link.add(1000, 1.0)
+    assert link.bytes_per_s == 1000.0 and not link.stale
+
+
 def test_one_that_never_is_is_noticed() -> None:
     with pytest.raises(AssertionError, match="faster"):
         tries_again(LinkRate(), HandClock())

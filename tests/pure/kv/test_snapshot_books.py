@@ -360,6 +360,56 @@ def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(machines: tup
     assert there.registry.figures().known == 0 and there.registry.figures().expired == 1
 
 
+def test_one_that_has_expired_here_keeps_its_name_from_nobody(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, there = machines
+    here.take("talk", ttl_s=5.0)
+    here.take("other", ttl_s=5.0)
+    clock.advance(5.0)
+    here.take("talk")  # its engine has not come round
+    assert names(here) == ["talk"]
+    clock.advance(1.0)
+    there.take("other")
+    assert names(here) == names(there) == ["talk", "other"]
+
+
+def test_what_tiers_have_lost_of_one_is_told(machines: tuple[Machine, Machine]) -> None:
+    here, _ = machines
+    assert here.take("talk").kept_tokens == 10 * BLOCK
+    prefix = here.rig.cache.prefix_of(TALK)
+    assert prefix is not None
+    for store in here.rig.stores.values():
+        store.lose(*prefix.keys[6:])
+    assert here.registry.find("talk", "").kept_tokens == 6 * BLOCK
+
+
+def test_one_whose_time_is_over_hides_none_of_the_same_name_that_another_engine_has_taken(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
+    here, there = machines
+    here.take("talk", ttl_s=5.0)
+    clock.advance(5.0)
+    there.take("talk")
+    assert names(here) == ["talk"]
+
+
+def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_keep_their_names(
+    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = machines
+    here.failing.add("remote")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "PINNED_SHARE", 1.0)
+        for name, talk in (("first", TALK), ("second", TALK + 50)):
+            here.take(name, talk)
+            clock.advance(1.0)
+        here.close()
+    here.on_disk = dict(reversed(here.on_disk.items()))
+    here.start()
+    assert [(one.name, one.pinned) for one in here.registry.all("").snapshots] == [("first", True), ("second", False)]
+    with pytest.raises(SnapshotTaken):
+        here.take("second", TALK)
+
+
 def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(machines: tuple[Machine, Machine], clock: HandClock) -> None:
     here, there = machines
 

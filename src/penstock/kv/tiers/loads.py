@@ -519,7 +519,8 @@ class Loads:
         self._advance(load)
 
     def _take_room(self, load: BlockLoad, wanted: Sequence[tuple[int, str]]) -> None:
-        """Host slots for all of it, at once; where there are not enough, the load ends before the first block without."""
+        """Host slots for all of it, at once; where there are not enough, the load ends before the first block without, and `_advance` gives
+        back those behind it."""
         coming = self._take_over({load.keys[block] for block, _ in wanted})
         slots, pin = self.host.pin_each([load.keys[block] for block, _ in wanted], load.label)
         if pin is not None:
@@ -538,8 +539,6 @@ class Loads:
         num = next((i for i, (key, taken) in enumerate(zip(keys, load.room.keys, strict=False)) if key != taken), len(load.room.keys))
         if num < len(absent):  # no room, or somebody else's read of the same block is under way
             load.cut(absent[num][0])
-            rest, load.room = load.room, self.host.split(load.room, num)
-            self.host.drop(rest)
         self._queue(load, absent[:num])
 
     def _queue(self, reads: Reads, blocks: Sequence[tuple[int, str]]) -> None:
