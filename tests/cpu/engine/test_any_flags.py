@@ -60,7 +60,7 @@ def flags_of(case: Case, head: Path, disk: Path) -> list[str]:
     num_blocks = -(-MAX_MODEL_LEN // block) + 1
     given["--device-kv-blocks"] = num_blocks if case["blocks"] == "few" else 4 * num_blocks
     if is_deep:
-        given["--kv-resident-tokens"] = 256
+        given["--kv-resident-tokens"] = max(256, 8 * block)
     flags = [*MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--sanitize", "strict"]
     flags += ["--kv-offload-host-gib", "0.01"] if has_tiers else ["--no-kv-offload"]
     if case["tiers"] in ADMISSIONS:
