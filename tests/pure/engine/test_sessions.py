@@ -3,6 +3,7 @@ way where there is not room for all."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -155,6 +156,20 @@ def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(finish: Fin
     assert world.storage.wants[0].prefix.keys == keys_of([*talk(0, 2), 1, 2, 3, 4])[:num_blocks]
 
 
+def test_a_session_has_all_that_its_request_said_event_by_event() -> None:
+    world = World()
+    prompt, answer = talk(0, 1), [7, 8, 9, 10, 11]
+    request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
+    listener = world.sessions.follow(request, "", CacheHint(retain_s=60), lambda event: None)
+    for token in answer[:-1]:
+        listener(TokenEvent("r", (token,)))
+    listener(TokenEvent("r", (answer[-1],), finish=FinishReason.LENGTH))
+    world.run()
+    assert [want.prefix.keys for want in world.storage.wants] == [keys_of([*prompt, *answer[:-1]])]
+    content = world.sessions.content_of("", "chat")
+    assert content is not None and content.tokens == array("I", [*prompt, *answer]).tobytes()
+
+
 def test_a_failed_request_changes_nothing_of_its_session() -> None:
     world = World()
     world.ends("chat", talk(0, 2), retain_s=60)
@@ -188,6 +203,13 @@ def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotte
     assert world.figures.known == 4
     assert world.sessions.prefetch("few", "old") is not None
     assert [world.sessions.prefetch("many", f"flood {n}") is not None for n in range(6)] == [False] * 3 + [True] * 3
+
+
+def test_a_session_that_is_used_again_is_no_longer_the_oldest() -> None:
+    world = World(sessions=2)
+    for name, start in (("first", 0), ("second", 100), ("first", 0), ("third", 200)):
+        world.ends(name, talk(start, 1))
+    assert [world.sessions.prefetch("", name) is not None for name in ("first", "second", "third")] == [True, False, True]
 
 
 def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> None:
@@ -416,6 +438,15 @@ def test_what_was_there_before_the_session_stays() -> None:
     world.ends("chat", [*talk(0, 5), *talk(500, 5)], found=10 * BLOCK, release=True)
     world.run()
     assert world.storage.kept == set(keys_of(talk(0, 5)))
+
+
+def test_what_a_session_finds_of_its_own_goes_with_it() -> None:
+    world = World()
+    world.ends("chat", talk(0, 5))
+    world.ends("chat", talk(0, 6), found=5 * BLOCK)
+    world.ends("chat", talk(0, 6), found=6 * BLOCK, release=True)
+    world.run()
+    assert not world.storage.kept
 
 
 def test_what_somebody_holds_stays() -> None:

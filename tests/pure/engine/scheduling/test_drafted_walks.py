@@ -5,11 +5,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
+from scheduler_tiers import Cold
+from scheduler_world import World as DeepWorld
 
-from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Request, Sampled, SamplingParams, StepFailure, StepPlan, StepResult
+from penstock.contract import (
+    TOKEN_IN_FLIGHT,
+    Chunk,
+    FinishReason,
+    Grammar,
+    Request,
+    Sampled,
+    SamplingParams,
+    StepFailure,
+    StepPlan,
+    StepResult,
+)
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -266,6 +280,44 @@ def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_wher
     world.scheduler.plan = lambda reads_host=True: seen_in(plan(), seen)  # type: ignore[method-assign]
     world.finish()
     assert seen == {False, True} if draws else seen == {False}
+
+
+class Asks(Script):
+    """Makes no drafts, and notes for whom there is room for some."""
+
+    def __init__(self, num_ahead: int) -> None:
+        self.needs_results, self.has_kv, self.num_ahead, self.may_lag = True, False, num_ahead, False
+        self.alive, self.asked = dict[str, int](), set[str]()
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        self.asked |= {one.track.request.id for one in requests}
+        return [()] * len(requests)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
+    world = World(0, False, 64, 1.0, 0.0)
+    asks = world.script = world.scheduler._drafter = Asks(num_ahead)
+    plain = SamplingParams(max_tokens=9, temperature=0.0)
+    for id, sampling in (("plain", plain), ("shaped", replace(plain, grammar=Grammar("regex", "a*")))):
+        request = Request(id, [1, 2, 3], sampling, world.cache.prefix_of([1, 2, 3]))
+        world.said[id] = Said(request, [n % 50 for n in range(40)])
+        world.scheduler.add(request)
+    rooms, run = dict[str, int](), world.run
+    world.run = lambda plan: rooms.update({one.request_id: max(one.room, rooms.get(one.request_id, 0)) for one in plan.chunks}) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    world.finish()
+    assert asks.asked == {"plain"} and rooms == {"plain": num_ahead, "shaped": 0}
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_a_request_that_is_paged_out_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
+    asks = Asks(num_ahead)
+    world = DeepWorld(num_slots=12, cold=Cold(40), num_resident=8, make=partial(Scheduler, drafter=asks))  # type: ignore[arg-type]
+    deep = world.submit([at % 6 for at in range(72)], 6, ignore_eos=True)
+    world.finish()
+    assert world.outcome(deep)[1] is FinishReason.LENGTH and world.seen["step that reads host memory"]
+    assert not asks.asked and not any(chunk.room for plan in world.plans for chunk in plan.chunks)
+    world.close()
 
 
 def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
