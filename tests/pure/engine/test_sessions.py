@@ -224,6 +224,15 @@ def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> No
     assert world.sessions.prefetch("one", "a") is not None
 
 
+def test_records_that_just_fill_the_bound_are_all_known() -> None:
+    world = World(known_blocks=12)
+    world.ends("a", talk(0, 6))
+    world.ends("b", talk(100, 6))
+    assert (world.figures.known_blocks, world.figures.known) == (12, 2)
+    world.ends("b", talk(100, 7))
+    assert (world.figures.known_blocks, world.figures.known) == (7, 1)
+
+
 def test_no_more_ends_than_a_turn_has_time_for_are_taken_in_at_once() -> None:
     world = World()
     prefix = Prefix(b"s" * 32, ())
@@ -251,6 +260,15 @@ def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> No
     world.run()
     assert not world.storage.wants
     assert (world.figures.retained, world.figures.retained_blocks, world.figures.known) == (0, 0, 1)
+
+
+def test_a_retention_that_ends_within_a_second_lasts_until_then() -> None:
+    world = World()
+    world.now_s += 0.5
+    world.ends("chat", talk(0, 3), retain_s=60)
+    world.now_s += 59.9
+    world.run()
+    assert world.storage.wants
 
 
 def test_a_further_request_keeps_what_was_said_and_the_time_starts_anew() -> None:

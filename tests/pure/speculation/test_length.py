@@ -75,6 +75,14 @@ def test_what_nobody_has_seen_is_taken_to_be_as_usual() -> None:
     assert DraftRecord(2).survival(0.5) == [0.5, 0.25] and DraftRecord(2).survival(0.1) == pytest.approx([0.1, 0.01])
 
 
+def test_a_place_that_was_never_reached_is_taken_to_be_like_the_average_of_all() -> None:
+    record = DraftRecord(2)
+    for _ in range(80):
+        record.saw(2, 0)
+    first, both = record.survival(0.6)
+    assert both / first == pytest.approx(record.rate(0.6)) and record.rate(0.6) < 0.1
+
+
 def test_what_was_seen_long_ago_counts_less() -> None:
     record = DraftRecord(1)
     for _ in range(60):
@@ -134,6 +142,10 @@ def test_the_choice_is_the_best_of_all_that_could_be_made(costs: StepCosts) -> N
     assert (rate(found) if any(found) else LEAST_GAIN * 2 / costs.of(2)) == pytest.approx(max(best, LEAST_GAIN * 2 / costs.of(2)))
 
 
+def test_a_step_beyond_the_table_grows_with_its_tokens() -> None:
+    assert [CLIFF.of(num) for num in (8, 9, 64, 96, 128)] == [10.0, 400.0, 400.0, 600.0, 800.0]
+
+
 def test_a_table_without_order_is_refused() -> None:
     for sizes, seconds in (((), ()), ((1, 2), (1.0,)), ((2, 1), (1.0, 2.0)), ((1, 1), (1.0, 2.0))):
         with pytest.raises(ValueError, match="ascending"):
@@ -184,6 +196,7 @@ def test_what_plain_steps_take_is_measured_again_behind_many_with_drafts() -> No
     known.took(1, 4, 2.5, 0)
     assert not known.is_known(1)
     for _ in range(1 + FIRST_PLAIN_STEPS):
+        assert not known.is_known(1)
         known.took(1, 1, 4.0, 0)
     assert known.is_known(1) and known.plain_step_s(1) > 3.0
 
