@@ -120,6 +120,12 @@ def test_what_drafting_takes_must_be_won_and_what_is_spent_already_need_not() ->
     assert choose(row, books(GPU, extra_s=0.8, on_device=True), 64, FAR, is_paid=True) == [1]
 
 
+def test_a_small_gain_is_taken_where_it_costs_nothing_more() -> None:
+    row = [Row([0.03], 1)]  # three more tokens in a hundred, and a step that takes half a percent longer
+    assert choose(row, books(GPU), 64, FAR) == [0]
+    assert choose(row, books(GPU, on_device=True), 64, FAR, is_paid=True) == [1]
+
+
 def test_a_step_takes_no_longer_than_accounts_can_pay() -> None:
     row, known = [Row(geometric(0.9), MAX_DRAFTS)], books(CPU, extra_s=5.0)
     need_s = SURE * (5.0 + known.rows_s(1, 3))
