@@ -43,6 +43,12 @@ def test_a_run_that_begins_with_the_text_is_as_long_as_any_other() -> None:
     assert NgramProposer(b"a", shared).propose([1, 2, 3, 7, 1, 2, 3], 1) == (7,), "as long as that of another text"
 
 
+def test_a_text_that_grows_beyond_its_buffer_is_still_searched_from_its_beginning() -> None:
+    proposer, text = NgramProposer(), [1, 2, 3, *range(10, 500)]
+    assert proposer.propose(text[:8], 1) == ()
+    assert proposer.propose([*text, 1, 2], 1) == (3,)
+
+
 def test_a_single_token_in_common_is_no_match() -> None:
     assert NgramProposer().propose([1, 2, 3, 1], 4) == ()
 
