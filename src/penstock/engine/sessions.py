@@ -159,7 +159,6 @@ class SessionContent(NamedTuple):
 class _Release(NamedTuple):
     """Blocks of a session that ended: forgotten from the last on, once saves of them that were under way have landed."""
 
-    scope: bytes
     keys: bytes
     found: int
     after: Settling | None
@@ -287,15 +286,14 @@ class Sessions:
         session.retain_s = session.retain_s if hint.retain_s is None else hint.retain_s
         session.weight = session.weight if hint.weight is None else hint.weight
         session.used_s = self._clock()
-        before = session.scope, session.keys
+        keys_before = session.keys
         self._know(session, prefix)
         session.tokens, session.adapter = ending.content()
         if hint.release:
-            self._release(session, *before)
+            self._release(session, keys_before)
         elif session.retain_s:
             self._retain(session, prefix)
         self._bound_known()
-        self._forget_tenant(tenant)
 
     def _know(self, session: _Session, prefix: Prefix) -> None:
         """Its keys are those of `prefix`, most of which it mostly had before."""
@@ -405,16 +403,15 @@ class Sessions:
 
     # ----------------------------------------------------------------------------------------------------------- release
 
-    def _release(self, session: _Session, scope: bytes, keys: bytes) -> None:
-        """Its KV goes, and what it had `before` under `keys` where that is no part of it."""
-        found = session.found or 0
-        mine = session.scope, session.keys
+    def _release(self, session: _Session, keys_before: bytes) -> None:
+        """Its KV goes, and what it had before its last request, where that is no part of it."""
+        found, keys = session.found or 0, session.keys
         self._drop(session)
         self._counts["releases"] += 1
         after = self._storage.newest_save()
-        if not mine[1].startswith(keys):
-            self._releases.append(_Release(scope, keys, found, after))
-        self._releases.append(_Release(*mine, found, after))
+        if not keys.startswith(keys_before):
+            self._releases.append(_Release(keys_before, found, after))
+        self._releases.append(_Release(keys, found, after))
 
     @property
     def _may_release(self) -> bool:

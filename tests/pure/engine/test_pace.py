@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 
 from penstock.contract import Chunk, Scoring, StepPlan
-from penstock.engine.pace import Decoded, Pace, Prefill, ScoringCost
+from penstock.engine.pace import LEAST_TAU, Decoded, Pace, Prefill, ScoringCost
+from penstock.engine.scheduling.residency import FIRST_TAU
 
 
 class Clock:
@@ -153,3 +154,22 @@ def test_the_time_that_scoring_took_never_falls_and_is_told_only_where_it_is_kno
     assert cost.seconds == 0.5
     cost.add(0.25, scores=True)  # quicker than those that do not score
     assert cost.seconds == 0.5
+
+
+def test_what_scoring_costs_follows_the_newest_times_and_forgets_the_oldest() -> None:
+    cost = ScoringCost()
+    for seconds in (1.0, 2.0):
+        cost.add(seconds, scores=False)  # 1.2 lately
+    taus = list[int]()
+    for seconds in (1.77, 1.2):
+        cost.add(seconds, scores=True)  # 0.57 longer, and no longer: 0.456 lately
+        taus.append(cost.tau)
+    assert taus == [10, 8]
+
+
+def test_scoring_that_costs_nothing_is_done_as_often_as_can_be_and_steps_without_a_time_say_nothing() -> None:
+    free, untimed = ScoringCost(), ScoringCost()
+    for cost, plain_s in ((free, 1.0), (untimed, 0.0)):
+        cost.add(plain_s, scores=False)
+        cost.add(1.0, scores=True)
+    assert (free.tau, untimed.tau) == (LEAST_TAU, FIRST_TAU)

@@ -3,6 +3,7 @@ way where there is not room for all."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -155,6 +156,20 @@ def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(finish: Fin
     assert world.storage.wants[0].prefix.keys == keys_of([*talk(0, 2), 1, 2, 3, 4])[:num_blocks]
 
 
+def test_a_session_has_all_that_its_request_said_event_by_event() -> None:
+    world = World()
+    prompt, answer = talk(0, 1), [7, 8, 9, 10, 11]
+    request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
+    listener = world.sessions.follow(request, "", CacheHint(retain_s=60), lambda event: None)
+    for token in answer[:-1]:
+        listener(TokenEvent("r", (token,)))
+    listener(TokenEvent("r", (answer[-1],), finish=FinishReason.LENGTH))
+    world.run()
+    assert [want.prefix.keys for want in world.storage.wants] == [keys_of([*prompt, *answer[:-1]])]
+    content = world.sessions.content_of("", "chat")
+    assert content is not None and content.tokens == array("I", [*prompt, *answer]).tobytes()
+
+
 def test_a_failed_request_changes_nothing_of_its_session() -> None:
     world = World()
     world.ends("chat", talk(0, 2), retain_s=60)
@@ -190,6 +205,13 @@ def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotte
     assert [world.sessions.prefetch("many", f"flood {n}") is not None for n in range(6)] == [False] * 3 + [True] * 3
 
 
+def test_a_session_that_is_used_again_is_no_longer_the_oldest() -> None:
+    world = World(sessions=2)
+    for name, start in (("first", 0), ("second", 100), ("first", 0), ("third", 200)):
+        world.ends(name, talk(start, 1))
+    assert [world.sessions.prefetch("", name) is not None for name in ("first", "second", "third")] == [True, False, True]
+
+
 def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> None:
     world = World(known_blocks=20)
     world.ends("a", talk(0, 6), "one")
@@ -200,6 +222,15 @@ def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> No
     assert (world.figures.known_blocks, world.figures.known) == (18, 3)
     assert world.sessions.prefetch("two", "b") is None
     assert world.sessions.prefetch("one", "a") is not None
+
+
+def test_records_that_just_fill_the_bound_are_all_known() -> None:
+    world = World(known_blocks=12)
+    world.ends("a", talk(0, 6))
+    world.ends("b", talk(100, 6))
+    assert (world.figures.known_blocks, world.figures.known) == (12, 2)
+    world.ends("b", talk(100, 7))
+    assert (world.figures.known_blocks, world.figures.known) == (7, 1)
 
 
 def test_no_more_ends_than_a_turn_has_time_for_are_taken_in_at_once() -> None:
@@ -229,6 +260,15 @@ def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> No
     world.run()
     assert not world.storage.wants
     assert (world.figures.retained, world.figures.retained_blocks, world.figures.known) == (0, 0, 1)
+
+
+def test_a_retention_that_ends_within_a_second_lasts_until_then() -> None:
+    world = World()
+    world.now_s += 0.5
+    world.ends("chat", talk(0, 3), retain_s=60)
+    world.now_s += 59.9
+    world.run()
+    assert world.storage.wants
 
 
 def test_a_further_request_keeps_what_was_said_and_the_time_starts_anew() -> None:
@@ -416,6 +456,15 @@ def test_what_was_there_before_the_session_stays() -> None:
     world.ends("chat", [*talk(0, 5), *talk(500, 5)], found=10 * BLOCK, release=True)
     world.run()
     assert world.storage.kept == set(keys_of(talk(0, 5)))
+
+
+def test_what_a_session_finds_of_its_own_goes_with_it() -> None:
+    world = World()
+    world.ends("chat", talk(0, 5))
+    world.ends("chat", talk(0, 6), found=5 * BLOCK)
+    world.ends("chat", talk(0, 6), found=6 * BLOCK, release=True)
+    world.run()
+    assert not world.storage.kept
 
 
 def test_what_somebody_holds_stays() -> None:

@@ -75,6 +75,14 @@ def test_what_nobody_has_seen_is_taken_to_be_as_usual() -> None:
     assert DraftRecord(2).survival(0.5) == [0.5, 0.25] and DraftRecord(2).survival(0.1) == pytest.approx([0.1, 0.01])
 
 
+def test_a_place_that_was_never_reached_is_taken_to_be_like_the_average_of_all() -> None:
+    record = DraftRecord(2)
+    for _ in range(80):
+        record.saw(2, 0)
+    first, both = record.survival(0.6)
+    assert both / first == pytest.approx(record.rate(0.6)) and record.rate(0.6) < 0.1
+
+
 def test_what_was_seen_long_ago_counts_less() -> None:
     record = DraftRecord(1)
     for _ in range(60):
@@ -112,6 +120,12 @@ def test_what_drafting_takes_must_be_won_and_what_is_spent_already_need_not() ->
     assert choose(row, books(GPU, extra_s=0.8, on_device=True), 64, FAR, is_paid=True) == [1]
 
 
+def test_a_small_gain_is_taken_where_it_costs_nothing_more() -> None:
+    row = [Row([0.03], 1)]  # three more tokens in a hundred, and a step that takes half a percent longer
+    assert choose(row, books(GPU), 64, FAR) == [0]
+    assert choose(row, books(GPU, on_device=True), 64, FAR, is_paid=True) == [1]
+
+
 def test_a_step_takes_no_longer_than_accounts_can_pay() -> None:
     row, known = [Row(geometric(0.9), MAX_DRAFTS)], books(CPU, extra_s=5.0)
     need_s = SURE * (5.0 + known.rows_s(1, 3))
@@ -132,6 +146,10 @@ def test_the_choice_is_the_best_of_all_that_could_be_made(costs: StepCosts) -> N
     every = ((first, second) for first in range(4) for second in range(4) if 0 < first + second <= 5)
     best, found = max(map(rate, every)), choose(rows, known, 5, FAR)
     assert (rate(found) if any(found) else LEAST_GAIN * 2 / costs.of(2)) == pytest.approx(max(best, LEAST_GAIN * 2 / costs.of(2)))
+
+
+def test_a_step_beyond_the_table_grows_with_its_tokens() -> None:
+    assert [CLIFF.of(num) for num in (8, 9, 64, 96, 128)] == [10.0, 400.0, 400.0, 600.0, 800.0]
 
 
 def test_a_table_without_order_is_refused() -> None:
@@ -184,6 +202,7 @@ def test_what_plain_steps_take_is_measured_again_behind_many_with_drafts() -> No
     known.took(1, 4, 2.5, 0)
     assert not known.is_known(1)
     for _ in range(1 + FIRST_PLAIN_STEPS):
+        assert not known.is_known(1)
         known.took(1, 1, 4.0, 0)
     assert known.is_known(1) and known.plain_step_s(1) > 3.0
 

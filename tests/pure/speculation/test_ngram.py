@@ -36,6 +36,19 @@ def test_the_longest_run_that_was_seen_before_is_continued(tokens: list[int], cu
         assert proposer.propose(tokens[:size], k) == expected(tokens[:size], k)
 
 
+def test_a_run_that_begins_with_the_text_is_as_long_as_any_other() -> None:
+    assert NgramProposer().propose([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == (7,)
+    shared = SharedTexts()
+    shared.add(b"a", [6, 1, 2, 3, 5])
+    assert NgramProposer(b"a", shared).propose([1, 2, 3, 7, 1, 2, 3], 1) == (7,), "as long as that of another text"
+
+
+def test_a_text_that_grows_beyond_its_buffer_is_still_searched_from_its_beginning() -> None:
+    proposer, text = NgramProposer(), [1, 2, 3, *range(10, 500)]
+    assert proposer.propose(text[:8], 1) == ()
+    assert proposer.propose([*text, 1, 2], 1) == (3,)
+
+
 def test_a_single_token_in_common_is_no_match() -> None:
     assert NgramProposer().propose([1, 2, 3, 1], 4) == ()
 
@@ -129,6 +142,21 @@ def test_the_longer_match_wins_and_of_equals_the_requests_own() -> None:
     assert NgramProposer(b"a", shared).propose([1, 2, 3, 4, 70, 1, 2, 3, 4], 2) == (70, 1)
 
 
+def test_one_token_more_in_common_is_enough() -> None:
+    shared = SharedTexts()
+    shared.add(b"a", [9, 1, 2, 5])
+    assert NgramProposer(b"a", shared).propose([8, 7, 1, 2, 0, 6, 9, 1, 2], 1) == (5,)
+
+
+def test_runs_are_compared_up_to_their_most_and_no_further() -> None:
+    run = list(range(100, 104 + MOST))
+    assert NgramProposer().propose([*run, 1, *run[-MOST:], 2, *run], 1) == (2,), "as long as can be, and later"
+    assert NgramProposer().propose([*run[-MOST:], 1, *run[1 - MOST :], 2, *run], 1) == (1,), "longer by one token"
+    shared = SharedTexts()
+    shared.add(b"a", [*run, 3])
+    assert NgramProposer(b"a", shared).propose([*run[-MOST:], 1, *run], 1) == (1,), "as long, and its own"
+
+
 def test_a_scope_keeps_a_bounded_number_of_tokens_and_the_newest() -> None:
     shared = SharedTexts(tokens_per_scope=50)
     for n in range(20):
@@ -154,6 +182,28 @@ def test_a_bounded_number_of_scopes_is_kept() -> None:
     shared.of(b"c")
     shared.add(b"e", TEXT)
     assert NgramProposer(b"c", shared).propose([20, 21], 1) == (22,), "whoever asks is used, as whoever adds is"
+
+
+def test_a_scope_whose_requests_end_is_in_use() -> None:
+    shared = SharedTexts(max_scopes=2)
+    for scope in (b"a", b"b", b"a", b"c"):
+        shared.add(scope, [1, 2, 3])
+    assert [len(shared.of(scope)) for scope in (b"a", b"b", b"c")] == [8, 0, 4]
+
+
+def test_of_a_long_request_the_end_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "OWN_TOKENS", 20)
+    shared = SharedTexts()
+    NgramProposer(b"a", shared).end(list(range(60)))
+    assert shared.num_tokens == 20
+    assert NgramProposer(b"a", shared).propose([57, 58], 1) == (59,)
+
+
+def test_texts_that_nobody_asks_for_are_bounded_as_well() -> None:
+    shared = SharedTexts(tokens_per_scope=50)
+    for n in range(20):
+        shared.add(b"a", list(range(n, n + 20)))
+        assert len(shared._new.get(b"a", ())) <= 50
 
 
 def test_a_scope_that_was_forgotten_begins_anew() -> None:

@@ -5,15 +5,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
+from scheduler_tiers import Cold
+from scheduler_world import World as DeepWorld
 
-from penstock.contract import TOKEN_IN_FLIGHT, Chunk, FinishReason, Request, Sampled, SamplingParams, StepFailure, StepPlan, StepResult
+from penstock.contract import (
+    TOKEN_IN_FLIGHT,
+    Chunk,
+    FinishReason,
+    Grammar,
+    Request,
+    Sampled,
+    SamplingParams,
+    StepFailure,
+    StepPlan,
+    StepResult,
+)
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.track import Track
+from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
@@ -255,6 +270,44 @@ def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
     world.finish()
 
 
+def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_its_last_life() -> None:
+    world = World(0, False, 64, 1.0, 0.0)
+    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    prompt = list(range(20))
+    request = Request("r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt))
+    world.said["r"] = Said(request, [n % 50 for n in range(40)])
+    world.scheduler.add(request)
+    (track,) = world.scheduler._tracks.values()
+    saved, retract = list[int](), world.cache.retract
+    world.cache.retract = lambda table, num_tokens, fence: saved.append(num_tokens) or retract(table, num_tokens, fence)  # type: ignore[method-assign, func-returns-value]
+    for num_steps in (2, 1):  # eight tokens of the prompt in each
+        for _ in range(num_steps):
+            plan = world.scheduler.plan()
+            assert plan is not None
+            world.launched.append((plan, world.run(plan)))
+            world.scheduler.launched(Passed(plan.number))
+        world.scheduler._retract(track)
+    assert saved == [16, 8]
+    world.finish()
+
+
+@pytest.mark.parametrize("num_said", [0, 4])
+def test_a_result_that_does_not_say_how_many_drafts_were_kept_is_refused(num_said: int) -> None:
+    """Of two drafts it has one token, two or three."""
+    world = World(0, False, 64, 1.0, 0.0)
+    world.script.propose = lambda requests, num_others: [(7, 8)] * len(requests)  # type: ignore[method-assign]
+    world.scheduler.add(Request("r", [1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of([1, 2, 3])))
+    for num_logits, said in ((1, (5,)), (3, tuple(range(num_said)))):
+        plan = world.scheduler.plan()
+        assert plan is not None and plan.chunks[0].num_logits == num_logits
+        world.scheduler.launched(Passed(plan.number))
+        result = StepResult(plan.number, (Sampled("r", said),))
+        if num_logits == 1:
+            world.scheduler.commit(result)
+    with pytest.raises(InvariantBroken, match="how many it kept"):
+        world.scheduler.commit(result)
+
+
 @pytest.mark.parametrize(("overcommit", "draws"), [(1.0, True), (2.5, False)])
 def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_where_all_were_promised(overcommit: float, draws: bool) -> None:
     world = World(0, True, 64, overcommit, 0.0)
@@ -266,6 +319,67 @@ def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_wher
     world.scheduler.plan = lambda reads_host=True: seen_in(plan(), seen)  # type: ignore[method-assign]
     world.finish()
     assert seen == {False, True} if draws else seen == {False}
+
+
+class Asks(Script):
+    """Makes no drafts, and notes for whom there is room for some."""
+
+    def __init__(self, num_ahead: int) -> None:
+        self.needs_results, self.has_kv, self.num_ahead, self.may_lag = True, False, num_ahead, False
+        self.alive, self.asked = dict[str, int](), set[str]()
+        self.most: dict[int, int] = {}  # drafts that there is room for, by the tokens that were planned before
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        self.asked |= {one.track.request.id for one in requests}
+        self.most |= {one.track.num_planned: one.most for one in requests}
+        return [()] * len(requests)
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
+    world = World(0, False, 64, 1.0, 0.0)
+    asks = world.script = world.scheduler._drafter = Asks(num_ahead)
+    plain = SamplingParams(max_tokens=9, temperature=0.0)
+    for id, sampling in (("plain", plain), ("shaped", replace(plain, grammar=Grammar("regex", "a*")))):
+        request = Request(id, [1, 2, 3], sampling, world.cache.prefix_of([1, 2, 3]))
+        world.said[id] = Said(request, [n % 50 for n in range(40)])
+        world.scheduler.add(request)
+    rooms, run = dict[str, int](), world.run
+    world.run = lambda plan: rooms.update({one.request_id: max(one.room, rooms.get(one.request_id, 0)) for one in plan.chunks}) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    world.finish()
+    assert asks.asked == {"plain"} and rooms == {"plain": num_ahead, "shaped": 0}
+
+
+@pytest.mark.parametrize(
+    ("overcommit", "rooms"),
+    [(1.0, [0, 3, 3, 3, 3, 3, 3, 2, 1, 0]), (2.5, [0, 0, 3, 2, 1, 0, 3, 2, 1, 0])],
+    ids=["to the end of its life", "in the blocks that it has"],
+)
+def test_there_is_room_for_drafts_behind_a_step_that_samples(overcommit: float, rooms: list[int]) -> None:
+    """Of a prompt of 12 tokens and 9 generated ones, of which the last is not fed back: its life is 20 tokens."""
+    world = World(0, False, 64, overcommit, 0.0)
+    asks = world.script = world.scheduler._drafter = Asks(num_ahead=3)
+    prompt = list(range(12))
+    request = Request("r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt))
+    world.said["r"] = Said(request, [n % 50 for n in range(40)])
+    world.scheduler.add(request)
+    found, run = list[tuple[int, int]](), world.run
+    world.run = lambda plan: found.extend((one.kv_len, one.room) for one in plan.chunks) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    world.finish()
+    assert found == list(zip([8, *range(12, 21)], rooms, strict=True))
+    if overcommit == 1.0:
+        assert asks.most == {num: 20 - num - 1 for num in range(12, 19)}
+
+
+@pytest.mark.parametrize("num_ahead", [0, 3])
+def test_a_request_that_is_paged_out_has_no_drafts_and_no_room_for_any(num_ahead: int) -> None:
+    asks = Asks(num_ahead)
+    world = DeepWorld(num_slots=12, cold=Cold(40), num_resident=8, make=partial(Scheduler, drafter=asks))  # type: ignore[arg-type]
+    deep = world.submit([at % 6 for at in range(72)], 6, ignore_eos=True)
+    world.finish()
+    assert world.outcome(deep)[1] is FinishReason.LENGTH and world.seen["step that reads host memory"]
+    assert not asks.asked and not any(chunk.room for plan in world.plans for chunk in plan.chunks)
+    world.close()
 
 
 def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
