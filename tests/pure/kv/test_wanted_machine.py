@@ -39,7 +39,6 @@ class WantedModel:
         self.rest: set[int] = set()  # idle, wanted by nobody
         self.aside: set[int] = set()  # idle, wanted
         self.wants: list[WantModel] = []
-        self.num_dropped = 0
 
     def is_wanted(self, slot: int) -> bool:
         return any(slot in want.left for want in self.wants)
@@ -85,7 +84,6 @@ class WantedModel:
 
     def pop(self, num: int) -> list[int]:
         while len(self.rest) < num and self.aside:
-            self.num_dropped += 1
             self.end(max(self.wants, key=lambda want: want.rank))
         popped = self.others.pop(num)
         self.rest.difference_update(popped)
@@ -158,7 +156,7 @@ class WantedMachine(OrderMachine):
     @invariant()
     def it_knows_who_wants_what(self) -> None:
         order, model = self.order, self.model
-        assert (len(order.others), len(order.wants), order.num_dropped) == (len(model.rest), len(model.wants), model.num_dropped)
+        assert (len(order.others), len(order.wants)) == (len(model.rest), len(model.wants))
         assert list(order)[len(model.rest) :] == sorted(model.aside), "those that nobody wants come first"
         for want, expected in self.wants:
             assert (want in order) == any(one is expected for one in model.wants)
@@ -196,7 +194,6 @@ def test_runs_may_be_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
 def drops_the_least_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, num: int) -> None:
         while len(self.others) < num and self._num_aside:
-            self.num_dropped += 1
             self.end(min(self.wants, key=lambda want: want.rank))
 
     monkeypatch.setattr(WantedLast, "expose", faulty)
@@ -205,7 +202,6 @@ def drops_the_least_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def drops_whoever_wants_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: WantedLast, num: int) -> None:
         while len(self.others) < num and self.wants:
-            self.num_dropped += 1
             self.end(max(self.wants, key=lambda want: want.rank))
 
     monkeypatch.setattr(WantedLast, "expose", faulty)

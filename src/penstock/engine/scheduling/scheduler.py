@@ -485,7 +485,7 @@ class Scheduler:
         sampled, scored = {s.request_id: s for s in result.sampled}, dict(result.prompt_logprobs)
         events: list[TokenEvent] = []
         part_scores = {one.request_id: one for one in result.part_scores}
-        self._seals_late = self._drafter is not None and (step.is_followed or not self._has_draft_kv)
+        self._seals_late = self._drafter is not None and step.is_followed
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
         self._seal_some(step.fence)  # what the commits before have left
         for share in step.shares.values():

@@ -84,7 +84,6 @@ class WantedLast:
         self._losses = PerSlot("q", num_slots)  # blocks that it has lost
         self._num_aside = 0
         self.wants: dict[PoolWant, None] = {}
-        self.num_dropped = 0
 
     def __len__(self) -> int:
         return len(self.others) + self._num_aside
@@ -137,7 +136,6 @@ class WantedLast:
         for want in sorted(self.wants, key=lambda want: want.rank, reverse=True):
             if len(self.others) >= num or not self._num_aside:
                 return
-            self.num_dropped += 1
             self.end(want)
 
     # ------------------------------------------------------------------------------------------------------- as every order
