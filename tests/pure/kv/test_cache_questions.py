@@ -9,6 +9,7 @@ from test_cache_tiers import BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken
+from penstock.kv.tiers.policy import TierLimits
 
 PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
 
@@ -183,5 +184,46 @@ def test_parts_that_are_fetched_are_counted_until_they_are_dropped() -> None:
     assert table.num_fetched == 1 and table.fetched == {other}
     with pytest.raises(InvariantBroken, match="has not fetched"):
         rig.cache.drop_fetched(table, one, None)
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def full_host(rig: Cached) -> None:
+    """It has other blocks to its last slot, and what only the device has stays there meanwhile."""
+    rig.saves.limits = TierLimits(0, 1e9, postpones=True)
+    for number in range(rig.host.num_slots // 2):
+        rig.remembered([*range(100 + 20 * number, 108 + 20 * number)])
+    assert rig.host.slots.free == 0
+
+
+def test_blocks_of_a_deep_request_are_saved_though_host_memory_is_full_and_others_are_not() -> None:
+    """It goes on when they have landed."""
+    rig = Cached(num_host=4)
+    full_host(rig)
+    table = rig.cache.open_deep("request", rig.prefix(), Match(0, 0, False, 0))
+    assert table is not None
+    other = rig.cache.open("other", rig.prefix([*range(50, 60)]), 0)
+    for one, tokens in ((table, PROMPT), (other, [*range(50, 60)])):
+        assert rig.cache.try_extend(one, 2)
+        rig.cache.seal(one, tokens, 2 * BLOCK, None)
+    rig.cache.submit_saves()
+    rig.finish()
+    assert rig.host.absent(rig.prefix().keys) == [False] * 2 and rig.host.absent(rig.prefix([*range(50, 60)]).keys) == [True] * 2
+    assert rig.cache.page_out(table, 2, None) == 2
+    for one in (table, other):
+        rig.cache.release(one, None)
+    rig.end()
+
+
+def test_what_is_to_be_paged_out_and_was_not_saved_is_saved_though_host_memory_is_full() -> None:
+    """Else its request would wait for its room for ever."""
+    rig = Cached(num_host=4)
+    full_host(rig)
+    table = rig.run("request")
+    rig.finish()
+    assert rig.host.absent(rig.prefix().keys) == [True] * 2
+    assert rig.cache.page_out(table, 2, None) == 0
+    rig.finish()
+    assert rig.cache.page_out(table, 2, None) == 2
     rig.cache.release(table, None)
     rig.end()
