@@ -227,3 +227,21 @@ def test_what_is_to_be_paged_out_and_was_not_saved_is_saved_though_host_memory_i
     assert rig.cache.page_out(table, 2, None) == 2
     rig.cache.release(table, None)
     rig.end()
+
+
+def test_slots_of_fetched_parts_are_drawn_behind_the_step_that_read_them() -> None:
+    """Also where their request ends with them."""
+    rig = Cached(num_device=3)
+    table = rig.run("request")
+    rig.finish()
+    assert rig.cache.page_out(table, 2, None) == 2
+    assert rig.cache.fetch(table, 0, 2) is not None
+    rig.finish()
+    fence = rig.step()
+    rig.cache.release(table, fence)
+    drawn = [rig.pool.try_reserve(1, owner) for owner in ("one", "two", "three")]
+    assert [None if one is None else one.after for one in drawn] == [(fence,)] * 3, "all of them were its own"
+    for one in drawn:
+        assert one is not None
+        one.end()
+    rig.end()
