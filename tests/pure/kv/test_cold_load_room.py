@@ -9,7 +9,9 @@ from test_cold_loads import EIGHT, from_ssd
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.tiers import loads
+from penstock.kv.tiers.loads import BlockLoad
 
 # ------------------------------------------------------------------------------------------------------------------------ no room
 
@@ -150,15 +152,20 @@ def test_blocks_that_another_reads_at_the_moment_are_computed_where_nothing_is_s
     rig.end(one, two)
 
 
-def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> None:
-    rig = from_ssd()
+def some_in_host_since_the_match(**rig_of: int) -> tuple[Stacked, BlockTable, BlockLoad]:
+    """A load of eight blocks that were all on disk when they were matched, the first three of which host memory has got since."""
+    rig = from_ssd(**rig_of)
     lease = rig.cache.lease("request", rig.prefix(EIGHT))
     assert lease is not None and lease.runs_from(0) == [("ssd", EIGHT)]
     rig.cache.release(rig.ran(3, owner="other"), None)
     rig.flow()
     rig.forget_device()
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = rig.cache.promote(table, lease, EIGHT, 1)
+    return rig, table, rig.cache.promote(table, lease, EIGHT, 1)
+
+
+def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> None:
+    rig, table, load = some_in_host_since_the_match()
     assert load.num_ready == 3 and len(rig.tiers["ssd"].readings) == 3, "half a group, and two whole ones"
     rig.flow()
     assert load.num_landed == EIGHT
@@ -166,14 +173,7 @@ def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> No
 
 
 def test_blocks_that_came_to_the_host_since_the_match_stay_until_they_are_copied() -> None:
-    rig = from_ssd(num_host=EIGHT)
-    lease = rig.cache.lease("request", rig.prefix(EIGHT))
-    assert lease is not None and lease.runs_from(0) == [("ssd", EIGHT)]
-    rig.cache.release(rig.ran(3, owner="other"), None)
-    rig.flow()
-    rig.forget_device()
-    table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = rig.cache.promote(table, lease, EIGHT, 1)
+    rig, table, load = some_in_host_since_the_match(num_host=EIGHT)
     other = rig.ran(3, "b", "other")  # host memory has no slot that neither this load reads from nor reads into
     rig.run("launch save", "save")
     assert rig.host_has(rig.keys(3)) == [True] * 3 and not any(rig.host_has(rig.keys(3, "b")))
