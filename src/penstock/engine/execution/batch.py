@@ -20,7 +20,7 @@ from penstock.errors import InvariantBroken
 # A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than shorter ones', and their keys
 # are cut into so many shares that no multiprocessor waits for another.
 DEEP_TOKENS = 8192
-_TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
+TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
 _WRITES_OF, _UNSURE_OF = attrgetter("writes"), attrgetter("num_unsure")
 
 Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens before it, and its own
@@ -306,7 +306,7 @@ class Packer:
     def _measured(self, chunks: tuple[Chunk, ...], num_decodes: int, num_ahead: int) -> tuple[NDArray[np.int32], _Rows]:
         """Entries of the table of each chunk, and the step's rows: a chunk is one, and of a decode every token."""
         num = len(chunks)
-        lens = np.fromiter(map(len, map(_TOKENS_OF, chunks)), np.int32, num)
+        lens = np.fromiter(map(len, map(TOKENS_OF, chunks)), np.int32, num)
         table_lens = np.fromiter(map(len, map(_SLOTS_OF, chunks)), np.int32, num)
         paged = np.fromiter((0 if c.paged is None else len(c.paged) for c in chunks), np.int32, num)
         starts, room = _column(chunks, "start"), _column(chunks, "room")
@@ -371,7 +371,7 @@ class Packer:
             owners, places = _numbered(rows.lens[rows.num_decodes :])
             owners, at = owners + rows.num_decodes, len(owners)
             where = rows.resident[owners] + places
-            tokens[:at] = np.fromiter(itertools.chain.from_iterable(map(_TOKENS_OF, prompts)), np.int32, at)
+            tokens[:at] = np.fromiter(itertools.chain.from_iterable(map(TOKENS_OF, prompts)), np.int32, at)
             positions[:at] = rows.starts[owners] + places
             write_at[:at] = tables[table_starts[owners] + where // block] * block + where % block
             if not all(map(_WRITES_OF, prompts)):

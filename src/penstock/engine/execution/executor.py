@@ -16,7 +16,7 @@ from penstock.engine.execution import warm
 from penstock.engine.execution.ahead import Passes
 from penstock.engine.execution.arriving import Arriving
 from penstock.engine.execution.attention import Attention
-from penstock.engine.execution.batch import Drafted, Packed, Packer, Shape, StepInputs
+from penstock.engine.execution.batch import TOKENS_OF, Drafted, Packed, Packer, Shape, StepInputs
 from penstock.engine.execution.draws import DrawKind
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.grammars import Grammars
@@ -201,7 +201,7 @@ class Executor:
         for size in costs.sizes:
             if sum(seconds) > _MEASURED_S:
                 break
-            least_s = self._least_s(warm.verify_plan(size, slot, block_tokens))
+            least_s = self._least_s(warm.verify_plan(size, slot, block_tokens, self.limits.max_request_drafts))
             seconds.append(max(least_s, *seconds[-1:], 0.0))  # noise aside, more rows take no less
         measured = replace(costs, sizes=costs.sizes[: len(seconds)], seconds=tuple(seconds))
         if self.ahead is None:
@@ -233,6 +233,8 @@ class Executor:
             raise InvariantBroken(f"step {plan.number} wants several tokens for one request: a row has but one last token")
         if any(len(chunk.tokens) > self.limits.block_tokens for chunk in plan.missed):
             raise InvariantBroken(f"step {plan.number} catches up with more than a block: hidden states of no more are kept")
+        if max(map(len, map(TOKENS_OF, plan.chunks[: plan.num_decodes])), default=0) > 1 + self.limits.max_request_drafts:
+            raise InvariantBroken(f"step {plan.number} verifies more drafts of one request than there may be: the rest would not be chosen")
         for fence in after:
             self._lane.wait(fence)
         chain = _Chain(self._lane)

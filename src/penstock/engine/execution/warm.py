@@ -101,12 +101,15 @@ def _fits(kind: StepKind, sizes: Sizes) -> bool:
     return len(kind.chunks) <= sizes.max_batch and tokens <= sizes.prefill_chunk and longest <= sizes.max_tokens
 
 
-def verify_plan(num_rows: int, slot: int, block_tokens: int) -> StepPlan:
-    """A step that verifies the drafts of one request."""
-    request = Request("warm-up", [0, 0], _GREEDY)
-    slots = np.full(-(-(num_rows + 1) // block_tokens), slot, np.int32)
-    chunk = Chunk(request.id, 0, 1, (0,) * num_rows, slots, writes=True, num_logits=num_rows)
-    return StepPlan(0, (chunk,), 1, (Start.of(0, request),))
+def verify_plan(num_rows: int, slot: int, block_tokens: int, most_drafts: int) -> StepPlan:
+    """A step that verifies so many rows, of requests of which none has more drafts than that."""
+    chunks = []
+    for row, first in enumerate(range(0, num_rows, 1 + most_drafts)):
+        num = min(1 + most_drafts, num_rows - first)
+        slots = np.full(-(-(num + 1) // block_tokens), slot, np.int32)
+        chunks.append(Chunk(f"warm-up {row}", row, 1, (0,) * num, slots, writes=True, num_logits=num))
+    starts = tuple(Start.of(chunk.row, Request(chunk.request_id, [0, 0], _GREEDY)) for chunk in chunks)
+    return StepPlan(0, tuple(chunks), len(chunks), starts)
 
 
 def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int, num_missed: int = 0) -> StepPlan:
