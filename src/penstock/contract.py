@@ -534,6 +534,14 @@ class Echo(NamedTuple):
     num_top: int  # alternatives to report beside each
 
 
+class KeptSums(NamedTuple):
+    """What is known of the keys of a context, in the room that there is for parts of all that were kept."""
+
+    first: int
+    end: int
+    num_used: int  # the first so many parts of it
+
+
 @_compares_arrays
 class Scoring(NamedTuple):
     """What a step does for the choice of what a scored request has on the device. Parts of a sequence are numbered in units of
@@ -546,6 +554,7 @@ class Scoring(NamedTuple):
     paged: bool  # so are the blocks that stream in from host memory, which are the first of the sequence
     num_parts: int  # the first so many are scored against the queries of the chunk's last token; 0: none
     recall: bool = False  # all of the context is read, and it is told how much of the attention is on what is on the device
+    kept: KeptSums | None = None  # by the turn before: what is known of its first parts
 
 
 @_compares_arrays
@@ -731,6 +740,10 @@ class Table(Protocol):
         """Where they are there."""
 
     @property
+    def sealed_keys(self) -> Sequence[bytes]:
+        """Of its first blocks, as far as they have some."""
+
+    @property
     def num_fetched(self) -> int:
         """How many of those have a copy on the device all the same."""
 
@@ -864,7 +877,14 @@ class KvLedger(Protocol):
         """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
 
     def close_scope(self, table: Table, num_tokens: int) -> None:
-        """What follows the first `num_tokens` of the table is computed over a part of its context: no other request ever finds it."""
+        """What follows the first `num_tokens` of the table is computed over a part of its context: nobody finds it who does not know its
+        keys, and it is forgotten with the table."""
+
+    def keep_closed(self, table: Table, num_blocks: int) -> None:
+        """Of that, what is in its first `num_blocks` blocks stays in host memory: somebody knows their keys."""
+
+    def forget_closed(self, keys: Sequence[bytes]) -> None:
+        """Nobody knows these keys of such blocks any more."""
 
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         """Draw `num_blocks` more slots, or change nothing and say False."""

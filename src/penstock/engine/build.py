@@ -30,7 +30,7 @@ from penstock.engine.execution.replays import cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Kept, Noise, Sampler, gumbel_noise, kept_tokens
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
-from penstock.engine.scheduling.residency import ResidencyChoice
+from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.kv.blocks.key import Scope
@@ -158,7 +158,7 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
         undo.callback(_close, lanes[-1].close)
         piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
         executor.paged = PagedReads(storage.host_arena, attention, lanes[-1], min(piece_tokens, max_model_len))
-        executor.keep_scores(config.kv.scorer)
+        executor.keep_scores(config.kv.scorer, num_kept_parts(residency.division, cache.num_pageable))
     if device.type == "cuda":
         cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
         executor.capture_all(progress)

@@ -383,6 +383,12 @@ class KvCache:
         if own.own_scope is None:
             own.own_scope, own.num_shared = private_scope(), num_tokens // own.block_tokens
 
+    def keep_closed(self, table: Table, num_blocks: int) -> None:
+        self._own(table).num_kept = num_blocks
+
+    def forget_closed(self, keys: Sequence[bytes]) -> None:
+        self.saves.end_unshared(keys)
+
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         own = self._own(table)
         reservation = self._pool.try_reserve(num_blocks, own.owner)
@@ -459,10 +465,10 @@ class KvCache:
         self._announcing.discard(own)
 
     def _forget_own(self, own: BlockTable) -> None:
-        """Nobody could find what it has under a scope of its own."""
+        """Nobody could find what it has under a scope of its own. What is kept of it is in host memory, or on its way there."""
         first = max(own.num_shared, own.num_paged)
         self._pool.forget(own.hold.first(max(first, own.num_keyed))[first:].tolist())
-        self.saves.end_unshared(own.sealed_keys[own.num_shared :])
+        self.saves.end_unshared(own.sealed_keys[max(own.num_shared, own.num_kept) :])
 
     def _give_keys(self, own: BlockTable, first: int, keys: Sequence[bytes]) -> None:
         """Blocks `first..` of `own` are whole. In a cache that reuses nothing on the device the keys are only for colder tiers."""

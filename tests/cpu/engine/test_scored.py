@@ -330,13 +330,23 @@ def test_an_exact_request_finds_nothing_that_was_computed_over_a_part(make_engin
         assert exact.source is not None and exact.source.computed >= 100, "the prompt is found, or what was computed exactly"
 
 
-def test_nothing_is_left_under_a_scope_of_its_own(make_engine: Make, prompts: Prompts) -> None:
+def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(make_engine: Make, prompts: Prompts) -> None:
+    """In host memory, in whole parts that are summed up; what nobody goes on from leaves nothing."""
     engine, prompt = scored_engine(make_engine), prompts(LONG)
     generate(engine, prompt, max_tokens=200)
     assert_nothing_held(engine)
     keys = set(engine.cache.prefix_of(np.array(prompt, np.uint32)).keys)  # type: ignore[union-attr]
-    assert set(engine.cache.loads.host.keys()) <= keys
+    (kept,) = engine._parts.scheduler._running.kept._kept.values()
+    own = set(kept.keys) - keys
+    assert len(kept.keys) % 4 == 0 and LONG + 200 - 64 - 16 <= 16 * len(kept.keys) <= LONG + 200
+    assert set(engine.cache.loads.host.keys()) - keys == own == engine.cache.saves._unshared
     assert set(engine.cache._pool.keys()) <= keys
+    cancelled = submit(engine, prompts(LONG, 1), max_tokens=200)
+    run_until(engine, lambda: len(cancelled.tokens) >= 150)
+    engine.cancel(cancelled.request_id)
+    run_all(engine)
+    assert_nothing_held(engine)
+    assert engine.cache.saves._unshared == own
 
 
 def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
@@ -362,13 +372,233 @@ def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, pr
     assert not engine.cache.saves._unshared and not engine.cache.saves._unwanted
 
 
-def test_its_next_turn_computes_the_answer_again_and_finds_the_rest(make_engine: Make, prompts: Prompts) -> None:
-    engine, prompt = scored_engine(make_engine), prompts(1024)
-    for turn in range(3):
-        answer = generate(engine, prompt, max_tokens=40)
-        assert answer.source is not None and answer.source.computed <= 1024 if turn == 0 else answer.source.computed <= 40 + 60 + 16
-        prompt = [*prompt, *answer.tokens, *prompts(60, seed=turn)]
+# ----------------------------------------------------------------------------------------------------------------------- the next turn
+
+
+def turns_of(engine: Engine, prompts: Prompts, num: int, max_tokens: int = 70) -> Iterator[tuple[int, Collected]]:
+    """A conversation of so many turns, each of which brings 60 tokens: the prompt's length, and what came."""
+    prompt = prompts(1024)
+    for turn in range(num):
+        answer = generate(engine, prompt, max_tokens=max_tokens, logprobs=2)
+        yield len(prompt), answer
+        prompt += answer.tokens + prompts(60, seed=100 + turn)
         settle_all(engine)
+
+
+def kept_of(engine: Engine) -> list[residency.KeptContext]:
+    return list(engine._parts.scheduler._running.kept._kept.values())
+
+
+def test_its_next_turns_find_what_was_scored_and_read_what_is_resident(make_engine: Make, prompts: Prompts, no_exact_steps: None) -> None:
+    """No step reads all of the context in host memory, however long it is by then."""
+    engine = scored_engine(make_engine, host_blocks=400)
+    num_before = num_steps = 0
+    for turn, (length, answer) in enumerate(turns_of(engine, prompts, 7)):
+        assert answer.error is None and answer.source is not None and answer.events[0].scored
+        num_steps, num_before = engine.stats().host_steps, num_steps
+        if turn == 0:
+            assert num_steps > 0
+            continue
+        assert num_steps == num_before, "the prompt was computed over all of the context"
+        assert length - 64 - 16 - 60 <= answer.source.host and answer.source.computed <= 64 + 16 + 60
+        assert_nothing_held(engine)
+        engine.check()
+    assert len(kept_of(engine)) == 1, "a turn replaces what the one before has left"
+
+
+def test_a_next_turn_over_all_of_its_context_gives_what_the_full_cache_gives(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, no_exact_steps: None
+) -> None:
+    """There is room for every part: what it goes on with is where it was, at its positions, and in order."""
+    full, with_deep = full_engine(make_engine), build_module._with_deep
+    monkeypatch.setattr(
+        build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), deep_blocks=32, resident_blocks=240)
+    )
+    engine = scored_engine(make_engine, blocks=250, max_model_len=4096 - 64, positions=4096)
+    prompt = prompts(1024)
+    for turn in range(4):
+        ours, theirs = (generate(one, prompt, max_tokens=70, logprobs=2) for one in (engine, full))
+        assert_same(ours, theirs)
+        assert turn == 0 or (ours.source is not None and ours.source.computed <= 64 + 16 + 60)
+        prompt += ours.tokens + prompts(60, seed=turn)
+        settle_all(engine)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_next_turn_finds_needles_that_the_first_did_not_ask_for(seed: int, retrieval: Path, device: str, no_exact_steps: None) -> None:
+    """It begins with what the first turn had on the device."""
+    stack = haystack(8192, 16, (0.1, 0.5, 0.9), seed, MODEL)
+    first, last = stack.needles[:8], stack.needles[8:]
+    config = Config(
+        source=ModelSource(model=str(retrieval), device=device, dtype="float32"),
+        kv=KvConfig(device_blocks=30, resident_tokens=480, residency="scored"),
+        engine=EngineConfig(max_model_len=9600, max_batch=2, prefill_chunk=512),
+        offload=OffloadConfig(host_gib=800 * BLOCK_BYTES / GIB),
+    )
+    engine, sanitizer = build_sanitized(config)
+    prompt, found = stack.tokens, 0
+    for needles in (first, last):
+        prompt = [*prompt, MODEL.go(needles[0].key)]
+        num_tokens = len(needles) * (MODEL.tries + 1)
+        stop = frozenset({MODEL.ask(needles[-1].key + 1)})
+        num_steps = engine.stats().host_steps
+        answer = submit(engine, prompt, max_tokens=num_tokens, stop_token_ids=stop)
+        while engine.has_work():
+            if not engine.step():
+                engine.wait_work(1.0)
+            engine.cache.loads.mover.drain(30.0)
+        assert answer.error is None and (needles is first or engine.stats().host_steps == num_steps)
+        found += dataclasses.replace(stack, needles=needles).found(answer.tokens)
+        prompt += answer.tokens
+        settle_all(engine)
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+    assert found >= 15
+
+
+def test_who_brings_more_than_the_window_takes_attends_to_all(make_engine: Make, prompts: Prompts, no_exact_steps: None) -> None:
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    answer = generate(engine, prompt, max_tokens=70)
+    settle_all(engine)
+    window = 64 * engine._parts.scheduler._budget.division.window  # type: ignore[union-attr]
+    num_kept = 16 * len(kept_of(engine)[0].keys)
+    for num_new, is_exact in ((window + 1, True), (window, False)):
+        num_steps = engine.stats().host_steps
+        longer = [*prompt, *answer.tokens][:num_kept] + prompts(num_new, seed=num_new)
+        again = generate(engine, longer, max_tokens=5)
+        assert (engine.stats().host_steps > num_steps) == is_exact
+        assert again.source is not None and again.source.computed == num_new + (num_kept - 1024 if is_exact else 0)
+
+
+def test_others_find_nothing_of_it(make_engine: Make, prompts: Prompts) -> None:
+    """Neither another tenant, nor a request that attends to all, nor one with other tokens."""
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    answer = generate(engine, prompt, max_tokens=100)
+    settle_all(engine)
+    longer = [*prompt, *answer.tokens, *prompts(50, seed=3)]
+    other = submit(engine, longer, salt="another tenant", max_tokens=5)
+    run_all(engine)
+    exact = submit(engine, longer, residency="exact", max_tokens=5)
+    run_all(engine)
+    differing = submit(engine, [*prompt, answer.tokens[0] + 1, *longer[1025:]], max_tokens=5)
+    run_all(engine)
+    assert [one.source.computed for one in (other, exact, differing)] == [1174, 150, 150]  # type: ignore[union-attr]
+
+
+def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(make_engine: Make, prompts: Prompts) -> None:
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    answer = generate(engine, prompt, max_tokens=150)
+    settle_all(engine)
+    (kept,) = kept_of(engine)
+    longer = [*prompt, *answer.tokens, *prompts(10, seed=3)]
+    assert 16 * len(kept.keys) == 1152
+    engine.cache.loads.host.forget(kept.keys[-1:])
+    found = [generate(engine, longer, max_tokens=2).source.host]  # type: ignore[union-attr]
+    settle_all(engine)
+    engine.cache.loads.host.forget(kept.keys[32:33])
+    found.append(generate(engine, longer, max_tokens=2).source.host)  # type: ignore[union-attr]
+    assert found == [1088, 512]
+
+
+def test_two_may_go_on_from_the_same_turn(make_engine: Make, prompts: Prompts) -> None:
+    engine, prompt = scored_engine(make_engine, blocks=120, host_blocks=600), prompts(1024)
+    answer = generate(engine, prompt, max_tokens=100)
+    settle_all(engine)
+    asked = [[*prompt, *answer.tokens, *prompts(40, seed=seed)] for seed in (5, 6)]
+    both = [submit(engine, one, max_tokens=100) for one in asked]
+    run_all(engine)
+    assert all(one.error is None and len(one.tokens) == 100 and one.source.computed <= 140 for one in both)  # type: ignore[union-attr]
+    settle_all(engine)
+    assert len(kept_of(engine)) == 2
+    assert engine.cache.saves._unshared == {key for one in kept_of(engine) for key in one.keys[one.num_open :]}
+    third = generate(engine, [*asked[0], *both[0].tokens, 7, 8, 9], max_tokens=3)
+    assert third.source is not None and third.source.computed <= 100
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("what", ["cancel", "retract", "close"])
+def test_whatever_ends_it_while_its_parts_come_it_leaves_what_it_went_on_from(what: str, make_engine: Make, prompts: Prompts) -> None:
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    answer = generate(engine, prompt, max_tokens=100)
+    settle_all(engine)
+    may_go_on, stopped = hold_loads(engine)
+    longer = [*prompt, *answer.tokens, *prompts(40, seed=5)]
+    going_on = submit(engine, longer, max_tokens=50)
+    run_until(engine, stopped.is_set)
+    (kept,) = kept_of(engine)
+    for _ in range(5):
+        engine.step()
+    assert not going_on.tokens and kept.num_users == 1, "it waits for what it begins with"
+    if what == "close":
+        threading.Timer(0.05, may_go_on.set).start()
+        engine.close(timeout_s=20.0)
+        return
+    scheduler = engine._parts.scheduler
+    if what == "cancel":
+        engine.cancel(going_on.request_id)
+        engine.step()
+    else:
+        scheduler._retract(scheduler._running.tracks[going_on.request_id])
+    assert kept.num_users == 0
+    may_go_on.set()
+    run_all(engine)
+    assert_nothing_held(engine)
+    if what == "cancel":
+        going_on = generate(engine, longer, max_tokens=50)
+    assert len(going_on.tokens) == 50 and going_on.source is not None and going_on.source.computed <= 64 + 16 + 40 + 100
+
+
+def test_a_next_turn_whose_copies_fail_goes_on_without_those_parts(make_engine: Make, prompts: Prompts) -> None:
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    answer = generate(engine, prompt, max_tokens=100)
+    settle_all(engine)
+
+    def copy(*args: Any) -> None:
+        raise TransferFailed("a copy that is lost")
+
+    engine.cache.loads.mover.copier = types.SimpleNamespace(copy=copy)  # type: ignore[assignment]
+    going_on = submit(engine, [*prompt, *answer.tokens, *prompts(40, seed=5)], max_tokens=20)
+    run_until(engine, lambda: going_on.finish is not None, turns=2000)
+    assert going_on.finish is FinishReason.LENGTH
+    assert_nothing_held(engine)
+
+
+def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(make_engine: Make, prompts: Prompts, no_exact_steps: None) -> None:
+    """What was kept, and what was added since, against the blocks that lie in host memory."""
+    engine = scored_engine(make_engine)
+    for _ in turns_of(engine, prompts, 3):
+        pass
+    (kept,) = kept_of(engine)
+    scores, host = engine._parts.executor.scores, engine._parts.executor.paged._host.tensor  # type: ignore[union-attr]
+    assert scores is not None
+    engine.step()
+    engine._parts.lanes[0].drain()
+    num_parts, num_layers = len(kept.place), scores.num_layers
+    low, high = scores._in(kept.place, scores._new(1).values(1)).unbind(3)
+    pin = engine.cache.loads.host.pin_run(kept.keys, "test")
+    assert pin is not None and len(pin.run) == len(kept.keys)
+    keys = host[pin.array.tolist(), :num_layers, 0].transpose(0, 1).reshape(num_layers, num_parts, 64, *host.shape[4:])
+    engine.cache.loads.host.end_handles([pin])
+    assert torch.equal(low, keys.amin(2)) and torch.equal(high, keys.amax(2))
+
+
+def test_before_its_first_token_parts_come_that_the_question_wants(make_engine: Make, prompts: Prompts) -> None:
+    """And before anything is computed, what the last turn had chosen and its end."""
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    answer = generate(engine, prompt, max_tokens=100)
+    settle_all(engine)
+    (kept,) = kept_of(engine)
+    with recorded(engine) as run:
+        generate(engine, [*prompt, *answer.tokens, *prompts(40, seed=5)], max_tokens=3)
+    first, rest, last = (chunk for plan in run.plans for chunk in plan.chunks if chunk.start < 1164)
+    assert [(one.start, one.num_tokens, one.num_logits) for one in (first, rest, last)] == [(1088, 64, 0), (1152, 11, 0), (1163, 1, 1)]
+    division = engine._parts.scheduler._budget.division
+    assert division is not None and 16 * len(kept.keys) == 1088
+    assert first.num_elsewhere == len(kept.keys) - 4 * division.chosen, "all that may be chosen is there"
+    assert first.scoring is not None and first.scoring.kept == (kept.place.start, kept.place.stop, len(kept.place))
+    assert not first.scoring.num_parts and rest.scoring is not None and rest.scoring.num_parts == 18 and rest.scoring.kept is None
+    parts = set(last.slots[: 4 * division.chosen].tolist()) - set(first.slots.tolist())
+    assert len(parts) == 4 * division.moving, "those that its end wants most"
 
 
 def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Prompts) -> None:

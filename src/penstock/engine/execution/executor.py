@@ -167,9 +167,9 @@ class Executor:
         if passes.notes:
             self._forward.note = passes.try_note
 
-    def keep_scores(self, scorer: ScorerName) -> None:
-        """Requests may attend to a part of their context."""
-        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self.uploads)
+    def keep_scores(self, scorer: ScorerName, num_kept: int) -> None:
+        """Requests may attend to a part of their context; what is known of `num_kept` parts is kept for later ones."""
+        self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self.uploads, num_kept)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""

@@ -27,6 +27,7 @@ from penstock.lanes.lane import Lane, Op
 # SmolLM2's attention as choosing by the attention itself.
 LOOSENESS = 2.0
 _SUMS = "sums of keys"  # as they are called in declared accesses: a slot is a row of the engine's
+_KEPT = "kept sums of keys"  # here it is a part of the room for them
 
 
 class PartKeys(Protocol):
@@ -37,6 +38,9 @@ class PartKeys(Protocol):
 
     def add_scores(self, layer: int, q: Tensor, scores: Tensor) -> None:
         """Add what this layer's queries [heads, head_dim] say about the first parts to their `scores`, which are zero before layer 0."""
+
+    def values(self, num_parts: int) -> Tensor:
+        """View of what is kept of the first so many parts: as many values of each."""
 
 
 class KeySizes(NamedTuple):
@@ -56,6 +60,9 @@ class Recency:
 
     def sum_up(self, layer: int, part: int, keys: Tensor) -> None:
         pass
+
+    def values(self, num_parts: int) -> Tensor:
+        return torch.empty(0, num_parts)
 
     def add_scores(self, layer: int, q: Tensor, scores: Tensor) -> None:
         if layer == 0:
@@ -82,6 +89,9 @@ class KeyBounds:
         low.copy_(torch.minimum(low, keys.amin(1)))
         high.copy_(torch.maximum(high, keys.amax(1)))
 
+    def values(self, num_parts: int) -> Tensor:
+        return self._bounds[:, :num_parts]
+
     def add_scores(self, layer: int, q: Tensor, scores: Tensor) -> None:
         bounds = self._bounds[layer, : len(scores)]
         num_kv_heads, width = bounds.shape[1], 2 * bounds.shape[3]
@@ -107,22 +117,41 @@ class _AskedScores(NamedTuple):
 class ContextKeys:
     """What is known of all scored requests. Ops of the compute lane alone touch it."""
 
-    def __init__(self, name: str, attention: Attention, lane: Lane, uploads: Uploads) -> None:
+    def __init__(self, name: str, attention: Attention, lane: Lane, uploads: Uploads, num_kept: int = 0) -> None:
+        """`num_kept`: parts for which there is room in host memory, for requests that go on where others have ended."""
         self.lse_nats = attention.lse_nats
         self._make = SCORERS[name]
         self._arena = attention.arena
         self._lane = lane
         self._uploads = uploads
         self._known: dict[str, PartKeys] = {}
+        width = self._new(1).values(1).numel()  # of a part
+        self._kept = torch.empty(num_kept * width, dtype=self._arena.dtype, pin_memory=self._arena.is_cuda)
+        self._width = width
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        """They have left: behind all that was launched for them."""
+    def forget(self, left: Sequence[tuple[str, range]]) -> None:
+        """These requests have left: behind all that was launched for them. What is known of their keys is kept in its place, if it has
+        one."""
 
         def forget() -> None:
-            for request_id in request_ids:
-                self._known.pop(request_id, None)
+            for request_id, place in left:
+                known = self._known.pop(request_id, None)
+                if known is not None and place:
+                    values = known.values(len(place))
+                    self._in(place, values).copy_(values, non_blocking=True)
 
-        self._lane.submit(forget, label="forget scores")
+        places = [part for _, place in left for part in place]
+        accesses = [Access(_KEPT, places, (0, self.num_layers), Mode.WRITE)] if places else []
+        self._lane.submit(forget, label="forget scores", accesses=accesses)
+
+    def _in(self, place: range, like: Tensor) -> Tensor:
+        """What is kept there, by layer and part as `like` has it."""
+        kept = self._kept[place.start * self._width : place.stop * self._width]
+        return kept.view(like.shape[0], len(place), *like.shape[2:])
+
+    def _new(self, num_parts: int) -> PartKeys:
+        _, num_layers, _, _, num_kv_heads, head_dim = self._arena.shape
+        return self._make(KeySizes(num_layers, num_parts, num_kv_heads, head_dim), self._arena)
 
     def for_step(self, chunks: Sequence[Chunk], packed: Packed, room: Callable[[str, Scoring], Tensor]) -> StepScores | None:
         """`room`: host memory for what a request asks for. None: no chunk asks."""
@@ -145,9 +174,10 @@ class ContextKeys:
     def keys_of(self, asked: _AskedScores) -> PartKeys:
         known = self._known.get(asked.request_id)
         if known is None:
-            _, num_layers, _, _, num_kv_heads, head_dim = self._arena.shape
-            known = self._make(KeySizes(num_layers, asked.scoring.most_parts, num_kv_heads, head_dim), self._arena)
-            self._known[asked.request_id] = known
+            known = self._known[asked.request_id] = self._new(asked.scoring.most_parts)
+            if (kept := asked.scoring.kept) is not None:
+                values = known.values(kept.num_used)
+                values.copy_(self._in(range(kept.first, kept.end), values)[:, : kept.num_used], non_blocking=True)
         return known
 
     def blocks(self, slots: Tensor, layer: int) -> Tensor:
@@ -169,7 +199,9 @@ class StepScores:
         self._resident: Tensor | None = None  # log-sum-exp of a layer's scores over what is on the device, where recall is asked for
 
     def accesses(self, layers: tuple[int, int], mode: Mode = Mode.WRITE) -> list[Access]:
-        return [Access(_SUMS, (one.row,), layers, mode) for one in self._asked]
+        accesses = [Access(_SUMS, (one.row,), layers, mode) for one in self._asked]
+        kept = [part for one in self._asked if one.scoring.kept for part in range(*one.scoring.kept[:2])] if layers[0] == 0 else []
+        return [*accesses, Access(_KEPT, kept, (0, self._known.num_layers), Mode.READ)] if kept else accesses
 
     def note_resident(self, lse: Tensor) -> None:
         """[tokens, heads], before the pieces of a layer are added to it."""

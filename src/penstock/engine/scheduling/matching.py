@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from penstock.contract import KvLedger, Match, Prefix
+from penstock.engine.scheduling.residency import KeptContexts
 from penstock.engine.scheduling.track import Track
 
 _NO_MATCH = Match(0, 0, False)
@@ -41,13 +42,13 @@ def is_pending(track: Track, ledger: KvLedger) -> bool:
     return not track.computes and ledger.is_pending(track.prefix.keys, track.want)
 
 
-def find_match(track: Track, ledger: KvLedger, most_resident: int = 0) -> Match:
-    """Its lease is ended, or taken once more, where that is of use. `most_resident`: blocks that a deep one may have on the device."""
+def find_match(track: Track, ledger: KvLedger, most_resident: int = 0, kept: KeptContexts | None = None) -> Match:
+    """Its lease is ended, or taken once more, where that is of use. `most_resident`: blocks that a deep one may have on the device. `kept`:
+    what scored ones may go on from."""
     if track.prefix is None or not track.request.may_match:
         return _NO_MATCH
-    if track.is_deep:  # at least one token is computed
-        most = (len(track.tokens) - 1) // ledger.block_tokens
-        return ledger.match_deep(track.prefix.keys[:most], most_resident)
+    if track.is_deep:
+        return _find_deep(track, track.prefix, ledger, most_resident, kept)
     if track.computes:
         track.end_lease()
     if track.prefetch is not None and track.prefetch.settled:  # what it brought is nearer than the lease says
@@ -60,6 +61,17 @@ def find_match(track: Track, ledger: KvLedger, most_resident: int = 0) -> Match:
         _lease_again(track, track.prefix, ledger)
         match = ledger.match(track.prefix.keys, track.lease, track.want)
     return match
+
+
+def _find_deep(track: Track, prefix: Prefix, ledger: KvLedger, most_resident: int, kept: KeptContexts | None) -> Match:
+    keys = prefix.keys[: (len(track.tokens) - 1) // ledger.block_tokens]  # at least one token is computed
+    track.continues = None
+    if kept and track.request.residency is not None and not track.computes and (context := kept.find(keys)) is not None:
+        num = kept.num_usable(ledger.match_deep(context.keys, 0).num_paged, len(track.tokens))
+        if num:
+            track.continues = context, num
+            return Match(0, 0, False, num_paged=num)
+    return ledger.match_deep(keys, most_resident)
 
 
 def is_arriving(track: Track) -> bool:

@@ -1,15 +1,20 @@
-"""Which part of its context a scored request has on the device while it decodes. Owns the choice, and how the device's blocks are divided
-for it; draws nothing and moves nothing.
+"""Which part of its context a scored request has on the device while it decodes. Owns the choice, how the device's blocks are divided
+for it, and what the next turn of its conversation is told; draws nothing and moves nothing.
 
     first part | pinned parts | parts with the best scores | ... left out ... | trailing window, which is written at its end
 
 A part is 64 tokens, or one block where that is more. All before the window is in host memory; parts that are chosen are copied back beside
 it. Decoding goes on over the old choice until the copies have landed.
+
+The next turn finds all that the last one had in host memory, and what was known of its keys. It begins with the last choice, waits until
+that is on the device, and computes its prompt over it; before the last token of the prompt, parts that the others want come as well. So its
+first token waits for what is resident, however long the context is.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config import KvConfig, ResidencyName, wrong_spans
-from penstock.contract import FetchedBlocks, Residency, Scoring, Table
+from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
 from penstock.errors import ConfigError, InvalidRequest
 
 PART_TOKENS = 64
@@ -126,6 +131,95 @@ class ResidencyChoice:
         return Residency(spans)
 
 
+@dataclass(slots=True, eq=False)
+class KeptContext:
+    """What a scored request has left for the next turn of its conversation."""
+
+    name: bytes  # the key that its last block would have, had it been computed over all before it: by this a prompt knows its own
+    keys: Sequence[bytes]  # under which its blocks are in host memory: whole parts
+    num_open: int  # of these, the first so many anybody may find
+    place: range  # parts of the room for what is known of keys
+    scores: NDArray[np.float32]  # of the parts
+    num_users: int = 0  # requests that go on from it
+
+
+class KeptContexts:
+    """Those of the conversations that were answered last, as many as there is room for what is known of their keys. A context is replaced
+    by that of its next turn."""
+
+    def __init__(self, division: Division | None, num_pageable: int) -> None:
+        """There is room for what is known of all blocks that may be paged out."""
+        self._division = division
+        self._num_parts = num_kept_parts(division, num_pageable)
+        self._kept: dict[bytes, KeptContext] = {}  # by name, the latest used last
+        self._owned: Counter[bytes] = Counter()  # keys that are no prefix's, and contexts that have them
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, keys: Sequence[bytes]) -> KeptContext | None:
+        """The longest that a prompt with these `keys` goes on from."""
+        fitting = (one for one in self._kept.values() if len(one.keys) <= len(keys) and keys[len(one.keys) - 1] == one.name)
+        return max(fitting, key=lambda one: len(one.keys), default=None)
+
+    def num_usable(self, num_blocks: int, num_tokens: int) -> int:
+        """Of a context whose first `num_blocks` blocks are there, those that a prompt of `num_tokens` goes on from. 0: it is computed over
+        all before it, since it brings more than the trailing window takes."""
+        if self._division is None:
+            return 0
+        num = num_blocks // self._division.part_blocks * self._division.part_blocks
+        most = self._division.window * self._division.part_tokens
+        return num if num_tokens - num * self._division.block_tokens <= most else 0
+
+    def keep(self, context: KeptContext, before: KeptContext | None) -> list[bytes]:
+        """`before` is what it went on from. Returns keys that nobody knows any more. Where there is no room, it is not kept: its `place` is
+        empty."""
+        freed = self._drop(before) if before is not None and before.num_users == 0 else []
+        freed += self._drop(self._kept.get(context.name))  # by another request, with the same tokens
+        num = len(context.place)
+        while (gap := self._gap(num)) is None and (oldest := next((one for one in self._kept.values() if not one.num_users), None)):
+            freed += self._drop(oldest)
+        own = context.keys[context.num_open :]
+        if gap is None:
+            context.place = range(0)
+            return [key for key in (*freed, *own) if key not in self._owned]
+        context.place = gap
+        self._kept[context.name] = context
+        self._owned.update(own)
+        return [key for key in freed if key not in self._owned]
+
+    def use(self, context: KeptContext) -> None:
+        """By a request, until `leave`."""
+        context.num_users += 1
+        if self._kept.pop(context.name, None) is not None:
+            self._kept[context.name] = context
+
+    def leave(self, context: KeptContext) -> None:
+        context.num_users -= 1
+
+    def _drop(self, context: KeptContext | None) -> list[bytes]:
+        """Returns its own keys."""
+        if context is None or self._kept.get(context.name) is not context:
+            return []
+        del self._kept[context.name]
+        own = list(context.keys[context.num_open :])
+        self._owned -= Counter(own)
+        return own
+
+    def _gap(self, num_parts: int) -> range | None:
+        """The first place with so much room between the others."""
+        start = 0
+        for taken in sorted((one.place for one in self._kept.values()), key=lambda place: place.start):
+            if taken.start - start >= num_parts:
+                break
+            start = taken.stop
+        return range(start, start + num_parts) if start + num_parts <= self._num_parts else None
+
+
+def num_kept_parts(division: Division | None, num_pageable: int) -> int:
+    return 0 if division is None else num_pageable // division.part_blocks
+
+
 class Placed(NamedTuple):
     """Where a chunk finds its context."""
 
@@ -136,12 +230,21 @@ class Placed(NamedTuple):
 
 
 class ResidentSet:
-    """Of one request, from its admission until it leaves: nothing of it is known to its next life, or to another request."""
+    """Of one request, from its admission until it leaves. Nothing of it is known to its next life, or to another request; the next turn of
+    its conversation is told what `KeptContext` has."""
 
-    def __init__(self, division: Division, pins: Sequence[tuple[int, int]], num_exact: int, num_tokens: int) -> None:
-        """Its first `num_exact` tokens attend to all before them; it may have `num_tokens` in all."""
+    def __init__(
+        self,
+        division: Division,
+        pins: Sequence[tuple[int, int]],
+        num_known: int,
+        num_tokens: int,
+        continues: tuple[KeptContext, int] | None = None,
+    ) -> None:
+        """`num_known` of its tokens are known, and it may have `num_tokens` in all. `continues`: it goes on from what an earlier turn has
+        left of its first so many blocks."""
         self.division = division
-        self.num_exact = num_exact
+        self.num_exact = num_known  # its first so many tokens attend to all before them, or came so
         self.tau = FIRST_TAU
         self._pinned = division.pinned(pins, num_tokens)
         self._most_parts = -(-num_tokens // division.part_tokens)
@@ -154,6 +257,19 @@ class ResidentSet:
         self._score_at = 0  # position from which the next scoring is due
         self._is_scoring = False
         self._num_scorings = 0
+        self.context: KeptContext | None = None  # that it goes on from
+        self._kept: KeptSums | None = None  # where what is known of its keys is, until a step is told
+        self._is_filling = False  # nothing is computed before what is chosen has come
+        self._is_asking = False  # its prompt is not all computed
+        self._awaited: set[int] | None = None  # parts without which the last token of the prompt is not computed
+        if continues is not None:
+            self.context, self._num_summed = continues
+            self.num_exact, self._score_at = self._num_summed * division.block_tokens, num_known - 2
+            num_parts = self._num_summed // division.part_blocks
+            self._kept = KeptSums(self.context.place.start, self.context.place.stop, num_parts)
+            self._is_filling = self._is_asking = True
+            self._scores = self.context.scores[:num_parts]
+            self._choose()
 
     def decodes(self, start: int) -> bool:
         """Whether a chunk that begins there attends to the resident set only."""
@@ -175,14 +291,14 @@ class ResidentSet:
     def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
         """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores. `may_read`: the step may read host
         memory, as it does now and then to see how much was left out."""
-        tail = table.slots(end)
+        tail, self._is_filling = table.slots(end), False
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None
             scoring = self._last_exact(table, tail, end, may_score) if end == self.num_exact else None
             return Placed(tail, paged, 0, scoring)
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
-        scoring = self._later(table, tail, start, may_score)
+        scoring = self._later(table, tail, start, end - 1, may_score)
         if scoring is not None and scoring.num_parts:
             self._num_scorings += 1
             if may_read and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
@@ -203,15 +319,16 @@ class ResidentSet:
         num_parts = self._begin_scoring(end) if may_score else 0
         return Scoring(self.division.part_blocks, self._most_parts, table.num_paged, slots, table.num_paged > 0, num_parts)
 
-    def _later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
+    def _later(self, table: Table, tail: NDArray[np.int32], start: int, last: int, may_score: bool) -> Scoring | None:
         """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged out, and has one without."""
         first, end = self._num_summed, start // self.division.block_tokens
-        scores = may_score and start >= self._score_at and not self._is_scoring
-        if not scores and end - first < self.division.part_blocks:
+        scores = may_score and last >= self._score_at and not self._is_scoring
+        if not scores and end - first < self.division.part_blocks and self._kept is None:
             return None
         self._num_summed, slots = end, tail[first - table.num_paged : end - table.num_paged]
-        num_parts = self._begin_scoring(start) if scores else 0
-        return Scoring(self.division.part_blocks, self._most_parts, first, slots, False, num_parts)
+        num_parts = self._begin_scoring(last) if scores else 0
+        kept, self._kept = self._kept, None
+        return Scoring(self.division.part_blocks, self._most_parts, first, slots, False, num_parts, kept=kept)
 
     def _begin_scoring(self, position: int) -> int:
         """Returns how many parts there are to be scored."""
@@ -233,6 +350,9 @@ class ResidentSet:
         known = np.zeros_like(scores)
         known[: len(self._scores)] = self._scores * DECAY
         self._scores = np.maximum(known, scores)
+        self._choose()
+
+    def _choose(self) -> None:
         best = np.argsort(self._scores, kind="stable")[::-1]  # of equal ones the latest first
         pinned = set(self._pinned)
         # Looked through in every plan: as many as can be on the device in any way are enough, however long the context is.
@@ -246,27 +366,71 @@ class ResidentSet:
             fetched = self._coming.pop(part)
             if fetched.failed:
                 failed.append(fetched)
+                self._is_filling = self._is_asking = False  # nothing waits for what may never come
             else:
                 self._chosen[part], self._slots = fetched, None
         return failed
 
-    def take_surplus(self) -> list[FetchedBlocks]:
+    def take_surplus(self, table: Table) -> list[FetchedBlocks]:
         """What gives way to what has landed: the least wanted of what is chosen."""
         num = len(self._chosen) - self.division.chosen
         if num <= 0:
             return []
-        place = {part: at for at, part in enumerate(self._order)}
+        place = {part: at for at, part in enumerate(self._in_order(table))}
         worst = sorted(self._chosen, key=lambda part: place.get(part, len(place)))[-num:]
         self._slots = None
         return [self._chosen.pop(part) for part in worst]
 
     def wanted(self, table: Table) -> list[int]:
         """Parts to be fetched now, the most wanted first: as many as may be on their way."""
-        end = table.num_paged // self.division.part_blocks
-        target = [part for part in self._order if part < end][: self.division.chosen]
+        target = self._in_order(table)[: self.division.chosen]
         num = min(AT_ONCE, self.division.chosen + self.division.moving - len(self._chosen) - len(self._coming))
         missing = (part for part in target if part not in self._chosen and part not in self._coming)
         return [part for part, _ in zip(missing, range(num), strict=False)]
 
+    def _in_order(self, table: Table) -> list[int]:
+        """Parts that are paged out, the most wanted first. As long as the trailing window is not full, those before it are part of it."""
+        size = self.division.part_blocks
+        end = table.num_paged // size
+        num_recent = self.division.window - (table.num_slots - table.num_paged) // size
+        if num_recent <= 0 or self.context is None:
+            return [part for part in self._order if part < end]
+        recent = range(end - 1, max(-1, end - 1 - num_recent), -1)
+        return list(dict.fromkeys(part for part in (*self._pinned, *recent, *self._order) if part < end))
+
     def coming(self, part: int, fetched: FetchedBlocks) -> None:
         self._coming[part] = fetched
+
+    def most_tokens(self, num_left: int) -> int:
+        """How many of its next `num_left` tokens one step computes at most. The last one of a prompt that goes on from an earlier turn
+        comes alone, over what the others have asked for."""
+        return num_left - 1 if self._is_asking and num_left > 1 else num_left
+
+    def is_held(self, num_left: int) -> bool:
+        """Whether its next tokens wait for parts that are on their way: all of a prompt for what it begins with, and its last token for
+        what the others want most."""
+        if self._is_filling:
+            return bool(self._coming)
+        if not self._is_asking or num_left > 1:
+            return False
+        if not self._is_scoring and self._awaited is None:
+            self._awaited = set(self._coming)
+        self._is_asking = self._is_scoring or bool(self._awaited and not self._awaited.isdisjoint(self._coming))
+        return self._is_asking
+
+    # ------------------------------------------------------------------------------------------------------- the next turn
+
+    def num_keeping(self, table: Table) -> int:
+        """Blocks that the next turn can go on from: whole parts, all of them summed up."""
+        size = self.division.part_blocks
+        return min(self._num_summed, len(table.sealed_keys)) // size * size
+
+    def kept(self, name: bytes, keys: Sequence[bytes]) -> KeptContext:
+        """Of so many blocks; where it lies is not known yet. Parts that were never scored are worth nothing."""
+        num_parts = len(keys) // self.division.part_blocks
+        scores = np.zeros(num_parts, np.float32)
+        scores[: len(self._scores)] = self._scores[:num_parts]
+        num_open = min(len(keys), self.num_exact // self.division.block_tokens)
+        if self.context is not None:
+            num_open = min(num_open, self.context.num_open)
+        return KeptContext(name, keys, num_open, range(num_parts), scores)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import heapq
 
-from penstock.contract import Fence, KvLedger, Match
+from penstock.contract import Fence, KvLedger, Match, Residency
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.line import arrival
-from penstock.engine.scheduling.residency import ResidentSet
+from penstock.engine.scheduling.residency import Division, KeptContexts, ResidentSet
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
@@ -31,6 +31,7 @@ class Running:
         self.tracks: dict[str, Track] = {}
         self.num_loading = 0
         self.num_scored = 0
+        self.kept = KeptContexts(budget.division, ledger.num_pageable)
         self._ledger = ledger
         self._budget = budget
         self._num_promised = 0  # blocks
@@ -102,7 +103,11 @@ class Running:
         """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading where some of it has to come;
         where not, whoever called sets it off. False: what matched of a deep one has gone since."""
         if track.is_deep and track.prefix is not None:
-            track.table = self._ledger.open_deep(track.request.id, track.prefix, match)
+            prefix = track.prefix
+            if track.continues is not None:
+                context, num_blocks = track.continues
+                prefix = prefix._replace(keys=context.keys[:num_blocks])
+            track.table = self._ledger.open_deep(track.request.id, prefix, match)
             if track.table is None:
                 return False
             self._num_deep += self._lifetime(track)
@@ -114,8 +119,7 @@ class Running:
         track.row = heapq.heappop(self._free_rows)
         track.begin(match, self._ledger.block_tokens)
         if track.is_deep and track.request.residency is not None and self._budget.division is not None:
-            self.num_scored += 1
-            track.resident = ResidentSet(self._budget.division, track.request.residency.pins, len(track.tokens), track.lifetime_tokens)
+            self._choose_residents(track, self._budget.division, track.request.residency)
         self.tracks[track.request.id] = track
         if match.num_colder and track.lease is not None:
             num_next = min(len(track.tokens) - track.num_planned, self._budget.prefill_chunk)
@@ -131,6 +135,12 @@ class Running:
         self._draw_first(track)
         self._num_promised += self._may_draw(track)
         return True
+
+    def _choose_residents(self, track: Track, division: Division, asked: Residency) -> None:
+        self.num_scored += 1
+        if track.continues is not None:
+            self.kept.use(track.continues[0])
+        track.resident = ResidentSet(division, asked.pins, len(track.tokens), track.lifetime_tokens, track.continues)
 
     def _draw_first(self, track: Track) -> None:
         """The slots of its prompt; step by step where memory is promised more than once, or not all of it is there at the same time."""
@@ -177,7 +187,7 @@ class Running:
         resident, table = track.deciding, track.held_table()
         if resident is None:
             return 0
-        for fetched in (*resident.take_landed(), *resident.take_surplus()):
+        for fetched in (*resident.take_landed(), *resident.take_surplus(table)):
             self._num_promised += len(fetched.slots)
             self._ledger.drop_fetched(table, fetched, fence)
         size, num = resident.division.part_blocks, 0
@@ -214,6 +224,25 @@ class Running:
 
     def youngest(self) -> Track:
         return max(self.tracks.values(), key=arrival)
+
+    def keep_context(self, track: Track, is_answered: bool) -> range:
+        """A scored request leaves. Where it `is_answered`, the next turn of its conversation can go on from what it has; returns where what
+        is known of its keys is to be kept, if it is."""
+        resident, table = track.resident, track.held_table()
+        if resident is None:
+            return range(0)
+        if resident.context is not None:
+            self.kept.leave(resident.context)
+        num_blocks = resident.num_keeping(table) if is_answered and track.prefix is not None else 0
+        if num_blocks == 0 or track.prefix is None:
+            return range(0)
+        name = self._ledger.extend_prefix(track.prefix, track.tokens).keys[num_blocks - 1]
+        context = resident.kept(name, tuple(table.sealed_keys[:num_blocks]))
+        forgotten = self.kept.keep(context, resident.context)
+        if context.place:
+            self._ledger.keep_closed(table, num_blocks)
+        self._ledger.forget_closed(forgotten)
+        return context.place
 
     def leave(self, track: Track, fence: Fence | None, saves: bool, num_tokens: int) -> None:
         """Give back row and table. A launched step may still use both: rows are reset in lane order, slots carry the fence. A transfer

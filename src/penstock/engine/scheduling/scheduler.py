@@ -81,7 +81,9 @@ class Scheduler:
         self.counts = SchedulerCounts()
         self._events = Events(stop_ids, self.counts)
         self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
-        self.left_scored: list[str] = []  # requests whose scores mean nothing any more, for whoever keeps some and clears the list
+        # Scored requests that have left, and where what is known of their keys is to be kept, if it is: for whoever knows something, and
+        # clears the list.
+        self.left_scored: list[tuple[str, range]] = []
         self.lives: list[tuple[str, State]] = []  # loads, retractions and resumptions, for whoever times them and clears the list
 
     # ------------------------------------------------------------------------------------------------ requests in and out
@@ -249,11 +251,16 @@ class Scheduler:
     def _num_fitting(self, track: Track, num_tokens: int) -> int:
         """How many of the next tokens of a deep request the plan being made computes. What makes way for them may be the first that is read
         from host memory."""
+        resident = track.deciding
+        if resident is not None:
+            num_tokens = min(num_tokens, resident.most_tokens(track.num_left))
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
-        if (resident := track.deciding) is not None:
+        if resident is not None:
             resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
             self._ledger.close_scope(track.held_table(), track.num_planned)
             self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
+            if resident.is_held(track.num_left):
+                return 0
         return 0 if self._stays_out(track) else num_fitting
 
     def _in_turn(self) -> Sequence[Track]:
@@ -307,7 +314,7 @@ class Scheduler:
             return
         for known in self._line.look_again(_LOOK_AGAIN):
             if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
-                self._rank(known, find_match(known, self._ledger, self._budget.resident_blocks))
+                self._rank(known, self._find_match(known))
         passed: set[Track] = set()  # those that wait, and let others go ahead
         late: Track | None = None  # the first that begins later; so does whoever else would begin a long conversation
         waiting = iter(self._line)
@@ -404,7 +411,10 @@ class Scheduler:
             return None
         if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
             return None  # what it lacks comes without its doing: share it
-        return find_match(track, self._ledger, self._budget.resident_blocks)
+        return self._find_match(track)
+
+    def _find_match(self, track: Track) -> Match:
+        return find_match(track, self._ledger, self._budget.resident_blocks, self._running.kept)
 
     def _start(self, track: Track, match: Match) -> bool:
         self._line.remove(track)  # before its state changes
@@ -601,8 +611,9 @@ class Scheduler:
     def _end(self, track: Track, event: TokenEvent) -> TokenEvent:
         """Give back all that it holds; `event` is its last."""
         if track.state in (State.RUNNING, State.LOADING):
-            self._leave(track, saves=False)
-            if event.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            is_answered = event.finish in (FinishReason.STOP, FinishReason.LENGTH)
+            self._leave(track, saves=False, is_answered=is_answered)
+            if is_answered:
                 self._conversations.answered(track)
         else:
             self._line.remove(track)
@@ -620,12 +631,12 @@ class Scheduler:
             self._conversations.forget()
         return event
 
-    def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
+    def _leave(self, track: Track, saves: bool, num_tokens: int = 0, is_answered: bool = False) -> None:
         """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
         if track in self._unsealed:
             self._seal(track, self._steps.last_fence)
         if track.resident is not None:
-            self.left_scored.append(track.request.id)
+            self.left_scored.append((track.request.id, self._running.keep_context(track, is_answered)))
         self._running.leave(track, self._steps.last_fence, saves, num_tokens)
         self._draft.drop(track)
 

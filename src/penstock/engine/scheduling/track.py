@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.contract import FinishReason, Lease, Load, Match, Prefetch, Prefix, PromptLogprobs, Request, Table, Want
-from penstock.engine.scheduling.residency import ResidentSet
+from penstock.engine.scheduling.residency import KeptContext, ResidentSet
 from penstock.errors import IllegalTransition, InvariantBroken
 
 
@@ -72,6 +72,7 @@ class Track:
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
     resident: ResidentSet | None = None  # of a scored request that has a table
+    continues: tuple[KeptContext, int] | None = None  # what an earlier turn has left, and of how many blocks: matched last
     num_lent: int = 0  # blocks that it has paged out and others still have on the device: so many fewer it may have there
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1

@@ -210,8 +210,8 @@ class BlockTable:
     """Grows while the request runs; blocks `0..num_keyed` have been sealed, by this request or by whoever computed them first."""
 
     __slots__ = (
-        *("_after", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_shared", "own_scope", "owner"),
-        *("paged_pins", "paged_slots", "prefix", "sealed_keys"),
+        *("_after", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_kept", "num_shared", "own_scope"),
+        *("owner", "paged_pins", "paged_slots", "prefix", "sealed_keys"),
     )
 
     def __init__(self, hold: Hold, block_tokens: int, prefix: Prefix | None, num_matched: int) -> None:
@@ -227,6 +227,7 @@ class BlockTable:
         self.num_fetched = 0  # blocks in those
         self.own_scope: bytes | None = None  # under which its blocks from number `num_shared` on get their keys; None: there are none
         self.num_shared = 0
+        self.num_kept = 0  # of its first blocks, those that are not forgotten with it though they are under that scope
         # Where in host memory its first blocks are, which it does not have on the device. Replaced as a whole, never changed.
         self.paged_slots: NDArray[np.int32] = np.empty(0, np.int32)
         self._after: tuple[Fence, ...] = ()

@@ -224,8 +224,8 @@ class Saves:
         self._writing: set[bytes] = set()  # of those: on their way
         self._emptied_before: dict[Writing, int] = {}  # `num_emptied`, by writes to the first tier that are not over
         self._num_losses = 0  # of the first tier, seen so far
-        self._unshared: set[bytes] = set()  # keys that one open table alone looks for
-        self._unwanted: set[bytes] = set()  # of those whose table has ended, while copies are under way
+        self._unshared: set[bytes] = set()  # keys that are in no prefix: somebody was told them
+        self._unwanted: set[bytes] = set()  # of those, keys that nobody knows any more, while copies are under way
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self._persisting: list[Persisting] = []
         self._later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
@@ -473,11 +473,11 @@ class Saves:
                 self._write_in_slices(tier, keys, depths)
 
     def begin_unshared(self, keys: Sequence[bytes]) -> None:
-        """Nobody but one open table looks for these: host memory has them for it alone, and cold tiers never."""
+        """Only who knows these keys looks for them, and nobody after a restart does: cold tiers never have them."""
         self._unshared.update(keys)
 
     def end_unshared(self, keys: Sequence[bytes]) -> None:
-        """It has ended. What has not landed yet is forgotten when it does."""
+        """Nobody knows them any more. What has not landed yet is forgotten when it does."""
         self._unshared.difference_update(keys)
         self.host.forget(keys)
         self._unwanted.update(keys)

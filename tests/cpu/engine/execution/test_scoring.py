@@ -227,7 +227,7 @@ def test_what_has_left_is_forgotten_behind_the_steps_that_use_it(lane: CpuLane) 
     lane.submit(lambda: gate.wait(60.0) and None, label="a step that runs")
     runs = [functools.partial(steps.run, (request, scoring_of(0, 8), [], 1)) for request in (one, other)]
     launched = [lane.submit(run, label="launched") for run in runs]
-    steps.known.forget(["one", "gone before"])
+    steps.known.forget([("one", range(0)), ("gone before", range(2))])
     gate.set()
     lane.record().wait_passed(60.0)
     assert [ticket.error() for ticket in launched] == [None, None]

@@ -83,9 +83,9 @@ class KeepsTheBlocksOfTheCancelled(Scheduler):
 
 
 class GivesSlotsBackWithoutAFence(Scheduler):
-    def _leave(self, track: Track, saves: bool, num_tokens: int = 0) -> None:
+    def _leave(self, track: Track, saves: bool, num_tokens: int = 0, is_answered: bool = False) -> None:
         fence, self._steps.last_fence = self._steps.last_fence, None
-        super()._leave(track, saves, num_tokens)
+        super()._leave(track, saves, num_tokens, is_answered)
         self._steps.last_fence = fence
 
 

@@ -74,10 +74,10 @@ def fetch_all(resident: ResidentSet, table: FakeTable, most: int = 1000) -> dict
     return made
 
 
-def land(resident: ResidentSet, fetched: dict[int, FakeFetched]) -> list[FetchedBlocks]:
+def land(resident: ResidentSet, table: FakeTable, fetched: dict[int, FakeFetched]) -> list[FetchedBlocks]:
     for one in fetched.values():
         one.settled = True
-    return [*resident.take_landed(), *resident.take_surplus()]
+    return [*resident.take_landed(), *resident.take_surplus(table)]
 
 
 def scores(**best: float) -> np.ndarray:
@@ -100,7 +100,7 @@ def test_what_is_chosen_is_used_when_it_has_landed_and_what_gives_way_is_wanted_
     fetched = fetch_all(resident, table)
     assert list(fetched)[:4] == [0, 7, 30, 12] and len(fetched) == division.chosen
     before = resident.place(table, 6400, 6401, may_score=False, may_read=True)
-    assert before.num_left_out == 380 and land(resident, fetched) == []
+    assert before.num_left_out == 380 and land(resident, table, fetched) == []
     after = resident.place(table, 6400, 6401, may_score=False, may_read=True)
     assert after.num_left_out == 380 - 4 * division.chosen and after.paged is None
     own = after.slots[: 4 * division.chosen]
@@ -109,7 +109,7 @@ def test_what_is_chosen_is_used_when_it_has_landed_and_what_gives_way_is_wanted_
     resident.take_scores(scores(p40=9.0, p41=8.0))
     more = fetch_all(resident, table)
     assert {40, 41} <= set(more) and len(more) <= division.moving
-    gone = land(resident, more)
+    gone = land(resident, table, more)
     assert len(gone) == len(more) and all(one is not fetched[part] for one in gone for part in (0, 7, 30))
 
 
@@ -117,7 +117,7 @@ def test_a_part_that_did_not_arrive_is_not_used_and_is_wanted_again() -> None:
     resident, table = resident_set(), FakeTable(400, 380)
     fetched = fetch_all(resident, table)
     fetched[0].failed = True
-    assert land(resident, fetched) == [fetched[0]]
+    assert land(resident, table, fetched) == [fetched[0]]
     assert resident.place(table, 6400, 6401, False, False).num_left_out == 380
     assert resident.wanted(table) == [0]
 
@@ -210,7 +210,7 @@ def test_now_and_then_all_that_is_left_out_is_read() -> None:
     resident, table = resident_set(), FakeTable(420, 380)
     resident.place(table, 6399, 6400, True, True)
     resident.take_scores(scores(p3=1.0))
-    land(resident, fetch_all(resident, table, most=2))
+    land(resident, table, fetch_all(resident, table, most=2))
     read = []
     for start in range(6400, 6400 + 64 * 16 * 2):
         placed = resident.place(FakeTable(start // 16 + 1, 380), start, start + 1, True, True)
@@ -274,7 +274,7 @@ class ChoiceWalk:
             one.settled, one.failed = True, bool(self.rng.random() < 0.2)
             (failed.append(one) if one.failed else self.landed.__setitem__(part, one))
         assert {id(one) for one in self.resident.take_landed()} == {id(one) for one in failed}
-        surplus = self.resident.take_surplus()
+        surplus = self.resident.take_surplus(self.table)
         assert len(surplus) == max(0, len(self.landed) - self.division.chosen)
         # Of those that are far from being wanted, any may go.
         rank = {part: min(at, 2 * self.division.num_parts) for at, part in enumerate(self.order())}

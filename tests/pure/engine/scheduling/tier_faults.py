@@ -173,7 +173,7 @@ def lets_echo_use_a_prefix(patch: Patch) -> None:
 
 def never_saves(patch: Patch) -> None:
     def make(leave: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, track, saves, num_tokens=0: leave(self, track, False, num_tokens)
+        return lambda self, track, saves, *more, **named: leave(self, track, False, *more, **named)
 
     _around(patch, Scheduler, "_leave", make)
 
