@@ -27,7 +27,7 @@ STAGE = "deep"
 @dataclass(frozen=True, slots=True)
 class DeepBench:
     """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, a short second turn, and where tokens may attend to
-    what is on the device alone, a third in which they do."""
+    what is on the device alone, two further ones in which they do. The latter goes on from what the former has left."""
 
     lengths: tuple[int, ...]
     tokens: int
@@ -42,13 +42,14 @@ class DeepBench:
         figure("decode ms", "decode_ms", 2),
         figure("link alone ms", "link_ms", 2),
         figure("next TTFT s", "next_s", 3),
+        figure("least s", "least_s", 3),
         figure("restored %", "restored", 1, 100),
         figure("link GB/s", "link_gb_s", 1),
     )
 
     def tokens_of(self, length: int) -> int:
         """Of a conversation whose first prompt has `length` tokens."""
-        return length + 2 * (self.tokens + NEXT_TOKENS) + 2
+        return length + 3 * (self.tokens + NEXT_TOKENS) + 2
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         results = Results([], [])
@@ -68,7 +69,8 @@ class DeepBench:
     def _rows(self, driver: Driver, length: int, resident: int, link: float | None, may_score: bool) -> list[dict[str, Any]]:
         driver.reset_cache()
         vocab = driver.engine.tokenizer.vocab_size
-        prompt, *more = (random_prompts(1, num, vocab, (self.seed, num, n))[0] for n, num in enumerate((length, NEXT_TOKENS, NEXT_TOKENS)))
+        sizes = length, *(NEXT_TOKENS,) * 3
+        prompt, *more = (random_prompts(1, num, vocab, (self.seed, num, n))[0] for n, num in enumerate(sizes))
         first = driver.submit(prompt, self.tokens, "exact")
         decode_ms = _decode_ms(driver.run_all())
         driver.flush()
@@ -76,7 +78,8 @@ class DeepBench:
         second = driver.submit(prompt, 2, "exact")
         driver.run_all()
         is_deep = length + self.tokens > resident
-        num_bytes = driver.engine.cache.saves.layout.block_bytes / driver.engine.cache.block_tokens * max(0, length - resident)
+        token_bytes = driver.engine.cache.saves.layout.block_bytes / driver.engine.cache.block_tokens
+        num_bytes = token_bytes * max(0, length - resident)
         row = {
             "mode": "exact" if is_deep else "full",
             "resident": resident if is_deep else length,
@@ -85,6 +88,7 @@ class DeepBench:
             "decode_ms": decode_ms,
             "link_ms": num_bytes / link * 1000 if link and is_deep else None,
             "next_s": second.ttft_s,
+            "least_s": token_bytes * length / link if link and is_deep else None,
             "restored": _restored(second, prompt),
             "link_gb_s": None if link is None else link / 1e9,
         }
@@ -94,8 +98,23 @@ class DeepBench:
         prompt += second.tokens + more[1]
         third = driver.submit(prompt, self.tokens, "scored")
         decode_ms = _decode_ms(driver.run_all())
-        scored = {"mode": "scored", "prefill_s": None, "decode_ms": decode_ms, "link_ms": None}
-        return [row, row | scored | {"next_s": third.ttft_s, "restored": _restored(third, prompt)}]
+        driver.flush()
+        prompt += third.tokens + more[2]
+        fourth = driver.submit(prompt, 2, "scored")
+        driver.run_all()
+        least_s = token_bytes * resident / link + self._new_s(driver, resident) if link else None
+        scored = {"mode": "scored", "prefill_s": None, "decode_ms": decode_ms, "link_ms": None, "least_s": least_s}
+        return [row, row | scored | {"next_s": fourth.ttft_s, "restored": _restored(fourth, prompt)}]
+
+    def _new_s(self, driver: Driver, resident: int) -> float:
+        """What the tokens of a short turn take behind as many as are resident, all on the device."""
+        vocab, num = driver.engine.tokenizer.vocab_size, resident - 2 * NEXT_TOKENS
+        prompt, new = (random_prompts(1, size, vocab, (self.seed, size, 4 + n))[0] for n, size in enumerate((num, NEXT_TOKENS)))
+        driver.submit(prompt, 1, "exact")
+        driver.run_all()
+        again = driver.submit(prompt + new, 1, "exact")
+        driver.run_all()
+        return again.ttft_s
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         groups = sorted({row["length"] for row in rows})

@@ -64,5 +64,5 @@ def test_scored_residency_is_measured_beside_exact(tmp_path: Path, capsys: pytes
     ]
     assert all(row["decode_ms"] > 0 and row["next_s"] > 0 for row in rows)
     assert rows[1]["restored"] >= 1 - (64 + 24 + 16) / (1024 + 64 + 24)
-    assert rows[2]["restored"] >= 1 - (64 + 2 + 16) / (1024 + 128 + 26)
+    assert rows[2]["restored"] >= 1 - (64 + 24 + 64 + 16) / (1024 + 192 + 50)
     assert "scored" in capsys.readouterr().out
