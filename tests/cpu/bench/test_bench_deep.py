@@ -30,10 +30,10 @@ def test_long_sequences_are_measured_paged_out_and_where_they_fit_in_full(tmp_pa
 
 def test_what_is_pinned_while_parts_are_chosen_needs_no_pin_where_all_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, rows = deep(
-        tmp_path, "--lengths", "448,1024", "--kv-resident-tokens", "384", "--kv-residency", "scored", "--kv-pin-spans", "0-64"
+        tmp_path, "--lengths", "416,1024", "--kv-resident-tokens", "384", "--kv-residency", "scored", "--kv-pin-spans", "0-64"
     )
     assert (code, capsys.readouterr().err.count("skipped")) == (0, 0)
-    assert [(row["length"], row["resident"]) for row in rows] == [*2 * [(448, 384)], *2 * [(1024, 384)], (448, 448)]
+    assert [(row["length"], row["resident"]) for row in rows] == [*2 * [(416, 384)], *2 * [(1024, 384)], (416, 416)]
 
 
 def test_without_a_flag_what_does_not_fit_is_paged_out(tmp_path: Path) -> None:

@@ -126,10 +126,18 @@ def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int,
 
 
 def drafted_plans(sizes: Sizes, slot: int, block_tokens: int, num_ahead: int, compiles: bool) -> list[StepPlan]:
-    """Steps with which drafts begin: what makes them has missed a token of each request, or nearly a block."""
+    """Steps with which drafts begin: what makes them has missed a token of each request, or nearly a block. And one behind a step with
+    drafts, when nobody knows yet how many of them were kept."""
     batches = sorted({1, min(4, sizes.max_batch), sizes.max_batch}) if compiles else [1]
     lengths = [num for num in (1, block_tokens - 1) if 0 < num < sizes.max_tokens - num_ahead]
-    return [decode_plan(num, slot, block_tokens, num_ahead, num_missed) for num in batches for num_missed in lengths]
+    begun = [decode_plan(num, slot, block_tokens, num_ahead, num_missed) for num in batches for num_missed in lengths]
+    num = 1 + num_ahead
+    if num + 1 + num_ahead > sizes.max_tokens:
+        return begun
+    slots = np.full(-(-(num + 1 + num_ahead) // block_tokens), slot, np.int32)
+    behind = Chunk("warm-up", 0, num, (0,), slots, writes=True, num_logits=1, num_unsure=num_ahead, room=num_ahead)
+    start = Start.of(0, Request("warm-up", [0] * (num + 1), _GREEDY))
+    return [*begun, StepPlan(0, (behind,), 1, (start,), num_ahead=num_ahead)]
 
 
 def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[StepPlan]:

@@ -7,8 +7,8 @@ A part is 64 tokens, or one block where that is more. All before the window is i
 it. Decoding goes on over the old choice until the copies have landed.
 
 The next turn finds all that the last one had in host memory, and what was known of its keys. It begins with the last choice, waits until
-that is on the device, and computes its prompt over it; before the last token of the prompt, parts that the others want come as well. So its
-first token waits for what is resident, however long the context is.
+that is on the device, and computes its prompt over it. So its first token waits for what is resident, however long the context is. Behind
+the prompt parts are scored, and chosen again.
 """
 
 from __future__ import annotations
@@ -260,14 +260,12 @@ class ResidentSet:
         self.context: KeptContext | None = None  # that it goes on from
         self._kept: KeptSums | None = None  # where what is known of its keys is, until a step is told
         self._is_filling = False  # nothing is computed before what is chosen has come
-        self._is_asking = False  # its prompt is not all computed
-        self._awaited: set[int] | None = None  # parts without which the last token of the prompt is not computed
         if continues is not None:
             self.context, self._num_summed = continues
-            self.num_exact, self._score_at = self._num_summed * division.block_tokens, num_known - 2
+            self.num_exact, self._score_at = self._num_summed * division.block_tokens, num_known
             num_parts = self._num_summed // division.part_blocks
             self._kept = KeptSums(self.context.place.start, self.context.place.stop, num_parts)
-            self._is_filling = self._is_asking = True
+            self._is_filling = True
             self._scores = self.context.scores[:num_parts]
             self._choose()
 
@@ -298,7 +296,7 @@ class ResidentSet:
             return Placed(tail, paged, 0, scoring)
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
-        scoring = self._later(table, tail, start, end - 1, may_score)
+        scoring = self._later(table, tail, start, may_score)
         if scoring is not None and scoring.num_parts:
             self._num_scorings += 1
             if may_read and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
@@ -319,14 +317,14 @@ class ResidentSet:
         num_parts = self._begin_scoring(end) if may_score else 0
         return Scoring(self.division.part_blocks, self._most_parts, table.num_paged, slots, table.num_paged > 0, num_parts)
 
-    def _later(self, table: Table, tail: NDArray[np.int32], start: int, last: int, may_score: bool) -> Scoring | None:
+    def _later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
         """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged out, and has one without."""
         first, end = self._num_summed, start // self.division.block_tokens
-        scores = may_score and last >= self._score_at and not self._is_scoring
-        if not scores and end - first < self.division.part_blocks and self._kept is None:
+        scores = may_score and start >= self._score_at and not self._is_scoring
+        if not scores and end - first < self.division.part_blocks:
             return None
         self._num_summed, slots = end, tail[first - table.num_paged : end - table.num_paged]
-        num_parts = self._begin_scoring(last) if scores else 0
+        num_parts = self._begin_scoring(start) if scores else 0
         kept, self._kept = self._kept, None
         return Scoring(self.division.part_blocks, self._most_parts, first, slots, False, num_parts, kept=kept)
 
@@ -366,7 +364,7 @@ class ResidentSet:
             fetched = self._coming.pop(part)
             if fetched.failed:
                 failed.append(fetched)
-                self._is_filling = self._is_asking = False  # nothing waits for what may never come
+                self._is_filling = False  # nothing waits for what may never come
             else:
                 self._chosen[part], self._slots = fetched, None
         return failed
@@ -401,22 +399,10 @@ class ResidentSet:
     def coming(self, part: int, fetched: FetchedBlocks) -> None:
         self._coming[part] = fetched
 
-    def most_tokens(self, num_left: int) -> int:
-        """How many of its next `num_left` tokens one step computes at most. The last one of a prompt that goes on from an earlier turn
-        comes alone, over what the others have asked for."""
-        return num_left - 1 if self._is_asking and num_left > 1 else num_left
-
-    def is_held(self, num_left: int) -> bool:
-        """Whether its next tokens wait for parts that are on their way: all of a prompt for what it begins with, and its last token for
-        what the others want most."""
-        if self._is_filling:
-            return bool(self._coming)
-        if not self._is_asking or num_left > 1:
-            return False
-        if not self._is_scoring and self._awaited is None:
-            self._awaited = set(self._coming)
-        self._is_asking = self._is_scoring or bool(self._awaited and not self._awaited.isdisjoint(self._coming))
-        return self._is_asking
+    @property
+    def is_filling(self) -> bool:
+        """Whether it has computed nothing yet, and some of what it begins with is on its way."""
+        return self._is_filling and bool(self._coming)
 
     # ------------------------------------------------------------------------------------------------------- the next turn
 

@@ -251,15 +251,12 @@ class Scheduler:
     def _num_fitting(self, track: Track, num_tokens: int) -> int:
         """How many of the next tokens of a deep request the plan being made computes. What makes way for them may be the first that is read
         from host memory."""
-        resident = track.deciding
-        if resident is not None:
-            num_tokens = min(num_tokens, resident.most_tokens(track.num_left))
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
-        if resident is not None:
+        if (resident := track.deciding) is not None:
             resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
             self._ledger.close_scope(track.held_table(), track.num_planned)
             self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
-            if resident.is_held(track.num_left):
+            if resident.is_filling:
                 return 0
         return 0 if self._stays_out(track) else num_fitting
 
