@@ -870,8 +870,9 @@ class KvLedger(Protocol):
         """Give back the slots of up to `num_blocks` of the table's first blocks on the device, as far as host memory has them; returns how
         many. `fence` lies behind all steps launched."""
 
-    def fetch(self, table: Table, first: int, num_blocks: int) -> FetchedBlocks | None:
-        """Have the paged-out blocks `first..` of a table copied into slots that are drawn for it; None where there are not enough."""
+    def fetch(self, table: Table, firsts: Sequence[int], num_blocks: int) -> Sequence[FetchedBlocks]:
+        """Have runs of a table's paged-out blocks, each of so many from one of `firsts` on, copied together into slots that are drawn for
+        it. Nothing is where there are not enough for all of them."""
 
     def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
         """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""

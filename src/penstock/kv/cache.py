@@ -13,6 +13,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from penstock import contract
 from penstock.contract import Adapter, Fence, FetchedBlocks, Lease, Match, Prefix, Table
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken
@@ -349,24 +351,29 @@ class KvCache:
                 self.saves.submit()  # there may be no step before it is needed
         return num
 
-    def fetch(self, table: Table, first: int, num_blocks: int) -> FetchedRun | None:
-        """The copies have no key on the device: they are this table's alone."""
+    def fetch(self, table: Table, firsts: Sequence[int], num_blocks: int) -> list[FetchedRun]:
+        """In one copy: how long each takes to be launched and seen to be over counts more than its bytes. What comes has no key on the
+        device: it is this table's alone."""
         own = self._own(table)
-        if first + num_blocks > own.num_paged:
-            raise InvariantBroken(f"{own.owner!r} fetches blocks up to {first + num_blocks}, of which {own.num_paged} were paged out")
-        reservation = self._pool.try_reserve(num_blocks, own.owner)
+        if firsts and max(firsts) + num_blocks > own.num_paged:
+            raise InvariantBroken(f"{own.owner!r} fetches blocks up to {max(firsts) + num_blocks}, of which {own.num_paged} were paged out")
+        reservation = self._pool.try_reserve(len(firsts) * num_blocks, own.owner) if firsts else None
         if reservation is None:
-            return None
-        copied = BlockTable(self._pool.hold(own.owner), self.block_tokens, None, 0)
-        reservation.commit(copied.hold)
-        kept = self._host.pin(own.paged_slots[first : first + num_blocks], own.owner)
+            return []
+        after, copied = reservation.after, []
+        for number in range(len(firsts)):
+            copied.append(BlockTable(self._pool.hold(own.owner), self.block_tokens, None, 0))
+            (reservation if number == len(firsts) - 1 else reservation.split(num_blocks)).commit(copied[-1].hold)
+        kept = self._host.pin(np.concatenate([own.paged_slots[first : first + num_blocks] for first in firsts]), own.owner)
         try:
-            fetched = FetchedRun(copied.hold, self.loads.begin_fetched(copied, kept, reservation.after))
+            load = self.loads.begin_fetched(copied, kept, after)
         except BaseException:
-            copied.hold.end()
+            for one in copied:
+                one.hold.end()
             raise
-        own.fetched.add(fetched)
-        own.num_fetched += num_blocks
+        fetched = [FetchedRun(one.hold, load) for one in copied]
+        own.fetched.update(fetched)
+        own.num_fetched += len(firsts) * num_blocks
         return fetched
 
     def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:

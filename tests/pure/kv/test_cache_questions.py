@@ -175,8 +175,8 @@ def test_parts_that_are_fetched_are_counted_until_they_are_dropped() -> None:
     table = rig.run("request")
     rig.finish()
     assert rig.cache.page_out(table, 2, None) == 2
-    one, other = rig.cache.fetch(table, 0, 1), rig.cache.fetch(table, 1, 1)
-    assert one is not None and other is not None and table.num_fetched == 2
+    one, other = rig.cache.fetch(table, [0, 1], 1)
+    assert table.num_fetched == 2 and len(rig.cache.loads.mover) == 1
     with pytest.raises(InvariantBroken, match="still on their way"):
         rig.cache.drop_fetched(table, one, None)
     rig.finish()
@@ -235,7 +235,7 @@ def test_slots_of_fetched_parts_are_drawn_behind_the_step_that_read_them() -> No
     table = rig.run("request")
     rig.finish()
     assert rig.cache.page_out(table, 2, None) == 2
-    assert rig.cache.fetch(table, 0, 2) is not None
+    assert len(rig.cache.fetch(table, [0], 2)) == 1
     rig.finish()
     fence = rig.step()
     rig.cache.release(table, fence)

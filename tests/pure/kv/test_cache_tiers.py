@@ -147,7 +147,7 @@ def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_hos
     before = rig.pool.counts, rig.host.slots
     rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
     with pytest.raises(LaneClosed):
-        rig.cache.fetch(table, 0, 1)
+        rig.cache.fetch(table, [0], 1)
     rig.cache.check()
     assert (rig.pool.counts, rig.host.slots) == before and table.num_fetched == 0
     rig.cache.release(table, None)

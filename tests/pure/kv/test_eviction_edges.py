@@ -78,7 +78,7 @@ def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(num_arr
     reservation.commit(table.hold)
     load = BlockLoad(table, 0, 1, (), (), float("inf"))
     groups = [Group((n, n + 1)) for n in range(num_arrivals)]
-    load.copies.append(Copy(load, pool.pin_run(table.hold, 0, 1, "request"), np.zeros(1, np.int64), groups))
+    load.copies.append(Copy(load, [pool.pin_run(table.hold, 0, 1, "request")], np.zeros(1, np.int64), groups))
     load.num_sent = 1
     assert not load.nearly_landed(), "before its fences exist nobody knows"
     load.copies[0].launched(None, [Arrival((n, n + 1), lane.record()) for n in range(num_arrivals)])

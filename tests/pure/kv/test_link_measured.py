@@ -72,8 +72,7 @@ def test_a_part_of_a_context_that_is_fetched_says_nothing_about_the_link(clock: 
     table = rig.run("deep", list(range(200, 208)))
     rig.finish()
     assert rig.cache.page_out(table, 2, None) == 2
-    fetched = rig.cache.fetch(table, 0, 2)
-    assert fetched is not None
+    (fetched,) = rig.cache.fetch(table, [0], 2)
     rig.over(2.0)
     assert fetched.settled and rig.loads.link.bytes_per_s is None
     rig.cache.release(table, None)

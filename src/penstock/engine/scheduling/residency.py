@@ -33,7 +33,7 @@ MOVING_SHARE = 8  # one in so many of the parts that can be chosen is kept free 
 FIRST_TAU = 16  # tokens between two scorings, until their times are known
 RECALL_EVERY = 64  # scorings, of which one is in a step that reads all of the context,
 FIRST_RECALL = 4  # this one first
-AT_ONCE = 32  # parts that are fetched in one plan: the engine thread takes a tenth of a millisecond for each
+AT_ONCE = 128  # parts that are fetched in one plan, and in one copy: what other requests load waits behind it
 DECAY = 0.5  # of a score with each scoring: what was wanted a moment ago is wanted sooner than what was never
 
 
@@ -262,7 +262,7 @@ class ResidentSet:
         self._is_filling = False  # nothing is computed before what is chosen has come
         if continues is not None:
             self.context, self._num_summed = continues
-            self.num_exact, self._score_at = self._num_summed * division.block_tokens, num_known
+            self.num_exact, self._score_at = self._num_summed * division.block_tokens, num_known + 1
             num_parts = self._num_summed // division.part_blocks
             self._kept = KeptSums(self.context.place.start, self.context.place.stop, num_parts)
             self._is_filling = True
@@ -318,7 +318,10 @@ class ResidentSet:
         return Scoring(self.division.part_blocks, self._most_parts, table.num_paged, slots, table.num_paged > 0, num_parts)
 
     def _later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
-        """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged out, and has one without."""
+        """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged out, and has one without. While
+        a prompt goes on from an earlier turn nothing is paged out, and its first token does not wait until such a step is launched."""
+        if self._kept is not None and start < self._score_at:
+            return None
         first, end = self._num_summed, start // self.division.block_tokens
         scores = may_score and start >= self._score_at and not self._is_scoring
         if not scores and end - first < self.division.part_blocks:

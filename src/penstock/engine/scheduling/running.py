@@ -190,19 +190,15 @@ class Running:
         for fetched in (*resident.take_landed(), *resident.take_surplus(table)):
             self._num_promised += len(fetched.slots)
             self._ledger.drop_fetched(table, fetched, fence)
-        size, num = resident.division.part_blocks, 0
+        size = resident.division.part_blocks
         next_blocks = max(0, blocks_for(track.num_planned + num_tokens, self._ledger.block_tokens) - table.num_slots)
-        for part in resident.wanted(table):
-            most = resident.division.most_fetched - track.num_lent - table.num_fetched
-            if size > min(most, self._may_draw(track) - next_blocks):
-                break
-            new = self._ledger.fetch(table, part * size, size)
-            if new is None:
-                break
+        room = min(resident.division.most_fetched - track.num_lent - table.num_fetched, self._may_draw(track) - next_blocks)
+        parts = resident.wanted(table)[: max(0, room // size)]
+        coming = self._ledger.fetch(table, [part * size for part in parts], size) if parts else ()
+        for part, one in zip(parts, coming, strict=False):
             self._num_promised -= size
-            resident.coming(part, new)
-            num += 1
-        return num
+            resident.coming(part, one)
+        return len(coming)
 
     def _take_lent_back(self, track: Track) -> int:
         """Others have let go of what it paged out, or there is room besides: it may draw as much again. Returns what is still lent."""

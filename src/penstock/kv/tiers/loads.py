@@ -45,14 +45,14 @@ _FETCH_UNMEASURED = 2  # groups, where nobody knows how much that is
 class Copy(Transfer):
     """Blocks of a load on their way from host memory into slots of the device."""
 
-    def __init__(self, load: BlockLoad, pin: Pin, sources: Slots, groups: Sequence[Group]) -> None:
-        super().__init__(f"promote of {pin.owner}", groups, load.after)
+    def __init__(self, load: BlockLoad, pins: Sequence[Pin], sources: Slots, groups: Sequence[Group]) -> None:
+        super().__init__(f"promote of {load.table.owner}", groups, load.after)
         self.load = load
-        self.pins = [pin]
+        self.pins = pins
         self.first = load.first + load.num_sent  # block of the prefix
         self.keys = load.keys[load.num_sent : load.num_sent + len(sources)]
         self.source_slots = sources
-        self.dest_slots = pin.array.astype(np.int64)
+        self.dest_slots = np.concatenate([pin.array for pin in pins]).astype(np.int64)
 
     @property
     def overdue(self) -> bool:
@@ -444,7 +444,7 @@ class Loads:
         load = BlockLoad(table, first, table.num_slots, keys, after, self._deadline_s)
         load.kept, load.sources = [kept], np.array(kept.slots, np.int64)
         pin = self.saves.pool.pin_run(table.hold, 0, table.num_slots, table.owner)
-        copy = Copy(load, pin, load.sources, self._whole)
+        copy = Copy(load, [pin], load.sources, self._whole)
         table.hold.end()  # from here on the copy alone has the slots
         try:
             self._submit(copy)
@@ -454,12 +454,14 @@ class Loads:
         self._note_hit(load)
         return load
 
-    def begin_fetched(self, table: BlockTable, kept: Pin, after: Sequence[Fence]) -> BlockLoad:
-        """Fill the slots of `table` with the blocks that `kept` protects. They get no keys. If this raises, nothing is kept."""
-        load = BlockLoad(table, 0, table.num_slots, (), after, self._deadline_s)
+    def begin_fetched(self, tables: Sequence[BlockTable], kept: Pin, after: Sequence[Fence]) -> BlockLoad:
+        """Fill the slots of `tables`, one behind the other, with the blocks that `kept` protects. They get no keys. If this raises, nothing
+        is kept."""
+        load = BlockLoad(tables[0], 0, len(kept.run), (), after, self._deadline_s)
         load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), True
+        pins = [self.saves.pool.pin_run(table.hold, 0, table.num_slots, table.owner) for table in tables]
         try:
-            self._submit(self._copy(load, load.num_blocks, self._whole))
+            self._submit(Copy(load, pins, load.sources, self._whole))
         except BaseException:
             self.host.end_handles([kept])
             raise
@@ -473,14 +475,15 @@ class Loads:
         """Of its blocks that were not sent, up to `end`."""
         first = load.num_sent
         pin = self.saves.pool.pin_run(load.table.hold, load.first + first, end - first, load.table.owner)
-        return Copy(load, pin, load.sources[first:end].copy(), groups)
+        return Copy(load, [pin], load.sources[first:end].copy(), groups)
 
     def _submit(self, copy: Copy) -> None:
         """Where this raises, its slots of the device have been given back."""
         try:
             self.mover.submit(copy)
         except BaseException:
-            copy.pins[0].end()
+            for pin in copy.pins:
+                pin.end()
             raise
         load = copy.load
         load.copies.append(copy)

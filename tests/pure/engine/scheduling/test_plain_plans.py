@@ -23,6 +23,7 @@ from penstock.contract import (
     Echo,
     FenceId,
     Grammar,
+    KeptSums,
     PartScores,
     Request,
     Sampled,
@@ -41,7 +42,7 @@ from penstock.errors import InvariantBroken, TransferFailed
 NUM_WALKS = 30
 PLAIN = (type(None), bool, int, float, str)
 RECORDS = (
-    *(StepPlan, Chunk, Scoring, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
+    *(StepPlan, Chunk, Scoring, KeptSums, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
     *(StepResult, Sampled, TokenLogprob, TokenScores, PartScores, StepFailure),
 )
 
