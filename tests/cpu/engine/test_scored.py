@@ -707,8 +707,8 @@ def test_parts_whose_copies_fail_are_left_out(make_engine: Make, prompts: Prompt
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_crowd_of_exact_scored_and_fitting_requests(seed: int, make_engine: Make, prompts: Prompts) -> None:
-    """Exact and fitting ones give what they give alone; the others end, and leave nothing behind."""
-    rng = random.Random(seed)
+    """Exact and fitting ones give what they give alone; the others end, some of them in a next turn, and leave nothing held."""
+    rng, num_turns = random.Random(seed), 0
     speculate = "ngram" if seed % 2 else None
     engine = scored_engine(make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)), speculate=speculate)
     full, stems = full_engine(make_engine), [prompts(LONG, one) for one in (1, 2)]
@@ -719,6 +719,12 @@ def test_a_random_crowd_of_exact_scored_and_fitting_requests(seed: int, make_eng
             kind, prompt = waiting.pop()
             mode = {"exact": "exact", "scored": "scored", "fitting": None}[kind]
             asked.append((kind, prompt, submit(engine, prompt, residency=mode, max_tokens=rng.choice((2, 20, 50)), logprobs=1)))
+        answered = [(prompt, one) for kind, prompt, one in asked if kind == "scored" and one.finish is FinishReason.LENGTH]
+        if answered and num_turns < 10 and rng.random() < 0.1:
+            num_turns += 1
+            prompt, one = rng.choice(answered)
+            prompt = [*prompt, *one.tokens, *(rng.randrange(1, 500) for _ in range(rng.randrange(1, 90)))]
+            asked.append(("scored", prompt, submit(engine, prompt, residency="scored", max_tokens=rng.choice((2, 40, 90)))))
         if asked and rng.random() < 0.01:
             engine.cancel(rng.choice(asked)[2].request_id)
         if rng.random() < 0.02 and len(tracks := engine._parts.scheduler._running.tracks) > 1:

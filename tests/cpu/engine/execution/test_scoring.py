@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.contract import Chunk, Scoring
+from penstock.contract import Chunk, KeptSums, Scoring
 from penstock.engine.execution.batch import PagedChunk
 from penstock.engine.execution.paging import Piece
 from penstock.engine.execution.scoring import ContextKeys, KeyBounds, KeySizes, Recency, _parts, _sum_up
@@ -129,11 +129,11 @@ class Scored:
 class Stepped:
     """Steps of some requests, as the executor makes them: pieces in between, layers one after the other."""
 
-    def __init__(self, lane: CpuLane) -> None:
+    def __init__(self, lane: CpuLane, num_kept: int = 0, scorer: str = "qk") -> None:
         self.arena = torch.zeros(2 * NUM_BLOCKS, LAYERS, 2, TOKENS, HEADS, WIDTH)
         uploads = SimpleNamespace(send=lambda slots: torch.tensor(slots, dtype=torch.int32))
         attention: Any = SimpleNamespace(arena=self.arena, lse_nats=0.5)
-        self.known = ContextKeys("qk", attention, lane, uploads)  # type: ignore[arg-type]
+        self.known = ContextKeys(scorer, attention, lane, uploads, num_kept)  # type: ignore[arg-type]
         self.out: dict[str, torch.Tensor] = {}
 
     def place(self, request: Scored, at: int) -> None:
@@ -232,6 +232,38 @@ def test_what_has_left_is_forgotten_behind_the_steps_that_use_it(lane: CpuLane) 
     lane.record().wait_passed(60.0)
     assert [ticket.error() for ticket in launched] == [None, None]
     assert set(steps.known._known) == {"other"}
+
+
+def test_what_is_known_of_its_keys_is_kept_in_its_place_and_taken_up_by_the_next_turn(lane: CpuLane) -> None:
+    """Of which the first parts may be enough; nothing beside the place is touched, and the next turn adds to what it has."""
+    steps = Stepped(lane, num_kept=12)
+    one, other, again = (Scored(steps.known, id, row, seed) for id, row, seed in (("one", 3, 1), ("other", 0, 2), ("again", 2, 1)))
+    steps.known._kept.fill_(7.0)
+    for request in (one, other):
+        steps.place(request, 0)
+        steps.run((request, scoring_of(0, 22), [], 1))
+    steps.known.forget([("one", range(2, 7)), ("other", range(8, 11))])
+    lane.record().wait_passed(60.0)
+    width = steps.known._width
+    assert (steps.known._kept[: 2 * width] == 7.0).all() and (steps.known._kept[7 * width : 8 * width] == 7.0).all()
+    steps.place(again, 0)
+    goes_on = scoring_of(16, 16, num_parts=4)._replace(kept=KeptSums(2, 7, 4))
+    steps.run((again, goes_on, [], 1))
+    again.summed = set(range(16))
+    again.check()
+    assert torch.allclose(steps.scores(again)[:-1], again.expected_scores(4))
+    steps.run((again, scoring_of(16, 30), [], 1))
+    again.summed = set(range(30))
+    again.check()
+
+
+@pytest.mark.parametrize(("scorer", "width"), [("qk", LAYERS * HEADS * 2 * WIDTH), ("lru", 0)])
+def test_whatever_scores_keeps_as_much_of_each_part(scorer: str, width: int, lane: CpuLane) -> None:
+    known = Stepped(lane, num_kept=5, scorer=scorer).known
+    known._known["one"] = known._new(3)
+    known.forget([("one", range(1, 3))])
+    lane.record().wait_passed(60.0)
+    assert len(known._kept) == 5 * width and not known._known
 
 
 def test_more_blocks_than_its_life_has_are_no_part_of_it(lane: CpuLane) -> None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from penstock.config import KvConfig
-from penstock.contract import FetchedBlocks, Request, Residency, SamplingParams, Scoring
+from penstock.contract import FetchedBlocks, KeptSums, Request, Residency, SamplingParams, Scoring
 from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
-from penstock.engine.scheduling.residency import DECAY, FIRST_TAU, Division, ResidencyChoice, ResidentSet
+from penstock.engine.scheduling.residency import (
+    DECAY,
+    FIRST_TAU,
+    Division,
+    KeptContext,
+    KeptContexts,
+    ResidencyChoice,
+    ResidentSet,
+)
 from penstock.engine.scheduling.steps import Draft
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import ConfigError, InvalidRequest
@@ -18,6 +28,7 @@ class FakeTable:
     """Implements `contract.Table`: blocks `num_paged..num_slots` are on the device, in slots of the same number."""
 
     num_fetched = 0
+    sealed_keys: list[bytes] = []  # noqa: RUF012
 
     def __init__(self, num_slots: int, num_paged: int) -> None:
         self.num_slots, self.num_paged = num_slots, num_paged
@@ -394,3 +405,183 @@ def test_its_distance_has_bounds() -> None:
     odd = ScoringCost()
     odd.add(0.01, scores=True)
     assert odd.tau == FIRST_TAU, "nothing to compare with"
+
+
+# ------------------------------------------------------------------------------------------------------------------- the next turn
+
+
+def context(name: str, num_parts: int, num_open: int, tag: str = "") -> KeptContext:
+    """The first `num_open` blocks have keys that anybody has."""
+    keys = [f"{'all' if at < num_open else tag or name} {at}".encode() for at in range(4 * num_parts)]
+    return KeptContext(name.encode(), keys, num_open, range(num_parts), np.zeros(num_parts, np.float32))
+
+
+def kept_contexts(num_parts: int) -> KeptContexts:
+    return KeptContexts(Division.of(120, 16), 4 * num_parts + 3)
+
+
+def test_a_prompt_goes_on_from_the_longest_context_that_it_begins_with() -> None:
+    kept = kept_contexts(20)
+    for name, num_parts in (("short", 2), ("long", 3), ("other", 2)):
+        assert kept.keep(context(name, num_parts, 0), None) == []
+    keys = [b"-"] * 7 + [b"short"] + [b"-"] * 3 + [b"long"]
+    found = [kept.find(keys[:num]) for num in (7, 8, 11, 12)]
+    assert [one and one.name for one in found] == [None, b"short", b"short", b"long"]
+    assert kept.find([b"long"] * 11 + [b"-"]) is None, "at another place the same key is not its own"
+
+
+def test_where_there_is_no_room_those_used_longest_ago_go_and_none_that_is_in_use() -> None:
+    kept = kept_contexts(10)
+    contexts = [context(name, 3, 8) for name in ("a", "b", "c")]
+    for one in contexts:
+        assert kept.keep(one, None) == []
+    assert [one.place for one in contexts] == [range(3), range(3, 6), range(6, 9)]
+    kept.use(contexts[0])
+    later, none, again = context("d", 2, 4), context("e", 3, 4), context("f", 3, 0)
+    assert kept.keep(later, None) == contexts[1].keys[8:] and later.place == range(3, 5), "b was used longest ago"
+    kept.use(contexts[2])
+    kept.use(later)
+    assert set(kept.keep(none, None)) == set(none.keys[4:]) and not none.place, "nobody is to look for it"
+    kept.leave(contexts[0])
+    assert kept.keep(again, None) == contexts[0].keys[8:] and again.place == range(3)
+    assert len(kept) == 3
+
+
+def test_a_turn_replaces_what_it_went_on_from_unless_another_does_so_too() -> None:
+    kept = kept_contexts(20)
+    first = context("first", 2, 4)
+    kept.keep(first, None)
+    for name, freed in (("second", []), ("third", [])):
+        kept.use(first)
+        kept.use(first)
+        kept.leave(first)
+        following = KeptContext(name.encode(), [*first.keys, b"x" + name.encode()], 4, range(3), np.zeros(3, np.float32))
+        assert kept.keep(following, first) == freed, "what the next turn goes on from is still known"
+    assert len(kept) == 3
+    kept.leave(first)
+    kept.leave(first)
+    last = KeptContext(b"last", [*first.keys[:6], b"y", b"z"], 4, range(2), np.zeros(2, np.float32))
+    assert kept.keep(last, first) == [], "the second and the third have its keys, too"
+    assert len(kept) == 3 and kept.find([b"-"] * 7 + [b"first"]) is None
+
+
+def test_the_same_tokens_once_more_replace_what_they_left_before() -> None:
+    kept = kept_contexts(20)
+    old = context("same", 2, 4, "old")
+    kept.keep(old, None)
+    assert kept.keep(context("same", 2, 4, "new"), None) == old.keys[4:] and len(kept) == 1
+
+
+def test_in_any_order_places_are_apart_and_keys_are_known_as_long_as_somebody_has_them() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        kept, alive, told = kept_contexts(12), set[bytes](), set[bytes]()
+        made: list[KeptContext] = []
+        for number in range(60):
+            users = [one for one in made if one.num_users]
+            if users and rng.random() < 0.4:
+                kept.leave(users[rng.integers(len(users))])
+            usable = list(kept._kept.values())
+            if usable and rng.random() < 0.4:
+                kept.use(usable[rng.integers(len(usable))])
+            before = usable[rng.integers(len(usable))] if usable and rng.random() < 0.5 else None
+            new = context(f"{seed} {number}", int(rng.integers(1, 6)), int(rng.integers(0, 5)))
+            if before is not None:
+                new.keys[: len(before.keys)] = before.keys[: len(new.keys)]
+                new.num_open = min(new.num_open, before.num_open)
+            in_use = {one.name for one in kept._kept.values() if one.num_users}
+            freed = kept.keep(new, before)
+            made.append(new)
+            alive |= set(new.keys[new.num_open :])
+            told |= set(freed)
+            known = {key for one in kept._kept.values() for key in one.keys[one.num_open :]}
+            assert not known & set(freed) and alive - set(freed) == known, "told once, and of all that nobody has any more"
+            alive -= set(freed)
+            assert in_use <= set(kept._kept), "what somebody goes on from stays"
+            places = sorted((one.place for one in kept._kept.values()), key=lambda place: place.start)
+            assert all(one.stop <= other.start for one, other in pairwise(places)) and all(place.stop <= 12 for place in places)
+            assert (new.name in kept._kept) == bool(new.place)
+        assert told
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_tokens", "num"), [(402, 6720, 400), (400, 6848, 400), (400, 6849, 0), (403, 6449, 400), (3, 50, 0)]
+)
+def test_whole_parts_are_used_where_the_window_takes_what_is_new(num_blocks: int, num_tokens: int, num: int) -> None:
+    """Seven of 30 parts are the window: 448 tokens."""
+    assert Division.of(120, 16).window == 7
+    assert kept_contexts(200).num_usable(num_blocks, num_tokens) == num
+    assert KeptContexts(None, 400).num_usable(num_blocks, num_tokens) == 0
+
+
+def continuing(num_known: int = 16 * 400 + 100, pins: tuple[tuple[int, int], ...] = (), num_used: int = 400) -> ResidentSet:
+    """From a context of 100 parts, of which 40, 50 and 60 were wanted most."""
+    before = context("before", 100, 300)
+    before.scores[[40, 50, 60]] = 3.0, 2.0, 1.0
+    before.place = range(7, 107)
+    return ResidentSet(Division.of(120, 16), pins, num_known, num_known + 1000, (before, num_used))
+
+
+def test_it_begins_with_the_end_of_the_last_turn_and_what_that_had_chosen() -> None:
+    resident, table = continuing(pins=((700, 720),)), FakeTable(400, 400)
+    division = resident.division
+    assert resident.num_exact == 6400 and resident.decodes(6400)
+    wanted = resident.wanted(table)
+    assert wanted[:3] == [0, 10, 11] and wanted[3 : 3 + division.window] == list(range(99, 99 - division.window, -1))
+    assert wanted[3 + division.window :][:3] == [40, 50, 60] and len(wanted) == division.chosen
+    assert not resident.is_filling, "nothing is on its way yet"
+    fetched = fetch_all(resident, table)
+    assert resident.is_filling
+    land(resident, table, dict(list(fetched.items())[1:]))
+    assert resident.is_filling, "one is still on its way"
+    fetched[wanted[0]].settled = True
+    resident.take_landed()
+    assert not resident.is_filling
+
+
+def test_as_its_own_tokens_fill_the_window_those_of_the_last_turn_leave_it() -> None:
+    resident, division = continuing(), Division.of(120, 16)
+    for num_new in range(0, 4 * division.window + 8, 3):
+        wanted = resident.wanted(FakeTable(400 + num_new, 400))
+        recent = max(0, division.window - num_new // 4)
+        assert wanted[1 : 4 + recent] == [*range(99, 99 - recent, -1), 40, 50, 60]
+
+
+def test_once_something_is_computed_or_has_failed_nothing_waits_for_parts() -> None:
+    for fails in (False, True):
+        resident, table = continuing(), FakeTable(400, 400)
+        fetched = fetch_all(resident, table)
+        if fails:
+            fetched[0].settled = fetched[0].failed = True
+            assert resident.take_landed() == [fetched[0]]
+        else:
+            resident.place(FakeTable(407, 400), 6400, 6500, may_score=True, may_read=True)
+        assert not resident.is_filling
+
+
+def test_it_says_where_what_is_known_of_its_keys_is_with_the_first_scoring_behind_its_first_token() -> None:
+    resident, table = continuing(), FakeTable(407, 400)
+    for start, end in ((6400, 6450), (6450, 6500), (6500, 6501)):
+        assert resident.place(table, start, end, may_score=True, may_read=True).scoring is None
+    first = resident.place(table, 6501, 6502, may_score=True, may_read=True).scoring
+    assert first is not None and first.kept == KeptSums(7, 107, 100) and first.num_parts == 101 and first.first == 400
+    resident.take_scores(np.zeros(101, np.float32))
+    later = resident.place(table, 6600, 6601, may_score=True, may_read=True).scoring
+    assert later is not None and later.kept is None
+    shorter = continuing(num_used=396).place(FakeTable(407, 396), 6501, 6502, may_score=False, may_read=True).scoring
+    assert shorter is not None and shorter.kept == KeptSums(7, 107, 99) and shorter.first == 396, "also where it only sums up"
+
+
+def test_what_it_leaves_is_whole_parts_with_keys_and_sums_and_what_anybody_may_find_of_it() -> None:
+    resident, table = resident_set(), FakeTable(450, 380)
+    table.sealed_keys = [str(number).encode() for number in range(430)]
+    resident.place(table, 6399, 6400, may_score=True, may_read=True)
+    assert resident.num_keeping(table) == 400
+    resident.take_scores(scores(p7=5.0)[:90])
+    resident.place(table, 16 * 447, 16 * 447 + 1, may_score=True, may_read=True)
+    assert resident.num_keeping(table) == 428, "two blocks more have their keys, and belong to a part that is not whole"
+    left = resident.kept(b"name", table.sealed_keys[:428])
+    assert (left.num_open, len(left.place), left.scores[7], len(left.scores)) == (400, 107, 5.0, 107)
+    again = continuing(num_used=396)
+    assert again.kept(b"name", [b""] * 404).num_open == 300, "what the turn before has left under its own keys stays so"
+    assert continuing(num_used=296).kept(b"name", [b""] * 404).num_open == 296, "what it has computed itself is its own"
