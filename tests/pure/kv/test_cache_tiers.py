@@ -154,6 +154,21 @@ def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_hos
     rig.end()
 
 
+def test_fetches_that_cannot_be_submitted_give_back_all_that_they_drew() -> None:
+    rig = Cached()
+    table = rig.run("request")
+    rig.finish()
+    assert rig.cache.page_out(table, 2, None) == 2
+    before = rig.pool.counts, rig.host.slots
+    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
+    with pytest.raises(LaneClosed):
+        rig.cache.fetch(table, [0, 1], 1)
+    rig.cache.check()
+    assert (rig.pool.counts, rig.host.slots) == before and table.num_fetched == 0
+    rig.cache.release(table, None)
+    rig.end()
+
+
 def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_its_keys() -> None:
     rig = Cached()
     rig.remembered()

@@ -447,6 +447,18 @@ def test_where_there_is_no_room_those_used_longest_ago_go_and_none_that_is_in_us
     assert len(kept) == 3
 
 
+def test_what_was_used_lately_stays_longer() -> None:
+    kept = kept_contexts(6)
+    for name in ("a", "b"):
+        kept.keep(context(name, 3, 0), None)
+    used = kept.find([b"-"] * 11 + [b"a"])
+    assert used is not None
+    kept.use(used)
+    kept.leave(used)
+    kept.keep(context("c", 3, 0), None)
+    assert set(kept._kept) == {b"a", b"c"}
+
+
 def test_a_turn_replaces_what_it_went_on_from_unless_another_does_so_too() -> None:
     kept = kept_contexts(20)
     first = context("first", 2, 4)
