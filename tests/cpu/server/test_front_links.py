@@ -744,6 +744,42 @@ def test_nothing_is_asked_of_an_engine_that_has_said_goodbye() -> None:
     as_front(play)
 
 
+@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Failed("RuntimeError: no")], ids=["goodbye", "failed"])
+def test_a_request_that_is_submitted_while_the_engine_ends_is_refused(end: FromEngine) -> None:
+    """On another thread, which looked before and sends after: no event would ever come."""
+    heard: list[TokenEvent] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        _ends_meanwhile(client, end)
+        with pytest.raises(EngineClosed):
+            client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
+        assert not client._asked and not client._number_of
+
+    as_front(play)
+    assert not heard
+
+
+@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Failed("RuntimeError: no")], ids=["goodbye", "failed"])
+def test_a_call_that_is_made_while_the_engine_ends_is_answered(end: FromEngine) -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        _ends_meanwhile(client, end)
+        asked = client.prefetch([1])
+        assert asked.done() and isinstance(asked.exception(), EngineClosed)
+
+    as_front(play)
+
+
+def _ends_meanwhile(client: RemoteEngine, end: FromEngine) -> None:
+    """`end` comes when what is asked next has been found to be possible, and before it is known."""
+    next_number = client.next_number
+
+    def number() -> int:
+        client._take(end)
+        return next_number()
+
+    client.next_number = number  # type: ignore[method-assign]
+
+
 def test_figures_are_sent_whenever_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little is lost when a front is killed."""
     monkeypatch.setattr(remote, "FIGURES_S", 0.01)
