@@ -36,6 +36,7 @@ SLOW_S = 600.0  # for what reads files or empties disks there
 CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadline that it was given
 FIGURES_S = 1.0  # how often figures are sent, where they have changed: so much is lost at most when this process is killed
 RECEIVE_BYTES = 1 << 18
+_SHUTTING_DOWN = "the server is shutting down"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -156,6 +157,8 @@ class RemoteEngine:
         except BaseException:
             self._forget(number)
             raise
+        if self._over.is_set() and self._forget(number) is not None:  # the engine has ended meanwhile, and its end has missed this one
+            self._check_alive()
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -194,15 +197,15 @@ class RemoteEngine:
         number, future = self.next_number(), Future[Any]()
         self._calls[number] = future, boundary.CALLS[name].gives
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
-        if self._error is not None:  # it has failed meanwhile, and may have missed this one
-            self._end_calls(self._error)
+        if self._over.is_set():  # it has ended meanwhile, and its end may have missed this one
+            self._end_calls(self._error or EngineClosed(_SHUTTING_DOWN))
         return number, future
 
     def _check_alive(self) -> None:
         if self._error is not None:
             raise EngineClosed(str(self._error))
         if self._over.is_set():
-            raise EngineClosed("the server is shutting down")
+            raise EngineClosed(_SHUTTING_DOWN)
 
     # ------------------------------------------------------------------------------------------------------------ writing
 

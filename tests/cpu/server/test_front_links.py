@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -50,7 +51,7 @@ from penstock.server import links as links_module
 from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
 from penstock.server.client import RequestFigures
 from penstock.server.links import FrontLink, FrontLinks, tokens_of
-from penstock.server.remote import RemoteEngine, greeted
+from penstock.server.remote import RemoteAdapters, RemoteEngine, greeted
 from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
 from penstock.testing.tiny_models import TINY_LLAMA, tiny_tokenizer
@@ -656,6 +657,12 @@ async def _heard(engine: Wire[FromFront]) -> FromFront | None:
     return await asyncio.to_thread(engine.receive)
 
 
+async def _wait_read(engine: Wire[FromFront]) -> None:
+    """All that was said before: a front reads in turn, and answers a beat at once."""
+    engine.send(boundary.Beat(0.0))
+    assert isinstance(await _heard(engine), boundary.Awake)
+
+
 def test_a_request_has_one_last_event_though_the_engine_goes_later() -> None:
     heard: list[TokenEvent] = []
 
@@ -742,6 +749,289 @@ def test_nothing_is_asked_of_an_engine_that_has_said_goodbye() -> None:
                 ask()
 
     as_front(play)
+
+
+def test_an_engine_that_ends_before_it_has_said_what_it_is_has_ended() -> None:
+    engine, front = socket.socketpair()
+    with front:
+        engine.close()
+        with pytest.raises(EngineClosed, match="before it was ready"):
+            greeted(Wire(front, FromEngine))
+
+
+def test_an_engine_that_begins_with_something_else_is_none() -> None:
+    engine, front = socket.socketpair()
+    with engine, front:
+        engine.sendall(frame(boundary.Beat(0.0)))
+        with pytest.raises(ProtocolBroken, match="began with Beat"):
+            greeted(Wire(front, FromEngine))
+
+
+def test_a_request_is_cancelled_by_its_own_name_until_it_has_ended() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        heard: list[TokenEvent] = []
+        assert client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a") == "a"
+        submitted = await _heard(engine)
+        assert isinstance(submitted, boundary.Submit) and submitted.request_id == "a"
+        client.cancel("another")
+        client.cancel("a")
+        assert await _heard(engine) == boundary.Cancel(submitted.number)
+        engine.send(tokens_of([(submitted.number, TokenEvent("a", finish=FinishReason.CANCELLED))]))
+        await _wait_read(engine)
+        client.cancel("a")
+        assert heard and not client._asked and not client._number_of
+        client.prefetch([1])
+        assert isinstance(await _heard(engine), boundary.Call), "nothing was said of it any more"
+
+    as_front(play)
+
+
+def test_nothing_is_kept_of_a_request_that_cannot_be_sent() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        with pytest.raises(TypeError):
+            client.submit([1], SamplingParams(max_tokens=4), lambda event: None, nonsense=1)
+        assert not client._asked and not client._number_of
+
+    as_front(play)
+
+
+def test_a_prefetch_of_a_session_has_no_prompt_and_one_of_a_prompt_may_fill_the_context() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.prefetch(session="s")
+        client.prefetch([1] * client.max_model_len)
+        prompts = []
+        for _ in range(2):
+            asked = await _heard(engine)
+            assert isinstance(asked, boundary.Call)
+            prompts.append(boundary.arguments_of(asked)[0])
+        assert prompts == [None, np.ones(client.max_model_len, np.uint32).tobytes()]
+
+    as_front(play)
+
+
+def test_a_call_says_all_that_it_takes_and_is_answered_on_another_thread() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        deleting = asyncio.create_task(asyncio.to_thread(client.snapshots.delete, "talk"))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call) and asked.name == "SnapshotStore.delete"
+        assert boundary.arguments_of(asked) == ("talk", "")
+        engine.send(boundary.Returned(asked.number, fault=fault_from(StoreFailed("the disk is gone"))))
+        with pytest.raises(StoreFailed, match="the disk is gone"):
+            await deleting
+
+    as_front(play)
+
+
+def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "STATS_S", 0.01)
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
+            await asyncio.to_thread(client.stats)
+        late = await _heard(engine)
+        assert isinstance(late, boundary.Call)
+        engine.send(boundary.Returned(late.number, b"no stats"))
+        engine.send(boundary.Beat(7.0))
+        assert await _heard(engine) == boundary.Awake(0)
+        assert client.failed() is None
+
+    as_front(play)
+
+
+def test_who_waits_for_the_end_of_an_engine_that_does_not_end_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float | None] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        monkeypatch.setattr(client._over, "wait", lambda seconds: waited.append(seconds) or False)
+        with pytest.raises(DeadlineExceeded, match="did not close in time"):
+            client.close(5.0)
+
+    as_front(play)
+    assert waited == [5.0 + remote.CLOSE_MARGIN_S], "the engine itself gives up first"
+
+
+def test_who_has_asked_an_engine_that_fails_is_told_why_and_so_is_who_asks_later() -> None:
+    heard: list[TokenEvent] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.submit([1], SamplingParams(max_tokens=4), heard.append)
+        client._take(boundary.Failed("RuntimeError: no"))
+        with pytest.raises(EngineClosed, match="RuntimeError: no"):
+            client.submit([1], SamplingParams(max_tokens=4), heard.append)
+
+    as_front(play)
+    assert [(event.error, str(event.failure)) for event in heard] == [("the engine has failed: RuntimeError: no",) * 2]
+
+
+def test_the_end_of_the_engine_reaches_all_who_wait_though_one_has_given_up() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        given_up, waits = (client.prefetch([1]) for _ in range(2))
+        assert given_up.cancel()
+        client._take(boundary.Bye())
+        assert waits.done() and isinstance(waits.exception(), EngineClosed)
+        loop = asyncio.get_running_loop()
+        assert not loop.remove_reader(client._sock), "the loop does not turn for a socket that has nothing more to say"
+
+    as_front(play)
+
+
+def test_figures_that_have_not_changed_are_not_sent_again() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.own_figures = RequestFigures()
+        client._send_figures(None)
+        client._send_figures(frame(boundary.FrontFigures(client.own_figures)))
+        client.prefetch([1])
+        assert [type(await _heard(engine)) for _ in range(2)] == [boundary.FrontFigures, boundary.Call]
+
+    as_front(play)
+
+
+def test_a_request_hears_all_of_its_own_events_and_nobody_those_of_one_that_is_not_known() -> None:
+    heard: list[TokenEvent] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
+        submitted = await _heard(engine)
+        assert isinstance(submitted, boundary.Submit)
+        number, unknown = submitted.number, submitted.number + 100
+        for batch in (
+            [event(unknown, tokens=(9,)), event(number, tokens=(5,), source=KvSource(computed=1))],
+            [event(number, tokens=(6,)), event(unknown, finish=FinishReason.STOP)],
+            [event(number, tokens=(7,), finish=FinishReason.LENGTH)],
+        ):
+            engine.send(tokens_of(batch))
+        await _wait_read(engine)
+
+    as_front(play)
+    assert [(one.request_id, one.tokens) for one in heard] == [("a", (5,)), ("a", (6,)), ("a", (7,))]
+
+
+def test_figures_are_sent_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIGURES_S", 1e6)
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        engine.send(boundary.WantFigures())  # there are none yet
+        engine.send(boundary.Beat(0.0))
+        assert await _heard(engine) == boundary.Awake(0)
+        client.own_figures = RequestFigures(by_finish=Counter(stop=3))
+        engine.send(boundary.WantFigures())
+        engine.send(boundary.Beat(0.0))
+        told = await _heard(engine)
+        assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == 3
+
+    as_front(play)
+
+
+def test_a_second_greeting_is_no_message() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        facts = boundary.Facts("m", PromptLimits(512, 300, 512), {}, ("device",), 9, 1, 0.0, False)
+        with pytest.raises(ProtocolBroken, match="Hello is no message for now"):
+            client._take(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), []))
+
+    as_front(play)
+
+
+def test_a_grammar_that_the_engine_refuses_is_refused_here() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        compiling = client.grammars.begin(Grammar("regex", "[ab"))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call)
+        engine.send(boundary.Returned(asked.number, fault=fault_from(InvalidRequest("no such pattern", "guided_regex"))))
+        with pytest.raises(InvalidRequest, match="no such pattern"):
+            await asyncio.wait_for(asyncio.wrap_future(compiling), DEADLINE_S)
+
+    as_front(play)
+
+
+def test_an_adapter_that_is_not_loaded_cannot_be_held_and_none_is_loaded_where_the_engine_has_no_place_for_them() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        assert client.adapters.try_hold("none") is None
+        assert client.adapters.root is None
+        assert RemoteAdapters(client, [], True).root is not None
+
+    as_front(play)
+
+
+class Unreadable:
+    """A socket whose connection has failed in a way of its own."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.fileno = sock.fileno
+
+    def recv(self, num_bytes: int) -> bytes:
+        raise TimeoutError("no route")
+
+
+def test_a_connection_that_fails_in_any_way_ends_what_waits_for_it() -> None:
+    heard: list[TokenEvent] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.submit([1], SamplingParams(max_tokens=4), heard.append)
+        client._sock = Unreadable(client._sock)  # type: ignore[assignment]
+        client._read()
+
+    as_front(play)
+    assert [str(event.failure) for event in heard] == ["the connection to the engine's process failed: no route"]
+
+
+def test_a_message_does_not_overtake_the_rest_of_one_before_it() -> None:
+    """Though the socket has room again when it comes."""
+    engine, front = socket.socketpair()
+    front.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    facts = boundary.Facts("m", PromptLimits(1 << 20, 300, 1 << 20), {}, ("device",), 9, 1, 0.0, False)
+    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+    engine.settimeout(DEADLINE_S)
+
+    async def run() -> None:
+        client = RemoteEngine(front)
+        client.start()
+        client.submit([7] * 60_000, SamplingParams(max_tokens=4), lambda event: None)
+        frames: Frames[FromFront] = Frames(FromFront)
+        found = [*frames.feed(engine.recv(1 << 20))]
+        client.cancel(client.submit([1], SamplingParams(max_tokens=4), lambda event: None))
+        while len(found) < 3:
+            found += frames.feed(await asyncio.to_thread(engine.recv, 1 << 20))
+        assert [type(message) for message in found] == [boundary.Submit, boundary.Submit, boundary.Cancel]
+        assert not asyncio.get_running_loop().remove_writer(front), "the loop does not turn for a socket that could take more"
+
+    with engine, front:
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Failed("RuntimeError: no")], ids=["goodbye", "failed"])
+def test_a_request_that_is_submitted_while_the_engine_ends_is_refused(end: FromEngine) -> None:
+    """On another thread, which looked before and sends after: no event would ever come."""
+    heard: list[TokenEvent] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        _ends_meanwhile(client, end)
+        with pytest.raises(EngineClosed):
+            client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
+        assert not client._asked and not client._number_of
+
+    as_front(play)
+    assert not heard
+
+
+@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Failed("RuntimeError: no")], ids=["goodbye", "failed"])
+def test_a_call_that_is_made_while_the_engine_ends_is_answered(end: FromEngine) -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        _ends_meanwhile(client, end)
+        asked = client.prefetch([1])
+        assert asked.done() and isinstance(asked.exception(), EngineClosed)
+
+    as_front(play)
+
+
+def _ends_meanwhile(client: RemoteEngine, end: FromEngine) -> None:
+    """`end` comes when what is asked next has been found to be possible, and before it is known."""
+    next_number = client.next_number
+
+    def number() -> int:
+        client._take(end)
+        return next_number()
+
+    client.next_number = number  # type: ignore[method-assign]
 
 
 def test_figures_are_sent_whenever_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, 
 from penstock.engine.text import stop_strings
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
-from penstock.server.generate import RunningRequest, prompt_offsets
+from penstock.server.generate import RunningRequest, completion_prompts, prompt_offsets
 from penstock.server.replies import ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, ScoredToken, usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
-from penstock.server.service import Bridge, Generations
+from penstock.server.service import Bridge, Generations, Rules
 from support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
 
 
@@ -201,6 +202,16 @@ def test_what_came_before_a_failure_is_said_first(finish: FinishReason, kind: ty
     assert choice.finish is None
 
 
+def test_a_failure_is_the_one_that_the_engine_gave_and_a_step_that_failed_where_it_gave_none() -> None:
+    """What the client is answered, and whether it is to try again, follows from its type."""
+    given, untold = a_choice(), a_choice()
+    overloaded = Overloaded("later", 3.0)
+    given.feed([TokenEvent("x", finish=FinishReason.ERROR, error="later", failure=overloaded)])
+    assert given.failure is overloaded
+    untold.feed([TokenEvent("x", finish=FinishReason.ERROR)])
+    assert isinstance(untold.failure, StepFailed) and str(untold.failure) == "the generation failed"
+
+
 def test_special_tokens_before_a_prompt_do_not_shift_its_offsets() -> None:
     tokenizer = ScriptedTokenizer()
     assert prompt_offsets(tokenizer, Prompt(list("aéb".encode()), "aéb")) == [0, 1, 1, 2], (
@@ -209,6 +220,20 @@ def test_special_tokens_before_a_prompt_do_not_shift_its_offsets() -> None:
     assert prompt_offsets(tokenizer, Prompt([0x80, 97, 0xC3, 98], "\ufffda\ufffdb")) == [0, 1, 2, 3], "what is no character is one"
     assert prompt_offsets(tokenizer, Prompt([EOS, *b"ab"], "ab")) == [0, 0, 1]
     assert prompt_offsets(tokenizer, Prompt([97, EOS, 98], "a<256>b")) == [0, 1, 6]
+
+
+class SkippingTokenizer(ScriptedTokenizer):
+    """As vocabularies of models do: special tokens have no text unless it is asked for."""
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        return super().decode([id for id in ids if not (skip_special and self.is_special(id))], skip_special)
+
+
+def test_a_prompt_of_tokens_is_echoed_with_its_special_ones_however_few_they_are() -> None:
+    """Its text is what the client gave, and where its scores lie is counted in it."""
+    for ids, text in (([97], "a"), ([97, EOS, 98], "a<256>b")):
+        (prompt,) = completion_prompts(SkippingTokenizer(), CompletionBody(model="m", prompt=ids, echo=True), Rules(10))
+        assert (list(prompt.ids), prompt.text) == (ids, text)
 
 
 def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:

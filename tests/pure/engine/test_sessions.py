@@ -156,6 +156,12 @@ def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(finish: Fin
     assert world.storage.wants[0].prefix.keys == keys_of([*talk(0, 2), 1, 2, 3, 4])[:num_blocks]
 
 
+def test_a_single_token_that_fills_a_block_and_was_never_fed_back_makes_it_no_block_of_the_session() -> None:
+    world = World()
+    world.ends("chat", talk(0, 2)[:-1], generated=[1], retain_s=60)
+    assert world.storage.wants[0].prefix.keys == keys_of(talk(0, 1))
+
+
 def test_a_session_has_all_that_its_request_said_event_by_event() -> None:
     world = World()
     prompt, answer = talk(0, 1), [7, 8, 9, 10, 11]
@@ -262,6 +268,16 @@ def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> No
     assert (world.figures.retained, world.figures.retained_blocks, world.figures.known) == (0, 0, 1)
 
 
+def test_tenants_that_retain_something_are_counted_until_they_no_longer_do() -> None:
+    world = World()
+    for salt in ("a", "b"):
+        world.ends("chat", talk(0, 2), salt, retain_s=10 if salt == "a" else 60)
+    assert world.figures.retaining_tenants == 2
+    world.now_s += 20
+    world.run()
+    assert world.figures.retaining_tenants == 1
+
+
 def test_a_retention_that_ends_within_a_second_lasts_until_then() -> None:
     world = World()
     world.now_s += 0.5
@@ -312,6 +328,7 @@ def test_lighter_sessions_are_forgotten_first_and_of_equal_ones_the_oldest() -> 
         world.ends(name, talk(ord(name) * 10, 1), retain_s=60, weight=weight)
     order = sorted(world.storage.wants, key=lambda want: -want.rank)
     assert [want.prefix.keys for want in order] == [keys_of(talk(ord(name) * 10, 1)) for name in "bdca"]
+    assert order[0].rank > order[1].rank, "of two that weigh the same the older one"
     assert min(want.rank for want in order) > 1e9, "a request in line, whose rank is about its time of arrival, comes before all of them"
 
 
@@ -465,6 +482,14 @@ def test_what_a_session_finds_of_its_own_goes_with_it() -> None:
     world.ends("chat", talk(0, 6), found=6 * BLOCK, release=True)
     world.run()
     assert not world.storage.kept
+
+
+def test_what_a_session_has_computed_goes_with_it_though_its_first_request_found_as_much_of_others() -> None:
+    world = World()
+    world.ends("chat", talk(0, 5), found=4 * BLOCK)
+    world.ends("chat", talk(500, 5), release=True)
+    world.run()
+    assert not world.storage.kept.intersection(keys_of(talk(500, 5)))
 
 
 def test_what_somebody_holds_stays() -> None:

@@ -4,11 +4,12 @@ compute or load the same, and a retention that is looked after more than once.""
 from __future__ import annotations
 
 import pytest
-from storage_rig import BLOCK, LAYOUT
+from storage_rig import BLOCK, LAYERS, LAYOUT
 from test_cache_tiers import BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken
+from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.tiers.policy import TierLimits
 
 PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
@@ -167,6 +168,21 @@ def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table
     rig.cache.submit_saves()
     rig.finish()
     assert list(rig.host.keys()) == list(rig.pool.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
+    assert not rig.saves._unshared and not rig.saves._unwanted, "nothing is known of it any more"
+    rig.end()
+
+
+def test_blocks_of_a_scope_of_their_own_that_have_landed_leave_host_memory_with_their_table() -> None:
+    rig = Cached()
+    table = rig.cache.open("request", rig.prefix(), 0)
+    rig.cache.close_scope(table, BLOCK)
+    assert rig.cache.try_extend(table, 2)
+    rig.cache.seal(table, PROMPT, 2 * BLOCK, None)
+    rig.cache.submit_saves()
+    rig.finish()
+    assert len(list(rig.host.keys())) == 2
+    rig.cache.release(table, None)
+    assert list(rig.host.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
     rig.end()
 
 
@@ -244,4 +260,93 @@ def test_slots_of_fetched_parts_are_drawn_behind_the_step_that_read_them() -> No
     for one in drawn:
         assert one is not None
         one.end()
+    rig.end()
+
+
+THREE = [*range(12)]  # full blocks
+
+
+def paged_out(rig: Cached, num_blocks: int = 3) -> BlockTable:
+    """A request of three full blocks, the first of them in host memory alone."""
+    table = rig.run("request", THREE)
+    rig.finish()
+    assert rig.cache.page_out(table, num_blocks, None) == num_blocks
+    return table
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_a_deep_request_does_not_begin_where_host_memory_has_lost_a_part_of_it(num_lost: int) -> None:
+    rig = Cached()
+    rig.remembered()
+    rig.host.forget(rig.prefix().keys[2 - num_lost :])
+    assert rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=2)) is None
+    assert rig.host.slots.pinned == 0
+    rig.end()
+
+
+def test_a_deep_request_begins_with_as_many_blocks_as_were_matched_though_host_memory_has_more() -> None:
+    rig = Cached()
+    rig.remembered()
+    table = rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=1))
+    assert table is not None and (table.num_paged, table.num_keyed, len(table.paged_slots)) == (1, 1, 1)
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_of_what_is_to_be_paged_out_that_is_saved_once_more_which_host_memory_lacks() -> None:
+    """Under its own key: what lies behind a gap is there already."""
+    rig = Cached()
+    table = rig.run("request", THREE)
+    rig.finish()
+    keys = rig.prefix(THREE).keys
+    rig.host.forget(keys[1:2])
+    assert rig.cache.page_out(table, 3, None) == 1
+    rig.finish()
+    assert rig.cache.page_out(table, 3, None) == 2
+    assert rig.saves.counts.bytes["device", "host"] == (3 + 1) * LAYOUT.block_bytes
+    assert rig.in_host([*keys]) == [tuple(THREE[at : at + BLOCK]) for at in (0, 4, 8)]
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_a_part_that_is_fetched_is_the_one_that_was_asked_for() -> None:
+    rig = Cached()
+    table = paged_out(rig)
+    (fetched,) = rig.cache.fetch(table, [1], 1)
+    assert fetched is not None
+    rig.finish()
+    assert [rig.device.cells[slot] for slot in fetched.hold.slots] == [[(4, 5, 6, 7)] * LAYERS]
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_nothing_is_fetched_without_room_nor_what_was_not_paged_out() -> None:
+    rig = Cached(num_device=4)
+    table = paged_out(rig, 2)
+    with pytest.raises(InvariantBroken, match="of which 2 were paged out"):
+        rig.cache.fetch(table, [0, 1], 2)
+    taken = rig.pool.try_reserve(2, "others")
+    assert taken is not None and rig.cache.fetch(table, [0], 2) == []
+    assert rig.host.slots.pinned == 2, "what the table itself has"
+    taken.end()
+    rig.cache.release(table, None)
+    rig.end()
+
+
+def test_a_deep_request_that_is_retracted_takes_nothing_along() -> None:
+    """What host memory has of it is matched again."""
+    rig = Cached()
+    table = paged_out(rig, 2)
+    table.is_deep = True
+    assert rig.cache.retract(table, len(THREE), None) is None
+    assert rig.cache.num_in_flight == 0
+    rig.end()
+
+
+def test_a_request_that_has_computed_nothing_is_retracted_with_nothing() -> None:
+    rig = Cached()
+    table = rig.cache.open("request", rig.prefix(), 0)
+    assert rig.cache.try_extend(table, 2)
+    assert rig.cache.retract(table, 0, None) is None
+    assert rig.cache.num_in_flight == 0 and rig.host.num_leases == 0
     rig.end()

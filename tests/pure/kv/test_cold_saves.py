@@ -79,6 +79,19 @@ def test_blocks_of_a_scope_of_their_own_are_never_written_to_the_disk() -> None:
     rig.end(table)
 
 
+def test_a_flush_loses_nothing_where_a_copy_to_host_memory_failed_before() -> None:
+    """Nothing of it is there to be written."""
+    rig = Stacked()
+    rig.save_copier.fail_next = 1
+    rig.cache.release(rig.ran(4), None)
+    rig.flow()
+    assert rig.host.num_leading(rig.keys(4)) == 0
+    persisting = rig.cache.persist()
+    rig.flow()
+    assert persisting is not None and persisting.settled and persisting.error is None
+    rig.end()
+
+
 def test_with_reuse_blocks_are_written_that_come_to_the_device_ahead_of_their_request() -> None:
     rig = Stacked(admission="reuse")
     rig.remembered(4)

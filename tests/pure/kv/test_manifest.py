@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,15 @@ def test_a_refusal_names_what_differs() -> None:
     check_space(made(), SCOPE)
 
 
+def test_a_refusal_shows_the_beginning_of_a_digest_and_words_in_full() -> None:
+    """And of an adapter's snapshot not that it has one: it may."""
+    adapted = made(scope=dataclasses.replace(SCOPE, adapter="lora", adapter_version="abc"))
+    with pytest.raises(SnapshotRefused) as refusal:
+        check_space(adapted, dataclasses.replace(SCOPE, weights=b"x" * 32, position_scheme="none at all"))
+    told = "position_scheme is rope theta=10000.0 and here none at all, weights is 777777777777... and here 787878787878..."
+    assert str(refusal.value).endswith(f": {told}")
+
+
 def test_an_adapter_is_no_other_space_but_another_scope() -> None:
     adapted = made(scope=dataclasses.replace(SCOPE, adapter="lora", adapter_version="abc"))
     check_space(adapted, SCOPE)
@@ -167,6 +177,12 @@ def test_an_adapter_is_no_other_space_but_another_scope() -> None:
 def test_another_salt_is_another_scope() -> None:
     with pytest.raises(SnapshotRefused, match="the cache_salt is another"):
         check_scope(made(), dataclasses.replace(SCOPE, salt="you"))
+
+
+def test_what_an_earlier_process_has_kept_is_found_and_read() -> None:
+    """Whoever changes one of these loses the snapshots of everybody who upgrades: the format gets another number then."""
+    assert snapshot_id(tenant_of("me"), "talk") == "2d40a8d3bcc27ec5d89cb6daf70e1cbd-4a20ab7a81088a2e0dd7d6db2ca73264"
+    assert (format_.FORMAT, blake2b(pack(made()), digest_size=16).hexdigest()) == (1, "df0fb5d8c0af57416914bd632986590c")
 
 
 def test_names_are_apart_by_tenant() -> None:

@@ -249,6 +249,20 @@ def test_host_memory_gives_way_only_with_what_running_requests_hold() -> None:
     rig.close()
 
 
+def test_host_memory_keeps_what_a_deep_request_is_about_to_have_there_alone() -> None:
+    rig = Full(num_device=8, num_host=4)
+    rig.idle(KEYS[:2])
+    rig.idle(KEYS[2:4])  # host memory is full
+    (deep, held), (other, other_held) = rig.table(KEYS[:2]), rig.table(KEYS[2:4])
+    deep.is_deep = True
+    rig.alone(KEYS[20:24])
+    rig.make_room(2, 0, (deep, other))
+    assert rig.in_host(KEYS[:4]) == [*KEYS[:2], None, None]
+    held.end()
+    other_held.end()
+    rig.close()
+
+
 def test_host_memory_gives_way_by_what_it_lacks_and_by_more_when_more_is_needed() -> None:
     rig = Full(num_device=8, num_host=5)
     rig.idle(KEYS[10:11])  # used longer ago than those that are to give way

@@ -345,6 +345,31 @@ def test_what_makes_no_sense_is_refused_before_anything_is_pinned(machines: tupl
     assert names(here) == [] and here.num_pinned == 0 and not here.told
 
 
+def test_one_may_be_of_use_for_less_than_a_second(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    here, _ = machines
+    here.take("talk", ttl_s=0.5)
+    assert names(here) == ["talk"]
+    clock.advance(0.5)
+    assert names(here) == []
+
+
+def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
+    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a store takes to let it go: what is asked in each turn would gather."""
+    here, _ = machines
+    here.take("talk", ttl_s=5.0)
+    asked: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(here.registry._lane, "submit", lambda work, label: asked.append(label))
+        here.registry.step()
+        assert not asked
+        clock.advance(5.0)
+        for _ in range(3):
+            here.registry.step()
+    assert asked == ["expire snapshots"]
+
+
 def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(machines: tuple[Machine, Machine], clock: HandClock) -> None:
     here, there = machines
     there.take("talk", ttl_s=5.0)

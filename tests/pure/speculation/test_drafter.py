@@ -9,7 +9,7 @@ import pytest
 from penstock.contract import Prefix, Request, SamplingParams
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
-from penstock.speculation.drafter import Speculation
+from penstock.speculation.drafter import _TRUSTED, LOOK_SHARE, Speculation
 from penstock.speculation.length import FIRST_PLAIN_STEPS, MAX_LOSS, RETRY_STEPS, STALE_STEPS, StepCosts
 
 COSTS = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.01, 1.02, 1.03, 1.04, 1.05), ahead_s=0.1)
@@ -181,6 +181,74 @@ def test_beside_prompts_nothing_is_drafted() -> None:
     assert device.propose([one._replace(num_pending=4)], 16) == [()] and device.num_ahead == 0
 
 
+def test_beside_prompts_each_request_is_answered() -> None:
+    many = [decoding(REPEATED, str(number)) for number in range(3)]
+    made = seasoned(tracks=[one.track for one in many])
+    assert made.propose(many, 16) == [(), (), ()]
+
+
+def test_drafts_that_there_are_not_take_no_room_from_those_of_others() -> None:
+    """However well those fared who have none now."""
+    one, other = decoding(REPEATED), decoding(list(range(100)), "other")
+    tracks = [one.track, other.track]
+    made = seasoned(max_step_drafts=4, tracks=tracks)
+    made._room_s = 10.0
+    made._requests["r"].record.forget()
+    for _ in range(50):
+        made._requests["other"].record.saw(4, 4)
+    assert made.propose([one, other], 0) == [(12, 13, 14, 15), ()]
+
+
+def test_what_lookups_took_is_paid_for_once_though_the_step_is_read_later_by_as_much() -> None:
+    one = decoding(REPEATED)
+    made = seasoned(tracks=[one.track])
+    assert made.considers([one.track])
+    account = made._requests["r"].account
+    before_s = made.books.balance_s(account, 0.0)
+    made._clock = lambda: made._started_s + 0.25
+    assert made.propose([one], 0) == [(12, 13, 14, 15)]
+    made.step_took(1, 5, 1.0 + 0.25, 0)
+    assert made.books.balance_s(account, 0.0) == pytest.approx(before_s - 0.25 + MAX_LOSS)
+
+
+def test_lookups_that_come_to_nothing_wait_twice_as_long_each_time_up_to_a_bound_and_not_after_one_that_finds_something() -> None:
+    one, none = decoding(REPEATED), decoding(list(range(100)), "none")
+    made = seasoned(tracks=[one.track, none.track])
+    made._room_s = 10.0
+    for num_steps in (1, 3, 7, 15, 31, 31):
+        made._requests["none"].is_promising = True
+        assert made.propose([none], 0) == [()] and made._num_skipped == num_steps
+    assert any(made.propose([one], 0)) and made._num_skipped == 0
+    made._requests["none"].is_promising = True
+    assert made.propose([none], 0) == [()] and made._num_skipped == 1
+
+
+def test_each_draft_that_was_kept_has_saved_a_plain_step() -> None:
+    one = decoding(REPEATED)
+    made = seasoned(tracks=[one.track])
+    made.saw(one.track, 4, 3)
+    assert made._requests["r"].gained_s == pytest.approx(3 * made.books.plain_step_s(1))
+
+
+def test_what_was_tried_in_vain_is_forgotten_after_many_steps_that_paid() -> None:
+    one = decoding(REPEATED)
+    made = seasoned(tracks=[one.track])
+    made._retry_steps, made._num_paying = 8 * RETRY_STEPS, 0
+    for number in range(_TRUSTED):
+        assert made._retry_steps == 8 * RETRY_STEPS, number
+        assert made.considers([one.track])
+        made.saw(one.track, 4, 4)
+        made.step_took(1, 5, 1.0, 0)
+    assert made._retry_steps == RETRY_STEPS
+
+
+def test_time_for_looking_is_a_share_of_what_steps_take_and_little_of_it_is_saved_up() -> None:
+    made = speculation(forced=False)
+    for number in range(1, 10):
+        made.step_took(1, 1, 0.01, 0)
+        assert made._look_s == pytest.approx(min(number, 4) * LOOK_SHARE * 0.01)
+
+
 def test_all_drafts_of_a_step_are_bounded_and_everybody_has_some() -> None:
     many = [decoding(REPEATED, str(n)) for n in range(4)]
     tracks = [one.track for one in many]
@@ -263,6 +331,20 @@ def test_drafts_beside_prompts_are_paid_for_as_if_they_had_taken_the_most() -> N
     before = lookups.books.balance_s(account, 0.0)
     lookups.step_had_prompts()
     assert lookups.books.balance_s(account, 0.0) == pytest.approx(before - 1.0), "to read first takes as long again at most"
+
+
+def test_drafts_that_the_step_before_has_made_are_paid_for_beside_prompts_and_so_are_those_of_every_request() -> None:
+    many = [decoding(TEXT, str(number)) for number in range(2)]
+    tracks = [one.track for one in many]
+    costs = StepCosts(COSTS.sizes, COSTS.seconds, ahead_s=0.1, ahead_row_s=0.05)
+    made = Speculation(4, 100, costs, on_device=True)
+    while not made.considers(tracks):
+        made.step_took(2, 2, 1.0, 0)
+    assert made.considers(tracks) and made.num_ahead == 0, "the accounts cannot pay for two"
+    account = made._requests["0"].account
+    before = made.books.balance_s(account, 0.0)
+    made.step_had_prompts()
+    assert made.books.balance_s(account, 0.0) == pytest.approx(before - 1.25 * (0.1 + 0.05))
 
 
 def test_steps_are_measured_without_drafts_now_and_then() -> None:
