@@ -881,8 +881,9 @@ class KvLedger(Protocol):
         """What follows the first `num_tokens` of the table is computed over a part of its context: nobody finds it who does not know its
         keys, and it is forgotten with the table."""
 
-    def keep_closed(self, table: Table, num_blocks: int) -> None:
-        """Of that, what is in its first `num_blocks` blocks stays in host memory: somebody knows their keys."""
+    def keep_closed(self, table: Table, name: bytes, first: int, end: int) -> None:
+        """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host memory: somebody knows their keys.
+        Whoever has the key `name` forgotten, which the last of them would have otherwise, has them forgotten as well."""
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
         """Nobody knows these keys of such blocks any more."""

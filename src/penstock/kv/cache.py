@@ -104,6 +104,7 @@ class KvCache:
         self._shares = prefix_cache or self._host.num_slots > 0  # blocks of one request are of use to another
         self._tables: set[BlockTable] = set()  # those that are open
         self._announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
+        self._kept: dict[bytes, Sequence[bytes]] = {}  # what was kept of tables with a scope of their own, by name
         self._num_hits = 0
         self._num_misses = 0
         self._num_promoted = 0
@@ -390,11 +391,20 @@ class KvCache:
         if own.own_scope is None:
             own.own_scope, own.num_shared = private_scope(), num_tokens // own.block_tokens
 
-    def keep_closed(self, table: Table, num_blocks: int) -> None:
-        self._own(table).num_kept = num_blocks
+    def keep_closed(self, table: Table, name: bytes, first: int, end: int) -> None:
+        own = self._own(table)
+        own.num_kept, keys = end, own.sealed_keys[first:end]
+        self._unname(keys)  # what this table went on from is now a part of it
+        if keys:
+            self._kept[name] = keys
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
         self.saves.end_unshared(keys)
+        self._unname(keys)
+
+    def _unname(self, keys: Sequence[bytes]) -> None:
+        gone = set(keys)
+        self._kept = {name: kept for name, kept in self._kept.items() if kept[-1] not in gone}
 
     def try_extend(self, table: Table, num_blocks: int) -> bool:
         own = self._own(table)
@@ -528,9 +538,11 @@ class KvCache:
     def forget(self, keys: Sequence[bytes]) -> int:
         """Forget these blocks in device and host memory, but for those that a table holds; returns how many copies. What a lease or a
         transfer still reads stays until it is done."""
+        num_closed = self.saves.end_unshared([key for name in keys for key in self._kept.pop(name, ())])
         placed = zip(keys, self._pool.find_each(keys), strict=True)
         unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not self._pool.is_held(slot)]
-        return self._pool.forget([slot for _, slot in unheld if slot != ABSENT]) + self._host.forget([key for key, _ in unheld])
+        num_device = self._pool.forget([slot for _, slot in unheld if slot != ABSENT])
+        return num_device + self._host.forget([key for key, _ in unheld]) + num_closed
 
     def retain(self, prefix: Prefix, rank: float) -> Retention:
         """Blocks of `prefix` in memory are forgotten after all that nobody wants, of wanted ones those of the greatest rank first."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
-from penstock.contract import Chunk, FinishReason
+from penstock.contract import CacheHint, Chunk, FinishReason, SamplingParams
 from penstock.engine import build as build_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.scoring import StepScores
@@ -498,6 +498,24 @@ def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(mak
     engine.cache.loads.host.forget(kept.keys[32:33])
     found.append(generate(engine, longer, max_tokens=2).source.host)  # type: ignore[union-attr]
     assert found == [1088, 512]
+
+
+def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: Make, prompts: Prompts) -> None:
+    """Also what an earlier turn of it has kept."""
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    for turn, release in ((0, False), (1, True)):
+        answer = Collected()
+        params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+        engine.submit(prompt, params, answer.events.append, session="agent", hint=CacheHint(release=release))
+        run_all(engine)
+        settle_all(engine)
+        prompt = [*prompt, *answer.tokens, *prompts(40, seed=turn)]
+        assert bool(engine.cache.saves._unshared) != release
+    for _ in range(5):
+        engine.step()
+    assert engine.stats().kv_blocks["host"]["idle"] == 0 and not engine.cache._kept
+    assert engine.stats().sessions.released_blocks >= 1344 // 16
+    assert generate(engine, prompt[:1500], max_tokens=2).source.host == 0  # type: ignore[union-attr]
 
 
 def test_two_may_go_on_from_the_same_turn(make_engine: Make, prompts: Prompts) -> None:

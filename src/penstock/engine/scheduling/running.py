@@ -236,7 +236,7 @@ class Running:
         context = resident.kept(name, tuple(table.sealed_keys[:num_blocks]))
         forgotten = self.kept.keep(context, resident.context)
         if context.place:
-            self._ledger.keep_closed(table, num_blocks)
+            self._ledger.keep_closed(table, name, context.num_open, num_blocks)
         self._ledger.forget_closed(forgotten)
         return context.place
 

@@ -476,11 +476,11 @@ class Saves:
         """Only who knows these keys looks for them, and nobody after a restart does: cold tiers never have them."""
         self._unshared.update(keys)
 
-    def end_unshared(self, keys: Sequence[bytes]) -> None:
-        """Nobody knows them any more. What has not landed yet is forgotten when it does."""
+    def end_unshared(self, keys: Sequence[bytes]) -> int:
+        """Nobody knows them any more; returns how many are forgotten now. What has not landed yet is forgotten when it does."""
         self._unshared.difference_update(keys)
-        self.host.forget(keys)
         self._unwanted.update(keys)
+        return self.host.forget(keys)
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Blocks in host memory were asked for again."""
