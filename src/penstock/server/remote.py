@@ -288,6 +288,8 @@ class RemoteEngine:
                 raise ProtocolBroken(f"{type(message).__name__} is no message for now")
 
     def _deliver(self, message: boundary.Tokens) -> None:
+        if len(message.plain) % 2:
+            raise ProtocolBroken(f"{len(message.plain)} numbers and tokens are no pairs")
         asked, pairs = self._asked, iter(message.plain)
         for number, token in zip(pairs, pairs, strict=True):
             if (one := asked.get(number)) is not None:
@@ -303,8 +305,11 @@ class RemoteEngine:
             return
         if reply.fault is not None:
             future.set_exception(boundary.error_from(reply.fault))
-        else:
+            return
+        try:
             future.set_result(msgspec.msgpack.decode(reply.value, type=kind))
+        except msgspec.MsgspecError as error:
+            future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
     def _send_figures(self, before: bytes | None) -> None:
         now = before

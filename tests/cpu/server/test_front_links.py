@@ -822,6 +822,31 @@ def test_a_call_says_all_that_it_takes_and_is_answered_on_another_thread() -> No
     as_front(play)
 
 
+def test_an_answer_of_another_kind_is_an_error_and_no_wait() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        resetting = asyncio.create_task(asyncio.to_thread(client.reset_cache, ("device",)))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call)
+        engine.send(boundary.Returned(asked.number, value=msgspec.msgpack.encode("no numbers")))
+        with pytest.raises(ProtocolBroken, match="answered what cannot be"):
+            await asyncio.wait_for(resetting, DEADLINE_S)
+
+    as_front(play)
+
+
+def test_half_a_pair_of_tokens_ends_the_connection() -> None:
+    heard: list[TokenEvent] = []
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        client.submit([1], SamplingParams(max_tokens=4), heard.append, request_id="a")
+        await _heard(engine)
+        engine.send(boundary.Tokens([1], []))
+        await asyncio.to_thread(until, lambda: heard, "its end is told")
+
+    as_front(play)
+    assert heard[-1].finish is FinishReason.ERROR and "connection to the engine's process is broken" in (heard[-1].error or "")
+
+
 def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "STATS_S", 0.01)
 
