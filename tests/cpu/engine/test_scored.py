@@ -375,11 +375,11 @@ def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, pr
 # ----------------------------------------------------------------------------------------------------------------------- the next turn
 
 
-def turns_of(engine: Engine, prompts: Prompts, num: int, max_tokens: int = 70) -> Iterator[tuple[int, Collected]]:
-    """A conversation of so many turns, each of which brings 60 tokens: the prompt's length, and what came."""
+def turns_of(engine: Engine, prompts: Prompts, num: int, short: int = -1) -> Iterator[tuple[int, Collected]]:
+    """A conversation of so many turns, each of which brings 60 tokens: the prompt's length, and what came. One may have a `short` answer."""
     prompt = prompts(1024)
     for turn in range(num):
-        answer = generate(engine, prompt, max_tokens=max_tokens, logprobs=2)
+        answer = generate(engine, prompt, max_tokens=2 if turn == short else 70, logprobs=2)
         yield len(prompt), answer
         prompt += answer.tokens + prompts(60, seed=100 + turn)
         settle_all(engine)
@@ -581,12 +581,16 @@ def test_a_next_turn_whose_copies_fail_goes_on_without_those_parts(make_engine: 
     assert_nothing_held(engine)
 
 
-def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(make_engine: Make, prompts: Prompts, no_exact_steps: None) -> None:
-    """What was kept, and what was added since, against the blocks that lie in host memory."""
+@pytest.mark.parametrize("short", [-1, 1, 2], ids=["long answers", "the second is short", "the last is short"])
+def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
+    short: int, make_engine: Make, prompts: Prompts, no_exact_steps: None
+) -> None:
+    """What was kept, and what was added since, against the blocks that lie in host memory. An answer may be over before it is scored."""
     engine = scored_engine(make_engine)
-    for _ in turns_of(engine, prompts, 3):
-        pass
+    for turn, (_, answer) in enumerate(turns_of(engine, prompts, 3, short)):
+        assert answer.source is not None and (turn == 0 or answer.source.computed <= 64 + 16 + 60 + 62)
     (kept,) = kept_of(engine)
+    assert len(kept.keys) >= (1024 + 64 if short > 0 else 1024 + 2 * 130) // 16
     scores, host = engine._parts.executor.scores, engine._parts.executor.paged._host.tensor  # type: ignore[union-attr]
     assert scores is not None
     engine.step()

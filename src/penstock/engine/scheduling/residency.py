@@ -410,9 +410,10 @@ class ResidentSet:
     # ------------------------------------------------------------------------------------------------------- the next turn
 
     def num_keeping(self, table: Table) -> int:
-        """Blocks that the next turn can go on from: whole parts, all of them summed up."""
+        """Blocks that the next turn can go on from: whole parts, all of them summed up. None where no step was told of the sums that it
+        began with: the next turn begins with those, too."""
         size = self.division.part_blocks
-        return min(self._num_summed, len(table.sealed_keys)) // size * size
+        return 0 if self._kept is not None else min(self._num_summed, len(table.sealed_keys)) // size * size
 
     def kept(self, name: bytes, keys: Sequence[bytes]) -> KeptContext:
         """Of so many blocks; where it lies is not known yet. Parts that were never scored are worth nothing."""

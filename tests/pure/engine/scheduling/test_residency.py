@@ -584,6 +584,16 @@ def test_it_says_where_what_is_known_of_its_keys_is_with_the_first_scoring_behin
     assert shorter is not None and shorter.kept == KeptSums(7, 107, 99) and shorter.first == 396, "also where it only sums up"
 
 
+def test_one_that_has_not_taken_up_what_was_known_leaves_that_to_the_next() -> None:
+    """An answer that was over before it was scored: nothing is where its own place would be."""
+    resident, table = continuing(), FakeTable(408, 400)
+    table.sealed_keys = [b""] * 407
+    resident.place(table, 6400, 6500, may_score=True, may_read=True)
+    assert resident.num_keeping(table) == 0
+    resident.place(table, 6501, 6502, may_score=False, may_read=True)
+    assert resident.num_keeping(table) == 404
+
+
 def test_what_it_leaves_is_whole_parts_with_keys_and_sums_and_what_anybody_may_find_of_it() -> None:
     resident, table = resident_set(), FakeTable(450, 380)
     table.sealed_keys = [str(number).encode() for number in range(430)]
