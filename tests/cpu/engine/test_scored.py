@@ -376,7 +376,7 @@ def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, pr
 
 
 def turns_of(engine: Engine, prompts: Prompts, num: int, short: int = -1) -> Iterator[tuple[int, Collected]]:
-    """A conversation of so many turns, each of which brings 60 tokens: the prompt's length, and what came. One may have a `short` answer."""
+    """A conversation of so many turns, each of which brings 60 tokens: the prompt's length, and what came. One answer may be `short`."""
     prompt = prompts(1024)
     for turn in range(num):
         answer = generate(engine, prompt, max_tokens=2 if turn == short else 70, logprobs=2)
