@@ -406,18 +406,21 @@ def _numbered(lens: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int
 def _pack_nexts(chunks: Sequence[Chunk], num_decodes: int, gap: int, is_bucket: bool, into: NDArray[np.int32]) -> None:
     """Token ids, or -1 - the number of the sample that is the next token."""
     at = sample = 0
-    for number, chunk in enumerate(chunks):
-        if number == num_decodes:
-            into[at : at + gap] = 0
-            at += gap
-        num_samples = max(chunk.num_logits, is_bucket)
+    for chunk in chunks[:num_decodes]:
         end = at + len(chunk.tokens)
-        if number < num_decodes:
-            into[at:end] = -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
-        else:
-            into[at : end - 1] = chunk.tokens[1:]
-            into[end - 1] = -1 - sample if chunk.num_logits else chunk.next_token
-        at, sample = end, sample + num_samples
+        into[at:end] = -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
+        at, sample = end, sample + max(chunk.num_logits, is_bucket)
+    if prompts := chunks[num_decodes:]:  # of hundreds of requests where what they have missed is caught up with
+        into[at : at + gap] = 0
+        at += gap
+        lens = np.fromiter(map(len, map(TOKENS_OF, prompts)), np.int32, len(prompts))
+        lasts, end = at + np.cumsum(lens) - 1, at + int(lens.sum())
+        into[at : end - 1] = np.fromiter(itertools.chain.from_iterable(map(TOKENS_OF, prompts)), np.int32, end - at)[1:]
+        num_logits = _column(prompts, "num_logits")
+        num_samples = np.maximum(num_logits, is_bucket)
+        samples = sample + np.cumsum(num_samples) - num_samples
+        into[lasts] = np.where(num_logits > 0, -1 - samples, _column(prompts, "next_token"))
+        at = end
     into[at:] = 0
 
 
