@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,3 +294,20 @@ def test_of_several_choices_the_one_that_waited_longest_is_noted() -> None:
     assert exchange.first_s is None, "nobody has had a token"
     asyncio.run(running.next_pieces())
     assert exchange.first_s is not None
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [((None, None), ["cancelled", "stop"]), (("the device is gone", None), ["error", "stop"]), ((None, "gone"), ["error", "stop"])],
+)
+def test_of_several_choices_those_cut_short_are_errors_where_one_has_failed(
+    failures: tuple[str | None, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else somebody has hung up."""
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"kv_source": {}}}
+    monkeypatch.setattr(RunningRequest, "usage", lambda self: usage)
+    some: Any = None
+    choices: Any = [SimpleNamespace(failure=failure, finish=finish) for failure, finish in zip(failures, (None, "stop"), strict=True)]
+    exchange = Exchange("POST", "/v1/completions", 0.0)
+    RunningRequest(some, [], choices, some, some, some, exchange).settle()
+    assert exchange.finish == expected

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.server.tool_parsers import READERS, MessageParser, Sink, named_call, thinking
@@ -51,6 +52,12 @@ SAID: dict[str, tuple[str, str, Message]] = {
         "hermes",
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         Message("", "", [("f", '{"a": 1}')]),
+    ),
+    "an argument that ends with a backslash": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"path": "C:\\\\"}}</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {"a": "\\\\\\""}}</tool_call>',
+        Message("", "", [("f", '{"path": "C:\\\\"}'), ("g", '{"a": "\\\\\\""}')]),
     ),
     "no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>', Message("", "", [("f", "{}")])),
     "something like a marker": ("hermes", "a <tool_ca b <  c\n", Message("a <tool_ca b <  c\n", "", [])),
@@ -135,6 +142,23 @@ def test_no_cut_of_a_text_changes_what_it_means(kind: str, words: list[str], cut
     ends = sorted({min(cut, len(text)) for cut in cuts})
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     assert parse(kind, pieces, thinks, thinks and begun) == parse(kind, [text], thinks, thinks and begun)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(["hermes", "llama3", "mistral", "json"]),
+    arguments=st.lists(st.dictionaries(st.sampled_from("ab"), st.text(alphabet='\\"{}[]<a/', max_size=6)), min_size=1, max_size=3),
+)
+@example(kind="json", arguments=[{"a": "\\"}, {"a": '\\"'}])
+def test_calls_are_told_apart_whatever_their_arguments_hold(kind: str, arguments: list[dict[str, str]]) -> None:
+    said = [json.dumps({"name": "f", "parameters" if kind == "llama3" else "arguments": one}) for one in arguments]
+    text = {
+        "hermes": "".join(f"<tool_call>{one}</tool_call>" for one in said),
+        "llama3": "; ".join(said),
+        "mistral": f"[TOOL_CALLS] [{', '.join(said)}]",
+        "json": f"[{', '.join(said)}]",
+    }[kind]
+    assert [json.loads(given) for _, given in parse(kind, [text]).calls] == arguments
 
 
 @settings(max_examples=200, deadline=None)

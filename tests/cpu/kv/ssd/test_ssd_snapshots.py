@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -87,6 +88,23 @@ def test_a_block_of_two_snapshots_stays_until_both_let_go(store: SsdStore) -> No
     store.unpin_keys("b")
     churn(store, 5000)
     assert store.num_leading(keys) == 0
+
+
+def test_what_was_let_go_of_is_not_pinned_again_where_the_directory_was_made_anew(tmp_path: Path) -> None:
+    """And what was not is."""
+    store = open_at(tmp_path / "cache", NUM_SLOTS)
+    keys = manifest().block_keys
+    write_keys(store, keys)
+    store.pin_keys("a", keys)
+    store.pin_keys("b", keys[:2])
+    store.unpin_keys("a")
+    shutil.rmtree(tmp_path / "cache")
+    store.probe()
+    assert store.wait_scanned(60.0)
+    write_keys(store, keys)
+    churn(store)
+    assert store.num_leading(keys) == 2
+    store.close()
 
 
 def test_nothing_is_written_over_what_is_pinned_even_where_nothing_else_is_left(tmp_path: Path) -> None:
