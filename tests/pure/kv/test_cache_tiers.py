@@ -139,22 +139,8 @@ def test_what_a_transfer_or_a_lease_reads_can_be_forgotten_and_is_read_to_the_en
     rig.end()
 
 
-def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_host_memory() -> None:
-    rig = Cached()
-    table = rig.run("request")
-    rig.finish()
-    assert rig.cache.page_out(table, 1, None) == 1
-    before = rig.pool.counts, rig.host.slots
-    rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
-    with pytest.raises(LaneClosed):
-        rig.cache.fetch(table, [0], 1)
-    rig.cache.check()
-    assert (rig.pool.counts, rig.host.slots) == before and table.num_fetched == 0
-    rig.cache.release(table, None)
-    rig.end()
-
-
-def test_fetches_that_cannot_be_submitted_give_back_all_that_they_drew() -> None:
+@pytest.mark.parametrize("firsts", [[0], [0, 1]])
+def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_host_memory(firsts: list[int]) -> None:
     rig = Cached()
     table = rig.run("request")
     rig.finish()
@@ -162,7 +148,7 @@ def test_fetches_that_cannot_be_submitted_give_back_all_that_they_drew() -> None
     before = rig.pool.counts, rig.host.slots
     rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
     with pytest.raises(LaneClosed):
-        rig.cache.fetch(table, [0, 1], 1)
+        rig.cache.fetch(table, firsts, 1)
     rig.cache.check()
     assert (rig.pool.counts, rig.host.slots) == before and table.num_fetched == 0
     rig.cache.release(table, None)
