@@ -172,6 +172,21 @@ def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table
     rig.end()
 
 
+def test_keys_that_two_contexts_had_are_forgotten_once() -> None:
+    """Both may be dropped at the same time."""
+    rig = Cached()
+    table = rig.run("request", PROMPT[:4])
+    rig.cache.close_scope(table, 0)
+    rig.finish()
+    keys = list(table.sealed_keys)
+    before = rig.host.slots.free
+    rig.cache.forget_closed([*keys, *keys])
+    assert rig.host.slots.free == before + len(keys) and rig.host.num_leading(keys) == 0
+    rig.cache.check()
+    rig.cache.release(table, None)
+    rig.end()
+
+
 def test_blocks_of_a_scope_of_their_own_that_have_landed_leave_host_memory_with_their_table() -> None:
     rig = Cached()
     table = rig.cache.open("request", rig.prefix(), 0)

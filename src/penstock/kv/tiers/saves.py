@@ -480,7 +480,7 @@ class Saves:
         """Nobody knows them any more; returns how many are forgotten now. What has not landed yet is forgotten when it does."""
         self._unshared.difference_update(keys)
         self._unwanted.update(keys)
-        return self.host.forget(keys)
+        return self.host.forget(list(dict.fromkeys(keys)))  # several of those who knew them may go at once
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Blocks in host memory were asked for again."""
