@@ -26,7 +26,7 @@ from penstock.engine.execution.attention.triton import TritonAttention  # noqa: 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.models.model import ModelConfig  # noqa: E402
 from support.mutation import mutated  # noqa: E402
-from support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step  # noqa: E402
+from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="NOT TESTED: needs the device itself")
@@ -57,10 +57,15 @@ def make_step(spans: tuple[Span, ...], config: ModelConfig | None = None, **how:
     return ragged_step(config, spans, device=DEVICE, **{"shared_blocks": 1, **how})
 
 
-def assert_agrees(step: RaggedStep, kind: type[TritonAttention] = TritonAttention, norms: bool = True, **how: Any) -> None:
+def assert_agrees(
+    step: RaggedStep, kind: type[TritonAttention] = TritonAttention, norms: bool = True, blank_from: int | None = None, **how: Any
+) -> None:
     theirs, ours = step.with_own_arena(), step.with_own_arena()
-    expected = outputs(ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), theirs, norms=norms)
-    made = outputs(kind(ours.arena, step.config, step.rope, **how), ours, norms=norms)
+    reference = ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64)
+    tried = kind(ours.arena, step.config, step.rope, **how)
+    if blank_from is not None:
+        reference.blank_from = tried.blank_from = blank_from
+    expected, made = outputs(reference, theirs, norms=norms), outputs(tried, ours, norms=norms)
     tolerance = TOLERANCE[step.arena.dtype]
     for got, want in zip(made, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance, equal_nan=want is expected[-1])
@@ -462,6 +467,22 @@ def windowed(*windows: int, **sizes: int) -> ModelConfig:
 def test_a_window_hides_what_it_hides_in_the_reference(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with_splits(monkeypatch, splits)
     assert_agrees(make_step(WINDOWED, windowed(window, num_heads=2, num_kv_heads=1, head_dim=16), seed=window))
+
+
+@pytest.mark.parametrize("left_out", [range(3, 40), range(2000)], ids=["some", "all"])
+@pytest.mark.parametrize("window", [0, 34])
+@pytest.mark.parametrize("splits", [3] if INTERPRETED else [1, 3])
+def test_keys_that_were_left_out_are_seen_by_nobody(splits: int, window: int, left_out: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_splits(monkeypatch, splits)
+    step = make_step(MIXED, windowed(window), shared_blocks=0, dtype=HALF)
+    leave_out(step, left_out)
+    assert_agrees(step, blank_from=0)
+    with pytest.raises(AssertionError):  # a key of zeros is a key elsewhere
+        assert_agrees(step, NotSkipping, blank_from=0)
+
+
+class NotSkipping(TritonAttention):
+    blank_from = property(lambda self: 99, lambda self, value: None)  # type: ignore[assignment]
 
 
 def test_layers_with_and_without_a_window_stand_side_by_side() -> None:

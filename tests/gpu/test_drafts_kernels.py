@@ -1,5 +1,5 @@
 """The kernels between the passes of a step with drafts do what the references do: which drafts are kept, where rows begin, what a captured
-pass reads, which hidden states are noted where.
+pass reads, which hidden states are noted where, and which KV is left blank.
 
 With TRITON_INTERPRET=1 the same tests run on CPU tensors.
 """
@@ -94,3 +94,15 @@ def test_the_same_hidden_states_are_noted_at_the_same_places(num_shares: int, wi
     triton_drafts.note(*(one.to(DEVICE) for one in (hidden, residual, rows, positions)), found)
     torch.testing.assert_close(found.cpu(), noted, rtol=0.02, atol=0.06)  # sums in another order round differently
     assert noted.count_nonzero(dim=-1).bool().sum() == num
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("heads", [(2, 16), (3, 40)])
+def test_the_same_places_are_left_blank_and_no_others(heads: tuple[int, int], num_layers: int) -> None:
+    """In layers behind others of the same slots."""
+    arena = torch.randn((6, 2 + num_layers, 2, BLOCK, *heads), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    found, at = arena.clone().to(DEVICE), torch.tensor([0, 17, 33, 95, 47], dtype=torch.int32)
+    ahead.blank(arena[:, 2:], at)
+    triton_drafts.blank(found[:, 2:], at.to(DEVICE))
+    assert torch.equal(found.cpu(), arena)
+    assert int((arena.flatten(4) == 0).all(dim=-1).sum()) == len(at) * 2 * num_layers

@@ -171,3 +171,12 @@ def step_inputs(spans: Sequence[Span], tables: Sequence[Sequence[int]], write_at
 def _random(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+
+def leave_out(step: RaggedStep, tokens: Sequence[int]) -> None:
+    """What makes drafts has no KV of these tokens of every request, as far as they come before its chunk."""
+    block_tokens = step.arena.shape[3]
+    for start, span in zip(step.inputs.table_starts.tolist(), step.spans, strict=True):
+        for position in tokens:
+            if position < span.prefix_len:
+                step.arena[int(step.inputs.tables[start + position // block_tokens]), :, :, position % block_tokens] = 0.0

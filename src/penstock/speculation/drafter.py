@@ -3,7 +3,8 @@
 While nothing is drafted, steps are planned ahead as they are without speculation, and what is done here takes a few microseconds of a step
 whatever the number of requests. Prompt lookup is then tried on one request after the other, within a small share of the time: what it would
 have proposed some tokens ago is compared with what came. So how many are kept is known before a step is spent on them. Drafts of the device
-cannot be had without its passes: a few steps show how they fare, when every account can pay for them.
+cannot be had without its passes: a few steps show how they fare, when every account can pay for them. While they do not pay, there are no
+passes over what is decoded, and they begin some tokens before drafts do: what was said last matters most to a draft.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked
 _FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be again, where others are
 _MOST_VAIN = 31  # steps without lookups, after several that came to nothing
 _NEWEST = 0.1  # weight of the newest lookup
+_LEAD_TOKENS = 64  # behind those that were left out, before drafts are made of a request
 _REST_STEPS = 15  # for which it is not asked again whether drafts pay, where nothing was learned meanwhile
 
 
@@ -92,6 +94,7 @@ class Speculation:
         self._num_idle, self._retry_steps = 0, RETRY_STEPS
         self._num_paying = 0  # steps with drafts since it was last found that they do not pay
         self._num_resting = 0  # steps for which nothing is asked
+        self.leaves_out = False  # drafts do not pay
         self._rested = _Rested()
         self._started_s = 0.0
         self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
@@ -135,7 +138,7 @@ class Speculation:
         if self._num_skipped:
             self._num_skipped -= 1
             return False
-        wants = self._pays(len(tracks))
+        wants = self._pays(len(tracks)) and not any(map(_lacks_context, tracks))
         if not wants and not self._was_made:
             return False
         self._started_s = self._clock()
@@ -214,7 +217,9 @@ class Speculation:
         depth = self._depth(num_requests)
         gain = sum(self._survival[:depth]) if self._on_device else min(depth, self._num_kept)
         extra_s += self.books.rows_s(num_requests, num_requests * depth) if self._on_device else num_requests * self._search_s
-        if (1 + gain) * plain_s > LEAST_GAIN * (plain_s + extra_s):
+        pays = (1 + gain) * plain_s > LEAST_GAIN * (plain_s + extra_s)
+        self.leaves_out = self._on_device and not pays
+        if pays:
             return True
         self._num_idle, self._num_paying = self._num_idle + 1, 0
         if self._num_idle >= self._retry_steps:
@@ -333,6 +338,11 @@ class Speculation:
             found = _Request(proposer, DraftRecord(self._max_drafts), self.books.opened(), num_seen=len(track.tokens))
             self._requests[track.request.id] = found
         return found
+
+
+def _lacks_context(track: Track) -> bool:
+    """Of what makes drafts: its last tokens were left out."""
+    return track.blank_to > 0 and track.num_planned < track.blank_to + _LEAD_TOKENS
 
 
 def _is_looked_up(request: _Request, track: Track) -> bool:

@@ -423,6 +423,70 @@ def test_a_request_that_was_retracted_while_nothing_was_drafted_goes_on_with_rig
     assert engine.stats().retractions >= 2 and engine._parts.scheduler.counts.drafted_tokens > 50
 
 
+def draft_rows(engine: Engine, found: Collected) -> torch.Tensor:
+    """The draft's keys and values of a request that runs, by token."""
+    engine._parts.lanes[0].drain()
+    track = engine._parts.scheduler._tracks[found.request_id]
+    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(track.num_committed).astype("int64"))]
+    return pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[: track.num_committed, BUILT_IN[TARGET].num_layers :].flatten(1)
+
+
+def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answer(
+    make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass runs for it. Its KV is blank, the prompt's is not, and drafts that begin later have KV from then on."""
+    plain, engine, sizes = make(None), make(TARGET, host_blocks=128), counted_passes(monkeypatch)
+    speculation = switched(engine)
+    speculation.leaves_out = True
+    right = [generate(plain, prompts(20 + 5 * n, seed=n), max_tokens=110) for n in range(3)]
+    found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=110) for n in range(3)]
+    while len(found[0].tokens) < 50:
+        engine.step()
+    num_passes = len(sizes)
+    blank = [(draft_rows(engine, one) == 0).all(dim=1) for one in found]
+    for n, (one, rows) in enumerate(zip(found, blank, strict=True)):
+        beside = 20 + 5 * n + 3  # tokens that were decoded beside prompts
+        assert not rows[: beside - 3].any() and rows[beside:].all() and len(rows) >= beside + len(one.tokens) - 5
+    if not engine._parts.arena.tensor.is_cuda:
+        assert num_passes <= 3, "those of prompts"
+    speculation.leaves_out, speculation.is_on = False, True
+    while len(found[0].tokens) < 90:
+        engine.step()
+    for n, one in enumerate(found):
+        rows = (draft_rows(engine, one) == 0).all(dim=1)
+        assert rows[20 + 5 * n + 3 : 20 + 5 * n + 32].all() and not rows[20 + 5 * n + 50 :].any()
+    run_all(engine)
+    engine.check()
+    for one, wanted in zip(found, right, strict=True):
+        assert_same(one, wanted)
+        num, kept = drafted(one)
+        assert num > kept > 0, "it sees less than the target"
+
+
+def test_blocks_that_were_left_out_are_found_again_wherever_they_went(make: Any, prompts: Prompts) -> None:
+    """By whoever goes on with the text: on the device, and as they came back from host memory. Drafts of all that follows are alike."""
+    engine = make(TARGET, host_blocks=128)
+    speculation = switched(engine)
+    speculation.leaves_out = True
+    first = generate(engine, prompts(30), max_tokens=60)
+    speculation.leaves_out, speculation.is_on = False, True
+    history = [*prompts(30), *first.tokens, 5]
+    found = []
+    for tier in ("device", "host"):
+        again = generate(engine, history, max_tokens=40)
+        assert again.source is not None and getattr(again.source, tier) >= 48
+        found.append((again.tokens, drafted(again)))
+        settle_all(engine)
+        engine.cache.reset(("device",))
+        run_all(engine)
+    engine.cache.reset(("device", "host"))
+    run_all(engine)
+    whole = generate(engine, history, max_tokens=40)
+    assert found[0] == found[1] and found[0][0] == whole.tokens
+    assert_all_kept(whole)
+    assert found[0][1][0] > found[0][1][1]
+
+
 @pytest.mark.parametrize("is_on", [True, False], ids=["drafting", "later"])
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(

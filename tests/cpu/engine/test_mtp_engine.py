@@ -317,6 +317,26 @@ def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_he
         assert_same_kv(one, computed)
 
 
+def test_what_is_decoded_while_drafts_do_not_pay_has_no_kv_of_the_head(pair: Any, prompts: Prompts) -> None:
+    """Where drafts begin again there is some from then on, and no answer is another."""
+    plain, engine = pair()
+    speculation = late(engine)
+    speculation.leaves_out = True
+    right, found = generate(plain, prompts(20), max_tokens=90), submit(engine, prompts(20), max_tokens=90)
+    while len(found.tokens) < 50:
+        engine.step()
+    rows = kv_of_head(engine, found).flatten(1)
+    assert (rows[:19] != 0).any(dim=1).all() and (rows[20:] == 0).all() and len(rows) > 60
+    speculation.leaves_out, speculation.is_on, speculation.force = False, True, lambda most: most
+    while len(found.tokens) < 80:
+        engine.step()
+    rows = (kv_of_head(engine, found).flatten(1) == 0).all(dim=1)
+    assert rows[20:52].all() and not rows[70:-1].any()
+    run_all(engine)
+    engine.check()
+    assert found.tokens == right.tokens and sum(event.drafted for event in found.events) > 20
+
+
 def test_blocks_of_another_head_are_not_found(tmp_path: Path, device: str, prompts: Prompts) -> None:
     config = tiny_config(device=device, host_blocks=32, ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05)
     plain = build(config)

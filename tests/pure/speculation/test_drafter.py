@@ -485,3 +485,28 @@ def test_drafts_that_are_under_way_are_verified_before_anybody_rests() -> None:
     before_s = made.books.balance_s(account, 0.0)
     made.step_had_prompts()
     assert made.books.balance_s(account, 0.0) == before_s, "nothing is drafted any more"
+
+
+def test_what_is_decoded_is_left_out_while_drafts_do_not_pay_and_drafts_wait_until_enough_is_not() -> None:
+    made = speculation(on_device=True, forced=False)
+    one = decoding(TEXT)
+    made.considers([one.track])
+    for _ in range(40):
+        made.step_took(1, 1, 1.0, 0)
+    assert made.considers([one.track]) and not made.leaves_out
+    for _ in range(50):
+        made.saw(one.track, 4, 0)
+    made.considers([one.track])
+    assert made.leaves_out
+    one.track.blank_to = 1000
+    for _ in range(RETRY_STEPS):
+        made.considers([one.track])
+    for one.track.num_planned in (900, 1001, 1063):
+        assert not made.considers([one.track]) and not made.leaves_out, "what comes now is in its KV"
+    one.track.num_planned = 1064
+    assert made.considers([one.track])
+
+
+def test_lookups_need_no_kv_and_leave_nothing_out() -> None:
+    made = seasoned(tracks=[decoding(TEXT).track])
+    assert not made.considers([decoding(TEXT).track]) and not made.leaves_out

@@ -2,6 +2,9 @@
 
 Their KV is further layers of every block, behind the target's: it is saved, loaded and forgotten with them. A model's entry of a token
 stands at the token's own place. A head's stands at the place of the token before it, whose hidden state it takes.
+
+A step that only decodes leaves zeros there. A pass puts KV in their place, behind the step or some steps later. While drafts do not pay
+there may be none: then the zeros stay, and whoever attends to these tokens later does not see them.
 """
 
 from __future__ import annotations
@@ -39,13 +42,12 @@ class Guesser(Protocol):
 
     max_position: int
     target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: they are the same
-    notes: bool  # whether `catch_up` needs what `note` has seen of steps that only decode
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         """KV of the step's tokens alone."""
 
     def note(self, flow: Flow) -> None:
-        """What `catch_up` needs of a step that only decodes."""
+        """Of a step that only decodes: what `catch_up` needs, and zeros for the KV of its tokens."""
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         """KV of tokens of earlier steps, at most a block of each request, which have the `rows` [T]."""
@@ -62,7 +64,7 @@ class _HeadKv:
 
     def __init__(self, attention: Attention, inputs: StepInputs) -> None:
         self._attention, self._inputs = attention, inputs
-        self._layer = attention.arena.shape[1] - 1
+        self._layer = attention.blank_from
 
     def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention.rotate_and_write(self._layer, qkv, q_norm, k_norm, self._inputs)
@@ -76,11 +78,12 @@ class HeadGuesser:
 
     def __init__(self, head: MtpHead, attention: Attention, num_rows: int) -> None:
         self._head, self._attention = head, attention
+        attention.blank_from = attention.arena.shape[1] - 1
+        self._own = attention.arena[:, attention.blank_from :]
         arena, size = attention.arena, (num_rows, 2 * attention.arena.shape[3], head.dims.hidden)
         self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)  # hidden states: of a block, and of what comes meanwhile
         self.max_position = head.dims.max_position
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
-        self.notes = True
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         self._head.fill(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()))
@@ -93,6 +96,7 @@ class HeadGuesser:
             write = triton_drafts.note
         assert flow.hidden is not None and flow.residual is not None
         write(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
+        _leave_blank(self._own, inputs)
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         self._head.fill(self._noted[_places(rows, inputs.positions, self._noted)], nexts, self._kv(inputs))
@@ -116,15 +120,15 @@ class ModelGuesser:
     def __init__(self, draft: DraftModel, attention: Attention) -> None:
         """`attention` is over the model's own part of the arena."""
         self._draft, self._attention = draft, attention
+        attention.blank_from = 0
         self.max_position = draft.model.config.max_position
         self.target_ids: Tensor | None = None
-        self.notes = False
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
         self._run(flow.bound_inputs(), _NO_TOKENS)
 
     def note(self, flow: Flow) -> None:
-        """It needs the tokens alone."""
+        _leave_blank(self._attention.arena, flow.bound_inputs())
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         self._run(inputs, _NO_TOKENS)
@@ -154,7 +158,7 @@ class Passes:
 
     def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
         self.draws = draws
-        self._guesser, self.notes = guesser, guesser.notes
+        self._guesser = guesser
         self._pending = pending
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
@@ -217,6 +221,21 @@ class Passes:
 def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
     """The hidden state of each token goes to its request's row of `noted` [rows, places, width], at the place that its position has."""
     noted.index_put_(_places(rows, positions, noted), _state(hidden, residual).to(noted.dtype))
+
+
+def blank(arena: Tensor, write_at: Tensor) -> None:
+    """Zeros in all layers of `arena` at these places."""
+    size = arena.shape[3]
+    arena[(write_at // size).long(), :, :, (write_at % size).long()] = 0.0
+
+
+def _leave_blank(arena: Tensor, inputs: StepInputs) -> None:
+    if arena.is_cuda:
+        from penstock.engine.execution import triton_drafts
+
+        triton_drafts.blank(arena, inputs.write_at)
+    else:
+        blank(arena, inputs.write_at)
 
 
 def _places(rows: Tensor, positions: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:

@@ -164,8 +164,7 @@ class Executor:
         self.ahead = passes
         num_ints = self._replays.catch_up_ints(2 * self.limits.max_batch)
         self._staged_missed = StagingRing(num_ints, self._lane, "staged inputs of catching up", pinned=self._device.type == "cuda")
-        if passes.notes:
-            self._forward.note = passes.try_note
+        self._forward.note = passes.try_note
 
     def keep_scores(self, scorer: ScorerName, num_kept: int) -> None:
         """Requests may attend to a part of their context; what is known of `num_kept` parts is kept for later ones."""
@@ -321,7 +320,8 @@ class Executor:
         """Of a step that only decodes."""
         if self._forward.note is None or not packed.shape.is_decode:
             return ()
-        return (Access(_NOTES, packed.row_of, *_ONE[1:], Mode.WRITE),)
+        layers = self._forward.model.config.num_layers, self.limits.num_layers
+        return Access(_NOTES, packed.row_of, *_ONE[1:], Mode.WRITE), self._accesses(packed, layers)[1]
 
     def _sample_accesses(self, plan: SamplePlan, masks: StepMasks | None, captured: bool) -> list[Access]:
         state = Access(_SAMPLER, plan.rows, _ROW_STATE if plan.penalties else _LAST, Mode.WRITE)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """What drafts need between the passes of a step, in one launch each: a step of a small model takes a millisecond, a launch microseconds.
-The rules are those of `executor.place_unsure`, `sampler.kept_tokens` and `ahead.note`, which say what tensors mean."""
+The rules are those of `executor.place_unsure`, `sampler.kept_tokens`, `ahead.note` and `ahead.blank`, which say what tensors mean."""
 
 from __future__ import annotations
 
@@ -134,4 +134,30 @@ def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, note
     columns = min(1024, triton.next_power_of_2(width))
     _note_kernel[(num_tokens, triton.cdiv(width, columns))](
         hidden, residual, rows, positions, noted, num_tokens, WIDTH=width, SHARES=num_shares, NOTES=noted.shape[1], COLUMNS=columns
+    )
+
+
+@triton.jit(do_not_specialize=_STEP_TENSORS)
+def _blank_kernel(
+    arena_ptr, write_at_ptr,
+    SLOT_STRIDE: tl.constexpr, HALF_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program for the keys or the values of a token in one layer."""
+    at = tl.load(write_at_ptr + tl.program_id(0)).to(tl.int64)
+    place = at // BLOCK_TOKENS * SLOT_STRIDE + tl.program_id(1).to(tl.int64) * HALF_STRIDE + at % BLOCK_TOKENS * WIDTH
+    column = tl.arange(0, COLUMNS)
+    tl.store(arena_ptr + place + column, tl.zeros((COLUMNS,), arena_ptr.dtype.element_ty), mask=column < WIDTH)
+
+
+def blank(arena: Tensor, write_at: Tensor) -> None:
+    num_layers, block_tokens, width = arena.shape[1], arena.shape[3], arena.shape[4] * arena.shape[5]
+    assert arena.stride()[1:] == (2 * block_tokens * width, block_tokens * width, width, arena.shape[5], 1)
+    _blank_kernel[(len(write_at), 2 * num_layers)](
+        arena,
+        write_at,
+        SLOT_STRIDE=arena.stride(0),
+        HALF_STRIDE=arena.stride(2),
+        BLOCK_TOKENS=block_tokens,
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(width),
     )

@@ -32,6 +32,10 @@ class Drafter(Protocol):
         """Whether its own KV of the next step's tokens may be computed later, within a block."""
 
     @property
+    def leaves_out(self) -> bool:
+        """Whether it need not be computed at all, since no drafts are made soon."""
+
+    @property
     def has_kv(self) -> bool:
         """Whether it passes over the tokens of steps, and keeps KV of them in every block."""
 

@@ -183,8 +183,9 @@ class Scheduler:
         draft, self._draft = self._draft, Draft()
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
         is_followed = self._is_followed(draft, bool(drafts))
-        missed = self._follow(chunks, is_followed) if self._has_draft_kv and (is_followed or self._has_block_to_follow(chunks)) else ()
-        number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=is_followed)
+        catches_up = is_followed or (self._has_draft_kv and self._has_block_to_follow(chunks))
+        missed = self._follow(chunks, is_followed) if self._has_draft_kv and catches_up else ()
+        number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=catches_up)
         self.waits = Waits(draft.after, draft.loads)
         waits = tuple(draft.after), tuple(draft.loads)
         return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
@@ -205,15 +206,19 @@ class Scheduler:
         return most >= self._ledger.block_tokens
 
     def _follow(self, chunks: Sequence[Chunk], is_followed: bool) -> tuple[Chunk, ...]:
-        """What it has to pass over of earlier steps, and of this one where it `is_followed`, all of it before this step is over."""
+        """What it has to pass over of earlier steps, and of this one where it `is_followed`, all of it before this step is over. Where it
+        waits for drafts that do not pay, earlier ones are left out."""
+        leaves_out = not is_followed and self._drafter is not None and self._drafter.leaves_out
         tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
         least = 1 if is_followed else 2  # where it can wait, single tokens do: passes over several of each request are captured
-        missed = missed_by(tracks, chunks, least)
+        missed = () if leaves_out else missed_by(tracks, chunks, least)
         for track, chunk in zip(tracks, chunks, strict=True):
             if is_followed:
                 track.num_followed = chunk.kv_len
             elif chunk.start - track.num_followed >= least:
                 track.num_followed = chunk.start
+                if leaves_out:
+                    track.blank_to = chunk.start
         return missed
 
     def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:

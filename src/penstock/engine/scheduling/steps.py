@@ -116,7 +116,7 @@ class Step(NamedTuple):
     shares: dict[Track, Share]
     fence: Fence | None = None  # behind the step
     has_drafts: bool = False  # it verifies some
-    is_followed: bool = True  # what makes drafts passes over its tokens, or over earlier ones
+    is_followed: bool = True  # what makes drafts passes over its tokens, or over earlier ones, or leaves these out
 
 
 class Steps:
@@ -140,7 +140,7 @@ class Steps:
         firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
         shares = {(track := tracks[chunk.request_id]): _share(track, chunk, firsts) for chunk in chunks}
-        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, is_followed=is_followed or bool(missed)))
+        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, is_followed=is_followed))
         return self._num_steps
 
     def launched(self, fence: Fence) -> None:

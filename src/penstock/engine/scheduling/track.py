@@ -49,7 +49,8 @@ class Track:
     num_pending: int = 0  # drafts of it that the step planned last leaves on the device
     num_drafted: int = 0  # drafts that the step planned last verifies, and whose fate is not known
     num_sealed: int = 0  # tokens whose full blocks have their keys
-    num_followed: int = 0  # tokens that launched steps have passed over with what makes drafts: it has KV of its own
+    num_followed: int = 0  # tokens that launched steps have passed over with what makes drafts, which has KV of its own, or have left out
+    blank_to: int = 0  # tokens up to the last that was left out
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
     found: Runs = ()  # prompt tokens that were there when it first ran, by the tier that had them, in order
     sources: Runs = ()  # the same for its table, as that was opened: what its load brings included

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import pytest
 from scheduler_tiers import Cold
@@ -74,7 +75,7 @@ class Script:
     """Implements `Drafter`: what the request will say, with mistakes."""
 
     def __init__(self, world: World, ahead: bool) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.may_lag = not ahead, ahead, 0, False
+        self.needs_results, self.has_kv, self.num_ahead, self.may_lag, self.leaves_out = not ahead, ahead, 0, False, False
         self.world, self.alive = world, dict[str, int]()
 
     def considers(self, tracks: Sequence[Track]) -> bool:
@@ -325,7 +326,7 @@ class Asks(Script):
     """Makes no drafts, and notes for whom there is room for some."""
 
     def __init__(self, num_ahead: int) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.may_lag = True, False, num_ahead, False
+        self.needs_results, self.has_kv, self.num_ahead, self.may_lag, self.leaves_out = True, False, num_ahead, False, False
         self.alive, self.asked = dict[str, int](), set[str]()
         self.most: dict[int, int] = {}  # drafts that there is room for, by the tokens that were planned before
 
@@ -406,3 +407,28 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
     assert sealed == [*[2] * 5, *[6] * 4, 10], "blocks get their keys when the step is over that has caught up"
     lags = [*[()] * (BLOCK - 1), (BLOCK,)]
     assert [tuple(len(chunk.tokens) for chunk in plan.missed) for plan in plans] == [(), (), *lags, *lags]
+
+
+def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_its_blocks_get_their_keys() -> None:
+    """No pass is planned for it, and where drafts begin again it is known what they lack."""
+    world = World(0, True, 64, 1.0, 0.0)
+    world.script.may_lag = world.script.leaves_out = True
+    world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
+    request = Request("r", [1, 2], SamplingParams(max_tokens=4 * BLOCK, temperature=0.0), world.cache.prefix_of([1, 2]))
+    world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
+    world.scheduler.add(request)
+    plans, seen = list[StepPlan](), list[tuple[int, int]]()
+    run, commit = world.run, world.scheduler.commit
+    [track] = world.scheduler._tracks.values()
+
+    def note(plan: StepPlan) -> Any:
+        plans.append(plan)
+        world.script.leaves_out = len(plans) < 3 * BLOCK
+        return run(plan)
+
+    world.run = note  # type: ignore[method-assign]
+    world.scheduler.commit = lambda result: (commit(result), seen.append((track.num_sealed, track.blank_to)))[0]  # type: ignore[method-assign, func-returns-value]
+    world.finish()
+    assert [len(plan.missed) for plan in plans] == [*[0] * (3 * BLOCK + 1), 1, *[0] * (BLOCK - 2)]
+    assert seen[-1][1] == 2 + 3 * BLOCK - BLOCK and seen[0] == (2, 0)
+    assert list(dict.fromkeys(sealed for sealed, _ in seen)) == [2, 2 + BLOCK, 2 + 2 * BLOCK, 2 + 3 * BLOCK]

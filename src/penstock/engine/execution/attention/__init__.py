@@ -23,6 +23,7 @@ class Attention(Protocol):
     and `rope` the model's [max_position, head_dim] table."""
 
     arena: Tensor
+    blank_from: int  # in layers from here on nobody attends to keys that are all zeros: what makes drafts has left these tokens out
     lse_nats: float  # of one unit of what `Partial.lse` holds
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:

@@ -328,6 +328,7 @@ class CpuAttention:
         if not arena[0].is_contiguous() or arena.stride(0) % part:
             raise InvariantBroken("the CPU backend reads the arena as one flat array of blocks: a slot must be a whole number of them")
         self.arena = arena
+        self.blank_from = sizes.num_layers
         self._sizes = sizes
         self._layers = [_from_layer(arena, layer) for layer in range(sizes.num_layers)]
         self._preparation = _Preparation(arena, sizes, rope)
@@ -435,6 +436,8 @@ class CpuAttention:
         for part in lone.parts:
             torch.index_select(arena.blocks, 0, part.gather, out=part.space)
             part.scores.baddbmm_(queries, part.keys, beta=0.0, alpha=sizes.scale)
+        if layer >= self.blank_from:  # only a key of zeros has this score with every query
+            lone.scores.masked_fill_(lone.scores == 0.0, float("-inf"))
         weights = lone.scores.softmax(dim=-1).view(-1)
         # The call behind F.embedding_bag, in mode 0, a sum.
         return torch.embedding_bag(arena.heads, lone.values, lone.starts, False, 0, False, weights)[0]
@@ -445,7 +448,10 @@ class CpuAttention:
         kv = torch.index_select(self._layers[layer].rows, 0, short.gather, out=short.space)
         keys, values = kv.view(2, chunks, -1, sizes.num_kv_heads, sizes.head_dim).transpose(2, 3)
         grouped = q.view(chunks, q_len, sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=short.mask, scale=sizes.scale)
+        mask = short.mask
+        if layer >= self.blank_from:
+            mask = _without(_is_blank(keys[:, 0])[:, None, None], mask, q.dtype)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=sizes.scale)
         return out.unflatten(2, (sizes.group, q_len)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
     def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Tensor:
@@ -457,9 +463,13 @@ class CpuAttention:
             return own.squeeze(0).transpose(0, 1)
         kv = torch.index_select(self._layers[layer].blocks, 0, chunk.gather, out=chunk.space)
         past = kv.view(2, 1, -1, sizes.num_kv_heads, sizes.head_dim)[:, :, : chunk.prefix_len].transpose(2, 3)
+        if layer >= self.blank_from:
+            past = past[:, :, :, ~_is_blank(past[0, 0, 0])]
         own, own_lse = _flash(
             queries, *(x.repeat_interleave(sizes.group, dim=1) for x in (keys, values)), is_causal=True, scale=sizes.scale
         )
+        if past.shape[3] == 0:  # nothing is left of it
+            return own.squeeze(0).transpose(0, 1)
         grouped = queries.reshape(1, sizes.num_kv_heads, -1, sizes.head_dim)
         before, before_lse = _flash(grouped, past[0], past[1], scale=sizes.scale)
         weight = torch.sigmoid(before_lse.reshape(own_lse.shape) - own_lse).unsqueeze(-1)
@@ -472,7 +482,8 @@ class CpuAttention:
         kv = torch.index_select(self._layers[layer].rows, 0, band.gather, out=band.space)
         keys, values = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2).unsqueeze(1).expand(-1, sizes.group, -1, -1, -1)
         queries = q.view(len(q), sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(2, 1, 0, 3)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=band.mask, scale=sizes.scale)
+        mask = band.mask if layer < self.blank_from else _without(_is_blank(keys[0, 0]), band.mask, q.dtype)
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=sizes.scale)
         return out.permute(2, 1, 0, 3).reshape(q.shape)
 
 
@@ -510,6 +521,15 @@ def _band_mask(num_tokens: int, num_keys: int, window: int, dtype: torch.dtype) 
     keys = torch.arange(num_keys)
     hidden = (keys > last_visible) | (keys <= last_visible - window)
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+def _is_blank(keys: Tensor) -> Tensor:
+    return (keys == 0.0).all(dim=-1)
+
+
+def _without(hidden: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`mask`, to be added to the scores, and what is `hidden` besides."""
+    return torch.where(hidden, float("-inf"), torch.zeros((), dtype=dtype) if mask is None else mask)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

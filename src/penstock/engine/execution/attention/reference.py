@@ -20,6 +20,7 @@ class ReferenceAttention:
     def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor, math: torch.dtype = torch.float32) -> None:
         self._sizes = Geometry.of(arena, config, rope)
         self.arena = arena
+        self.blank_from = config.num_layers
         self._rope = rope
         self._math = math
 
@@ -50,7 +51,10 @@ class ReferenceAttention:
                 visible = kv_len - (end - 1 - token)
                 first = max(0, visible - window) if window else 0
                 if visible > 0:
-                    out[token] = self._one_token(q[token], keys[first:visible], values[first:visible])
+                    seen = torch.arange(first, visible, device=keys.device)
+                    if layer >= self.blank_from:
+                        seen = seen[keys[first:visible].flatten(1).any(dim=1)]
+                    out[token] = self._one_token(q[token], keys[seen], values[seen])
         return out.view(q.shape[0], -1)
 
     def _normalise(self, heads: Tensor, weight: Tensor | None) -> Tensor:

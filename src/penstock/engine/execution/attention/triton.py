@@ -159,6 +159,7 @@ class TritonAttention:
         fused_sizes: FusedSizes | None = None,
     ) -> None:
         self._sizes = Geometry.of(arena, config, rope)
+        self.blank_from = config.num_layers
         if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
             raise ConfigError(f"prefill must be auto, triton or sdpa and fused cudnn or flash, got {prefill!r} and {fused!r}")
         self.arena = arena
@@ -363,6 +364,7 @@ class TritonAttention:
             SPLIT=splits > 1,
             WITH_LSE=with_lse,
             WINDOW=sizes.windows[layer],
+            SKIPS_BLANK=layer >= self.blank_from,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=tile.warps,
             num_stages=tile.stages,
@@ -407,7 +409,7 @@ class TritonAttention:
         q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
         # A chunk without tokens, said to be long: kernels are launched and do nothing.
         for q_len in (4096, 2 * self._tuning.deep.rows):  # its keys in one share, and in several
-            for layer in {window: layer for layer, window in enumerate(sizes.windows)}.values():
+            for layer in {(window, layer >= self.blank_from): layer for layer, window in enumerate(sizes.windows)}.values():
                 for deep, first_key in ((True, None), (True, 0), (False, 0)):
                     self._attend_paged(layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key)
         self.gathered(0, 0, 0, 1, inputs)

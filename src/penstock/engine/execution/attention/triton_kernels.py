@@ -131,6 +131,7 @@ def _attend_tile(
     TILE_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    SKIPS_BLANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One step of online softmax: keys begin..begin + TILE_KEYS, of which those before `end` exist. All in powers of two."""
@@ -145,8 +146,10 @@ def _attend_tile(
         scores = tl.where(keys[None, :] <= last_visible[:, None], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(keys[None, :] > last_visible[:, None] - WINDOW, scores, float("-inf"))
+    if SKIPS_BLANK:  # only a key of zeros has this score with every query
+        scores = tl.where(scores == 0.0, float("-inf"), scores)
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
-    if MASKED:
+    if MASKED or SKIPS_BLANK:
         # A row that has seen no key yet keeps -inf as its largest; zero in its place keeps infinities from being subtracted.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     else:
@@ -189,13 +192,14 @@ def paged_attention_kernel(
     SPLIT: tl.constexpr,
     WITH_LSE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SKIPS_BLANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Program (i, j, c * num_splits + s): KV head j of chunk c, for its i-th tile of tokens counted from the end, over share s of the keys.
 
     A row of the tile is one query head of one token, all heads of the KV head side by side, so that a key is loaded once for all of
     them. Decode is the case of one token. Later tokens see more keys, so they start first. With a WINDOW a token sees so many keys, its
-    own included; what none of the tile's sees is not read.
+    own included; what none of the tile's sees is not read. SKIPS_BLANK: nobody sees keys that are all zeros.
     """
     TILE_TOKENS: tl.constexpr = TILE_ROWS // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -252,21 +256,21 @@ def paged_attention_kernel(
             next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
             acc, largest, total = _attend_tile(
                 acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-                SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, PRECISION,
+                SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, SKIPS_BLANK, PRECISION,
             )
             slots = next_slots
     for start in range(inside_from, middle, TILE_KEYS):
         next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
             acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, 0, PRECISION,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, 0, SKIPS_BLANK, PRECISION,
         )
         slots = next_slots
     for start in range(middle, end, TILE_KEYS):
         next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
             acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, PRECISION,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, SKIPS_BLANK, PRECISION,
         )
         slots = next_slots
     # fmt: on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
 from support.mutation import mutated
-from support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
+from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step
 
 Backend = type[CpuAttention]
 
@@ -34,10 +35,14 @@ LONE_SPANS = (
 )
 
 
-def assert_agrees(step: RaggedStep, backend: Backend = CpuAttention, atol: float = 1e-5, norms: bool = True) -> None:
+def assert_agrees(
+    step: RaggedStep, backend: Backend = CpuAttention, atol: float = 1e-5, norms: bool = True, blank_from: int | None = None
+) -> None:
     theirs, ours = step.with_own_arena(), step.with_own_arena()
-    expected = outputs(ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), theirs, norms=norms)
-    made = outputs(backend(ours.arena, step.config, step.rope), ours, norms=norms)
+    reference, tried = ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), backend(ours.arena, step.config, step.rope)
+    if blank_from is not None:
+        reference.blank_from = tried.blank_from = blank_from
+    expected, made = outputs(reference, theirs, norms=norms), outputs(tried, ours, norms=norms)
     for got, want in zip(made, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=atol, equal_nan=want is expected[-1])
 
@@ -380,3 +385,22 @@ def test_both_backends_are_attention() -> None:
         ReferenceAttention(step.arena, step.config, step.rope),
     ]
     assert all(callable(backend.attend) for backend in backends)
+
+
+@pytest.mark.parametrize("left_out", [range(5), range(3, 40), range(2000)], ids=["first", "some", "all"])
+@pytest.mark.parametrize("windows", [(), (50, 0)], ids=["no windows", "windows"])
+@pytest.mark.parametrize("make_step", [mixed_step, lone_step])
+def test_keys_that_were_left_out_are_seen_by_nobody(make_step: Any, windows: tuple[int, ...], left_out: range) -> None:
+    """Alone, in batches, in long chunks, under a window; in one layer and not in the other."""
+    step = make_step(config=replace(ragged_config(), windows=windows))
+    leave_out(step, left_out)
+    for blank_from in (0, 1):
+        assert_agrees(step, blank_from=blank_from)
+    with pytest.raises(AssertionError):
+        assert_agrees(step, NotSkipping, blank_from=0)
+
+
+class NotSkipping(CpuAttention):
+    """Takes keys of zeros for keys."""
+
+    blank_from = property(lambda self: 99, lambda self, value: None)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from penstock.engine.execution.attention import reference
 from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from support.mutation import mutated
-from support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step, rope_table
+from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table
 
 SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(0, 19), Span(16, 16), Span(5, 30))
 
@@ -103,3 +103,21 @@ def test_dimensions_that_do_not_fit_are_refused_at_construction() -> None:
         ReferenceAttention(step.arena, ragged_config(num_heads=5), step.rope)
     with pytest.raises(InvariantBroken, match="adjacent"):
         ReferenceAttention(step.arena.transpose(4, 5).contiguous().transpose(4, 5), step.config, rope_table(step.config))
+
+
+def test_keys_that_were_left_out_are_as_if_they_had_never_been() -> None:
+    """Whoever attends sees what is left, at its own positions; in layers before `blank_from` a key of zeros is a key."""
+    config = ragged_config()
+    step = ragged_step(config, [Span(20, 1)])
+    leave_out(step, range(3, 17))
+    [table] = [step.inputs.tables.long()[:2]]
+    backend = ReferenceAttention(step.arena, config, step.rope)
+    backend.blank_from = 1
+    q, k, v = backend.rotate_and_write(1, step.qkv(1), None, None, step.inputs)
+    found = backend.attend(1, q, k, v, step.inputs)
+    kept = [*range(3), *range(17, 21)]
+    keys, values = step.arena[table, 1].transpose(0, 1).flatten(1, 2)[:, kept].repeat_interleave(3, dim=2)
+    shares = (torch.einsum("hd,nhd->hn", q[0], keys) * config.scale).softmax(dim=-1)
+    torch.testing.assert_close(found.view(6, -1), torch.einsum("hn,nhd->hd", shares, values))
+    first = outputs(backend, step.with_own_arena())[3]
+    assert not torch.allclose(first, found, atol=1e-3)
