@@ -30,6 +30,7 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource, Offload
 from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.loop import settle_process
 
 _TEXT = (
     "The lighthouse at the northern cape was built in 1871 by the harbour company. Its lamp burned whale oil for the first nine years, "
@@ -127,6 +128,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     so that a machine that gets slower or faster meanwhile does so for all of them, and each is compared with the plain round beside it."""
     with contextlib.ExitStack() as stack:
         engines = {name: stack.enter_context(warm_engine(args, name)) for name in args.proposers}
+        settle_process()  # as a server does: else a collection of 100 ms comes every few rounds, and always in those of the same engine
         found: list[dict[str, Any]] = []
         for kind, num_tokens, batch in itertools.product(args.kinds, args.tokens, args.batches):
             rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}

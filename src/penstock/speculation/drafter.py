@@ -43,6 +43,7 @@ _PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked
 _FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be again, where others are
 _MOST_VAIN = 31  # steps without lookups, after several that came to nothing
 _NEWEST = 0.1  # weight of the newest lookup
+_MOST_UNPAID = 256  # steps for which what is decoded is not left out, though no account can pay for drafts
 _LEAD_TOKENS = 64  # behind those that were left out, before drafts are made of a request
 _REST_STEPS = 15  # for which it is not asked again whether drafts pay, where nothing was learned meanwhile
 
@@ -94,7 +95,8 @@ class Speculation:
         self._num_idle, self._retry_steps = 0, RETRY_STEPS
         self._num_paying = 0  # steps with drafts since it was last found that they do not pay
         self._num_resting = 0  # steps for which nothing is asked
-        self.leaves_out = False  # drafts do not pay
+        self._num_unpaid = 0  # for which drafts would pay, and some account could not
+        self.leaves_out = False
         self._rested = _Rested()
         self._started_s = 0.0
         self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
@@ -138,11 +140,14 @@ class Speculation:
         if self._num_skipped:
             self._num_skipped -= 1
             return False
-        wants = self._pays(len(tracks)) and not any(map(_lacks_context, tracks))
-        if not wants and not self._was_made:
+        pays = self._pays(len(tracks))
+        if not pays and not self._was_made:
             return False
         self._started_s = self._clock()
-        wants = self._can_pay(tracks, wants)
+        wants = self._can_pay(tracks, pays)
+        self._num_unpaid = self._num_unpaid + 1 if pays and not wants else 0
+        self.leaves_out |= self._on_device and self._num_unpaid >= _MOST_UNPAID
+        wants = wants and not any(map(_lacks_context, tracks))
         self._makes = wants and self._on_device
         self._num_paying += wants
         if self._num_paying >= _TRUSTED:

@@ -507,6 +507,29 @@ def test_what_is_decoded_is_left_out_while_drafts_do_not_pay_and_drafts_wait_unt
     assert made.considers([one.track])
 
 
+def test_where_requests_end_before_they_can_pay_for_drafts_what_they_say_is_left_out_until_one_can() -> None:
+    made = speculation(on_device=True, forced=False)
+    left_out = []
+    for n in range(100):
+        one = decoding(TEXT, f"{n}")
+        for _ in range(4):
+            assert not made.considers([one.track])
+            made.step_took(1, 1, 1.0, 0)
+            left_out.append(made.leaves_out)
+        made.ended(one.track)
+    assert 250 < left_out.index(True) < 270 and all(left_out[270:])
+    one, num = decoding(TEXT, "long"), 0
+    while made.leaves_out:
+        assert not made.considers([one.track])
+        made.step_took(1, 1, 1.0, 0)
+        one.track.num_planned = one.track.blank_to = num = num + 1
+    assert num < 20, "now it can"
+    for one.track.num_planned in range(num, num + 64):
+        assert not made.considers([one.track]) and not made.leaves_out
+    one.track.num_planned += 1
+    assert made.considers([one.track])
+
+
 def test_lookups_need_no_kv_and_leave_nothing_out() -> None:
     made = seasoned(tracks=[decoding(TEXT).track])
     assert not made.considers([decoding(TEXT).track]) and not made.leaves_out
