@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 the same tests run on CPU tensors, with smaller batches,
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from penstock.engine.execution.attention.triton import TritonAttention  # noqa: 
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.models.model import ModelConfig  # noqa: E402
 from support.mutation import mutated  # noqa: E402
-from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step  # noqa: E402
+from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="NOT TESTED: needs the device itself")
@@ -483,6 +484,33 @@ def test_keys_that_were_left_out_are_seen_by_nobody(splits: int, window: int, le
 
 class NotSkipping(TritonAttention):
     blank_from = property(lambda self: 99, lambda self, value: None)  # type: ignore[assignment]
+
+
+def test_all_that_a_layer_of_drafts_may_need_is_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other layers share what captures of steps have compiled: it skips no keys."""
+    kind, kernel = on_multiprocessors(132), triton_kernels.paged_attention_kernel
+    made = set[tuple[Any, ...]]()
+
+    class Noted:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*given: Any, **how: Any) -> None:
+                made.add(tuple(how[name] for name in VARIANT))
+                kernel[grid](*given, **how)
+
+            return launch
+
+    monkeypatch.setattr(triton_kernels, "paged_attention_kernel", Noted())
+    attention = kind(torch.zeros(2, 2, 2, 16, 1, 32, dtype=HALF, device=DEVICE), (config := windowed(0, 34)), rope_table(config, DEVICE))
+    attention.blank_from = 1
+    attention.compile()
+    needed = set[tuple[Any, ...]]()
+    for q_len, num_chunks, deep in itertools.product((1, 2, 16, 64, 600, 5000), (1, 5, 40, 150, 200, 300, 500), (False, True)):
+        tile, _, splits = attention.grid(backend._Launch(0, num_chunks, 0, q_len * num_chunks, q_len), deep)
+        needed.add((*tile, splits > 1, False, 34, True))
+    assert needed <= made and len(needed) > 8
+
+
+VARIANT = ("TILE_ROWS", "TILE_KEYS", "num_warps", "num_stages", "SPLIT", "WITH_LSE", "WINDOW", "SKIPS_BLANK")
 
 
 def test_layers_with_and_without_a_window_stand_side_by_side() -> None:

@@ -55,6 +55,10 @@ class Tuning(NamedTuple):
     rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
     rotate_many: RotateTile = RotateTile(tokens=8, heads=8, warps=4)
 
+    @property
+    def tiles(self) -> frozenset[Tile]:
+        return frozenset((self.decode, self.decode_even, self.decode_many, self.short, self.long, self.deep))
+
     def decode_tile(self, per_sm: float) -> tuple[Tile, int | None]:
         """By programs per multiprocessor without splitting: the tile, and how often keys are split where that is not up to
         `programs_per_sm`. One and a bit is the worst case: a few multiprocessors would have two, and all others wait for them."""
@@ -328,8 +332,21 @@ class TritonAttention:
         self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch, deep: bool, first_key: int | None = None
     ) -> Tensor:
         """`first_key`: attend from there on only, and return the log2 of each sum of powers as [rows, heads]."""
+        return self._launch_paged(layer, q, out, inputs, launch, *self.grid(launch, deep), first_key)
+
+    def _launch_paged(
+        self,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        inputs: StepInputs,
+        launch: _Launch,
+        tile: Tile,
+        num_tiles: int,
+        splits: int,
+        first_key: int | None,
+    ) -> Tensor:
         sizes, with_lse = self._sizes, first_key is not None
-        tile, num_tiles, splits = self.grid(launch, deep)
         if launch.first_row:
             out = out[launch.first_row :]
         target = lse = out
@@ -412,6 +429,10 @@ class TritonAttention:
             for layer in {(window, layer >= self.blank_from): layer for layer, window in enumerate(sizes.windows)}.values():
                 for deep, first_key in ((True, None), (True, 0), (False, 0)):
                     self._attend_paged(layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key)
+        for layer in {window: layer for layer, window in enumerate(sizes.windows) if layer >= self.blank_from}.values():
+            for tile in self._tuning.tiles:  # passes that make drafts run behind captured steps of every kind, and are not captured
+                for splits in (1, 2):
+                    self._launch_paged(layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, 1), tile, 1, splits, None)
         self.gathered(0, 0, 0, 1, inputs)
         lse = torch.zeros(1, sizes.num_heads, dtype=torch.float32, device=values.device)
         self._join(q.clone(), lse, q, lse.t().contiguous())
