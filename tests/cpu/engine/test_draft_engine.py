@@ -436,6 +436,7 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
 ) -> None:
     """No pass runs for it. Its KV is blank, the prompt's is not, and drafts that begin later have KV from then on."""
     plain, engine, sizes = make(None), make(TARGET, host_blocks=128), counted_passes(monkeypatch)
+    engine._parts.arena.tensor.fill_(0.5)  # as if others had used it before
     speculation = switched(engine)
     speculation.leaves_out = True
     right = [generate(plain, prompts(20 + 5 * n, seed=n), max_tokens=110) for n in range(3)]

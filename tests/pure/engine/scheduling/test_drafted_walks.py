@@ -404,6 +404,7 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
     world.scheduler.commit = lambda result: (commit(result), sealed.append(track.num_sealed))[0]  # type: ignore[method-assign, func-returns-value]
     world.finish()
     assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], "no step of its own is passed over but the prompt"
+    assert track.blank_to == 0, "nothing was left out"
     assert sealed == [*[2] * 5, *[6] * 4, 10], "blocks get their keys when the step is over that has caught up"
     lags = [*[()] * (BLOCK - 1), (BLOCK,)]
     assert [tuple(len(chunk.tokens) for chunk in plan.missed) for plan in plans] == [(), (), *lags, *lags]
