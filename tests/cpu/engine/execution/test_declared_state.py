@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.config import SpeculationConfig
 from penstock.contract import Access, Mode
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
@@ -16,6 +18,7 @@ from penstock.errors import InvariantBroken
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 from support.driving import generate, run_all, submit, tiny_config
+from support.switched import switched
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -25,8 +28,9 @@ ROWS = "sampler rows"
 class StateWatch(Sanitizer):
     """Compares the sampler's rows before and after each op of the compute lane with what the op has declared to write."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: str = ROWS) -> None:
         super().__init__()
+        self._arena = arena
         self.engine: Engine | None = None
         self.undeclared: list[tuple[str, list[int]]] = []
         self.num_changes = 0
@@ -36,12 +40,16 @@ class StateWatch(Sanitizer):
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         super().submitted(lane, ticket, label, accesses)
         if lane == "compute":
-            self._declared[ticket] = label, [a for a in accesses if a.arena == ROWS and a.mode is Mode.WRITE]
+            self._declared[ticket] = label, [a for a in accesses if a.arena == self._arena and a.mode is Mode.WRITE]
 
     def _state(self) -> list[torch.Tensor]:
         assert self.engine is not None
         sampler = self.engine._parts.executor._sampler
         return [sampler.pending, sampler.rejected[:, None], sampler._counts, sampler._in_prompt]
+
+    def _layer(self, number: int) -> int:
+        """As accesses count them."""
+        return min(number, 1)
 
     def started(self, lane: str, ticket: int) -> None:
         super().started(lane, ticket)
@@ -54,12 +62,47 @@ class StateWatch(Sanitizer):
             return
         label, accesses = self._declared.pop(ticket)
         for layer, (old, new) in enumerate(zip(self._before, self._state(), strict=True)):
-            layer = min(layer, 1)
+            layer = self._layer(layer)
             changed = (old != new).any(dim=1).nonzero()[:, 0].tolist()
             declared = {int(row) for a in accesses if a.layers[0] <= layer < a.layers[1] for row in a.slots}
             self.num_changes += len(changed)
             if not set(changed) <= declared:
                 self.undeclared.append((label, sorted(set(changed) - declared)))
+
+
+class KvWatch(StateWatch):
+    """The same for KV, by slot and layer. The padding slot belongs to nobody."""
+
+    def _state(self) -> list[torch.Tensor]:
+        assert self.engine is not None
+        return [layer.flatten(1) for layer in self.engine._parts.arena.tensor[:-1].unbind(1)]
+
+    def _layer(self, number: int) -> int:
+        return number
+
+
+@pytest.mark.parametrize("leaves_out", [True, False], ids=["left out", "followed"])
+@pytest.mark.parametrize("draft", [None, "draft:tiny-qwen3"])
+def test_every_op_declares_the_kv_that_it_changes(draft: str | None, leaves_out: bool, prompts: Prompts) -> None:
+    """Of the target, and of what makes drafts: while it makes some, and before."""
+    config = replace(tiny_config(max_batch=4, blocks=64), speculation=SpeculationConfig(draft, 4 if draft else None))
+    watch = KvWatch("kv")
+    engine = build(config, sanitizer=watch)
+    engine._parts.arena.tensor.fill_(0.5)
+    watch.engine, watch._arena = engine, engine._parts.arena.name
+    switch = None
+    if (speculation := engine._parts.speculation) is not None:
+        speculation.force = lambda most: most
+        switch = switched(engine)
+        switch.leaves_out = leaves_out
+    found = [submit(engine, prompts(20 + number, seed=number), max_tokens=45) for number in range(3)]
+    while len(found[0].tokens) < 25:
+        engine.step()
+    if switch is not None:
+        switch.is_on = True
+    run_all(engine)
+    engine.close(timeout_s=20.0)
+    assert watch.undeclared == [] and watch.num_changes > 200 and watch.reports == []
 
 
 def test_every_op_declares_the_rows_whose_state_it_changes(prompts: Prompts) -> None:
