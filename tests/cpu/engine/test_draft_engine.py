@@ -4,6 +4,7 @@ That holds only where its KV is complete wherever a request goes on from: comput
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -462,6 +463,30 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
         assert_same(one, wanted)
         num, kept = drafted(one)
         assert num > kept > 0, "it sees less than the target"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_that_come_and_go_with_little_memory_change_no_answer(seed: int, make: Any, prompts: Prompts) -> None:
+    """Drafts begin and end in any step, and what is decoded meanwhile is left out or not; requests are retracted, go on, and come again as
+    longer ones."""
+    chooser = random.Random(seed)
+    sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
+    plain, engine = make(None, **sizes), make(TARGET if seed % 2 else OTHER, **sizes)
+    speculation = switched(engine)
+    texts = [prompts(10 + 11 * n, seed=n) for n in range(6)]
+    for turn in range(2):
+        right = [generate(plain, text, max_tokens=50, **OPTIONS[n % 4]) for n, text in enumerate(texts)]
+        found = [submit(engine, text, max_tokens=50, **OPTIONS[n % 4]) for n, text in enumerate(texts)]
+        while engine.has_work():
+            if chooser.random() < 0.1:
+                speculation.is_on, speculation.leaves_out = chooser.random() < 0.4, chooser.random() < 0.6
+            if not engine.step():
+                engine.wait_work(0.01)
+        for one, wanted in zip(found, right, strict=True):
+            assert_same(one, wanted)
+        texts = [[*text, *one.tokens, 7 + turn] for text, one in zip(texts, found, strict=True)]
+    engine.check()
+    assert engine.stats().retractions > 1 and engine._parts.scheduler.counts.drafted_tokens > 20
 
 
 def test_blocks_that_were_left_out_are_found_again_wherever_they_went(make: Any, prompts: Prompts) -> None:

@@ -1,0 +1,110 @@
+"""How many drafts are kept behind tokens that were left out: while drafts do not pay, what makes them has no KV of what is decoded. Always
+at the same place of the same answers, so many tokens behind the last that was left out.
+
+python benchmarks/left_out.py --speculate mtp --json left-out.json
+python benchmarks/left_out.py --speculate draft:smollm2-135m     a draft that is the target: without gaps all is kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draft_draws import ASKED, rates
+from penstock.config import Config, EngineConfig, KvConfig, ModelSource, SpeculationConfig
+from penstock.contract import SamplingParams, TokenEvent
+from penstock.engine.build import build
+from penstock.engine.scheduling.drafts import Decoding
+from penstock.speculation.drafter import Speculation
+
+CASES = ((0, 0), (64, 0), (256, 0), (256, 64))  # tokens that are left out, and tokens behind them
+BEFORE = 8 + max(left_out + behind for left_out, behind in CASES)  # tokens of an answer before drafts are made
+
+
+class Switched(Speculation):
+    """Drafts while `is_on`, and never else."""
+
+    is_on = False
+
+    @property
+    def num_ahead(self) -> int:
+        return super().num_ahead if self.is_on else 0
+
+    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
+        return super().propose(requests, num_others) if self.is_on else [()] * len(requests)
+
+
+def measured(args: argparse.Namespace, num_left_out: int, num_behind: int) -> dict[str, Any]:
+    config = Config(
+        ModelSource(model=args.model, device="cpu", weights="float32"),
+        KvConfig(device_blocks=1024),
+        EngineConfig(max_batch=len(ASKED), max_model_len=1024),
+        speculation=SpeculationConfig(args.speculate, args.drafts),
+    )
+    engine = build(config)
+    speculation: Any = engine._parts.speculation
+    speculation.__class__, speculation.force = Switched, lambda most: most
+    answers: list[list[int]] = []
+    for seed, text in enumerate(ASKED):
+        tokens: list[int] = []
+        answers.append(tokens)
+
+        def listen(event: TokenEvent, tokens: list[int] = tokens) -> None:
+            tokens.extend(event.tokens)
+
+        prompt = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
+        sampling = SamplingParams(max_tokens=BEFORE + args.tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
+        engine.submit(prompt, sampling, listen)
+    while engine.has_work():
+        num = len(answers[0])
+        speculation.leaves_out = BEFORE - num_behind - num_left_out <= num < BEFORE - num_behind
+        speculation.is_on = num >= BEFORE
+        if not engine.step():
+            engine.wait_work(1.0)
+    stats = engine.stats()
+    kept, chain = rates(list(stats.drafted), [float(num) for num in stats.accepted]), 1.0
+    tokens_per_step = 1.0
+    for rate in kept:
+        chain *= rate
+        tokens_per_step += chain
+    engine.close(timeout_s=30.0)
+    return {
+        "left_out": num_left_out,
+        "behind": num_behind,
+        "kept": kept,
+        "drafted": sum(stats.drafted),
+        "tokens_per_step": tokens_per_step,
+        "answers": answers,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--speculate", default="mtp")
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer, with drafts")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    found: list[dict[str, Any]] = []
+    answers: list[list[list[int]]] = []
+    for left_out, behind in CASES:
+        one = measured(args, left_out, behind)
+        answers.append(one.pop("answers"))
+        assert answers[0] == answers[-1], "what is left out has changed an answer"
+        found.append(one)
+        shares = "  ".join(f"{rate:6.1%}" for rate in one["kept"])
+        print(f"{left_out:4} left out, {behind:3} behind: {shares}  {one['tokens_per_step']:.2f} tokens a step, {one['drafted']:,} drafts")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"speculate": args.speculate, "cases": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
