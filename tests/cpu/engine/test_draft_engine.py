@@ -188,6 +188,36 @@ def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(make:
     assert [drafted(one)[0] > 0 for one in found] == [False, True]
 
 
+@pytest.mark.parametrize("leaves_out", [True, False], ids=["left out", "followed"])
+def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothing_is_drafted(
+    leaves_out: bool, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own tokens are left out, since it never gets drafts, and it holds up nobody else."""
+    sizes = {"blocks": 64, "host_blocks": 512, "max_model_len": 2048, "resident_tokens": 256}
+    plain, engine, passes = make(None, **sizes), make(TARGET, **sizes), counted_passes(monkeypatch)
+    engine._parts.arena.tensor.fill_(0.5)
+    speculation = switched(engine)
+    speculation.leaves_out = leaves_out
+    right = [generate(plain, prompts(length, seed=length), max_tokens=40) for length in (900, 60)]
+    found = [submit(engine, prompts(length, seed=length), max_tokens=40) for length in (900, 60)]
+    while min(len(one.tokens) for one in found) < 3:
+        engine.step()
+    num_prompts = len(passes)
+    while len(found[0].tokens) < 35:
+        engine.step()
+    track = engine._parts.scheduler._tracks[found[0].request_id]
+    num = track.num_committed - track.held_table().num_paged * 16
+    rows = (draft_rows(engine, found[0]) == 0).all(dim=1)[:num]
+    assert track.is_deep and len(rows) == num > 60 and rows[-30:].all() and not rows[:-36].any()
+    if not engine._parts.arena.tensor.is_cuda:
+        assert len(passes) - num_prompts <= (0 if leaves_out else 3), "one for a block of the other request"
+    speculation.leaves_out, speculation.is_on = False, True
+    run_all(engine)
+    engine.check()
+    for one, wanted in zip(found, right, strict=True):
+        assert_same(one, wanted)
+
+
 # ------------------------------------------------------------------------------------------------- a draft that is the target
 
 

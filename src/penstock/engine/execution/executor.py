@@ -399,6 +399,8 @@ class Executor:
                 fetched.read_until(self._lane.record())
             chain.submit(forward.finish(flow, layer), f"rest of layer {layer}", self._scored_accesses(packed, flow, (layer, layer + 1)))
         chain.submit(head, "head")
+        if (note := forward.note) is not None and packed.shape.is_decode:
+            chain.submit(lambda: note(flow), "note", self._note_accesses(packed))
         self._submit_scores(chain, flow)
 
     def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:

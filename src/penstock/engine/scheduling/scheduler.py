@@ -194,10 +194,15 @@ class Scheduler:
         """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not."""
         if self._drafter is None or not self._drafter.may_lag or draft.num_ahead or draft.prefills:
             return True
-        return has_drafts or self._steps.has_drafts or self._running.has_deep
+        return has_drafts or self._steps.has_drafts
 
     def _has_block_to_follow(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in them, too."""
+        """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in them, too. Of a deep one, which
+        gets no drafts and whose blocks may leave the device any time, what is decoded is left out."""
+        if self._running.has_deep:
+            for chunk in chunks:
+                if (track := self._running.tracks[chunk.request_id]).is_deep:
+                    track.num_followed = chunk.kv_len
         self._num_unfollowed -= 1
         if self._num_unfollowed > 0:
             return False
