@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,12 @@ from draft_draws import ASKED, rates
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, SpeculationConfig
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.build import build
-from penstock.engine.scheduling.drafts import Decoding
-from penstock.speculation.drafter import Speculation
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from support.switched import switched
 
 CASES = ((0, 0), (64, 0), (256, 0), (256, 64))  # tokens that are left out, and tokens behind them
 BEFORE = 8 + max(left_out + behind for left_out, behind in CASES)  # tokens of an answer before drafts are made
-
-
-class Switched(Speculation):
-    """Drafts while `is_on`, and never else."""
-
-    is_on = False
-
-    @property
-    def num_ahead(self) -> int:
-        return super().num_ahead if self.is_on else 0
-
-    def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        return super().propose(requests, num_others) if self.is_on else [()] * len(requests)
 
 
 def measured(args: argparse.Namespace, num_left_out: int, num_behind: int) -> dict[str, Any]:
@@ -47,8 +35,9 @@ def measured(args: argparse.Namespace, num_left_out: int, num_behind: int) -> di
         speculation=SpeculationConfig(args.speculate, args.drafts),
     )
     engine = build(config)
-    speculation: Any = engine._parts.speculation
-    speculation.__class__, speculation.force = Switched, lambda most: most
+    assert engine._parts.speculation is not None
+    engine._parts.speculation.force = lambda most: most
+    speculation = switched(engine)
     answers: list[list[int]] = []
     for seed, text in enumerate(ASKED):
         tokens: list[int] = []
