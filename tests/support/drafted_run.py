@@ -12,6 +12,7 @@ from penstock.engine.scheduling.track import Track
 from penstock.speculation.drafter import Speculation
 from penstock.speculation.length import StepCosts
 
+BLOCK = 16
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128)
 Kept = Callable[[int, int, int], int]  # request, step, drafts -> how many are kept
 
@@ -24,12 +25,15 @@ class Prices:
     row: float = 0.0005  # each row of a padded step
     drafting: float = 0.35  # of a step that makes drafts on the device, or is read before the next is planned
     lookup: float = 0.0
+    following: float = 0.0  # of a pass over a block of each request, by what makes drafts
 
     def table(self) -> StepCosts:
-        return StepCosts(SIZES, tuple((self.plain + self.row * size) / 1e3 for size in SIZES), self.drafting / 1e3)
+        seconds = tuple((self.plain + self.row * size) / 1e3 for size in SIZES)
+        return StepCosts(SIZES, seconds, self.drafting / 1e3, follow_s=self.following / BLOCK / 1e3)
 
-    def step_s(self, num_rows: int, drafts: bool) -> float:
-        return (self.plain + self.row * next(size for size in SIZES if size >= num_rows) + self.drafting * drafts) / 1e3
+    def step_s(self, num_rows: int, drafts: bool, catches_up: bool = False) -> float:
+        rows = self.row * next(size for size in SIZES if size >= num_rows)
+        return (self.plain + rows + self.drafting * drafts + self.following * catches_up) / 1e3
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Ran:
     plain_s: float  # without speculation
     seconds: dict[str, float] = field(default_factory=dict)
     with_drafts: list[int] = field(default_factory=list)  # numbers of the steps that had to do with drafts
+    num_passes: int = 0  # over what was decoded before, while no drafts were made
     num_steps: int = 0
     worst: float = 0.0  # how far a request was behind plain decoding at any time, as a share of that
 
@@ -52,6 +57,7 @@ class _Unread(NamedTuple):
     num_ahead: int
     started_s: float
     ended_s: float
+    catches_up: bool
 
     @property
     def num_rows(self) -> int:
@@ -104,20 +110,35 @@ class Run:
                 if num_pending or unread[-1].num_rows > len(due):
                     ran.with_drafts.append(ran.num_steps)
                 ran.num_steps += 1
+                ran.num_passes += unread[-1].catches_up
             if len(unread) > 1 or (unread and not due):
                 self._read(unread.pop(0), ran, began_s, num_tokens)
         return ran
 
     def _step(self, due: Sequence[Track], num_pending: int, num_tokens: int) -> _Unread:
         started_s, proposed = self._now_s, list[tuple[int, ...]]([()] * len(due))
+        for track in due:
+            track.num_planned = track.num_expected
         if self.speculation.considers(due):
             mosts = (num_tokens - (track.num_expected - track.num_prompt) - 1 for track in due)
             proposed[:] = self.speculation.propose([Decoding(*one, num_pending) for one in zip(due, mosts, strict=True)], 0)
         num_ahead, num_drafts = self.speculation.num_ahead, sum(map(len, proposed))
         for track, drafts in zip(due, proposed, strict=True):
             track.num_in_flight += 1 + len(drafts)
-        self._now_s += self._prices.step_s(self._num_requests + num_drafts, drafts=bool(num_ahead if self._on_device else num_drafts))
-        return _Unread(list(zip(due, proposed, strict=True)), num_ahead, started_s, self._now_s)
+        catches_up = self._on_device and self._catches_up(due, num_ahead > 0)
+        drafting = bool(num_ahead if self._on_device else num_drafts)
+        self._now_s += self._prices.step_s(self._num_requests + num_drafts, drafting, catches_up)
+        return _Unread(list(zip(due, proposed, strict=True)), num_ahead, started_s, self._now_s, catches_up)
+
+    def _catches_up(self, due: Sequence[Track], is_followed: bool) -> bool:
+        """As the scheduler has it: a pass over what some request lacks a block of, unless it is left out."""
+        if not is_followed and all(track.num_planned - track.num_followed < BLOCK for track in due):
+            return False
+        for track in due:
+            track.num_followed = track.num_planned
+            if not is_followed and self.speculation.leaves_out:
+                track.blank_to = track.num_planned
+        return not is_followed and not self.speculation.leaves_out
 
     def _read(self, step: _Unread, ran: Ran, began_s: float, num_tokens: int) -> None:
         for track, drafts in step.shares:
@@ -136,7 +157,8 @@ class Run:
             if done == num_tokens:
                 ran.seconds[track.request.id] = took_s
                 self.speculation.ended(track)
-        self.speculation.step_took(len(step.shares), step.num_rows, step.ended_s - step.started_s, step.num_ahead)
+        took_s = step.ended_s - step.started_s
+        self.speculation.step_took(len(step.shares), step.num_rows, took_s, step.num_ahead, step.catches_up)
 
     def _track(self, number: int, num_tokens: int) -> Track:
         request = Request(str(number), [7], SamplingParams(max_tokens=num_tokens), prefix=Prefix(b"%d" % self._number, ()))

@@ -23,9 +23,10 @@ class Switched(Speculation):
 
 
 def switched(engine: Engine) -> Switched:
-    """That of `engine`, off; it has been told by `force` what to draft."""
+    """That of `engine`, off; it has been told by `force` what to draft. What is decoded is passed over all the same."""
     speculation = engine._parts.speculation
     assert speculation is not None and speculation.force is not None
     speculation.__class__ = Switched
     assert isinstance(speculation, Switched)
+    speculation.leaves_out = False
     return speculation

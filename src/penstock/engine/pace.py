@@ -40,6 +40,7 @@ class Decoded(NamedTuple):
     num_rows: int  # drafts included
     seconds: float  # from the end of the step before, where this one was waited for: what the host did in between counts
     num_ahead: int  # drafts made behind it for each request
+    catches_up: bool = False  # what makes drafts has passed over earlier tokens behind it
 
 
 class _LaunchedStep(NamedTuple):
@@ -108,5 +109,6 @@ class Pace:
         idle_s = started_s - before_s
         was_read_first = self.decoded is not None and self.decoded.num_rows > self.decoded.num_requests
         took_s += idle_s if idle_s < took_s or was_read_first else 0.0
-        self.decoded = Decoded(len(plan.chunks), plan.num_rows, took_s, plan.num_ahead) if plan.is_decode else None
+        decoded = Decoded(len(plan.chunks), plan.num_rows, took_s, plan.num_ahead, bool(plan.missed))
+        self.decoded = decoded if plan.is_decode else None
         return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)

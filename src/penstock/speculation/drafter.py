@@ -10,6 +10,7 @@ passes over what is decoded, and they begin some tokens before drafts do: what w
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,13 +38,14 @@ log = logging.getLogger(__name__)
 
 LOOK_SHARE = 0.005  # of the time, for lookups that nobody verifies
 _SAVED_STEPS = 4  # whose share is saved up
-_SEARCH_PRIOR, _DEVICE_PRIOR = 0.3, 0.6  # rates at which drafts are taken to be kept; only looking shows the first, for nothing
+# Rates at which drafts are taken to be kept before any was. Looking shows the first, for nothing. The second is that of a good draft model:
+# what would not pay even then is not tried, and what is tried the accounts bound.
+_SEARCH_PRIOR, _DEVICE_PRIOR = 0.3, 0.8
 _TRUSTED = 64  # steps with drafts, after which what was tried in vain before says nothing any more
 _PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked up for a step
 _FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be again, where others are
 _MOST_VAIN = 31  # steps without lookups, after several that came to nothing
 _NEWEST = 0.1  # weight of the newest lookup
-_MOST_UNPAID = 256  # steps for which what is decoded is not left out, though no account can pay for drafts
 _LEAD_TOKENS = 64  # behind those that were left out, before drafts are made of a request
 _REST_STEPS = 15  # for which it is not asked again whether drafts pay, where nothing was learned meanwhile
 
@@ -92,11 +94,11 @@ class Speculation:
         self._has_drafts = False  # the step planned last verifies some
         self._room_s = 0.0  # that it may take longer than a plain one
         self._paid_at_s = 0.0  # on the clock of plain steps: before, some account cannot pay
+        self._followed_from_s = 0.0  # before, what is decoded is left out
         self._num_idle, self._retry_steps = 0, RETRY_STEPS
         self._num_paying = 0  # steps with drafts since it was last found that they do not pay
         self._num_resting = 0  # steps for which nothing is asked
-        self._num_unpaid = 0  # for which drafts would pay, and some account could not
-        self.leaves_out = False
+        self.leaves_out = on_device  # until drafts are near
         self._rested = _Rested()
         self._started_s = 0.0
         self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
@@ -145,9 +147,8 @@ class Speculation:
             return False
         self._started_s = self._clock()
         wants = self._can_pay(tracks, pays)
-        self._num_unpaid = self._num_unpaid + 1 if pays and not wants else 0
-        self.leaves_out |= self._on_device and self._num_unpaid >= _MOST_UNPAID
-        wants = wants and not any(map(_lacks_context, tracks))
+        self.leaves_out = self._on_device and (not pays or self.books.plain_s < self._followed_from_s)
+        wants = wants and not any(map(_num_lacking, tracks))
         self._makes = wants and self._on_device
         self._num_paying += wants
         if self._num_paying >= _TRUSTED:
@@ -186,16 +187,17 @@ class Speculation:
             self._paid_at_s = 0.0
         self._learn(request, track, num_drafts, num_kept)
 
-    def step_took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int) -> None:
-        """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it."""
+    def step_took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False) -> None:
+        """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it, or a pass over what was decoded
+        before."""
         self._look_s = min(_SAVED_STEPS * LOOK_SHARE * seconds, self._look_s + LOOK_SHARE * seconds)
         seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
-        rested = self._rested
-        if self._num_resting and num_rows == rested.num_requests == num_requests and not num_ahead and not self.books.is_drafting:
+        rested, does_more = self._rested, num_ahead or catches_up or self.books.is_drafting
+        if self._num_resting and num_rows == rested.num_requests == num_requests and not does_more:
             rested.num_steps += 1
             rested.seconds += seconds
             return
-        self.books.took(num_requests, num_rows, seconds, num_ahead)
+        self.books.took(num_requests, num_rows, seconds, num_ahead, catches_up)
 
     def step_had_prompts(self) -> None:
         """A step that also computed prompts: what drafts took in it is not known, and taken to be the most."""
@@ -222,10 +224,9 @@ class Speculation:
         depth = self._depth(num_requests)
         gain = sum(self._survival[:depth]) if self._on_device else min(depth, self._num_kept)
         extra_s += self.books.rows_s(num_requests, num_requests * depth) if self._on_device else num_requests * self._search_s
-        pays = (1 + gain) * plain_s > LEAST_GAIN * (plain_s + extra_s)
-        self.leaves_out = self._on_device and not pays
-        if pays:
+        if (1 + gain) * plain_s > LEAST_GAIN * (plain_s + extra_s):
             return True
+        self.leaves_out = self._on_device
         self._num_idle, self._num_paying = self._num_idle + 1, 0
         if self._num_idle >= self._retry_steps:
             self._num_idle, self._retry_steps = 0, min(2 * self._retry_steps, MOST_RETRY_STEPS)
@@ -269,9 +270,25 @@ class Speculation:
             lookups_s = SURE * self._search_s * sum(map(_is_looked_up, requests, tracks))
             need_s += lookups_s
             self._room_s -= lookups_s
-        if least_s < need_s:
-            self._paid_at_s = self.books.plain_s + (need_s - least_s) / MAX_LOSS
+        if least_s < need_s or self.leaves_out:
+            self._paid_at_s, self._followed_from_s = self._when_paid(tracks, need_s - least_s)
         return wants and least_s >= (1 + self._was_made) * need_s
+
+    def _when_paid(self, tracks: Sequence[Track], missing_s: float) -> tuple[float, float]:
+        """On the clock of plain steps: when every account has earned what is missing, and from when on what is decoded is passed over
+        until then. Passes cost as well. Where they cost more than they are worth, they begin as late as drafts allow."""
+        books, num, now_s = self.books, len(tracks), self.books.plain_s
+        if not self._on_device:
+            return now_s + missing_s / MAX_LOSS, now_s
+        step_s, follow_s = books.plain_step_s(num), SURE * books.follow_s(num)
+        wait_s, earned = step_s * max(map(_num_lacking, tracks)), MAX_LOSS - follow_s / step_s  # of the time, while all is passed over
+        if earned > 0:
+            wait_s = max(wait_s, missing_s / earned)
+        elif wait_s * earned < missing_s:
+            wait_s = math.inf
+        lead_s = step_s * _LEAD_TOKENS
+        apart_s = max(lead_s, (missing_s + follow_s * _LEAD_TOKENS) / MAX_LOSS)
+        return (now_s + wait_s, now_s) if wait_s <= apart_s else (now_s + apart_s, now_s + apart_s - lead_s)
 
     def _learn(self, request: _Request, track: Track, num_drafts: int, num_kept: int) -> None:
         request.num_seen = len(track.tokens)
@@ -345,9 +362,9 @@ class Speculation:
         return found
 
 
-def _lacks_context(track: Track) -> bool:
-    """Of what makes drafts: its last tokens were left out."""
-    return track.blank_to > 0 and track.num_planned < track.blank_to + _LEAD_TOKENS
+def _num_lacking(track: Track) -> int:
+    """Tokens that what makes drafts has to pass over before it makes some: those before them were left out."""
+    return max(0, track.blank_to + _LEAD_TOKENS - track.num_planned) if track.blank_to else 0
 
 
 def _is_looked_up(request: _Request, track: Track) -> bool:

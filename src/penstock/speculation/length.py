@@ -46,6 +46,8 @@ class StepCosts:
     seconds: tuple[float, ...]
     ahead_s: float | None = None  # of making drafts on the device behind a step of one request; None: not measured, or not made there
     ahead_row_s: float = 0.0  # of each further request
+    follow_s: float = 0.0  # of passing over a token of one request later, by what makes drafts
+    follow_row_s: float = 0.0  # of each further request
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds) or list(self.sizes) != sorted(set(self.sizes)):
@@ -167,6 +169,10 @@ class Books:
         """What the rows of so many drafts take."""
         return max(0.0, self.costs.of(num_requests + num_drafts) - self.costs.of(num_requests))
 
+    def follow_s(self, num_requests: int) -> float:
+        """What passes take for a token of each, while no drafts are made."""
+        return self.costs.follow_s + self.costs.follow_row_s * (num_requests - 1)
+
     def estimate(self, num_requests: int) -> Estimate:
         """Where drafting was not measured yet: what warming up has measured of passes. To read results first takes at most as long as
         the step, since host and device then wait for each other; how much less is worth finding out."""
@@ -183,16 +189,17 @@ class Books:
         """What drafting takes may have changed."""
         self._batch(num_requests).extras.clear()
 
-    def took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int) -> None:
-        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has to fill the pipe again."""
+    def took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False) -> None:
+        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has to fill the pipe again.
+        `catches_up`: what makes drafts has passed over tokens of earlier steps behind it."""
         has_drafts = num_rows > num_requests or num_ahead > 0
-        if not has_drafts and not self.is_drafting:
+        if not has_drafts and not catches_up and not self.is_drafting:
             self.took_plain(num_requests, seconds)
             return
         batch, plain_s = self._batch(num_requests), self.plain_step_s(num_requests)
-        self.is_drafting = has_drafts
         self._plain_s += plain_s
         self._extra_s += seconds - plain_s
+        self.is_drafting = has_drafts
         self._burst_s += seconds - plain_s - self.rows_s(num_requests, num_rows - num_requests)
         made = num_ahead > 0 if self._on_device else num_rows > num_requests
         self._num_burst += made

@@ -15,7 +15,10 @@ from penstock.config import Config, SpeculationConfig
 from penstock.contract import StepPlan
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
+from penstock.engine.execution import executor as executor_module
+from penstock.engine.execution import warm
 from penstock.engine.execution.executor import Executor
+from penstock.engine.execution.outcome import RunningStep
 from penstock.errors import InvariantBroken
 from penstock.models.decoder import Decoder
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -274,11 +277,55 @@ def test_where_steps_are_slow_the_largest_are_not_measured(pair: Any, monkeypatc
     """A server on a CPU is to start within seconds. What was not measured is taken to grow with its rows."""
     _, engine = pair()
     executor, sizes = engine._parts.executor, list[int]()
-    monkeypatch.setattr(Executor, "_least_s", lambda self, plan: sizes.append(plan.num_rows) or 0.1 * plan.num_rows)
+    monkeypatch.setattr(Executor, "_step_s", lambda self, plan: sizes.append(plan.num_rows) or 0.1 * plan.num_rows)
     guessed = StepCosts((1, 2, 4, 8, 16, 64, 256), (1.0,) * 7)
     costs = executor.measured_costs(0, guessed)
-    assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 1, 4, 4]
+    assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 4, 1, 4, 1, 4]
     assert costs.of(4) == pytest.approx(0.4) and costs.of(256) == pytest.approx(25.6)
+
+
+def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is launched before the one before it is read, by rows that are set up: setting them up takes longer than a step does."""
+    _, engine = pair()
+    cache, executor, seen = engine._parts.cache, engine._parts.executor, list[str]()
+    table = cache.open("warm-up", None, 0)
+    assert cache.try_extend(table, 1)
+    plan = warm.decode_plan(2, int(table.slots(1)[0]), executor.limits.block_tokens, executor.limits.num_ahead)
+    launch, wait = Executor.launch, executor_module._wait_step
+
+    def launched(self: Executor, plan: StepPlan) -> RunningStep:
+        seen.append("launch and set up" if plan.starts else "launch")
+        return launch(self, plan)
+
+    def waited(step: RunningStep) -> None:
+        seen.append("read")
+        wait(step)
+
+    monkeypatch.setattr(Executor, "launch", launched)
+    monkeypatch.setattr(executor_module, "_wait_step", waited)
+    monkeypatch.setattr(executor_module, "_TIMED_STEPS", 3)
+    assert 0 < executor._step_s(plan) < 1.0
+    assert seen == ["launch and set up", "read", "launch", *["launch", "read"] * 3, "read"]
+    monkeypatch.setattr(executor_module, "_MEASURED_S", 0.0)
+    seen.clear()
+    executor._step_s(plan)
+    assert seen == ["launch and set up", "read"], "a slow one is run once"
+    cache.release(table, engine._parts.lanes[0].record())
+
+
+def test_passes_over_what_was_decoded_are_measured_by_the_token(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, engine = pair()
+    executor = engine._parts.executor
+
+    def takes(plan: StepPlan) -> float:
+        num = len(plan.chunks)
+        return 0.1 + (0.5 + 0.1 * num if plan.num_ahead else 0.0) + (0.25 + 0.01 * num if plan.missed else 0.0)
+
+    monkeypatch.setattr(Executor, "_step_s", lambda self, plan: takes(plan))
+    costs = executor.measured_costs(0, StepCosts((1, 2), (1.0, 1.0)))
+    num = executor.limits.block_tokens
+    assert (costs.ahead_s, costs.ahead_row_s) == (pytest.approx(0.6), pytest.approx(0.1))
+    assert (costs.follow_s, costs.follow_row_s) == (pytest.approx(0.26 / num), pytest.approx(0.01 / num))
 
 
 def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(

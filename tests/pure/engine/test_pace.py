@@ -122,6 +122,13 @@ def test_a_step_after_drafts_has_all_that_the_host_did_before_it() -> None:
     assert pace.decoded == Decoded(1, 1, 3.0, 0)
 
 
+def test_a_decode_says_whether_earlier_tokens_were_passed_over_behind_it() -> None:
+    clock = Clock()
+    pace, missed = Pace(clock), Chunk("r", 0, 34, (0,) * 16, np.zeros(1, np.int32), writes=True, num_logits=0)
+    taken(pace, clock, dataclasses.replace(plan((50, 1)), missed=(missed,)), 1.0)
+    assert pace.decoded == Decoded(1, 1, 1.0, 0, catches_up=True)
+
+
 def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:
     step = plan((50, 1))
     (chunk,) = step.chunks

@@ -501,33 +501,99 @@ def test_what_is_decoded_is_left_out_while_drafts_do_not_pay_and_drafts_wait_unt
     one.track.blank_to = 1000
     for _ in range(RETRY_STEPS):
         made.considers([one.track])
-    for one.track.num_planned in (900, 1001, 1063):
+    for one.track.num_planned in range(1000, 1064):
         assert not made.considers([one.track]) and not made.leaves_out, "what comes now is in its KV"
+        made.step_took(1, 1, 1.0, 0)
     one.track.num_planned = 1064
     assert made.considers([one.track])
 
 
-def test_where_requests_end_before_they_can_pay_for_drafts_what_they_say_is_left_out_until_one_can() -> None:
-    made = speculation(on_device=True, forced=False)
-    left_out = []
-    for n in range(100):
-        one = decoding(TEXT, f"{n}")
-        for _ in range(4):
-            assert not made.considers([one.track])
-            made.step_took(1, 1, 1.0, 0)
-            left_out.append(made.leaves_out)
-        made.ended(one.track)
-    assert 250 < left_out.index(True) < 270 and all(left_out[270:])
-    one, num = decoding(TEXT, "long"), 0
-    while made.leaves_out and num < 20:
+def followed(costs: StepCosts, num_tokens: int, made: Speculation | None = None) -> tuple[list[bool], list[int]]:
+    """One request by itself: for each of its tokens whether it is passed over, and those at which drafts are made. A pass is over a block,
+    and takes what the table says. A token that is left out stays so."""
+    made = made or Speculation(4, 100, costs, on_device=True)
+    one, passed, made_at = decoding(TEXT), list[bool](), list[int]()
+    for num in range(1, num_tokens + 1):
+        one.track.num_planned = num
+        made.considers([one.track])
+        passed.append(not made.leaves_out)
+        if made.num_ahead:
+            made_at.append(num)
+        ends_block = num % 16 == 0
+        if ends_block and made.leaves_out:
+            one.track.blank_to = num
+        catches_up = ends_block and not made.leaves_out and not made.num_ahead
+        made.step_took(1, 1, 1.0 + 16 * costs.follow_s * catches_up + 0.1 * bool(made.num_ahead), made.num_ahead, catches_up)
+    made.ended(one.track)
+    return passed, made_at
+
+
+DEAR = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.01, 1.02, 1.03, 1.04, 1.05), ahead_s=1.0, follow_s=0.03)
+
+
+def test_what_is_decoded_is_passed_over_from_the_beginning_where_that_costs_little() -> None:
+    passed, made_at = followed(COSTS, 100)
+    assert all(passed[FIRST_PLAIN_STEPS:]) and made_at[0] == pytest.approx(1.25 * (0.1 + 0.03) / MAX_LOSS, abs=2)
+
+
+def test_passes_that_cost_more_than_is_earned_begin_as_late_as_drafts_allow_and_are_paid_for() -> None:
+    """Drafts have to wait for what they take themselves, and for the passes over the last 64 tokens before them."""
+    passed, made_at = followed(DEAR, 300)
+    due = 1.25 * (1.0 + 0.03 + 64 * 0.03) / MAX_LOSS
+    assert made_at[0] == pytest.approx(due, abs=5)
+    first = passed.index(True)
+    assert made_at[0] - 64 - 16 <= first <= made_at[0] - 64 + 1 and all(passed[first : made_at[0]])
+
+
+def test_where_requests_end_before_they_can_pay_for_drafts_what_they_say_is_left_out() -> None:
+    made = Speculation(4, 100, DEAR, on_device=True)
+    for _ in range(20):
+        passed, made_at = followed(DEAR, 80, made)
+        assert not any(passed) and not made_at
+    passed, made_at = followed(DEAR, 300, made)
+    assert any(passed) and made_at, "one that lives longer is not"
+
+
+def test_a_pass_over_what_was_decoded_before_is_paid_for_and_says_nothing_of_plain_steps_nor_of_drafts() -> None:
+    one = decoding(TEXT)
+    made = seasoned(on_device=True, num_steps=20, tracks=[one.track])
+    account, before = made._requests["r"].account, made.books.estimate(1)
+    had_s = made.books.balance_s(account, 0.0)
+    made.step_took(1, 1, 1.5, 0, True)
+    assert made.books.balance_s(account, 0.0) == pytest.approx(had_s + MAX_LOSS - 0.5)
+    assert made.books.estimate(1) == before and not made.books.is_drafting
+    made._rest(1)
+    made.step_took(1, 1, 1.5, 0, True)
+    assert made.books.balance_s(account, 0.0) == pytest.approx(had_s + 2 * MAX_LOSS - 1.0), "also while nothing is asked"
+    made.step_took(1, 1, 1.125, 4)
+    made.step_took(1, 1, 1.0, 0)
+    assert made.books.estimate(1).extra_s == pytest.approx(0.125), "nor does it count as theirs later"
+
+
+def test_what_is_decoded_is_left_out_as_soon_as_drafts_are_found_not_to_pay() -> None:
+    """Before this request had any: those of others have failed."""
+    made, one = speculation(on_device=True, forced=False), decoding(TEXT)
+    for _ in range(FIRST_PLAIN_STEPS + 1):
         assert not made.considers([one.track])
         made.step_took(1, 1, 1.0, 0)
-        one.track.num_planned = one.track.blank_to = num = num + 1
-    assert not made.leaves_out, "now it can"
-    for one.track.num_planned in range(num, num + 64):
-        assert not made.considers([one.track]) and not made.leaves_out
-    one.track.num_planned += 1
-    assert made.considers([one.track])
+    assert not made.leaves_out
+    for _ in range(50):
+        made._pool.saw(4, 0)
+    made.saw(one.track, 4, 0)
+    assert not made.considers([one.track]) and made.leaves_out
+
+
+def test_what_is_decoded_is_passed_over_as_soon_as_accounts_can_pay_for_all() -> None:
+    """Drafts of another request have saved more than was thought, or one that could not pay has left."""
+    made, one = Speculation(4, 100, DEAR, on_device=True), decoding(TEXT)
+    for one.track.num_planned in range(1, 30):
+        made.considers([one.track])
+        made.step_took(1, 1, 1.0, 0)
+    assert made.leaves_out
+    for _ in range(3):
+        made.saw(one.track, 4, 4)
+    made.considers([one.track])
+    assert not made.leaves_out
 
 
 def test_lookups_need_no_kv_and_leave_nothing_out() -> None:

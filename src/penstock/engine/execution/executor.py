@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +46,7 @@ _NOTES = "hidden states by row"
 _MISSED = "inputs of catching up"
 _ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
 _NO_WAITS = Waits()
-_TIMED_STEPS = 4
+_TIMED_STEPS = 8
 _MEASURED_S = 0.5  # that one step of each size takes in all, and no more are measured
 
 
@@ -187,42 +188,50 @@ class Executor:
         try:
             for done, plan in enumerate((*warm.plans(kinds, slot, limits.block_tokens), *drafted)):
                 progress("warming up", done, num)
-                if (error := self.launch(plan).wait_error()) is not None:
-                    raise error
+                _wait_step(self.launch(plan))
         finally:
             self._weights_of = weights_of
         progress("warming up", num, num)
 
     def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
-        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them: the least of a few. Blocks, for
-        some seconds: where steps are slow the largest are not run. Behind `warm`."""
+        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them. Blocks, for some seconds: where
+        steps are slow the largest are not run. Behind `warm`."""
         block_tokens, seconds = self.limits.block_tokens, list[float]()
         for size in costs.sizes:
             if sum(seconds) > _MEASURED_S:
                 break
-            least_s = self._least_s(warm.verify_plan(size, slot, block_tokens, self.limits.max_request_drafts))
-            seconds.append(max(least_s, *seconds[-1:], 0.0))  # noise aside, more rows take no less
+            step_s = self._step_s(warm.verify_plan(size, slot, block_tokens, self.limits.max_request_drafts))
+            seconds.append(max(step_s, *seconds[-1:], 0.0))  # noise aside, more rows take no less
         measured = replace(costs, sizes=costs.sizes[: len(seconds)], seconds=tuple(seconds))
         if self.ahead is None:
             return measured
-        most = min(self.limits.max_batch, measured.sizes[-1])
-        one_s, all_s = (self._ahead_s(num, slot) for num in (1, most))
-        return replace(measured, ahead_s=one_s, ahead_row_s=max(0.0, all_s - one_s) / max(1, most - 1))
+        counts = 1, min(self.limits.max_batch, measured.sizes[-1])
+        num_late = min(block_tokens, self._forward.model.config.max_position - 1)
+        plain = [self._step_s(warm.decode_plan(num, slot, block_tokens, 0)) for num in counts]
+        ahead = [self._step_s(warm.decode_plan(num, slot, block_tokens, self.limits.num_ahead)) for num in counts]
+        late = [self._step_s(warm.decode_plan(num, slot, block_tokens, 0, num_missed=num_late)) for num in counts]
+        ahead_s, ahead_row_s = _more_s(plain, ahead, counts)
+        late_s, late_row_s = _more_s(plain, late, counts)
+        follow_s, follow_row_s = late_s / num_late, late_row_s / num_late
+        return replace(measured, ahead_s=ahead_s, ahead_row_s=ahead_row_s, follow_s=follow_s, follow_row_s=follow_row_s)
 
-    def _ahead_s(self, num_requests: int, slot: int) -> float:
-        """What making drafts adds to a step that decodes one token of each."""
-        with_drafts, plain = (warm.decode_plan(num_requests, slot, self.limits.block_tokens, num) for num in (self.limits.num_ahead, 0))
-        return max(0.0, self._least_s(with_drafts) - self._least_s(plain))
-
-    def _least_s(self, plan: StepPlan) -> float:
-        """Of a few steps, or of one that is slow."""
-        times = list[float]()
+    def _step_s(self, plan: StepPlan) -> float:
+        """What a step like this takes as the engine runs them: each is launched while the one before is running. Of a slow one, what it
+        takes alone."""
+        started_s = time.perf_counter()
+        _wait_step(self.launch(plan))
+        ended_s = time.perf_counter()
+        if ended_s - started_s > _MEASURED_S / 4:
+            return ended_s - started_s
+        plan = replace(plan, starts=())  # rows are set up
+        running, times = self.launch(plan), list[float]()
         while len(times) < _TIMED_STEPS and sum(times) < _MEASURED_S / 4:
-            started_s = time.perf_counter()
-            if (error := self.launch(plan).wait_error()) is not None:
-                raise error
-            times.append(time.perf_counter() - started_s)
-        return min(times)
+            running, before = self.launch(plan), running
+            _wait_step(before)
+            times.append(time.perf_counter() - ended_s)
+            ended_s += times[-1]
+        _wait_step(running)
+        return statistics.median(times)
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
         """Put the step on the compute lane and return; the step before may still be running there. `waits`: what the plan's ids stand
@@ -572,6 +581,17 @@ class Executor:
             move(room, token_logprobs(logits, self.uploads.send(targets), num_top).packed())
 
         return run
+
+
+def _wait_step(step: RunningStep) -> None:
+    if (error := step.wait_error()) is not None:
+        raise error
+
+
+def _more_s(plain: Sequence[float], others: Sequence[float], counts: tuple[int, int]) -> tuple[float, float]:
+    """What the others take longer with the fewest requests, and with each further one."""
+    few, many = (max(0.0, other - one) for one, other in zip(plain, others, strict=True))
+    return few, max(0.0, many - few) / max(1, counts[1] - counts[0])
 
 
 def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:
