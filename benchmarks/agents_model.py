@@ -37,7 +37,7 @@ from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.transfer.mover import Mover
+from penstock.kv.transfer import Mover
 
 BLOCK = 16
 LAYOUT = BlockLayout(36, 8, 128, BLOCK, "bfloat16")

@@ -25,7 +25,7 @@ import torch
 from penstock.config import EVICTIONS
 from penstock.contract import Access, Mode, Prefix, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
 from penstock.engine.execution.batch import Packer
-from penstock.engine.execution.outcome import Outputs, RunningStep
+from penstock.engine.execution.running_step import Outputs, RunningStep
 from penstock.engine.execution.sampler import SampleOutput
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -39,7 +39,7 @@ from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.transfer.mover import Mover
+from penstock.kv.transfer import Mover
 from penstock.testing.stores import MemoryStore
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -313,7 +313,7 @@ def computing(num_tokens: int, num_requests: int) -> Times:
 def coming_and_going(num_tokens: int, num_requests: int) -> Times:
     """One more comes for a prompt that is cached, and leaves; in the end all leave at once."""
     rig = running(num_tokens, num_requests)
-    rig.scheduler._running._free_rows.append(num_requests)
+    rig.scheduler._running.free_rows.append(num_requests)
     known = [*prompt(num_tokens), 2]
     for number in range(10):
         yield "caller: keys of a new prompt", timed(rig.cache.prefix_of, prompt(num_tokens, 1 + number))[0]

@@ -21,8 +21,8 @@ from penstock.kv import memory as host_module  # noqa: E402
 from penstock.kv.memory import DeviceArena  # noqa: E402
 from penstock.kv.memory import HostArena, piece_slots  # noqa: E402
 from penstock.kv.memory import BlockLayout  # noqa: E402
-from penstock.kv.transfer import copies  # noqa: E402
-from penstock.kv.transfer.copies import make_copier  # noqa: E402
+from penstock.kv import transfer as copies  # noqa: E402
+from penstock.kv.transfer import make_copier  # noqa: E402
 from penstock.lanes.cuda import CudaLane  # noqa: E402
 
 pytestmark = pytest.mark.gpu

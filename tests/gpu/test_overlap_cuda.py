@@ -16,7 +16,7 @@ from cpu.engine.test_tiers import forget
 from gpu.test_engine_cuda import make_engine
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.kv.transfer.mover import Group
+from penstock.kv.transfer import Group
 from support.driving import generate, run_all, submit, tiny_config
 from support.gates import gates
 

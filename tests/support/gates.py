@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from penstock.engine.engine import Engine
-from penstock.kv.transfer.mover import Copier, Layers, Mover, Slots
+from penstock.kv.transfer import Copier, Layers, Mover, Slots
 
 _DEADLINE_S = 30.0  # a test that forgets to let go fails instead of hanging
 

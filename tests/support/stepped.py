@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.kv.transfer.mover import Layers, Slots
+from penstock.kv.transfer import Layers, Slots
 from penstock.lanes.lane import Capture, Op, Replay, Ticket
 
 

@@ -26,7 +26,7 @@ from penstock.errors import EngineClosed, StoreFailed
 from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import BlockStore, Outcome, StoreUsage
-from penstock.kv.transfer.mover import Copier, Layers, Slots
+from penstock.kv.transfer import Copier, Layers, Slots
 from penstock.models.model import ModelConfig
 from penstock.models.registry import layout
 

@@ -24,8 +24,7 @@ from penstock.contract import Access, Fence, Mode
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, free_bytes
-from penstock.kv.transfer.copies import make_copier
-from penstock.kv.transfer.mover import Group, Mover, Transfer
+from penstock.kv.transfer import Group, Mover, Transfer, make_copier
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.models.progress import Progress

@@ -19,7 +19,7 @@ from penstock.contract import Adapter, FinishReason, KvSource, SamplingParams, T
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
-from penstock.engine.text import TextStream, stop_strings
+from penstock.engine.text import StopString, TextStream
 from penstock.errors import StepFailed
 
 LOOK_S = 1.0  # between two looks whether the engine can still say anything
@@ -103,7 +103,7 @@ class Answer:
         self._engine = engine
         self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
-        self._stream = TextStream(engine.tokenizer, stop_strings(sampling.stop), begins)
+        self._stream = TextStream(engine.tokenizer, tuple(map(StopString, sampling.stop)), begins)
         self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
         self.tokens: list[int] = []  # whose text is part of the answer
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []

@@ -36,7 +36,7 @@ from penstock.contract import (
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.grammars import Grammars
-from penstock.engine.execution.outcome import RunningStep
+from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.inbox import Inbox
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
@@ -151,7 +151,9 @@ class Engine:
         prefix = cache.prefix_of(known, cache_salt, adapter)
         distinct = np.unique(known).astype(np.int32) if sampling.repetition_penalty != 1.0 else None
         own_id = request_id or uuid.uuid4().hex
-        part = self._parts.residency.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
+        part, choice = None, self._parts.residency
+        if choice.scored or residency is not None or pins is not None:
+            part = choice.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
         request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session, part)
         listener = self._sessions.follow(request, cache_salt, hint, listener)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
@@ -362,7 +364,8 @@ class Engine:
         if self._parts.scheduler.left_scored and self._parts.executor.scores is not None:
             left, self._parts.scheduler.left_scored = self._parts.scheduler.left_scored, []
             self._parts.executor.scores.forget(left)
-        self._outbox.note_lives(self._parts.scheduler.lives)
+        if self._parts.scheduler.lives:
+            self._outbox.note_lives(self._parts.scheduler.lives)
         launched = None if plan is None else self._launch(plan)
         previous, self._running = self._running, launched
         if previous is not None:
@@ -473,12 +476,14 @@ class Engine:
         if self._parts.speculation is not None:
             decoded = self._pace.decoded
             self._parts.speculation.step_had_prompts() if decoded is None else self._parts.speculation.step_took(*decoded)
-        self._parts.executor.masks.advance((event.request_id, event.tokens) for event in events)  # their masks are computed from now on
+        if (masks := self._parts.executor.masks).answers:
+            masks.advance((event.request_id, event.tokens) for event in events)  # their masks are computed from now on
         self._outbox.publish(events)
         started = time.monotonic()
         self._parts.cache.submit_saves()
         self._blocked_s["save"] += time.monotonic() - started
-        self._outbox.note_lives(self._parts.scheduler.lives)
+        if self._parts.scheduler.lives:
+            self._outbox.note_lives(self._parts.scheduler.lives)
 
     def _sample(self, step: RunningStep) -> RunningStep:
         """Its sampling is on the lane from now on, if it was not: masks are waited for while its forward pass runs."""

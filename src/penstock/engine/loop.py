@@ -89,7 +89,7 @@ class EngineLoop:
             self._engine.warm(self._progress)
             self._is_warm = True
             self._warm.set()
-            while not self._is_over():
+            while self._stop_by_s is None or (self._engine.has_work() and time.monotonic() < self._stop_by_s):
                 self._beat_s = time.monotonic()
                 if not self._engine.step():
                     self._engine.wait_work(self._patience_s())
@@ -104,8 +104,3 @@ class EngineLoop:
     def _patience_s(self) -> float:
         """How long it may wait for work: it comes round for its heartbeat, and for the deadline of a close."""
         return _IDLE_S if self._stop_by_s is None else max(0.0, min(_IDLE_S, self._stop_by_s - time.monotonic()))
-
-    def _is_over(self) -> bool:
-        if self._stop_by_s is None:
-            return False
-        return not self._engine.has_work() or time.monotonic() >= self._stop_by_s

@@ -91,7 +91,8 @@ class Outbox:
                 entry.listener(event)
             except Exception:
                 log.exception("the listener of request %s raised; the request goes on", event.request_id)
-        self._tell_over()
+        if self.after:
+            self._tell_over()
 
     def end_all(self, why: str) -> None:
         """The last event of every open request: it ends with an error. Never raises: whatever one listener does, the others are told."""

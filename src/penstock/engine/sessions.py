@@ -215,6 +215,8 @@ class Sessions:
 
     def step(self) -> bool:
         """A slice of what is due; says whether more of it is due at once."""
+        if not (self._ended or self._seconds or self._prefetches or self._releases or self._moving):
+            return False
         for _ in range(min(len(self._ended), _ENDS_AT_ONCE)):
             self._end(self._ended.popleft())
         is_late = self._expire()

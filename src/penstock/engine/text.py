@@ -59,32 +59,30 @@ class TextStream:
         for token in tokens:
             if self._stopped:
                 break
-            data = self._bytes(token)
-            offsets.append(self._num_decoded + self._num_broken(data))
-            pieces.append(self._release(self._decoder.decode(data)))
+            data = b"" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token)
+            if self._begins and data:
+                self._begins, self.first = False, self._num_tokens
+                data = self._tokenizer.token_bytes(token, first=True)
+            self._num_tokens += 1
+            pending = self._decoder.getstate()[0]
+            offsets.append(self._num_decoded + (self._num_broken(pending, data) if pending and data else 0))
+            text = self._decoder.decode(data)
+            self._num_decoded += len(text)
+            pieces.append(self._release(text) if self._stops else text)
         return TextDelta("".join(pieces), self._stopped, tuple(offsets))
 
     def finish(self) -> str:
         """What was held back, when no more tokens come. Empty after a stop string."""
         if self._stopped:
             return ""
-        text = self._release(self._decoder.decode(b"", final=True))
-        text, self._held = text + self._held, ""
+        text = self._decoder.decode(b"", final=True)
+        if self._stops:
+            text = self._release(text)
+            text, self._held = text + self._held, ""
         return text
 
-    def _bytes(self, token: int) -> bytes:
-        data = b"" if self._tokenizer.is_special(token) else self._tokenizer.token_bytes(token)
-        if self._begins and data:
-            self._begins, self.first = False, self._num_tokens
-            data = self._tokenizer.token_bytes(token, first=True)
-        self._num_tokens += 1
-        return data
-
-    def _num_broken(self, data: bytes) -> int:
-        """Replacement characters that the unfinished character before `data` becomes, where `data` leaves it unfinished for good."""
-        pending = self._decoder.getstate()[0]
-        if not pending or not data:
-            return 0
+    def _num_broken(self, pending: bytes, data: bytes) -> int:
+        """Replacement characters that the unfinished character `pending` becomes, where `data` leaves it unfinished for good."""
         joined = pending + data[:1]
         try:
             joined.decode("utf-8")
@@ -95,9 +93,6 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         """The part of the held and the new text that is certain, up to a stop string."""
-        self._num_decoded += len(text)
-        if not self._stops:
-            return text
         start = len(self._held)
         self._held += text
         for end, character in enumerate(text, start + 1):
@@ -137,7 +132,3 @@ class StopString:
                 border = borders[border - 1]
             borders.append(border + (self.text[border] == next_one))
         return borders[length - 1]
-
-
-def stop_strings(texts: Sequence[str]) -> tuple[StopString, ...]:
-    return tuple(map(StopString, texts))

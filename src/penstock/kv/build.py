@@ -25,8 +25,7 @@ from penstock.kv.tiers.remote import open_store as open_remote
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.ssd.store import open_ssd
 from penstock.kv.tiers.store import BlockStore, Space
-from penstock.kv.transfer.copies import make_copier
-from penstock.kv.transfer.mover import ByteChecks, Mover
+from penstock.kv.transfer import ByteChecks, Mover, make_copier
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.cuda import make_lane, make_launcher
 from penstock.lanes.lane import Lane

@@ -28,7 +28,7 @@ from penstock.kv.tiers.host import ABSENT, HOST, HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads, no_tiers
 from penstock.kv.tiers.saves import Persisting, Resetting
 from penstock.kv.tiers.store import PinningStore
-from penstock.kv.transfer.mover import Settling, Transfer
+from penstock.kv.transfer import Settling, Transfer
 from penstock.lanes.lane import POLL_MOST_S
 from penstock.observe import EngineObserver
 
@@ -95,6 +95,10 @@ class KvCache:
         self._prefix_cache = prefix_cache
         self.loads = no_tiers(pool, scope.block_tokens) if loads is None else loads
         self.saves = self.loads.saves
+        self.submit_saves = self.saves.submit  # demotes what was sealed since the last call
+        self.newest_save = self.saves.newest  # when that is settled, everything sealed so far is in the host tier or was skipped
+        self.persist = self.saves.persist
+        self.save = self.saves.save
         self._host = self.loads.host
         self.cold_tiers = self.saves.cold  # those colder than host memory, hottest first
         self.prefill = self.loads.prefill  # what computing prompts takes: loading is weighed against it, and chunks are sized by it
@@ -102,6 +106,7 @@ class KvCache:
         # Some of host memory stays for what others leave there.
         self.num_pageable = self._host.num_slots - self._host.num_slots // _HOST_SPARE_SHARE if prefix_cache else 0
         self._shares = prefix_cache or self._host.num_slots > 0  # blocks of one request are of use to another
+        self._plain_digest = self.scope_of().digest()  # of requests without a salt and an adapter
         self._tables: set[BlockTable] = set()  # those that are open
         self._announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
         self._kept: dict[bytes, Sequence[bytes]] = {}  # what was kept of tables with a scope of their own, by name
@@ -134,24 +139,28 @@ class KvCache:
     @property
     def num_in_flight(self) -> int:
         """Transfers between device and host memory that have not been seen to be over."""
-        return len(self.loads.mover) + len(self.saves.mover)
+        return len(self.loads.mover.flying) + len(self.saves.mover.flying)
 
     @property
     def num_cold_in_flight(self) -> int:
-        """Reads, writes and questions of cold tiers that are not over. Whoever waits for them is woken."""
-        return self.saves.num_cold + len(self.loads.fetches)
+        """Reads, writes and questions of cold tiers that are not over, and what is yet to be handed to them. Whoever waits for them is
+        woken."""
+        num = sum(len(tier.readings) + len(tier.writings) + len(tier.findings) for tier in self.cold_tiers.values())
+        return num + len(self.saves.persisting) + len(self.saves.later) + len(self.loads.fetches)
 
     @property
     def look_again_s(self) -> float:
         """How long nobody need look at what is in flight, unless told that some of it has got further. While a load from cold tiers is
         under way, looking more often would take the interpreter from their lanes."""
-        return POLL_MOST_S if self.loads.is_cold else min(self.loads.mover.look_again_s(), self.saves.mover.look_again_s())
+        if any(load.is_cold for load in self.loads.in_flight.values()):
+            return POLL_MOST_S
+        return min(self.loads.mover.look_again_s(), self.saves.mover.look_again_s())
 
     def prefix_of(self, tokens: Tokens, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         """What KV of `tokens` may be shared under; None where nothing is shared."""
         if not self._shares:
             return None
-        digest = self.scope_of(salt, adapter).digest()
+        digest = self.scope_of(salt, adapter).digest() if salt or adapter is not None else self._plain_digest
         return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
 
     def scope_of(self, salt: str = "", adapter: Adapter | None = None) -> Scope:
@@ -203,7 +212,7 @@ class KvCache:
             self._host.refresh(lease)
             self._host.grow(lease)
             num_colder = self.loads.worth(lease, num)
-        return Match(num, self._pool.num_idle_of(slots), pending, num_colder)
+        return Match(num, self._pool.num_idle_of(slots) if num else 0, pending, num_colder)
 
     def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
         """Its first blocks where they are in host memory, or on the device where that has more of them."""
@@ -250,7 +259,9 @@ class KvCache:
             return False
         # It pays to wait where somebody computes the next key, or it is promoted and not late. A key covers all before it, so it has the
         # same number in whatever prefix it belongs to.
-        return any(table.announces(num, keys[num]) for table in self._announcing) or self.loads.is_coming(num, keys[num])
+        if any(table.announces(num, keys[num]) for table in self._announcing):
+            return True
+        return bool(self.loads.in_flight) and self.loads.is_coming(num, keys[num])
 
     def stats(self) -> CacheStats:
         pool = self._pool
@@ -274,7 +285,7 @@ class KvCache:
         traffic = Traffic(
             bytes=dict(counts.bytes),
             seconds={pair: histogram.copy() for pair, histogram in list(counts.seconds.items())},
-            in_flight={(HOST, "device"): len(self.loads.mover), ("device", HOST): len(self.saves.mover)},
+            in_flight={(HOST, "device"): len(self.loads.mover.flying), ("device", HOST): len(self.saves.mover.flying)},
             failures=dict(counts.failures),
             skipped={"full": self._host.counts.skipped_full, "late": counts.saves_late},
             postponed=self._host.counts.postponed,
@@ -283,14 +294,6 @@ class KvCache:
         for tier in self.cold_tiers.values():
             tier.report(traffic)
         return traffic
-
-    def newest_save(self) -> Settling | None:
-        """When it is settled, everything sealed so far is in the host tier or was skipped; None: it is so already."""
-        return self.saves.newest()
-
-    def persist(self) -> Persisting | None:
-        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is no such tier."""
-        return self.saves.persist()
 
     def call_when_launched(self, wake: Callable[[], None]) -> None:
         """`wake` is called, from another thread, when a transfer has got further."""
@@ -449,7 +452,7 @@ class KvCache:
         num_full = num_computed // own.block_tokens
         if own.prefix is None or num_full <= own.num_keyed:
             return
-        if self.loads.is_loading(own):
+        if self.loads.in_flight and self.loads.is_loading(own):
             raise InvariantBroken(f"{own.owner!r} seals blocks while some before them are still on their way")
         first = own.num_keyed
         keys = own.next_keys(tokens, num_full)
@@ -477,7 +480,8 @@ class KvCache:
         if own.own_scope is not None:
             self._forget_own(own)
         own.hold.end(fence)
-        self._host.end_handles(own.paged_pins, fence)
+        if own.paged_pins:
+            self._host.end_handles(own.paged_pins, fence)
         self._tables.remove(own)
         self._announcing.discard(own)
 
@@ -498,10 +502,6 @@ class KvCache:
 
     # ------------------------------------------------------------------------------------------------------- colder tiers
 
-    def submit_saves(self) -> None:
-        """Demote what was sealed since the last call."""
-        self.saves.submit()
-
     def settle(self) -> bool:
         """Take in transfers that are over; says whether there were any. Those between device and host memory come first: what has landed is
         written to cold tiers, and what was read from them is sent on."""
@@ -510,12 +510,14 @@ class KvCache:
         before = self.num_in_flight
         self._host.expire()
         self.saves.settle()
-        for copy in self.loads.settle():
-            self._land(copy)
-            self._num_promoted += copy.num_blocks
+        if self.loads.mover.flying:
+            for copy in self.loads.settle():
+                self._land(copy)
+                self._num_promoted += copy.num_blocks
         cold_before = self.num_cold_in_flight
         self.saves.settle_writes()
-        self.loads.advance()
+        if self.loads.in_flight or self.loads.fetches:
+            self.loads.advance()
         has_more = self.saves.hand_over()
         return has_more or self.num_cold_in_flight != cold_before or self.num_in_flight != before
 
@@ -528,10 +530,6 @@ class KvCache:
         elif own not in self._tables and self._prefix_cache:
             slots = copy.pins[0].array[: len(copy.keys)]
             self._pool.seal(slots, copy.keys, range(copy.first, copy.first + len(slots)))
-
-    def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Have host memory get those of `keys` that only the device has, though their room is not needed yet."""
-        self.saves.save(keys, fence)
 
     # ----------------------------------------------------------------------------------------------------------- sessions
 
@@ -557,7 +555,7 @@ class KvCache:
         if not wanted.isdisjoint((HOST, *self.cold_tiers)):
             self.loads.end_fetches(keeps=False)  # what is forgotten does not come back by itself
         if "device" in wanted:
-            for load in self.loads.in_flight:
+            for load in self.loads.in_flight.values():
                 if load.ended:  # nobody has its slots: what is forgotten does not come back by itself
                     load.forget_keys()
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
@@ -613,7 +611,7 @@ class KvCache:
     def _is_touched(self, slots: Sequence[int] | None = None) -> bool:
         """Whether anything that was taken on, launched or not, may still touch one of the device's `slots` (None: any)."""
         wanted = None if slots is None else frozenset(slots)
-        flying: list[Transfer | Reads] = [*self.saves.mover.in_flight(), *self.loads.mover.in_flight(), *self.loads.reads]
+        flying: list[Transfer | Reads] = [*self.saves.mover.flying, *self.loads.mover.flying, *self.loads.reads]
         return any(one.touches(wanted) for one in flying)
 
     def close(self, timeout_s: float | None = None) -> None:

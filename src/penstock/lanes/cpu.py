@@ -26,22 +26,18 @@ _EXIT_S = 5.0  # for what lanes have to do when the process ends
 class CpuFence:
     """A count of finished items on one lane."""
 
-    __slots__ = ("_lane", "lane", "number")
+    __slots__ = ("lane", "number", "owner")
 
     def __init__(self, lane: CpuLane, number: int) -> None:
-        self._lane = lane
+        self.owner = lane
         self.lane = lane.name
         self.number = number
 
     def passed(self) -> bool:
-        return self._lane.has_finished(self.number)
+        return self.owner.has_finished(self.number)
 
     def wait_passed(self, timeout_s: float | None = None) -> None:
-        self._lane.wait_finished(self.number, timeout_s)
-
-    def hold_lane(self) -> None:
-        """Block the worker thread of another lane. No host thread learns anything by it, so nobody is told that one waited."""
-        self._lane.wait_finished(self.number, None, reported=False)
+        self.owner.wait_finished(self.number, timeout_s)
 
 
 class CpuTicket:
@@ -240,7 +236,8 @@ class CpuLane:
             if error is None and item.after is not None:
                 error = item.after.error()
             if error is None and isinstance(item.fence, CpuFence):
-                item.fence.hold_lane()
+                # It blocks this worker thread. No host thread learns anything by it, so nobody is told that one waited.
+                item.fence.owner.wait_finished(item.fence.number, None, reported=False)
             elif error is None and item.fence is not None:
                 item.fence.wait_passed()
             elif error is None and item.op is not None:

@@ -4,11 +4,9 @@ made, not shapes or engine requests."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.contract import SnapshotContent, TokenEvent
-from penstock.engine.text import TextStream, stop_strings
+from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
@@ -39,13 +37,9 @@ if TYPE_CHECKING:
 _MESSAGES = msgspec.json.Decoder(list[Message])
 
 
-@contextlib.contextmanager
-def within_context() -> Iterator[None]:
-    """Around the making of a prompt that is to be computed: one that is too long does not fit the context."""
-    try:
-        yield
-    except PromptTooLong as error:
-        raise ContextExceeded(error.most, f"your prompt has {error.what}", error.param or "prompt") from None
+def beyond_context(error: PromptTooLong) -> ContextExceeded:
+    """Of a prompt that was to be computed: one that is too long does not fit the context."""
+    return ContextExceeded(error.most, f"your prompt has {error.what}", error.param or "prompt")
 
 
 def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
@@ -103,10 +97,12 @@ def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules
 
 def encode_given(tokenizer: TextCodec, body: PrefetchBody, rules: Rules) -> list[int]:
     """The prompt or the messages of a body that has one of them, as a generating route would take it."""
-    with within_context():
+    try:
         if body.messages is not None:
             return encode_chat(tokenizer, body.messages, rules)
         return list(encode_prompt(tokenizer, body.prompt or "", rules))
+    except PromptTooLong as error:
+        raise beyond_context(error) from None
 
 
 def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:
@@ -162,7 +158,7 @@ class RouteKind:
     prompts: Callable[[TextCodec, Any, Rules], list[Prompt]]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
     id_prefix: str
-    translate: Callable[[Any, bool], CompletionBody | ChatBody] = lambda given, reasons: given  # the second: whether the model reasons
+    translate: Callable[[Any, bool], ChatBody] | None = None  # the second argument: whether the model reasons
     names: Mapping[str, str] = field(default_factory=dict)  # what a field of the translation is called in what was given
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -175,16 +171,11 @@ MESSAGES = RouteKind(
 RESPONSES = RouteKind(responses.ResponsesBody, chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
 
 
-@contextmanager
-def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
+def rename_field(error: InvalidRequest, names: Mapping[str, str]) -> None:
     """A field that is refused has the name that the client gave it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if (name := names.get(error.param or "")) is not None:
-            error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
-            error.param = name
-        raise
+    if (name := names.get(error.param or "")) is not None:
+        error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
+        error.param = name
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +193,14 @@ class RunningRequest:
     def usage(self) -> dict[str, Any]:
         return usage_of(self.prompts, self.choices, self.body.n or 1)
 
-    async def next_pieces(self) -> dict[int, ChoiceDelta]:
-        """What the choices have to say now. A choice that met a stop string needs its engine request no longer.
+    async def next_pieces(self) -> dict[int, ChoiceDelta] | None:
+        """What the choices have to say now; None once all have said everything. A choice that met a stop string needs its engine request
+        no longer.
 
         A failed choice fails the reply, once what it had said before is out.
         """
+        if all(choice.finish is not None for choice in self.choices):
+            return None
         for choice in self.choices:
             if choice.failure is not None:
                 raise choice.failure
@@ -214,10 +208,13 @@ class RunningRequest:
         for index, events in (await self.reading.next_events()).items():
             choice = self.choices[index]
             self._note(events)
-            if choice.finish is None and (piece := choice.feed(events)):
+            if choice.finish is not None:
+                continue
+            piece = choice.feed(events)
+            if piece.text or piece.tokens or piece.finish:
                 pieces[index] = piece
-                if piece.finish is not None:
-                    self.reading.end(index)
+            if piece.stop is not None:
+                self.reading.end(index)
         return pieces
 
     def _note(self, events: Iterable[TokenEvent]) -> None:
@@ -241,10 +238,6 @@ class RunningRequest:
         """JSON of `pieces`; where there are many scores, not on the event loop's thread."""
         num_scores = sum(len(piece.tokens) for piece in pieces) * (1 + (self.body.num_logprobs or 0))
         return await self.service.compute(make, num_scores * SCORE_BYTES)
-
-    @property
-    def over(self) -> bool:
-        return all(choice.finish is not None for choice in self.choices)
 
 
 class Generate:
@@ -274,18 +267,26 @@ class Generate:
                 finally:
                     running.settle()
 
-            with in_words_of(self._kind.names):
+            try:
                 await while_connected(receive, reading.abandon, work)
+            except InvalidRequest as error:
+                rename_field(error, self._kind.names)
+                raise
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[Any, CompletionBody | ChatBody, int]:
         """A checked body, the same translated, and its size. Its raw bytes are not kept while the request runs."""
-        schema.check_query(Request(scope).query_params, **self._kind.queries)
-        data = await read_body(scope, receive, self._service.config)
-        given: Any = schema.decode(data, self._kind.body)
-        self._service.check_model(given.model)
-        body = self._kind.translate(given, reasons(self._service.config, self._service.engine.tokenizer))
-        with in_words_of(self._kind.names):
+        kind, service = self._kind, self._service
+        if scope["query_string"]:
+            schema.check_query(Request(scope).query_params, **kind.queries)
+        data = await read_body(scope, receive, service.config)
+        given: Any = schema.decode(data, kind.body)
+        service.check_model(given.model)
+        body = given if kind.translate is None else kind.translate(given, reasons(service.config, service.engine.tokenizer))
+        try:
             body.check()
+        except InvalidRequest as error:
+            rename_field(error, kind.names)
+            raise
         return given, body, len(data)
 
     def _submit(
@@ -294,14 +295,16 @@ class Generate:
         """On a worker thread where the body is large."""
         engine, config = self._service.engine, self._service.config
         make = self._kind.prompts if before is None else partial(prompts_after, before)
-        with within_context():
+        try:
             prompts = make(engine.tokenizer, body, self._service.prompt_rules)
+        except PromptTooLong as error:
+            raise beyond_context(error) from None
         choices: list[ChoiceText] = []
         read_as = None
         if isinstance(body, ChatBody):
             read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
         codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
-        stops, asked = stop_strings(body.stops), body.options()  # one of each for all choices
+        stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
@@ -310,9 +313,7 @@ class Generate:
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
-        options = body.streaming
-        with_usage = bool(options.include_usage or options.continuous_usage_stats)
-        head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, with_usage)
+        head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model)
         exchange.model, exchange.stream = body.model, bool(body.stream)
         reply = self._kind.reply(engine.tokenizer, given, head, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)
@@ -320,10 +321,10 @@ class Generate:
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
     gathered: list[list[ChoiceDelta]] = [[] for _ in running.choices]
-    while not running.over:
-        for index, piece in (await running.next_pieces()).items():
+    while (pieces := await running.next_pieces()) is not None:
+        for index, piece in pieces.items():
             gathered[index].append(piece)
-    joined = [_joined(pieces) for pieces in gathered]
+    joined = [_joined(said) for said in gathered]
     content = await running.write(lambda: msgspec.json.encode(running.reply.whole(joined, running.usage())), joined)
     await Response(content, media_type="application/json")(scope, receive, send)
 
@@ -338,8 +339,7 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
-        while not running.over:
-            pieces = await running.next_pieces()
+        while (pieces := await running.next_pieces()) is not None:
             if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         last = running.reply.closing(running.usage)

@@ -15,13 +15,13 @@ import msgspec
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import EngineClosed, PenstockError, StepFailed
+from penstock.server.schema import StreamOptions
 from penstock.server.tool_parsers import MessageParser
 from penstock.server.tools import PLAIN, AnswerFormat
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
-    from penstock.server.schema import StreamOptions
 
 
 class Prompt(NamedTuple):
@@ -49,9 +49,6 @@ class ChoiceDelta(NamedTuple):
     tokens: tuple[ScoredToken, ...]
     finish: str | None
     stop: str | None = None  # the stop string that ended it
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.tokens or self.finish)
 
 
 class ChoiceText:
@@ -82,7 +79,9 @@ class ChoiceText:
                 self.source, self.scored = event.source, event.scored
             self.num_drafts += event.drafted
             self.num_accepted += event.accepted
-            parts.append(self._open(event))
+            if self._echo is not None:
+                parts.append(self._open(self._echo, event))
+                self._echo = None
             parts.append(self._take(event))
             if event.finish is not None and self.finish is None:
                 parts.append(self._end(event))
@@ -94,11 +93,8 @@ class ChoiceText:
         released, self._held = tuple(self._held[:ready]), self._held[ready:]
         return ChoiceDelta(text, released, self.finish, self._stream.stopped_by)
 
-    def _open(self, event: TokenEvent) -> str:
+    def _open(self, echo: Prompt, event: TokenEvent) -> str:
         """The echoed prompt, before anything else; it waits for the first event, which has its scores."""
-        echo, self._echo = self._echo, None
-        if echo is None:
-            return ""
         if self._scored and event.prompt_logprobs is not None:
             self._held.extend(map(ScoredToken, echo.ids, event.prompt_logprobs, echo.offsets))
         return echo.text
@@ -153,22 +149,18 @@ class Heading:
 
     id: str
     model: str
-    with_usage: bool  # the client asked for usage in the stream, so every other chunk says null
     created: int = field(default_factory=lambda: int(time.time()))
-
-    def of(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
-        content = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-        return {**content, "usage": usage} if usage is not None or self.with_usage else content
 
 
 class ChunkedReply:
     """Of OpenAI's routes whose streams are chunks of choices in a row, then perhaps the usage, then `[DONE]`."""
 
     kind = chunk_kind = ""
+    first_delta: Json | None = None  # of a chunk of its own, sent right before the first that a choice says: clients time the token by it
 
     def __init__(self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None) -> None:
         self._tokenizer = tokenizer
-        self._options: StreamOptions = body.streaming
+        self._options: StreamOptions = body.stream_options or StreamOptions()
         self._head = head
         self._read_as = read_as
         self._logprobs: int | None = body.num_logprobs
@@ -180,29 +172,32 @@ class ChunkedReply:
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
         raise NotImplementedError
 
-    def opening(self, index: int) -> Json | None:
-        """Of a chunk to be sent with the first that the choice says, right before it: clients time the first token by it."""
-        return None
-
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        return self._head.of(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage)
+        return self._object(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage)
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
         so_far = usage() if self._options.continuous_usage_stats else None
         choices = []
         for index, piece in pieces.items():
-            if index not in self._opened and (opening := self.opening(index)) is not None:
-                choices.append(opening)
+            if self.first_delta is not None and index not in self._opened:
+                choices.append({"index": index, "delta": self.first_delta, "logprobs": None, "finish_reason": None})
             self._opened.add(index)
             choices.append(self.chunk_choice(index, piece))
-        chunks = [self._head.of(self.chunk_kind, [choice], so_far) for choice in choices]
+        chunks = [self._object(self.chunk_kind, [choice], so_far) for choice in choices]
         return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
-        return (sse(self._head.of(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
+        return (sse(self._object(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
 
     def failed(self, fault: Fault) -> bytes:
         return sse(fault.body())
+
+    def _object(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
+        """Where the client asked for usage in the stream, every other chunk says null."""
+        head, options = self._head, self._options
+        content = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+        with_usage = usage is not None or options.include_usage or options.continuous_usage_stats
+        return {**content, "usage": usage} if with_usage else content
 
 
 class CompletionReply(ChunkedReply):
@@ -240,13 +235,11 @@ class ChatReply(ChunkedReply):
     """With `read_as`, text is taken apart on its way out: reasoning, content, calls."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    first_delta: Json | None = {"role": "assistant", "content": ""}  # noqa: RUF012 - never changed
 
     def __init__(self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None) -> None:
         super().__init__(tokenizer, body, head, read_as)
         self._parsers: dict[int, MessageParser] = {}
-
-    def opening(self, index: int) -> Json | None:
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
         delta, finish = self._parts(index, piece)

@@ -14,6 +14,7 @@ from penstock.config import MAX_SPANS, ResidencyName
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
 from penstock.server.tools import (
+    ASKING,
     Asked,
     ResponseFormat,
     Schema,
@@ -129,7 +130,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: Label | None = None
     metadata: Metadata | None = None
     logit_bias: Biases | None = None
-    # At most one of these may ask for something.
+    # At most one of these, which are `tools.ASKING`, may ask for something.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | Text | None = None
@@ -151,11 +152,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     return_tokens_as_token_ids: Annotated[bool | None, Neutral((False,), "logprobs name tokens by their text")] = None
 
     def asked(self) -> Asked | None:
-        return asked_of(self)
-
-    @property
-    def streaming(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()
+        return asked_of(self) if any(getattr(self, name) is not None for name in ASKING) else None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -423,7 +420,8 @@ def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """`data` as `kind`; anything else is an InvalidRequest that names the field."""
-    _check_shape(data)
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        _check_shape(data)
     try:
         body: Body = decoder(kind).decode(data)
         return body
@@ -449,9 +447,8 @@ def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
 
 
 def _check_shape(data: bytes) -> None:
-    """The interpreter is held while a body is decoded. Text and numbers are done at once; a million small lists take a second."""
-    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
-        return
+    """The interpreter is held while a body is decoded. Text and numbers are done at once; a million small lists take a second. Here, the
+    brackets that are text are left out."""
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"")  # without escapes every quote begins or ends a string
     outside = b"".join(bare.split(b'"', 32 * MAX_CONTAINERS)[::2])  # more strings than that are more than any legal body has
     if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:

@@ -9,7 +9,6 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator
 from enum import IntEnum
 from types import TracebackType
 
@@ -54,11 +53,21 @@ class SeatBook:
         return int(self._counts[:, gate].sum())
 
     def try_add(self, row: int, gate: GateNumber, num: int, limit: int) -> bool:
-        with self._locked():
+        """A process that stands still while it has the lock must not stop the others: they go on without it. Two that look at once may then
+        take a seat too many."""
+        by_s = time.monotonic() + LOCK_S
+        while time.monotonic() < by_s:
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(LOCK_S / 100)
+        try:
             if self.total(gate) + num > limit:
                 return False
             self._counts[row, gate] += num
             return True
+        finally:
+            fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
     def remove(self, row: int, gate: GateNumber, num: int) -> None:
         """Without the lock: a row is one process's, and what is read meanwhile is too much at worst."""
@@ -72,21 +81,6 @@ class SeatBook:
     def clear(self, row: int) -> None:
         """Of a front process that is gone, once the engine has ended all that it asked for. Without the lock, as above."""
         self._counts[row] = 0
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """A process that stands still while it has the lock must not stop the others: they go on without it. Two that look at once may then
-        take a seat too many."""
-        by_s = time.monotonic() + LOCK_S
-        while time.monotonic() < by_s:
-            with contextlib.suppress(BlockingIOError, PermissionError):
-                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(LOCK_S / 100)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 class Gate:

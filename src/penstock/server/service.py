@@ -198,6 +198,7 @@ class Service:
         self.generations = self.fronts.gate(config.max_concurrent, "generations", GateNumber.GENERATIONS)
         self.side = self.fronts.gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
         self.loads = self.fronts.gate(NUM_LOADS, "adapter loads", GateNumber.LOADS)
+        self.prompt_rules = Rules(engine.max_model_len, config.allow_special_tokens_in_text)
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._askers = anyio.CapacityLimiter(NUM_WORKERS)
         self._bridge: Bridge | None = None
@@ -273,17 +274,13 @@ class Service:
     # ---- work
 
     @property
-    def prompt_rules(self) -> Rules:
-        return Rules(self.engine.max_model_len, self.config.allow_special_tokens_in_text)
-
-    @property
     def side_rules(self) -> Rules:
         """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too."""
         return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
 
     def open_reading(self, unique: str | None = None) -> Generations:
         """Takes one seat, before the body is read: what waits in memory is bounded by seats, too. No two open ones have one `unique` id."""
-        if self._bridge is None or self.stopping:
+        if self._bridge is None or self._stop is not None:
             raise EngineClosed("the server is not taking requests")
         return Generations(self.engine, self._bridge, self.generations.take(1), unique)
 

@@ -63,6 +63,9 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     json_object: bool | None = None
 
 
+ASKING = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")  # fields of a body
+
+
 class Asked(NamedTuple):
     """A grammar, and the field that asked for it: errors name it."""
 

@@ -22,7 +22,7 @@ from penstock.cli import main
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SchedulingName, ServerConfig
 from penstock.contract import StepFailure
 from penstock.engine.build import build
-from penstock.engine.execution.outcome import RunningStep
+from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import ConfigError, InvalidRequest, StepFailed
 from penstock.models.progress import silent

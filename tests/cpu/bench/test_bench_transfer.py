@@ -13,7 +13,7 @@ from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.cli import main
 from penstock.config import Config, ModelSource
 from penstock.errors import ConfigError, InvariantBroken, ModelError
-from penstock.kv.transfer.copies import CpuCopier
+from penstock.kv.transfer import CpuCopier
 from penstock.models.progress import silent
 from penstock.models.qwen3 import TINY_QWEN3
 

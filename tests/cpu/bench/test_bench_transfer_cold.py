@@ -19,7 +19,7 @@ from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.ssd.store import SlotIo, SsdStore
 from penstock.kv.tiers.store import Outcome
-from penstock.kv.transfer.copies import CpuCopier
+from penstock.kv.transfer import CpuCopier
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 from store_servers import valkey_or_skip

@@ -19,8 +19,8 @@ from penstock.contract import FinishReason, Match, Request, SamplingParams, Step
 from penstock.engine import build as build_module
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
-from penstock.engine.execution.outcome import RunningStep
-from penstock.engine.scheduling.matching import found_share
+from penstock.engine.execution.running_step import RunningStep
+from penstock.engine.scheduling.line import found_share
 from penstock.engine.scheduling.track import Track
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves

@@ -24,7 +24,7 @@ from penstock.engine.execution.ahead import ModelGuesser
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import ConfigError
 from penstock.kv.tiers.loads import BlockLoad
-from penstock.kv.transfer.mover import Group
+from penstock.kv.transfer import Group
 from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import draft_arena, num_draft_layers

@@ -16,8 +16,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.batch import Drafted, Packer
 from penstock.engine.execution.executor import StepLimits
 from penstock.engine.execution.replays import cuda_buckets
-from penstock.engine.execution.rows import NUM_PARAMS
-from penstock.engine.execution.sampler import packed_width
+from penstock.engine.execution.sampler import NUM_PARAMS, packed_width
 from penstock.errors import ConfigError, InvalidRequest, Overloaded
 from penstock.models.qwen3 import TINY_QWEN3
 from support.driving import block_bytes, generate, run_all, submit, tiny_config

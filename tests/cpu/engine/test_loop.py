@@ -13,7 +13,7 @@ from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent
 from penstock.engine import engine as engine_module
 from penstock.engine import loop as loop_module
 from penstock.engine.engine import Engine
-from penstock.engine.execution.outcome import RunningStep
+from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, StepFailed
 from penstock.testing.sanitized import build_sanitized, check_silent

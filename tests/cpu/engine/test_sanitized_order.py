@@ -16,7 +16,7 @@ from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepP
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.kv.tiers.loads import BlockLoad
-from penstock.kv.transfer.mover import ByteChecks, Group
+from penstock.kv.transfer import ByteChecks, Group
 from penstock.lanes.cpu import CpuLane
 from support.driving import generate, run_all, settle_all, submit
 from support.gates import GatedCopier, gates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.text import TextStream, stop_strings
+from penstock.engine.text import StopString, TextStream
 
 
 class Bytes:
@@ -29,13 +29,13 @@ class Bytes:
     ],
 )
 def test_half_a_character_behind_what_may_be_a_stop_string_comes_behind_it(data: bytes, stops: tuple[str, ...]) -> None:
-    stream = TextStream(Bytes(), stop_strings(stops))
+    stream = TextStream(Bytes(), tuple(map(StopString, stops)))
     text = "".join(stream.push([byte]).text for byte in data)
     assert text + stream.finish() == data.decode("utf-8", "replace") and stream.finish() == ""
 
 
 def test_a_stop_string_that_half_a_character_completes_ends_the_text() -> None:
-    stream = TextStream(Bytes(), stop_strings(("b\ufffd",)))
+    stream = TextStream(Bytes(), [StopString("b\ufffd")])
     assert stream.push(b"ab\xe2").text == "a"
     assert stream.finish() == "" and stream.push(b"c") == ("", True, ())
 
@@ -59,6 +59,6 @@ def test_half_a_character_behind_a_stop_string_is_no_part_of_the_answer() -> Non
         def token_bytes(self, id: int, first: bool = False) -> bytes:
             return bytes([id, 0xE2])
 
-    stream = TextStream(Pairs(), stop_strings(("b",)))
+    stream = TextStream(Pairs(), [StopString("b")])
     assert stream.push(b"b") == ("", True, (0,))
     assert stream.finish() == "" and stream.stopped_by == "b"

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.engine import text as text_module
-from penstock.engine.text import StopString, TextStream, stop_strings
+from penstock.engine.text import StopString, TextStream
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
 from support.embedded import embedded_tokenizer
 
@@ -21,7 +21,7 @@ TOKENIZERS = pytest.mark.parametrize("tokenizer", [REAL, BYTES], ids=["real", "b
 
 
 def streamed(tokenizer: Tokenizer | ByteTokenizer, pushes: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, bool]:
-    stream = TextStream(tokenizer, stop_strings(stop))
+    stream = TextStream(tokenizer, tuple(map(StopString, stop)))
     deltas = [stream.push(push) for push in pushes]
     return "".join(delta.text for delta in deltas) + stream.finish(), any(delta.stopped for delta in deltas)
 
@@ -142,7 +142,7 @@ def test_the_text_ends_before_the_first_stop_string_to_be_complete(text: str, st
 @also(("abababac", ["ababac"]), ("aab", ["aaa", "ab"]), ("aabaab", ["aabaabb", "abb"]), ("abb", ["abba", "bba", "ba"]), ("ba", ["a", "ab"]))
 def test_what_is_emitted_never_has_to_be_taken_back(text: str, stop: list[str]) -> None:
     """Whatever comes next, the final text starts with what was emitted so far; and no more is held back than could be a stop string."""
-    stream, so_far = TextStream(BYTES, stop_strings(tuple(stop))), ""
+    stream, so_far = TextStream(BYTES, tuple(map(StopString, stop))), ""
     for n, id in enumerate(BYTES.encode(text), 1):
         delta = stream.push([id])
         so_far += delta.text
@@ -167,14 +167,14 @@ def test_how_far_a_stop_string_falls_back_is_what_comparing_every_length_finds()
 
 def test_holding_nothing_back_would_leak_half_a_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the tests above would show."""
-    assert TextStream(BYTES, stop_strings(("stop",))).push(BYTES.encode("it st")).text == "it "
+    assert TextStream(BYTES, [StopString("stop")]).push(BYTES.encode("it st")).text == "it "
     monkeypatch.setattr(text_module.StopString, "advance", lambda self, matched, character: 0)
-    assert TextStream(BYTES, stop_strings(("stop",))).push(BYTES.encode("it st")).text == "it st"
+    assert TextStream(BYTES, [StopString("stop")]).push(BYTES.encode("it st")).text == "it st"
 
 
 @TOKENIZERS
 def test_a_stop_string_that_does_not_complete_is_given_back(tokenizer: Tokenizer | ByteTokenizer) -> None:
-    stream = TextStream(tokenizer, stop_strings(("\n\nUser:",)))
+    stream = TextStream(tokenizer, [StopString("\n\nUser:")])
     first = stream.push(tokenizer.encode("Hello\n\nUs"))
     assert first.text == "Hello" and not first.stopped
     assert stream.push(tokenizer.encode("ually")).text == "\n\nUsually"
@@ -183,7 +183,7 @@ def test_a_stop_string_that_does_not_complete_is_given_back(tokenizer: Tokenizer
 
 @TOKENIZERS
 def test_what_is_held_at_the_end_is_handed_out_by_finish_once(tokenizer: Tokenizer | ByteTokenizer) -> None:
-    stream = TextStream(tokenizer, stop_strings(("stop",)))
+    stream = TextStream(tokenizer, [StopString("stop")])
     assert stream.push(tokenizer.encode("a sto")).text == "a "
     assert stream.finish() == "sto"
     assert stream.finish() == ""
@@ -203,7 +203,7 @@ def test_a_stop_string_may_lie_inside_one_token_or_across_many() -> None:
 
 
 def test_nothing_follows_a_stop_string() -> None:
-    stream = TextStream(BYTES, stop_strings(("b",)))
+    stream = TextStream(BYTES, [StopString("b")])
     assert stream.push(BYTES.encode("abc")) == ("a", True, (0, 1))
     assert stream.push(BYTES.encode("def")) == ("", True, ())
     assert stream.finish() == ""
@@ -227,7 +227,7 @@ def test_offsets_point_at_the_character_that_a_token_starts_or_goes_on_with() ->
 def test_offsets_do_not_depend_on_pushes_and_locate_each_tokens_text(text: str, cuts: list[int]) -> None:
     ids = REAL.encode(text)
     whole = TextStream(REAL).push(ids).offsets
-    stream = TextStream(REAL, stop_strings(("never in here, since it is far too long for this",)))
+    stream = TextStream(REAL, [StopString("never in here, since it is far too long for this")])
     assert sum((stream.push(push).offsets for push in cut(ids, cuts)), ()) == whole
     decoded = REAL.decode(ids)
     for id, offset in zip(ids, whole, strict=True):
@@ -250,7 +250,7 @@ def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return False
 
     ids = REAL.encode("The gate opens when the water is ready, and not before. " * 20)
-    stream = TextStream(Counting(), stop_strings(("nothing of the kind",)))
+    stream = TextStream(Counting(), [StopString("nothing of the kind")])
     for id in ids:
         stream.push([id])
     assert looked_up == ids

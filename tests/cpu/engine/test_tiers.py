@@ -19,7 +19,7 @@ from penstock.engine.execution.batch import Packer
 from penstock.engine.scheduling.track import State
 from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.slots import SlotState
-from penstock.kv.transfer.mover import Group, Transfer
+from penstock.kv.transfer import Group, Transfer
 from penstock.sanitizer.report import Kind
 from support.driving import Collected, generate, run_all, settle_all, submit
 from support.gates import gates
@@ -338,7 +338,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_
     second = generate(engine, prompts(80), max_tokens=6)
     assert second.tokens == expected, "nobody else waits for the one that is stuck"
     assert returning.tokens == expected and returning.source == KvSource(computed=80)
-    stuck = engine.cache.loads.mover.first()
+    stuck = engine.cache.loads.mover.flying[0]
     assert stuck is not None
     states_now = [engine.cache._pool._book.state.at[slot] for slot in stuck.dest_slots.tolist()]
     assert states_now == [SlotState.PINNED] * 5, "a deadline ends a wait, never an ownership"

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import InvariantBroken, TransferFailed
+from penstock.kv import transfer as copies
 from penstock.kv.memory import BlockLayout, HostArena
-from penstock.kv.transfer import copies
-from penstock.kv.transfer.copies import Copier, CpuCopier, CudaCopier, make_copier
+from penstock.kv.transfer import Copier, CpuCopier, CudaCopier, make_copier
 from penstock.lanes.cpu import CpuLane
 
 LAYOUT = BlockLayout(num_layers=6, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="bfloat16")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders
 from tokenizers.decoders import DecodeStream
 
-from penstock.engine.text import TextStream, stop_strings
+from penstock.engine.text import StopString, TextStream
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.tokenizer import BYTE_TOKEN, Spelling, Tokenizer, TokenSpelling
 from support.vocabularies import KINDS, SPECIAL, vocabulary
@@ -247,7 +247,7 @@ def test_a_prompt_and_what_goes_on_with_it_are_the_text_of_both(kind: str) -> No
 def test_stop_strings_are_found_across_blanks_and_bytes(kind: str) -> None:
     ids = tokenizer(kind).encode("one two 🙂 three", add_special=False)
     for stop, left in ((" two", "one"), ("🙂", "one two "), (" 🙂 t", "one two"), ("ne t", "o")):
-        stream = TextStream(tokenizer(kind), stop_strings((stop,)), begins=True)
+        stream = TextStream(tokenizer(kind), [StopString(stop)], begins=True)
         assert "".join(stream.push([id]).text for id in ids) + stream.finish() == left
 
 

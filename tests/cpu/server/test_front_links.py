@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import gc
 import itertools
 import os
@@ -1169,10 +1170,11 @@ def seat_process(script: str, fd: int) -> subprocess.Popen[str]:
 def test_who_looks_and_takes_is_alone() -> None:
     """A process that wants a seat waits while another one is at it, and sees what that one has taken."""
     book = SeatBook.make(2)
-    with book._locked():
-        taker = seat_process(ADD, book.fd)
-        assert taker.stdout is not None and taker.stdout.readline() == "waits\n"
-        book._counts[0, GateNumber.GENERATIONS] = 3
+    fcntl.lockf(book.fd, fcntl.LOCK_EX)
+    taker = seat_process(ADD, book.fd)
+    assert taker.stdout is not None and taker.stdout.readline() == "waits\n"
+    book._counts[0, GateNumber.GENERATIONS] = 3
+    fcntl.lockf(book.fd, fcntl.LOCK_UN)
     assert taker.communicate()[0].splitlines()[-1] == "False"
     assert book.total(GateNumber.GENERATIONS) == 3
 

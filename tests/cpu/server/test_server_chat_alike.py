@@ -13,7 +13,7 @@ from support.scripted_engine import ScriptedTokenizer
 
 def test_impossible_tokens_of_a_chat_have_a_score_that_json_can_say() -> None:
     body = ChatBody(model="m", messages=[], logprobs=True, top_logprobs=1)
-    reply = ChatReply(ScriptedTokenizer(), body, Heading("chatcmplx", "m", False))
+    reply = ChatReply(ScriptedTokenizer(), body, Heading("chatcmplx", "m"))
     never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0), (99, float("-inf"))))
     (scored,) = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]["content"]
     assert scored["logprob"] == -9999.0

@@ -226,10 +226,9 @@ def test_a_slow_reader_gets_everything_in_few_large_chunks(served: Served) -> No
     assert data.count(b"data: [DONE]") == 1
 
 
-def test_a_reader_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(write_timeout_s=0.05) as served:
+def test_a_reader_that_stops_reading_is_given_up() -> None:
+    with serving(ScriptedEngine(max_model_len=10_000_000), write_timeout_s=0.05) as served:
         prompt = "x" * 200_000  # echoed in every choice: more than all socket buffers on the way hold
-        monkeypatch.setattr(served.engine, "max_model_len", 10_000_000)
         body = completion(prompt, stream=True, max_tokens=5_000_000, echo=True, n=64)
         connection = served.send("/v1/completions", body, small_buffer=True)
         until(lambda: len(served.engine.submitted) == 64, "the engine has the requests")

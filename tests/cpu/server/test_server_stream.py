@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
-from penstock.engine.text import stop_strings
+from penstock.engine.text import StopString
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
 from penstock.server.generate import RunningRequest, completion_prompts, prompt_offsets
@@ -167,7 +167,7 @@ def event(text: str | bytes, **fields) -> TokenEvent:
 def a_choice(echo: Prompt | None = None, **fields) -> ChoiceText:
     tokenizer, sampling = ScriptedTokenizer(), SamplingParams(max_tokens=100, **fields)
     prompt = Prompt(()) if echo is None else echo._replace(offsets=prompt_offsets(tokenizer, echo))
-    return ChoiceText(tokenizer, sampling, stop_strings(sampling.stop), prompt, echo is not None)
+    return ChoiceText(tokenizer, sampling, tuple(map(StopString, sampling.stop)), prompt, echo is not None)
 
 
 def test_scores_wait_until_their_text_is_certain() -> None:
@@ -251,7 +251,7 @@ def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
 
 
 def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
-    reply = CompletionReply(ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m", False))
+    reply = CompletionReply(ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m"))
     never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
     scores = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]
     assert scores["token_logprobs"] == [-9999.0]
@@ -270,8 +270,9 @@ def test_of_several_choices_the_one_that_waited_longest_is_noted() -> None:
     class Silent:
         failure = finish = None
 
-        def feed(self, events: Any) -> None:
+        def feed(self, events: Any) -> ChoiceDelta:
             """It has nothing to say."""
+            return ChoiceDelta("", (), None)
 
     class Read:
         def __init__(self, *events: dict[int, list[TokenEvent]]) -> None:

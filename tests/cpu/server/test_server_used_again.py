@@ -8,6 +8,7 @@ import pytest
 from served import Served, completion, read_until, serving, until
 
 from penstock.server.connection import FREE_PIECES, Connection
+from support.scripted_engine import ScriptedEngine
 
 
 def test_each_body_of_a_connection_has_its_own_pieces(served: Served) -> None:
@@ -31,8 +32,7 @@ def test_a_reply_that_was_taken_leaves_no_deadline_behind(monkeypatch: pytest.Mo
         timers.append(self._write_timer)
 
     monkeypatch.setattr(Connection, "_watch_writing", watched)
-    with serving() as served:
-        monkeypatch.setattr(served.engine, "max_model_len", 10_000_000)
+    with serving(ScriptedEngine(max_model_len=10_000_000)) as served:
         body = completion("x" * 200_000, echo=True, n=32, max_tokens=1)  # more than all socket buffers on the way hold
         with served.send("/v1/completions", body) as connection:
             until(lambda: timers, "the reply waits for its reader")

@@ -9,7 +9,7 @@ import pytest
 from penstock.contract import Arrival, Fence, Load
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.transfer.mover import Transfer
+from penstock.kv.transfer import Transfer
 from support.stepped import SteppedFence, SteppedLane, SteppedLanes
 
 

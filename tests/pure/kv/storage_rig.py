@@ -15,7 +15,7 @@ from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.transfer.mover import Mover
+from penstock.kv.transfer import Mover
 from support.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
 
 BLOCK = 4
@@ -100,7 +100,7 @@ class Rig:
         """Loads of which a copy is over; no block gets a key."""
         self.host.expire()
         self.saves.settle()
-        copies = self.loads.mover.in_flight()
+        copies = tuple(self.loads.mover.flying)
         for _ in self.loads.settle():
             pass
         return [copy.load for copy in copies if copy.settled and isinstance(copy, Copy)]

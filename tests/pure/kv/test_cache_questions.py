@@ -207,7 +207,7 @@ def test_parts_that_are_fetched_are_counted_until_they_are_dropped() -> None:
     rig.finish()
     assert rig.cache.page_out(table, 2, None) == 2
     one, other = rig.cache.fetch(table, [0, 1], 1)
-    assert table.num_fetched == 2 and len(rig.cache.loads.mover) == 1
+    assert table.num_fetched == 2 and len(rig.cache.loads.mover.flying) == 1
     with pytest.raises(InvariantBroken, match="still on their way"):
         rig.cache.drop_fetched(table, one, None)
     rig.finish()

@@ -9,7 +9,7 @@ import pytest
 from storage_rig import BLOCK, KEYS, LAYERS, Rig, leased
 from test_loads import retracted
 
-from penstock.kv.transfer.mover import ByteChecks
+from penstock.kv.transfer import ByteChecks
 from support.stepped import TagArena
 
 ALL = (0, LAYERS)

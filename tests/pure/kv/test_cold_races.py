@@ -28,7 +28,7 @@ from penstock.kv.tiers.loads import BlockLoad, Fetch, Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.tiers.store import Outcome
-from penstock.kv.transfer.mover import Mover
+from penstock.kv.transfer import Mover
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer, explore, run_on
 from penstock.testing.stores import HandClock, MemoryStore
@@ -302,10 +302,15 @@ def promote_what_a_fetch_is_still_reading(sequencer: Sequencer, sanitizer: Sanit
 
 
 def takes_what_is_being_read_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def done(self: StoreGroup) -> None:
-        self.outcomes = [Outcome.DONE] * len(self.keys)
+    make = ColdTier._groups
 
-    monkeypatch.setattr(StoreGroup, "__post_init__", done)
+    def done(self: ColdTier, *given: Any) -> list[StoreGroup]:
+        groups = make(self, *given)
+        for group in groups:
+            group.outcomes = [Outcome.DONE] * len(group.keys)
+        return groups
+
+    monkeypatch.setattr(ColdTier, "_groups", done)
     monkeypatch.setattr(StoreGroup, "over", lambda self: True)
 
 

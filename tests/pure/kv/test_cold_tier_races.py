@@ -175,7 +175,15 @@ def a_handle_that_ends_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def done_before_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoreGroup, "__post_init__", lambda self: setattr(self, "outcomes", [Outcome.DONE] * len(self.keys)))
+    make = ColdTier._groups
+
+    def done(self: ColdTier, *given: Any) -> list[StoreGroup]:
+        groups = make(self, *given)
+        for group in groups:
+            group.outcomes = [Outcome.DONE] * len(group.keys)
+        return groups
+
+    monkeypatch.setattr(ColdTier, "_groups", done)
     monkeypatch.setattr(StoreGroup, "over", lambda self: True)
 
 

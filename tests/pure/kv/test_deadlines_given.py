@@ -14,7 +14,7 @@ from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import StoreUsage
-from penstock.kv.transfer.mover import Transfer
+from penstock.kv.transfer import Transfer
 from penstock.lanes.lane import POLL_MOST_S
 from penstock.testing.stores import HandClock
 
@@ -37,7 +37,7 @@ def limit(rig: Rig, load_deadline_s: float) -> None:
 
 
 def only(rig: Rig) -> Transfer:
-    (transfer,) = (*rig.saves.mover.in_flight(), *rig.loads.mover.in_flight())
+    (transfer,) = (*rig.saves.mover.flying, *rig.loads.mover.flying)
     return transfer
 
 

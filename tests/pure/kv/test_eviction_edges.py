@@ -15,7 +15,7 @@ from penstock.kv.tiers.calls import Tally, Way
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy
 from penstock.kv.tiers.store import Outcome
-from penstock.kv.transfer.mover import Group
+from penstock.kv.transfer import Group
 
 
 def key(number: int) -> bytes:

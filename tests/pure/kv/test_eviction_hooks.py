@@ -53,8 +53,6 @@ def test_the_pool_tells_key_and_depth_at_seal_and_every_hit():
     sharer.end()
     pool.note_hits([1])
     assert order.told == [
-        ("remove", []),
-        ("hit", []),
         ("sealed", [0, 1], [key(0), key(1)], [5, 6]),
         ("remove", []),
         ("hit", [0]),

@@ -21,7 +21,7 @@ def test_a_save_has_as_long_as_a_load_and_never_so_long_that_the_device_fills_up
     rig.saves.submit()
     lease = rig.saves.retract(other, 2, KEYS[1:3], 2 * BLOCK, None)
     assert lease is not None
-    for transfer in rig.saves.mover.in_flight():
+    for transfer in rig.saves.mover.flying:
         assert transfer.deadline_s - transfer.submitted_s <= min(load_s, saves._PATIENCE_S)
     one.end()
     other.end()
@@ -38,7 +38,7 @@ def test_slots_of_a_late_load_are_not_waited_for_while_a_save_is_late_too() -> N
     rig.cache.release(table, None)
     rig.cache.release(rig.ran(1, "b"), None)
     assert rig.cache.num_settling == 3
-    save = rig.saves.mover.first()
+    save = rig.saves.mover.flying[0]
     assert save is not None
     save.deadline_s = 0.0
     assert rig.cache.num_settling == 2, "nobody knows when the save ends; the load is in time"
@@ -56,7 +56,7 @@ def test_slots_of_an_open_table_are_not_expected_back_whether_its_load_is_late_o
     load.deadline_s, in_time_s = 0.0, load.deadline_s
     assert rig.cache.num_settling == 1
     load.deadline_s = in_time_s
-    save = rig.saves.mover.first()
+    save = rig.saves.mover.flying[0]
     assert save is not None
     save.deadline_s = 0.0
     assert rig.cache.num_settling == 0
@@ -73,7 +73,7 @@ def test_slots_of_parts_that_have_come_are_not_expected_back_once_more() -> None
     assert load.num_landed == 2 and load.num_sent == 4
     rig.cache.release(table, None)
     rig.cache.release(rig.ran(1, "b"), None)
-    save = rig.saves.mover.first()
+    save = rig.saves.mover.flying[0]
     assert save is not None
     save.deadline_s = 0.0
     assert rig.cache.num_settling == 2

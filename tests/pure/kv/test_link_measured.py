@@ -9,11 +9,11 @@ import pytest
 from storage_rig import BLOCK, KEYS, LAYOUT, Rig
 from test_cache_tiers import Cached
 
+from penstock.kv import transfer as mover
 from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.tiers import loads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
-from penstock.kv.transfer import mover
 from penstock.testing.stores import HandClock
 
 TWO = 2 * LAYOUT.block_bytes
@@ -48,7 +48,7 @@ class Timed(Cached):
         self.clock.advance(after_s - unseen_s)
         self.cache.settle()
         self.clock.advance(unseen_s)
-        first = self.loads.mover.first()
+        first = next(iter(self.loads.mover.flying), None)
         while first is not None and not first.over():
             assert self.lane("load").step() or self.lane("launch load").step()
         self.cache.settle()
@@ -166,7 +166,7 @@ def test_what_could_not_be_launched_is_a_failure_under_its_own_name() -> None:
     hold = rig.computed(KEYS[:2])
     rig.saves.offer(hold, 0, KEYS[:2], None)
     rig.saves.submit()
-    first = rig.saves.mover.first()
+    first = rig.saves.mover.flying[0]
     assert first is not None
     first.prepare = lambda: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
     rig.land()

@@ -14,7 +14,7 @@ from penstock.kv.blocks.handles import Hold
 from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.saves import SavedLease, Saves
-from penstock.kv.transfer.mover import Transfer
+from penstock.kv.transfer import Transfer
 
 # -------------------------------------------------------------------------------------------------------------- promote
 
@@ -313,7 +313,7 @@ def overdue_save(rig: Rig) -> Hold:
     hold = rig.computed(KEYS[:1])
     rig.saves.offer(hold, 0, KEYS[:1], None)
     rig.saves.submit()
-    first = rig.saves.mover.first()
+    first = rig.saves.mover.flying[0]
     assert first is not None and not first.overdue
     first.deadline_s = 0.0
     return hold
@@ -324,7 +324,7 @@ def test_behind_a_save_that_is_overdue_nothing_is_sent_and_no_slot_is_kept() -> 
     stuck, other = overdue_save(rig), rig.computed(KEYS[1:3], "other", num_more=1)
     rig.saves.offer(other, 0, KEYS[1:3], None)
     rig.saves.submit()
-    assert len(rig.saves.mover) == 1 and rig.cache.traffic().skipped["late"] == 2
+    assert len(rig.saves.mover.flying) == 1 and rig.cache.traffic().skipped["late"] == 2
     assert rig.saves.retract(other, 3, KEYS[1:3], 2 * BLOCK + 1, None) is None
     assert rig.cache.traffic().skipped["late"] == 3
     for hold in (stuck, other):

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.contract import Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.kv.transfer.mover import Group, Layers, Mover, Slots, Transfer
+from penstock.kv.transfer import Group, Layers, Mover, Slots, Transfer
 from penstock.lanes.cpu import CpuLane
 
 PATIENCE_S = 30.0
@@ -78,7 +78,7 @@ def test_a_drain_that_runs_out_of_time_says_so_and_loses_nothing(rig: Rig, late:
             gate.opened.set()
     with pytest.raises(DeadlineExceeded):
         rig.mover.drain(0.01)
-    assert rig.mover.settle() == [] and len(rig.mover) == 1
+    assert rig.mover.settle() == [] and len(rig.mover.flying) == 1
     gates[late].opened.set()
     rig.mover.drain(PATIENCE_S)
     assert rig.mover.settle() == [transfer] and transfer.error() is None
@@ -87,7 +87,7 @@ def test_a_drain_that_runs_out_of_time_says_so_and_loses_nothing(rig: Rig, late:
 def test_a_drain_waits_for_nobody_who_is_not_concerned(rig: Rig) -> None:
     rig.mover.submit(Gated(rig.launch))
     rig.mover.drain(0.0, lambda transfer: False)
-    assert len(rig.mover) == 1
+    assert len(rig.mover.flying) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- launches that fail
@@ -135,7 +135,7 @@ def test_a_launch_that_leaves_nothing_to_wait_for_is_neither_lost_nor_taken_for_
         mover.drain(PATIENCE_S)
     with pytest.raises(InvariantBroken, match="the device is gone"):
         mover.settle()
-    assert len(mover) == 1 and not transfer.settled, "its slots stay with it"
+    assert len(mover.flying) == 1 and not transfer.settled, "its slots stay with it"
     lane.broken = False
     mover.close(PATIENCE_S)
 

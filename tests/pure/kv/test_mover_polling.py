@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from penstock.kv.transfer.mover import Group, Layers, Mover, Slots, Transfer
+from penstock.kv.transfer import Group, Layers, Mover, Slots, Transfer
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import POLL_MOST_S, POLL_S
 

@@ -152,7 +152,7 @@ def test_slots_come_back_when_a_move_comes_to_nothing(trouble: str) -> None:
         assert rig.host.claim(lease, 0, 2)
     assert not rig.saves.make_room(2, 0, ())
     if trouble == "late":
-        rig.saves.mover.in_flight()[0].deadline_s = 0.0
+        rig.saves.mover.flying[0].deadline_s = 0.0
         assert rig.saves.make_room(1, 0, ()), "nobody waits for what is overdue"
         assert rig.pool.num_available == 1, "its slots stay with it"
     rig.land()

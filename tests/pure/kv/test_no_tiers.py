@@ -13,7 +13,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
-from penstock.kv.transfer.mover import NoMover, Transfer
+from penstock.kv.transfer import NoMover, Transfer
 
 TOKENS = list(range(4 * BLOCK))
 

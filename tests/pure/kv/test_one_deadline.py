@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from cold_rig import Rig
 
+from penstock.kv import transfer as mover_module
 from penstock.kv.tiers import cold
-from penstock.kv.transfer import mover as mover_module
-from penstock.kv.transfer.mover import Layers, Mover, Slots, Transfer
+from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.lanes.cpu import CpuLane
 
 

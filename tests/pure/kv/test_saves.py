@@ -13,7 +13,7 @@ from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, Penst
 from penstock.kv.tiers import saves
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.saves import Save, Saves, TrafficCounts
-from penstock.kv.transfer.mover import Mover, Transfer
+from penstock.kv.transfer import Mover, Transfer
 
 BOTH = (("device", "host"), ("host", "device"))
 
@@ -78,14 +78,14 @@ def test_of_blocks_that_are_named_those_are_saved_that_only_the_device_has() -> 
     on_its_way, alone = rig.computed(KEYS[2:4], "on its way"), rig.computed(KEYS[4:6], "alone")
     rig.saves.offer(on_its_way, 0, KEYS[2:4], None)
     rig.saves.save(KEYS[:9], None)
-    assert next(offered(save) for save in rig.saves.mover.in_flight()) == KEYS[2:4], "what was offered goes first"
+    assert next(offered(save) for save in rig.saves.mover.flying) == KEYS[2:4], "what was offered goes first"
     rig.land()
     assert rig.saves.counts.bytes["device", "host"] == 6 * LAYOUT.block_bytes, "each once, and none that nobody has"
     assert rig.in_host(KEYS[:9]) == [*KEYS[:6], None, None, None]
     assert rig.pool.find_each(KEYS[4:6]) == list(alone.slots), "they stay on the device"
     assert rig.pool.counts.pinned == rig.host.slots.pinned == 0
     rig.saves.save(KEYS[:9], None)
-    assert not rig.saves.mover.in_flight()
+    assert not rig.saves.mover.flying
     on_its_way.end()
     alone.end()
     rig.close()
@@ -96,7 +96,7 @@ def test_many_that_are_named_go_in_several_transfers_and_a_refusal_gives_all_pin
     rig = Rig()
     hold = rig.computed(KEYS[:7])
     rig.saves.save(KEYS[:7], None)
-    assert [len(offered(save)) for save in rig.saves.mover.in_flight()] == [3, 3, 1]
+    assert [len(offered(save)) for save in rig.saves.mover.flying] == [3, 3, 1]
     rig.land()
     assert rig.in_host(KEYS[:7]) == KEYS[:7]
     hold.end()
@@ -118,13 +118,13 @@ def test_nothing_that_is_named_is_saved_while_a_save_is_overdue_or_where_there_i
     with monkeypatch.context() as patch:
         patch.setattr(type(rig.saves.mover), "is_late", lambda _: True)
         rig.saves.save(KEYS[:2], None)
-    assert not rig.saves.mover.in_flight() and rig.pool.counts.pinned == 0
+    assert not rig.saves.mover.flying and rig.pool.counts.pinned == 0
     hold.end()
     rig.close()
     bare = Rig(num_host=0)
     hold = bare.computed(KEYS[:2])
     bare.saves.save(KEYS[:2], None)
-    assert not bare.saves.mover.in_flight()
+    assert not bare.saves.mover.flying
     hold.end()
     bare.close()
 
@@ -137,7 +137,7 @@ def test_what_is_offered_while_a_save_is_overdue_is_let_go_whether_somebody_wait
     with monkeypatch.context() as patch:
         patch.setattr(type(rig.saves.mover), "is_late", lambda _: True)
         rig.saves.submit()
-    assert not rig.saves.mover.in_flight() and not rig.saves.pins() and rig.saves.counts.saves_late == 3
+    assert not rig.saves.mover.flying and not rig.saves.pins() and rig.saves.counts.saves_late == 3
     hold.end()
     assert rig.pool.counts.idle == 3 and not rig.pool.pins()
     rig.close()
@@ -444,7 +444,7 @@ def settles_whatever_is_over(patch: Patch) -> None:
     """As if transfers could overtake each other: the newest that is launched counts as over."""
 
     def faulty(self: Mover) -> list[Transfer]:
-        over = [self._flying.pop()] if self._flying and self._flying[0].arrivals is not None else []
+        over = [self.flying.pop()] if self.flying and self.flying[0].arrivals is not None else []
         for transfer in over:
             transfer.settled = True
         return over
@@ -464,7 +464,7 @@ def launches_where_it_is_submitted(patch: Patch) -> None:
 
 def drains_only_what_is_launched(patch: Patch) -> None:
     def faulty(self: Mover, timeout_s: float, concerned=lambda transfer: True) -> None:
-        for transfer in self.in_flight():
+        for transfer in self.flying:
             if concerned(transfer) and transfer.arrivals is not None:
                 transfer.wait_over(float("inf"))
 

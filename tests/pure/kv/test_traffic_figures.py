@@ -10,7 +10,7 @@ from storage_rig import KEYS as BLOCKS
 from storage_rig import Rig
 
 from penstock.figures import Histogram, Traffic
-from penstock.kv.transfer import mover
+from penstock.kv import transfer as mover
 from penstock.testing.stores import HandClock
 
 __all__ = ["make"]

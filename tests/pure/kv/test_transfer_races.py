@@ -19,7 +19,7 @@ from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Save, Saves
-from penstock.kv.transfer.mover import Layers, Mover, Slots, Transfer
+from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.testing.sequencer import Failure, Program, SequencedLane, Sequencer, explore, run
 
 BLOCK = 8
@@ -298,7 +298,7 @@ def a_move_that_gives_its_slots_back_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
     def faulty(self: Saves, slots: Sequence[int]) -> None:
         move(self, slots)
-        transfer = self.mover.in_flight()[-1]
+        transfer = self.mover.flying[-1]
         for pin in transfer.pins:
             pin.end()
         assert isinstance(transfer, Save)

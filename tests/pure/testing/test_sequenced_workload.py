@@ -21,7 +21,7 @@ from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Save, Saves
-from penstock.kv.transfer.mover import Layers, Mover, Slots, Transfer
+from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.reduction import explore_all

@@ -22,12 +22,21 @@ from penstock.engine.execution.draws import DrawKind
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.masks import Masks, StepMasks
-from penstock.engine.execution.outcome import LateSample, Outputs, RunningStep
 from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import PROMPTS_BESIDE, CapturedPass, Replays
-from penstock.engine.execution.rows import NUM_PARAMS, Rows, SamplePlan, needs_state
-from penstock.engine.execution.sampler import Allowed, Drafting, Sampler, packed_width, token_logprobs
-from penstock.engine.execution.scoring import ContextKeys
+from penstock.engine.execution.running_step import LateSample, Outputs, RunningStep
+from penstock.engine.execution.sampler import (
+    NUM_PARAMS,
+    Allowed,
+    Drafting,
+    Rows,
+    SamplePlan,
+    Sampler,
+    needs_state,
+    packed_width,
+    token_logprobs,
+)
+from penstock.engine.execution.scoring import ContextKeys, StepScores
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
@@ -250,7 +259,8 @@ class Executor:
             self._spoil(self.guard, chain, plan)
         for start in plan.starts:
             self._rows.start(start)
-            self.masks.start(start)
+            if self.masks.answers or start.sampling.grammar is not None:
+                self.masks.start(start)
             access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
             if needs_state(start.sampling):
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
@@ -269,11 +279,12 @@ class Executor:
         else:
             scores = None if self.scores is None else self.scores.for_step(plan.chunks, packed, outputs.room_for_parts)
             flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], Flow(lora=lora, scores=scores))
-            self._submit_prompt_logprobs(chain, plan, flow, outputs)
+            if plan.echoes:
+                self._submit_prompt_logprobs(chain, plan, flow, outputs)
         chunks: Sequence[Chunk] = plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
         if packed.drafted is not None:  # one for each sample
             chunks = [c for c in chunks for _ in range(max(1, c.num_logits))]
-        masks = self.masks.for_step(chunks, self._device.type == "cuda")
+        masks = self.masks.for_step(chunks, self._device.type == "cuda") if self.masks.answers else None
 
         def sample() -> tuple[Ticket, Fence]:
             if packed.shape.num_samples:
@@ -289,7 +300,8 @@ class Executor:
             self._wait_for(arriving, chain, self.limits.num_layers)  # a later step reads what this one has left out
             fence = self._lane.record()
             self._results.used_until(fence)
-            self.masks.used_until(fence)
+            if masks is not None:
+                self.masks.used_until(fence)
             return chain.newest(), fence
 
         last, fence = sample() if masks is None else (chain.newest(), self._lane.record())
@@ -358,18 +370,19 @@ class Executor:
             self._wait_for(arriving, chain, layers[1])
             accesses = others.get(label, ())
             if layers[1] > layers[0]:
-                accesses = (*self._accesses(packed, layers), *flow.score_accesses(layers))
+                scored = () if flow.scores is None else flow.scores.accesses(layers)  # what is known of keys, besides KV
+                accesses = (*self._accesses(packed, layers), *scored)
             chain.submit(op, label, accesses)
-        self._submit_scores(chain, flow)
+        if flow.scores is not None:
+            self._submit_scores(chain, flow.scores)
         return flow, lambda: landed[0]
 
     def _scored_accesses(self, packed: Packed, flow: Flow, layers: tuple[int, int]) -> Sequence[Access]:
         """Of an op that looks at keys where they lie, where scores are asked for."""
         return () if flow.scores is None else (*flow.scores.accesses(layers), self._accesses(packed, layers)[0])
 
-    def _submit_scores(self, chain: _Chain, flow: Flow) -> None:
-        if flow.scores is not None:
-            chain.submit(flow.scores.finish, "part scores", [self._results.access(Mode.WRITE)])
+    def _submit_scores(self, chain: _Chain, scores: StepScores) -> None:
+        chain.submit(scores.finish, "part scores", [self._results.access(Mode.WRITE)])
 
     def _submit_place(self, chain: _Chain, packed: Packed, flow: Flow, ints: Callable[[], Tensor]) -> None:
         """Where the step before had drafts, its rows begin behind those that were kept: the device knows, the host does not yet."""
@@ -410,7 +423,8 @@ class Executor:
         chain.submit(head, "head")
         if (note := forward.note) is not None and packed.shape.is_decode:
             chain.submit(lambda: note(flow), "note", self._note_accesses(packed))
-        self._submit_scores(chain, flow)
+        if flow.scores is not None:
+            self._submit_scores(chain, flow.scores)
 
     def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:
         if arriving.wait_on(self._lane, end):
@@ -560,8 +574,6 @@ class Executor:
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
         """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
-        if not plan.echoes:
-            return
         at = 0
         for chunk in plan.chunks:
             if chunk.echo is not None:

@@ -3,14 +3,13 @@ eagerly or captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.contract import Access
 from penstock.engine.execution.attention import Attention, Partial
 from penstock.engine.execution.batch import StepInputs
 from penstock.engine.execution.scoring import StepScores
@@ -61,10 +60,6 @@ class Flow:
     def bound_inputs(self) -> StepInputs:
         assert self.inputs is not None, "a step's ops ran before its upload"
         return self.inputs
-
-    def score_accesses(self, layers: tuple[int, int]) -> Sequence[Access]:
-        """To what is known of keys, besides KV."""
-        return () if self.scores is None else self.scores.accesses(layers)
 
 
 class LayerOp(NamedTuple):

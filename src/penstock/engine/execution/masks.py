@@ -66,19 +66,19 @@ class Masks:
         self._max_batch = max_batch
         self._lane = lane
         self._ring: StagingRing | None = None  # made for the first that needs it
-        self._answers: dict[str, _Answer] = {}
+        self.answers: dict[str, _Answer] = {}  # of requests with a grammar; where there are none, nothing here need be called
         self._by_row: dict[int, _Answer] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def start(self, start: Start) -> None:
         """A request takes a row: its matcher is made anew, from what it has generated before."""
-        if (last := self._by_row.pop(start.row, None)) is not None and self._answers.get(last.request_id) is last:
-            del self._answers[last.request_id]  # it has ended without a word
-        self._answers.pop(start.request_id, None)  # of its last life, or of an earlier request that had the same id
+        if (last := self._by_row.pop(start.row, None)) is not None and self.answers.get(last.request_id) is last:
+            del self.answers[last.request_id]  # it has ended without a word
+        self.answers.pop(start.request_id, None)  # of its last life, or of an earlier request that had the same id
         if (grammar := start.sampling.grammar) is None:
             return
         answer = _Answer(start.request_id, start.num_prompt, len(start.output))
-        self._answers[start.request_id] = self._by_row[start.row] = answer
+        self.answers[start.request_id] = self._by_row[start.row] = answer
 
         def make() -> None:
             answer.matcher = self._matcher_of(grammar).copy()
@@ -88,10 +88,8 @@ class Masks:
 
     def for_step(self, chunks: Sequence[Chunk], pinned: bool) -> StepMasks | None:
         """`chunks`: those that are sampled, in order. None: none of them is constrained."""
-        if not self._answers:
-            return None
         found = [
-            (at, answer, chunk) for at, chunk in enumerate(chunks) if (answer := self._answers.get(chunk.request_id)) and chunk.num_logits
+            (at, answer, chunk) for at, chunk in enumerate(chunks) if (answer := self.answers.get(chunk.request_id)) and chunk.num_logits
         ]
         if not found:
             return None
@@ -119,9 +117,7 @@ class Masks:
 
     def advance(self, news: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Tokens have been chosen for these requests. Masks that waited for them are computed now."""
-        if not self._answers:
-            return
-        told = [(answer, tokens) for request_id, tokens in news if tokens and (answer := self._answers.get(request_id))]
+        told = [(answer, tokens) for request_id, tokens in news if tokens and (answer := self.answers.get(request_id))]
         by_step: dict[StepMasks | None, list[tuple[_Answer, Sequence[int], int]]] = {}
         for answer, tokens in told:
             answer.num_known += len(tokens)

@@ -35,20 +35,12 @@ class Running:
         self._ledger = ledger
         self._budget = budget
         self._num_promised = 0  # blocks
-        self._num_deep = 0  # blocks that deep requests may need in host memory
+        self.num_deep = 0  # blocks that deep requests may need in host memory
         self._next_rank = _NEXT_RANK  # of what the request wants that is next: below that of whoever was next before
-        self._free_rows = list(range(budget.max_batch))  # heap: low rows first
+        self.free_rows = list(range(budget.max_batch))  # heap: low rows first
 
     def __len__(self) -> int:
         return len(self.tracks)
-
-    @property
-    def has_row(self) -> bool:
-        return bool(self._free_rows)
-
-    @property
-    def has_deep(self) -> bool:
-        return self._num_deep > 0
 
     def fits(self, track: Track, match: Match) -> bool:
         """Whether its whole life can be promised on top of what is promised already. Matched idle blocks stop being evictable,
@@ -59,7 +51,7 @@ class Running:
         first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
         if track.is_deep:
             first_step = lifetime
-            if self._num_deep + self._lifetime(track) > self._ledger.num_pageable:
+            if self.num_deep + self._lifetime(track) > self._ledger.num_pageable:
                 return False
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED or track.is_deep else self._budget.overcommit
@@ -110,13 +102,13 @@ class Running:
             track.table = self._ledger.open_deep(track.request.id, prefix, match)
             if track.table is None:
                 return False
-            self._num_deep += self._lifetime(track)
+            self.num_deep += self._lifetime(track)
         else:
             track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
         num_now = min(self._needs(track, match), blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks)
         num_promised = self._num_promised + self._needs(track, match)
         self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))  # what it draws now leaves answers theirs
-        track.row = heapq.heappop(self._free_rows)
+        track.row = heapq.heappop(self.free_rows)
         track.begin(match, self._ledger.block_tokens)
         if track.is_deep and track.request.residency is not None and self._budget.division is not None:
             self._choose_residents(track, self._budget.division, track.request.residency)
@@ -245,14 +237,14 @@ class Running:
         may, too: its slots stay with it. `saves`: the KV of the first `num_tokens` is wanted again. Before its state changes."""
         self.num_loading -= track.state is State.LOADING
         self._num_promised -= self._may_draw(track)
-        self._num_deep -= self._lifetime(track) if track.is_deep else 0
+        self.num_deep -= self._lifetime(track) if track.is_deep else 0
         track.num_lent = 0
         self.num_scored -= track.resident is not None
         if saves and track.request.may_match and not track.computes:
             track.lease = self._ledger.retract(track.held_table(), num_tokens, fence)
         else:
             self._ledger.release(track.held_table(), fence)
-        heapq.heappush(self._free_rows, track.row)
+        heapq.heappush(self.free_rows, track.row)
         del self.tracks[track.request.id]
         track.table, track.row, track.resident = None, -1, None
 
@@ -264,13 +256,13 @@ class Running:
         if self._budget.overcommit == 1.0 and promised > self._ledger.num_available:
             raise InvariantBroken(f"{promised} blocks are promised, {self._ledger.num_available} can be drawn")
         deep = sum(self._lifetime(track) for track in self.tracks.values() if track.is_deep)
-        if deep != self._num_deep or (deep and deep > self._ledger.num_pageable):
+        if deep != self.num_deep or (deep and deep > self._ledger.num_pageable):
             raise InvariantBroken(
-                f"deep requests may need {deep} blocks of host memory, {self._num_deep} of {self._ledger.num_pageable} are noted"
+                f"deep requests may need {deep} blocks of host memory, {self.num_deep} of {self._ledger.num_pageable} are noted"
             )
         if self.num_scored != sum(track.resident is not None for track in self.tracks.values()):
             raise InvariantBroken(f"{self.num_scored} scored requests are noted, and others run")
-        rows = sorted([track.row for track in self.tracks.values()] + self._free_rows)
+        rows = sorted([track.row for track in self.tracks.values()] + self.free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")
 

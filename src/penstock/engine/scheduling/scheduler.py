@@ -28,8 +28,17 @@ from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks
 from penstock.engine.scheduling.conversations import Conversations, begins
 from penstock.engine.scheduling.drafts import Decoding, Drafter
 from penstock.engine.scheduling.events import Events, SchedulerCounts
-from penstock.engine.scheduling.line import Line, want_rank
-from penstock.engine.scheduling.matching import find_match, found_share, is_arriving, is_pending, is_ready, prefetch_waiting, promote_ahead
+from penstock.engine.scheduling.line import (
+    Line,
+    find_match,
+    found_share,
+    is_arriving,
+    is_pending,
+    is_ready,
+    prefetch_waiting,
+    promote_ahead,
+    want_rank,
+)
 from penstock.engine.scheduling.residency import FIRST_TAU, ResidentSet
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.steps import Draft, Share, Step, Steps, missed_by
@@ -138,12 +147,13 @@ class Scheduler:
     @property
     def needs_result(self) -> bool:
         """Whether the next plan can propose more once the step that runs has been read."""
-        return self._steps.has_drafts and self._drafter is not None and self._drafter.needs_results
+        return self._drafter is not None and self._drafter.needs_results and self._steps.has_drafts
 
     @property
     def reads_host(self) -> bool:
         """Whether the next tokens of a request that runs read KV in host memory."""
-        return self._running.has_deep and any(track.state is State.RUNNING and track.reads_host for track in self._running.tracks.values())
+        running = self._running
+        return running.num_deep > 0 and any(track.state is State.RUNNING and track.reads_host for track in running.tracks.values())
 
     # ------------------------------------------------------------------------------------------------------------- plan
 
@@ -182,7 +192,7 @@ class Scheduler:
         self._conversations.step_planned(bool(self._draft.prefills))
         draft, self._draft = self._draft, Draft()
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
-        is_followed = self._is_followed(draft, bool(drafts))
+        is_followed = self._drafter is None or self._is_followed(self._drafter, draft, bool(drafts))
         catches_up = is_followed or (self._has_draft_kv and self._has_block_to_follow(chunks))
         missed = self._follow(chunks, is_followed) if self._has_draft_kv and catches_up else ()
         number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=catches_up)
@@ -190,16 +200,14 @@ class Scheduler:
         waits = tuple(draft.after), tuple(draft.loads)
         return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
 
-    def _is_followed(self, draft: Draft, has_drafts: bool) -> bool:
+    def _is_followed(self, drafter: Drafter, draft: Draft, has_drafts: bool) -> bool:
         """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not."""
-        if self._drafter is None or not self._drafter.may_lag or draft.num_ahead or draft.prefills:
-            return True
-        return has_drafts or self._steps.has_drafts
+        return not drafter.may_lag or draft.num_ahead > 0 or bool(draft.prefills) or has_drafts or self._steps.has_drafts
 
     def _has_block_to_follow(self, chunks: Sequence[Chunk]) -> bool:
         """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in them, too. Of a deep one, which
         gets no drafts and whose blocks may leave the device any time, what is decoded is left out."""
-        if self._running.has_deep:
+        if self._running.num_deep:
             for chunk in chunks:
                 if (track := self._running.tracks[chunk.request_id]).is_deep:
                     track.num_followed = chunk.kv_len
@@ -327,7 +335,7 @@ class Scheduler:
         waiting = iter(self._line)
         for _ in range(2 * _LOOK_AHEAD):
             track = next((one for one in waiting if one not in passed), None)
-            if track is None or len(passed) >= _LOOK_AHEAD or not self._running.has_row:
+            if track is None or len(passed) >= _LOOK_AHEAD or not self._running.free_rows:
                 return
             if late is not None and track.request.priority != late.request.priority:
                 return  # what counts among ranks does not count among priorities
@@ -358,7 +366,7 @@ class Scheduler:
 
     def _start_alone(self, track: Track, room: Room) -> bool:
         """It is the only one in line. Where slots are free for all of it, it needs neither a place in line nor a want, and starts now."""
-        match = self._try_match(track) if self._running.has_row else None
+        match = self._try_match(track) if self._running.free_rows else None
         if match is None or self._holds_back(track, match):
             return False
         if not self._running.fits_free(track, match) or not self._claim(track, match) or not self._start(track, match):
@@ -399,7 +407,7 @@ class Scheduler:
         if not self._draw(track, num_tokens):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
         room.spend(track.num_planned, num_tokens, track.num_left)
-        self._draft.add(track, num_tokens, (), self._draw_room(track, num_tokens))
+        self._draft.add(track, num_tokens, (), self._draw_room(track, num_tokens) if self._draft.num_ahead else 0)
 
     def _rank(self, track: Track, match: Match) -> bool:
         """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""
@@ -456,8 +464,6 @@ class Scheduler:
     def _draw_room(self, track: Track, num_tokens: int) -> int:
         """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was promised, which it may draw;
         where promises exceed memory nobody leaves for a draft, and those without slots are not verified either."""
-        if not self._draft.num_ahead:
-            return 0
         end = track.num_planned + num_tokens
         most = min(self._draft.num_ahead, track.lifetime_tokens - end)
         if most <= 0 or end < track.num_expected or track.is_deep or track.request.sampling.grammar is not None:

@@ -349,14 +349,15 @@ class BlockPool:
         """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by `Reservation.commit`. Before those it
         has `num_elsewhere` places without a slot, for blocks that are not in this pool."""
         out, book, run = self._handles, self._book, as_run(shared)
-        book.require(run, SlotEvent.SHARE)
-        if not self._index.sealed.all(run):
-            slot = next(slot for slot in shared if not self._index.sealed.at[slot])
-            raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
-        self._idle.remove(book.those_in(SlotState.IDLE, run))
-        self._order.hit(run)
-        book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
-        book.holds.add(run, 1)
+        if len(run):
+            book.require(run, SlotEvent.SHARE)
+            if not self._index.sealed.all(run):
+                slot = next(slot for slot in shared if not self._index.sealed.at[slot])
+                raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
+            self._idle.remove(book.those_in(SlotState.IDLE, run))
+            self._order.hit(run)
+            book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
+            book.holds.add(run, 1)
         hold = Hold(owner, self, num_elsewhere)
         hold.append(run)
         out[hold] = None
@@ -567,32 +568,32 @@ class PinnedKeys:
         self._pool = pool
         self._protect = protect
         self._keys: dict[str, frozenset[bytes]] = {}  # by owner
-        self._num_owners: Counter[bytes] = Counter()  # by key
+        self.num_owners: Counter[bytes] = Counter()  # by key; where it is empty, `landed` has nothing to do
         self._ends: list[Callable[[], None]] = []  # of what protects those that are here
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._num_owners
+        return key in self.num_owners
 
     def pin(self, owner: str, keys: Iterable[bytes]) -> None:
         """None of `keys` is evicted until `unpin`, nor is one that lands later. Idempotent."""
         if owner not in self._keys:
             self._keys[owner] = frozenset(keys)
-            self._num_owners.update(self._keys[owner])
+            self.num_owners.update(self._keys[owner])
             self.landed(self._keys[owner])
 
     def unpin(self, owner: str) -> None:
         """What others pin as well stays. Idempotent."""
         for key in self._keys.pop(owner, frozenset()):
-            self._num_owners[key] -= 1
-            if not self._num_owners[key]:
-                del self._num_owners[key]
+            self.num_owners[key] -= 1
+            if not self.num_owners[key]:
+                del self.num_owners[key]
         ended, self._ends = self._ends, []
-        self.landed(list(self._num_owners))
+        self.landed(list(self.num_owners))
         for end in ended:
             end()
 
     def landed(self, keys: Iterable[bytes]) -> None:
         """These have got slots, sealed and not evicted yet: those of them that are pinned are protected from now on."""
-        slots = [slot for slot in self._pool.find_each([key for key in keys if key in self._num_owners]) if slot >= 0]
+        slots = [slot for slot in self._pool.find_each([key for key in keys if key in self.num_owners]) if slot >= 0]
         if slots:
             self._ends.append(self._protect(as_run(slots)))

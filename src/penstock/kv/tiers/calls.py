@@ -210,10 +210,9 @@ class Tally:
             if way is Way.READ:
                 self.rate.note_try()
 
-    def began(self, way: Way) -> None:
-        if way is Way.READ:
-            with self._lock:
-                self._meter.begin(self._clock())
+    def began_read(self) -> None:
+        with self._lock:
+            self._meter.begin(self._clock())
 
     def ended(self, way: Way, outcomes: Sequence[Outcome]) -> None:
         """What came of a call that was begun; nothing where the store did not answer."""
@@ -294,15 +293,12 @@ class StoreGroup:
     slots: Sequence[int]
     span: Span
     depths: Sequence[int] = ()
-    outcomes: Sequence[Outcome] = ()
+    outcomes: Sequence[Outcome] = ()  # FAILED until the store has said otherwise
     error: BaseException | None = None  # why none of it was done
     ticket: Ticket | None = None
     fence: Fence | None = None
     told: bool = False  # its defect was raised
     num_forgotten: int = 0  # blocks, of a reset
-
-    def __post_init__(self) -> None:
-        self.outcomes = [Outcome.FAILED] * len(self.keys)
 
     def over(self) -> bool:
         """Nothing of it touches its slots any more. Never blocks."""
@@ -449,7 +445,8 @@ class StoreCalls:
     def _run(self, way: Way, group: StoreGroup, call: Callable[[], Sequence[Outcome]]) -> None:
         outcomes: Sequence[Outcome] = ()
         num_cleared = self.known.num_cleared
-        self.tally.began(way)
+        if way is Way.READ:
+            self.tally.began_read()
         try:
             outcomes, entered = self._call(way.value, call)
             if len(outcomes) != len(group.keys):

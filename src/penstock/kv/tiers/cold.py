@@ -95,12 +95,13 @@ def close_lane(lane: Lane, deadline_s: float) -> DeadlineExceeded | None:
 class Finding:
     """How many of some leading keys a tier has. `num` is 0 until the answer is there, and stays so when that comes too late."""
 
-    def __init__(self, deadline_s: float = float("inf"), clock: Callable[[], float] = time.monotonic) -> None:
-        self.num = 0
+    def __init__(self, deadline_s: float = float("inf"), clock: Callable[[], float] = time.monotonic, num: int | None = None) -> None:
+        """`num`: the answer, where it is known already."""
+        self.num = num or 0
         self.deadline_s = deadline_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._ready = False
+        self._ready = num is not None
 
     @property
     def ready(self) -> bool:
@@ -271,21 +272,19 @@ class ColdTier:
     def find(self, keys: Sequence[bytes], patience_s: float) -> Finding:
         """For any thread. Ready at once where the store answers from memory, or is not usable."""
         clock, lane = self.calls.breaker.clock, self._lanes.asker
-        finding = Finding(clock=clock)
         if not keys or not self.usable:
-            finding.answer(0)
-        elif self.local or lane is None:
-            finding.answer(self.calls.find(keys))
-        else:
-            finding.deadline_s = clock() + patience_s
-            with self._asking:
-                self.findings.append(finding)
-            try:
-                lane.submit(partial(self._answer, finding, keys), label=f"find in {self.name}")
-            except BaseException as error:
-                finding.answer(0)  # nobody else will
-                if not isinstance(error, LaneClosed):
-                    raise
+            return Finding(num=0)
+        if self.local or lane is None:
+            return Finding(num=self.calls.find(keys))
+        finding = Finding(clock() + patience_s, clock)
+        with self._asking:
+            self.findings.append(finding)
+        try:
+            lane.submit(partial(self._answer, finding, keys), label=f"find in {self.name}")
+        except BaseException as error:
+            finding.answer(0)  # nobody else will
+            if not isinstance(error, LaneClosed):
+                raise
         return finding
 
     def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
@@ -338,7 +337,9 @@ class ColdTier:
     def settle(self) -> list[Writing]:
         """Writes that are over since the last call. Also probes a broken store, on a lane, when it is time. Raises a defect of ours, once;
         the next call gives out what this one did not."""
-        self._watch()
+        is_stuck = self.calls.stuck
+        if is_stuck != self._was_stuck or self.calls.breaker.state is BreakerState.OPEN:
+            self._watch(is_stuck)
         with self._asking:
             self.findings = [finding for finding in self.findings if not finding.ready]
         while self.readings and self.readings[0].over:  # in order, as they roughly end: the others are not looked at each time
@@ -418,17 +419,22 @@ class ColdTier:
         span = Span(self.calls.breaker.clock(), len(runs))
         return [
             StoreGroup(
-                run, [keys[place] for place in run], [slots[place] for place in run], span, [depths[place] for place in run if depths]
+                places=run,
+                keys=[keys[place] for place in run],
+                slots=[slots[place] for place in run],
+                span=span,
+                depths=[depths[place] for place in run if depths],
+                outcomes=[Outcome.FAILED] * len(run),
             )
             for run in runs
         ]
 
-    def _watch(self) -> None:
-        stuck = self.calls.stuck
-        if stuck and not self._was_stuck:
+    def _watch(self, is_stuck: bool) -> None:
+        """Say so when something gets stuck, and probe a broken store when it is time."""
+        if is_stuck and not self._was_stuck:
             self.calls.tally.fail("stuck")
             log.warning("the %s tier has been at one thing for %g s; it is left alone until that is over", self.name, self._limits.stuck_s)
-        self._was_stuck = stuck
+        self._was_stuck = is_stuck
         if self.calls.breaker.try_probe():
             try:
                 (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")

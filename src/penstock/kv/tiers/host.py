@@ -197,7 +197,7 @@ class HostTier:
     # --------------------------------------------------------------------------------------------------------------- leases
 
     def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
-        """PoolWant every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
+        """Want every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
         with self._lock:
             run = self._pool.find(keys[first:])  # mostly all of them
             rest = self._pool.find_each(keys[first + len(run) :])
@@ -429,7 +429,8 @@ class HostTier:
             hold = self._pool.hold(taken.reservation.owner)
             taken.reservation.commit(hold)
             self.counts.landed += self._pool.seal(slots, keys, depths)
-            self._pinned.landed(keys)
+            if self._pinned.num_owners:
+                self._pinned.landed(keys)
             pin = self._pool.pin(slots, pinned_by) if pinned_by and slots else None
             hold.end()
             return pin

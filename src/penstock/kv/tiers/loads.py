@@ -28,7 +28,7 @@ from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier,
 from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierLimits, TierRun, choose
 from penstock.kv.tiers.saves import SavedLease, Saves
 from penstock.kv.tiers.store import Outcome
-from penstock.kv.transfer.mover import Group, Mover, NoMover, Slots, Transfer
+from penstock.kv.transfer import Group, Mover, NoMover, Slots, Transfer
 
 _MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
 _LAST_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
@@ -271,9 +271,7 @@ def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> F
     for part in answered:
         if part.tier == tier and part.finding.ready and set(missing) <= set(part.blocks):
             there = set(part.blocks[: part.finding.num])
-            finding = Finding()
-            finding.answer(next((num for num, number in enumerate(missing) if number not in there), len(missing)))
-            return finding
+            return Finding(num=next((num for num, number in enumerate(missing) if number not in there), len(missing)))
     return None
 
 
@@ -289,41 +287,32 @@ class Loads:
         self.link = LinkRate(clock=time.monotonic)
         self._part_blocks = max(1, _PART_BYTES // saves.layout.block_bytes)
         self._whole = [Group((0, saves.layout.num_layers))]
-        self._loads: dict[BlockTable, BlockLoad] = {}  # in flight, by the table whose slots they fill
+        self.in_flight: dict[BlockTable, BlockLoad] = {}  # by the table whose slots they fill
         self.fetches: list[Fetch] = []  # not over
 
     # ------------------------------------------------------------------------------------------------------------ questions
 
     @property
-    def in_flight(self) -> Sequence[BlockLoad]:
-        return list(self._loads.values())
-
-    @property
     def reads(self) -> Sequence[Reads]:
         """Loads and fetches that are not over."""
-        return [*self._loads.values(), *self.fetches]
-
-    @property
-    def is_cold(self) -> bool:
-        """Whether a load from cold tiers is in flight."""
-        return any(load.is_cold for load in self._loads.values())
+        return [*self.in_flight.values(), *self.fetches]
 
     def is_loading(self, table: BlockTable) -> bool:
-        load = self._loads.get(table)
+        load = self.in_flight.get(table)
         return load is not None and not load.settled
 
     def is_coming(self, number: int, key: bytes) -> bool:
         """Whether block `number` of a prefix, which has `key`, is on its way to the device and not late."""
-        return any(load.covers(number, key) and not load.over and not load.overdue for load in self._loads.values())
+        return any(load.covers(number, key) and not load.over and not load.overdue for load in self.in_flight.values())
 
     def num_abandoned(self, late: bool) -> int:
         """Slots of the device that only copies have, their tables having ended: of those that are `late`, or of the others."""
-        copies = (copy for load in self._loads.values() if load.ended for copy in load.copies if not copy.settled)
+        copies = (copy for load in self.in_flight.values() if load.ended for copy in load.copies if not copy.settled)
         return sum(copy.num_blocks for copy in copies if copy.overdue == late)
 
     def pins(self) -> set[Pin]:
         """Of the device, for what is under way."""
-        return {pin for copy in self.mover.in_flight() for pin in copy.pins}
+        return {pin for copy in self.mover.flying for pin in copy.pins}
 
     # ------------------------------------------------------------------------------------------------------------- looking
 
@@ -333,26 +322,27 @@ class Loads:
         an earlier lease of the same keys it is not asked again."""
         if not self.cold and not self.host.has(keys[first]):
             return None  # what lies behind a gap is of no use where nothing fills it, and looking for it takes as long as the prefix is
-        lease = self.host.lease(keys, owner, first, bool(self.cold))
-        if lease is None or not self.cold:
+        lease = self.host.lease(keys, owner, first)
+        if not self.cold:
             return lease
-        missing = (first + np.flatnonzero(lease.slots[first:] == ABSENT)).tolist()
-        if missing:
-            try:
-                lease.parts = self.find(keys, missing, self._patience_s(missing), answered)
-            except BaseException:
-                lease.end()  # nobody else knows of it
-                raise
-        if lease.parts or len(missing) < len(keys) - first:
+        missing = list(range(first, len(keys))) if lease is None else (first + np.flatnonzero(lease.slots[first:] == ABSENT)).tolist()
+        if not missing:
             return lease
-        lease.end()
-        return None
-
-    def _patience_s(self, missing: Sequence[int]) -> float:
-        """With a store that is asked for these blocks."""
-        tokens = self.saves.layout.block_tokens
+        tokens, patience_s = self.saves.layout.block_tokens, _PATIENCE_S
         compute_s = self.prefill.seconds(len(missing) * tokens, (missing[0] + len(missing) / 2) * tokens)
-        return _PATIENCE_S if compute_s is None or self.saves.limits.load_always else min(_PATIENCE_S, compute_s)
+        if compute_s is not None and not self.saves.limits.load_always:
+            patience_s = min(_PATIENCE_S, compute_s)
+        try:
+            parts = self.find(keys, missing, patience_s, answered)
+        except BaseException:
+            if lease is not None:
+                lease.end()  # nobody else knows of it
+            raise
+        if parts and lease is None:
+            lease = self.host.lease(keys, owner, first, even_empty=True)
+        if lease is not None:
+            lease.parts = parts
+        return lease
 
     def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float, answered: Sequence[Part] = ()) -> list[Part]:
         """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have; a store far away not
@@ -404,7 +394,7 @@ class Loads:
         """Fill the slots of `table` from number `first` on with the same blocks of `lease`, of which the first have `keys`; they may be
         written after `after`. What host memory has is copied, what is colder is read first. The lease ends with the load; if this raises,
         it is as it was."""
-        if table in self._loads:
+        if table in self.in_flight:
             raise InvariantBroken(f"{table.owner!r} loads blocks while others are on their way to its table")
         num_blocks = table.num_slots - first
         tier, num_same = next(iter(lease.runs_from(first)), (HOST, 0))
@@ -420,7 +410,7 @@ class Loads:
             else:
                 self._begin_copy(load, lease, num_next >= self.saves.limits.overlap_tokens)
         except BaseException:
-            if table not in self._loads:
+            if table not in self.in_flight:
                 self.host.keep(lease, *kept)
             raise
         return load
@@ -488,7 +478,7 @@ class Loads:
         load = copy.load
         load.copies.append(copy)
         load.num_sent += copy.num_blocks
-        self._loads[load.table] = load
+        self.in_flight[load.table] = load
 
     def _groups(self, num_blocks: int, layered: bool) -> list[Group]:
         """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of them apart: a step may be
@@ -506,7 +496,7 @@ class Loads:
 
     def _begin_reads(self, load: BlockLoad, lease: HostLease) -> None:
         """Some of it is colder than host memory: that is read while the rest is copied."""
-        self._loads[load.table] = load
+        self.in_flight[load.table] = load
         wanted: list[tuple[int, str]] = []  # blocks that are not in host memory, and who has them
         block = 0
         for tier, num_blocks in lease.runs_from(load.first):
@@ -628,7 +618,7 @@ class Loads:
 
     def _share(self, keys: Sequence[bytes]) -> None:
         """A fetch has read these, or could not: loads that wait for some of them go on, or end there."""
-        for load in self._loads.values():
+        for load in self.in_flight.values():
             awaited = {key: load.awaited.pop(key)[0] for key in keys if key in load.awaited}
             slots, pin = self.host.pin_each(list(awaited), load.label)
             if pin is not None:
@@ -718,9 +708,9 @@ class Loads:
         for fetch in self.fetches:
             self._advance_fetch(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
-        for load in self._loads.values():
+        for load in self.in_flight.values():
             self._advance(load)
-        for load in [load for load in self._loads.values() if load.over]:
+        for load in [load for load in self.in_flight.values() if load.over]:
             self._end(load)
 
     def _advance(self, load: BlockLoad) -> None:
@@ -748,7 +738,7 @@ class Loads:
     def _end(self, load: BlockLoad) -> None:
         """It is over: nothing protects its sources any more."""
         self.host.end_handles(load.kept)
-        del self._loads[load.table]
+        del self.in_flight[load.table]
 
     def check(self) -> None:
         """Raises where fetches have reserved more than they may."""

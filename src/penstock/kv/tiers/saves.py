@@ -31,7 +31,7 @@ from penstock.kv.tiers.calls import SECONDS_BOUNDS
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
 from penstock.kv.tiers.policy import TierLimits
-from penstock.kv.transfer.mover import Group, Mover, Settling, Slots, Transfer
+from penstock.kv.transfer import Group, Mover, Settling, Slots, Transfer
 
 log = logging.getLogger(__name__)
 
@@ -227,22 +227,16 @@ class Saves:
         self._unshared: set[bytes] = set()  # keys that are in no prefix: somebody was told them
         self._unwanted: set[bytes] = set()  # of those, keys that nobody knows any more, while copies are under way
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
-        self._persisting: list[Persisting] = []
-        self._later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
+        self.persisting: list[Persisting] = []
+        self.later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
         self.first: ColdTier  # what it does not have is dirty; only where there are cold tiers
         if cold:
             self.first = cold[0]
             host.watch_gone()
 
-    @property
-    def num_cold(self) -> int:
-        """Reads, writes and questions of cold tiers that are not over, and what is yet to be handed to them."""
-        num = sum(len(tier.readings) + len(tier.writings) + len(tier.findings) for tier in self.cold.values())
-        return num + len(self._persisting) + len(self._later)
-
     def pins(self) -> set[Pin]:
         """Of the device, for what is under way or about to be."""
-        return {offer.pin for offer in (*self._offers, *self._due)} | {pin for save in self.mover.in_flight() for pin in save.pins}
+        return {offer.pin for offer in (*self._offers, *self._due)} | {pin for save in self.mover.flying for pin in save.pins}
 
     # ------------------------------------------------------------------------------------------------------- device to host
 
@@ -267,8 +261,9 @@ class Saves:
         if due:
             self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
         if offers:
-            # Where a disk or a store is to have every block, nobody who waits keeps one from it: they have what is displaced.
-            displaces = Displaces.NOTHING if self.postpones else Displaces.ANYTHING if self.cold else Displaces.UNWANTED
+            # Where a disk or a store is to have every block, nobody who waits keeps one from it: they have what is displaced. Else blocks
+            # may stay on the device alone while host memory is full, and be saved when their room there is needed.
+            displaces = Displaces.ANYTHING if self.cold else Displaces.NOTHING if self.limits.postpones else Displaces.UNWANTED
             self._send(Save(self.host, offers, self.layout.num_layers, displaces))
 
     def _send(self, save: Save) -> None:
@@ -279,12 +274,6 @@ class Saves:
         except BaseException:
             _end_pins(save.offers)
             raise
-
-    @property
-    def postpones(self) -> bool:
-        """Whether blocks stay on the device alone while host memory is full, and are saved when their room there is needed: device and
-        host memory are one capacity then. Not where a disk or a store is to have every block."""
-        return self.limits.postpones and not self.cold
 
     def retract(self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None) -> SavedLease | None:
         """Save everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers whoever still writes.
@@ -342,7 +331,7 @@ class Saves:
         alone = alone[: max(0, pool.num_available - floor)]
         if not alone:
             return True
-        if self.postpones:
+        if self.limits.postpones and not self.cold:  # device and host memory are one capacity
             self._give_way(len(alone) - self.host.num_free, tables)
         for first in range(0, len(alone), _MOVE_BLOCKS):
             self._move(alone[first : first + _MOVE_BLOCKS])
@@ -380,14 +369,14 @@ class Saves:
 
     def settle(self) -> None:
         """Take in copies that are over: their blocks can be found in host memory, and their pins end."""
-        first = self.mover.first()
+        first = self.mover.flying[0] if self.mover.flying else None
         if isinstance(first, Save) and first.lease is None:
             self._land(first)
         for save in self.mover.settle():
             if isinstance(save, Save):
                 self._end(save)
             self.counts.book(save, "device", "host", self.layout.block_bytes)
-        if self._unwanted and not (self.mover or self._due or self._offers):
+        if self._unwanted and not (self.mover.flying or self._due or self._offers):
             self._unwanted.clear()
 
     def _land(self, save: Save) -> None:
@@ -444,16 +433,16 @@ class Saves:
             return False
         if self.limits.admission == "evict" and not self._rests and not self._writing:
             self._clean()
-        if self._later:
-            tier, keys, depths = self._later.popleft()
+        if self.later:
+            tier, keys, depths = self.later.popleft()
             if tier is self.first:  # it may have been written meanwhile
                 self._write_dirty([key for key in keys if key in self._dirty])
             else:
                 self._write(tier, keys, depths)
-        for one in self._persisting:
+        for one in self.persisting:
             self._advance_persisting(one)
-        self._persisting = [one for one in self._persisting if not one.settled]
-        return any(one.handing_over for one in self._persisting)
+        self.persisting = [one for one in self.persisting if not one.settled]
+        return any(one.handing_over for one in self.persisting)
 
     # ---------------------------------------------------------------------------------------------------------- host to cold
 
@@ -499,7 +488,7 @@ class Saves:
         for start in range(0, len(keys), _WRITE_AT_ONCE):
             part = slice(start, start + _WRITE_AT_ONCE)
             if start:
-                self._later.append((tier, keys[part], depths[part]))
+                self.later.append((tier, keys[part], depths[part]))
             else:
                 self._write(tier, keys[part], depths[part])
 
@@ -531,10 +520,11 @@ class Saves:
         if self._emptied_before.pop(writing, self.num_emptied) == self.num_emptied:
             for key in done:
                 self._dirty.pop(key, None)
-            for one in self._persisting:
-                one.lost.difference_update(done)
             self._writing.difference_update(tried)
-            self._note_lost([key for key in tried if key in self._dirty])
+            if self.persisting:
+                for one in self.persisting:
+                    one.lost.difference_update(done)
+                self._note_lost([key for key in tried if key in self._dirty])
         self._rests |= bool(writing.keys) and not done
 
     def _forget_gone(self) -> None:
@@ -563,8 +553,7 @@ class Saves:
     def newest(self) -> Transfer | None:
         """Send off what was offered. When what is returned has settled, so have all saves before it; None: there is none in flight."""
         self.submit()
-        flying = self.mover.in_flight()
-        return flying[-1] if flying else None
+        return self.mover.flying[-1] if self.mover.flying else None
 
     def persist(self) -> Persisting | None:
         """Have everything sealed so far written to the first cold tier, and made safe there; None: there is no such tier."""
@@ -574,7 +563,7 @@ class Saves:
         while self.host.any_gone:
             self._forget_gone()  # what has left host memory before this call is nobody's loss
         persisting = Persisting(saved, self._dirty.copy())
-        self._persisting.append(persisting)
+        self.persisting.append(persisting)
         return persisting
 
     def _advance_persisting(self, one: Persisting) -> None:
@@ -610,7 +599,7 @@ class Saves:
 
     def _note_lost(self, keys: Sequence[bytes]) -> None:
         """They are still dirty though they were written, or not in host memory any more though they are dirty."""
-        for one in self._persisting:
+        for one in self.persisting:
             one.lost.update(key for key in keys if key in one.keys)
 
 

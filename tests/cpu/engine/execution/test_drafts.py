@@ -12,9 +12,8 @@ from sampler_on_lane import OnLane
 from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.execution.batch import Drafted, DraftedInputs
 from penstock.engine.execution.draws import DrawKind, RowDraws, draw_keys
-from penstock.engine.execution.rows import NUM_FLOATS, Rows
-from penstock.engine.execution.rows import draw_keys as host_keys
-from penstock.engine.execution.sampler import Drafting, Sampler, counts_before, gumbel_noise, kept_tokens
+from penstock.engine.execution.sampler import NUM_FLOATS, Drafting, Rows, Sampler, counts_before, gumbel_noise, kept_tokens
+from penstock.engine.execution.sampler import draw_keys as host_keys
 from penstock.engine.execution.staging import Uploads
 from penstock.lanes.cpu import CpuLane
 

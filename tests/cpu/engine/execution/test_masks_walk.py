@@ -63,7 +63,7 @@ class World:
             asked.row = self.r.choice(sorted(rows))
             sampling = SamplingParams(max_tokens=100, grammar=asked.grammar)
             self.masks.start(Start(asked.row, asked.id, sampling, tuple(asked.output), None, NUM_PROMPT))
-            assert len(self.masks._answers) <= NUM_ROWS, "what has ended is forgotten when its row is used again"
+            assert len(self.masks.answers) <= NUM_ROWS, "what has ended is forgotten when its row is used again"
 
     def leave(self) -> None:
         """It ends, or is pushed out. The masks are not told."""

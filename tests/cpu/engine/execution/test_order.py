@@ -11,7 +11,7 @@ import torch
 
 from penstock.contract import Access, Mode
 from penstock.engine.engine import Engine
-from penstock.engine.execution.outcome import Outputs, RunningStep
+from penstock.engine.execution.running_step import Outputs, RunningStep
 from penstock.engine.execution.staging import StagingRing
 from penstock.errors import InvariantBroken
 from penstock.lanes.cpu import CpuLane

@@ -10,7 +10,7 @@ import torch
 from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
-from penstock.engine.execution.rows import Rows, SamplePlan
+from penstock.engine.execution.sampler import Rows, SamplePlan
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

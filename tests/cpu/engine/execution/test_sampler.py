@@ -10,8 +10,7 @@ import torch
 from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
-from penstock.engine.execution.rows import Rows
-from penstock.engine.execution.sampler import SampleOutput, gumbel_noise, packed_width, token_logprobs
+from penstock.engine.execution.sampler import Rows, SampleOutput, gumbel_noise, packed_width, token_logprobs
 from penstock.errors import InvariantBroken
 
 VOCAB = 12

@@ -11,7 +11,7 @@ import torch
 from sampler_on_lane import OnLane
 
 from penstock.contract import MAX_SEED, Request, SamplingParams, Start
-from penstock.engine.execution.rows import Rows, draw_keys
+from penstock.engine.execution.sampler import Rows, draw_keys
 
 VOCAB = 9
 LOGITS = torch.tensor([2.0, 1.6, 1.1, 0.6, 0.0, -0.5, -1.0, 3.0, -4.0])

@@ -92,7 +92,7 @@ def gives_keys_to_the_blocks_behind_a_part_that_failed(patch: Patch) -> None:
 
 def keeps_those_in_line_waiting_for_a_load_that_is_over(patch: Patch) -> None:
     patch.setattr(Loads, "_end", lambda self, load: self.host.end_handles(load.kept))
-    patch.setattr(Loads, "is_coming", lambda self, number, key: any(load.covers(number, key) for load in self._loads.values()))
+    patch.setattr(Loads, "is_coming", lambda self, number, key: any(load.covers(number, key) for load in self.in_flight.values()))
 
 
 # Those that any walk brings to light sooner or later.

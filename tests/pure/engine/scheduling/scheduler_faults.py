@@ -160,9 +160,9 @@ class LosesPromptLogprobsOfAnEarlierLife(Scheduler):
 
 class LosesTheRowOfTheRetracted(Scheduler):
     def _retract(self, track: Track, saves: bool = True) -> None:
-        rows = list(self._running._free_rows)
+        rows = list(self._running.free_rows)
         super()._retract(track, saves)
-        self._running._free_rows = rows
+        self._running.free_rows = rows
 
 
 # Those that any few events bring to light; the others need a story of their own.

@@ -11,7 +11,7 @@ from scheduler_device import BLOCK, prompt_logprobs
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, FinishReason, Start, StepPlan, TokenEvent
 from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling.budget import blocks_for
-from penstock.engine.scheduling.matching import is_pending, is_ready
+from penstock.engine.scheduling.line import is_pending, is_ready
 from penstock.engine.scheduling.track import State, Track
 from penstock.kv.tiers.loads import BlockLoad
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from scheduler_device import BLOCK, LAYERS, Device
 
-from penstock.engine.scheduling import matching
+from penstock.engine.scheduling import line
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers import loads as loads_module
@@ -19,7 +19,7 @@ from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.transfer.mover import Mover
+from penstock.kv.transfer import Mover
 from penstock.testing.stores import HandClock, MemoryStore
 from support.stepped import ByteArena, SteppedArena, SteppedLane, TagCopier
 
@@ -99,7 +99,7 @@ class Tiers:
 
 def land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers of a few blocks are in several parts already, and worth being made ahead."""
-    monkeypatch.setattr(matching, "_LEAST_AHEAD", 1)
+    monkeypatch.setattr(line, "_LEAST_AHEAD", 1)
     monkeypatch.setattr(saves_module, "_PART_BLOCKS", 2)
     monkeypatch.setattr(loads_module, "_LAST_BYTES", LAYOUT.block_bytes)
     monkeypatch.setattr(loads_module, "_PART_BYTES", LAYOUT.block_bytes)

@@ -465,7 +465,7 @@ class World:
             self.check()
         assert all(asked.ended is not None for asked in self.asked.values()), "a request was left behind"
         assert not self.scheduler.has_work() and not self.scheduler._tracks and not self.cache.tables
-        assert sorted(self.scheduler._running._free_rows) == list(range(self.budget.max_batch))
+        assert sorted(self.scheduler._running.free_rows) == list(range(self.budget.max_batch))
         assert self.cache.num_in_flight == self.cache.num_cold_in_flight == 0
         assert not self.cache.loads.reads
         for counts in self.cache.stats().slots.values():

@@ -8,7 +8,7 @@ from scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
 from scheduler_world import World
 
 from penstock.contract import Chunk, FinishReason, Match, Request, SamplingParams
-from penstock.engine.scheduling.matching import is_pending
+from penstock.engine.scheduling.line import is_pending
 from penstock.engine.scheduling.scheduler import _LOOK_AHEAD
 from penstock.engine.scheduling.steps import Draft
 from penstock.engine.scheduling.track import Track

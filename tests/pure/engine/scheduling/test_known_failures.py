@@ -215,13 +215,13 @@ def test_one_completion_flag_per_request_hides_an_earlier_transfer() -> None:
         planned(world)
         world.commit()
     tiers = tiers_of(world)
-    assert len(tiers.saves.mover) >= 2, "one transfer for each step that has sealed a block"
+    assert len(tiers.saves.mover.flying) >= 2, "one transfer for each step that has sealed a block"
     for _ in range(2):
         tiers.launch("host")
     while tiers.host.num_keys == 0:
         assert tiers.move("host")
         world.settle()
-    assert len(tiers.saves.mover) >= 1 and tiers.host.num_keys == 1
+    assert len(tiers.saves.mover.flying) >= 1 and tiers.host.num_keys == 1
     world.cancel(request_id)
     world.settle()
     world.check()

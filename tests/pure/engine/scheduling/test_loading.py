@@ -271,7 +271,7 @@ def test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over() -> 
     world = crowded()
     world.cancel("r1")
     tiers = tiers_of(world)
-    assert len(tiers.saves.mover)
+    assert len(tiers.saves.mover.flying)
     world.cancel("r0")
     world.close()
     assert tiers.host.slots.reserved == 0

@@ -12,7 +12,7 @@ from scheduler_world import World
 from test_cold_loading import forgotten, run_lane
 
 from penstock.contract import KvSource
-from penstock.engine.scheduling import matching
+from penstock.engine.scheduling import line
 from penstock.engine.scheduling.track import Track
 from penstock.kv.tiers.loads import BlockLoad, Fetch
 
@@ -136,7 +136,7 @@ def test_each_request_is_looked_at_once() -> None:
 
 
 def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "_PREFETCHED", 2)
+    monkeypatch.setattr(line, "_PREFETCHED", 2)
     world = forgotten("ssd", max_batch=1, num_host=96)
     prompts = [[number] * 16 for number in (1, 2, 3)]
     for prompt in prompts:

@@ -10,7 +10,7 @@ from scheduler_tiers import Cold, land_in_parts
 from scheduler_world import World
 
 from penstock.contract import FinishReason, KvSource
-from penstock.engine.scheduling import matching
+from penstock.engine.scheduling import line
 from penstock.engine.scheduling.track import Track
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.loads import BlockLoad
@@ -219,8 +219,8 @@ def test_where_promises_may_exceed_memory_it_is_admitted_as_early_as_without() -
 
 @pytest.mark.parametrize(("least", "most", "num_blocks"), [(5, 512, 0), (4, 512, 4), (1, 3, 3)])
 def test_a_copy_is_neither_small_nor_long(least: int, most: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "_LEAST_AHEAD", least)
-    monkeypatch.setattr(matching, "_MOST_AHEAD", most)
+    monkeypatch.setattr(line, "_LEAST_AHEAD", least)
+    monkeypatch.setattr(line, "_MOST_AHEAD", most)
     world, _, waiting = crowded()
     world.plan()
     assert (0 if track_of(world, waiting).ahead is None else ahead_of(world, waiting).num_blocks) == num_blocks

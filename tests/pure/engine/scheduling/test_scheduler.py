@@ -189,11 +189,11 @@ def _promise_too_much(scheduler: Scheduler) -> None:
 
 
 def _lose_a_row(scheduler: Scheduler) -> None:
-    scheduler._running._free_rows.pop()
+    scheduler._running.free_rows.pop()
 
 
 def _lend_a_row_twice(scheduler: Scheduler) -> None:
-    scheduler._running._free_rows.append(0)
+    scheduler._running.free_rows.append(0)
 
 
 @pytest.mark.parametrize("damage", [_promise_too_much, _lose_a_row, _lend_a_row_twice])

@@ -23,7 +23,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import HostLease, HostTier, Taken
 from penstock.kv.tiers.loads import BlockLoad, Copy, Loads, Reads
 from penstock.kv.tiers.saves import Saves
-from penstock.kv.transfer.mover import Mover
+from penstock.kv.transfer import Mover
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
@@ -308,7 +308,7 @@ def lets_go_of_the_sources_when_a_promotion_begins(patch: Patch) -> None:
 def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
     def make(settle: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Loads) -> Any:
-            for copy in self.mover.in_flight():
+            for copy in self.mover.flying:
                 if isinstance(copy, Copy) and copy.error() is not None:
                     copy.load.kept = []
             return settle(self)
@@ -332,8 +332,8 @@ def takes_one_end_for_the_end_of_all(patch: Patch) -> None:
         def faulty(self: Mover) -> list[Any]:
             over = settle(self)
             labels = {transfer.label for transfer in over}
-            for transfer in [transfer for transfer in self._flying if transfer.label in labels]:
-                self._flying.remove(transfer)
+            for transfer in [transfer for transfer in self.flying if transfer.label in labels]:
+                self.flying.remove(transfer)
                 transfer.settled = True
                 over.append(transfer)
             return over

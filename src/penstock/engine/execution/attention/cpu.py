@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.engine.execution.attention import Partial
-from penstock.engine.execution.attention.geometry import Geometry
+from penstock.engine.execution.attention import Geometry, Partial
 from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from penstock.engine.execution.attention import Partial
+from penstock.engine.execution.attention import Geometry, Partial
 from penstock.engine.execution.attention import triton_kernels as kernels
-from penstock.engine.execution.attention.geometry import Geometry
 from penstock.engine.execution.batch import DEEP_TOKENS, Shape, StepInputs
 from penstock.errors import ConfigError
 from penstock.models.model import ModelConfig

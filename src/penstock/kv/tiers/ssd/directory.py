@@ -19,7 +19,7 @@ import re
 import shlex
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,34 +74,31 @@ class DiskIo:
 def write_all(io: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Every byte, or OSError."""
     total = sum(len(buffer) for buffer in buffers)
-    done = 0
-    while done < total:
-        progress = _whole(io.pwritev(fd, _rest(buffers, done), offset + done), total - done)
-        if not progress:
-            raise OSError(errno.EIO, f"a write ended after {done} of {total} bytes")
-        done += progress
+    done = _move(io.pwritev, fd, buffers, offset, total)
+    if done < total:
+        raise OSError(errno.EIO, f"a write ended after {done} of {total} bytes")
 
 
 def read_all(io: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
     """How many bytes there were: fewer than asked for where the file ends."""
-    total = sum(len(buffer) for buffer in buffers)
+    return _move(io.preadv, fd, buffers, offset, sum(len(buffer) for buffer in buffers))
+
+
+def _move(call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int, total: int) -> int:
+    """How many of `total` bytes the system has moved when it moves no more."""
     done = 0
     while done < total:
-        progress = _whole(io.preadv(fd, _rest(buffers, done), offset + done), total - done)
-        if not progress:
+        num = call(fd, _rest(buffers, done) if done else buffers, offset + done)
+        if num < total - done:
+            num -= num % SECTOR_BYTES  # O_DIRECT goes on at a whole sector only, so half a one is moved again
+        if not num:
             break
-        done += progress
+        done += num
     return done
 
 
-def _whole(num_bytes: int, wanted: int) -> int:
-    """O_DIRECT goes on at a whole sector only, so half a one is moved again."""
-    return num_bytes if num_bytes >= wanted else num_bytes - num_bytes % SECTOR_BYTES
-
-
 def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    if not done:
-        return buffers
+    """What lies behind the first `done` bytes."""
     rest = []
     for buffer in buffers:
         if done < len(buffer):

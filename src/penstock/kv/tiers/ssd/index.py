@@ -76,7 +76,8 @@ class SlotIndex:
     def find(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             slots = self._pool.find(keys)
-            self._pool.note_hits(slots)
+            if len(slots):
+                self._pool.note_hits(slots)
             return len(slots)
 
     # -------------------------------------------------------------------------------------------------------------- reading
@@ -86,7 +87,8 @@ class SlotIndex:
         with self._lock:
             slots = self._pool.find_each(keys)
             here = dict.fromkeys(slot for slot in slots if slot != ABSENT)
-            self._note_use(key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT)
+            if self._used is not None:
+                self._note_use(self._used, (key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT))
             return slots, self._pool.pin(list(here), "read") if here else None
 
     def unpin(self, pin: Pin, whole: Iterable[int] = ()) -> None:
@@ -101,11 +103,11 @@ class SlotIndex:
             if self._pool.find_each([key]) == [slot]:
                 self._pool.forget([slot])
 
-    def _note_use(self, keys: Iterable[bytes]) -> None:
-        if self._used is not None:
-            for key in keys:
-                self._used.pop(key, None)
-                self._used[key] = None
+    @staticmethod
+    def _note_use(used: dict[bytes, None], keys: Iterable[bytes]) -> None:
+        for key in keys:
+            used.pop(key, None)
+            used[key] = None
 
     # -------------------------------------------------------------------------------------------------------------- pinning
 
@@ -164,9 +166,11 @@ class SlotIndex:
                 good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
                 self._unverified.difference_update(claim.slots)
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
-                self._pinned.landed(keys[place] for place, _ in good)
+                if self._pinned.num_owners:
+                    self._pinned.landed(keys[place] for place, _ in good)
                 hold.end()
-                self._note_use(keys[place] for place, _ in good)
+                if self._used is not None:
+                    self._note_use(self._used, (keys[place] for place, _ in good))
                 claim.landed.update(keys[place] for place, _ in good)
                 claim.forgotten.update({keys[place] for place in written} - claim.landed)  # by a reset; others may have come since
             claim.over.set()

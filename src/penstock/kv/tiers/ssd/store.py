@@ -3,7 +3,7 @@ uses, how blocks get to and from them, and what a failure says about a block or 
 no longer those of its directory. What is on disk at each instant is in docs/decisions/0013-ssd-files.md.
 
 A block to disk: `SsdStore.write` claims a slot (`index`), groups neighbouring slots into runs, `SlotIo` puts a head before each block
-(`format`) and writes the run (`disk`) into its file (`segments`). A block back: the same with a pin, and what was read is checked.
+and writes the run (`directory`) into its file (`segments`). A block back: the same with a pin, and what was read is checked.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ class SlotRun(NamedTuple):
     first: int  # as the segment counts them
     places: list[int]  # of the blocks in the call
 
-    def has_room(self) -> bool:
-        num = len(self.places)
-        return num < _MOST_BLOCKS and (num + 1) * slot_bytes(self.head.block_bytes) <= _MOST_BYTES
-
     def split(self) -> list[SlotRun]:
         """The same, block by block."""
         return [SlotRun(self.segment, self.head, self.first + i, [place]) for i, place in enumerate(self.places)]
@@ -65,14 +61,16 @@ class SlotRun(NamedTuple):
 def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> Iterator[SlotRun]:
     """`slots` are pairs of slot and place, in any order, each slot once."""
     run: SlotRun | None = None
+    most = 0  # blocks of the run
     for slot, place in sorted(slots):
         segment, number = segments.locate(slot)
-        if run is not None and (run.segment, run.first + len(run.places)) == (segment, number) and run.has_room():
+        if run is not None and (run.segment, run.first + len(run.places)) == (segment, number) and len(run.places) < most:
             run.places.append(place)
             continue
         if run is not None:
             yield run
         run = SlotRun(segment, segment.head, number, [place])
+        most = min(_MOST_BLOCKS, _MOST_BYTES // slot_bytes(run.head.block_bytes))
     if run is not None:
         yield run
 
@@ -266,7 +264,8 @@ class SsdStore:
             return self._write(keys, depths, blocks)
 
     def _write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
-        self._make_room(len(keys))
+        while self._index.num_free < len(keys) and (segment := self._segments.try_grow()) is not None:
+            self._index.release(segment.take_ready())  # nobody else has made this file
         claim = self._index.claim(keys)
         written: dict[int, bytes] = {}
         try:
@@ -295,14 +294,6 @@ class SsdStore:
         for place in again:
             (claim.outcomes[place],) = self._write([keys[place]], [depths[place]], [blocks[place]])
         return claim.outcomes
-
-    def _make_room(self, num_slots: int) -> None:
-        """That many slots are free then, unless all files are made or the disk is full."""
-        while self._index.num_free < num_slots:
-            segment = self._segments.try_grow()
-            if segment is None:
-                return
-            self._index.release(segment.take_ready())  # nobody else has made this file
 
     def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
         """A crash may have torn a block of an earlier process, and whoever persists this write is to be right that it is there."""
