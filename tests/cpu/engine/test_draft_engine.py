@@ -250,6 +250,35 @@ def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(option
         assert_all_kept(found)
 
 
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("share", [0.9, 0.5])
+def test_of_a_draft_that_is_the_target_with_fewer_tokens_exactly_those_that_it_has_are_kept(
+    share: float, options: dict[str, Any], make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a head over a part of the vocabulary: a draft is kept where the target's token is in that part, and all before it were."""
+    plain, engine = make(None), make(TARGET)
+    needs_eager_passes(engine)
+    vocab = BUILT_IN[TARGET].vocab
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[: int(share * vocab)]
+    guesser, speculation, seen = engine._parts.executor.ahead._guesser, engine._parts.speculation, list[tuple[int, int, int]]()
+    run = guesser._run
+    monkeypatch.setattr(guesser, "target_ids", ids)
+    monkeypatch.setattr(guesser, "_run", lambda inputs, at: None if (logits := run(inputs, at)) is None else logits[:, ids])
+    monkeypatch.setattr(
+        speculation, "saw", lambda track, drafts, kept: seen.append((len(track.tokens) - track.num_prompt - kept - 1, drafts, kept))
+    )
+    covered = set(ids.tolist())
+    for length in (15, 100):
+        seen.clear()
+        right = generate(plain, prompts(length, seed=length), max_tokens=80, **options)
+        assert_same(generate(engine, prompts(length, seed=length), max_tokens=80, **options), right)
+        for place, num_drafts, num_kept in seen:
+            has = [token in covered for token in right.tokens[place : place + num_drafts]]
+            assert num_kept == (has.index(False) if False in has else num_drafts)
+        kept = sum(num for _, _, num in seen)
+        assert len(seen) > 10 and 0 < kept < sum(num for _, num, _ in seen)
+
+
 def test_greedy_and_drawn_requests_share_steps_and_rows(make: Any, prompts: Prompts) -> None:
     """A row that somebody who samples has left is a greedy request's as any other."""
     engine = make(TARGET, max_batch=3)

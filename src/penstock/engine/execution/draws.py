@@ -83,7 +83,7 @@ def _cut(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """int32 [2, G]: as `rows.draw_keys`, of int64 seeds whose bits are those of unsigned ones."""
+    """int32 [2, G]: as `sampler.draw_keys`, of int64 seeds whose bits are those of unsigned ones."""
     x = seeds + (positions.long() + 1) * _STEP
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
