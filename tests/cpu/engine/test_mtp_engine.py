@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config import Config, SpeculationConfig
 from penstock.contract import StepPlan
@@ -326,6 +327,59 @@ def test_passes_over_what_was_decoded_are_measured_by_the_token(pair: Any, monke
     num = executor.limits.block_tokens
     assert (costs.ahead_s, costs.ahead_row_s) == (pytest.approx(0.6), pytest.approx(0.1))
     assert (costs.follow_s, costs.follow_row_s) == (pytest.approx(0.26 / num), pytest.approx(0.01 / num))
+
+
+class Shared(TorchDispatchMode):
+    """Operations of this thread that are large enough for torch to share them among threads; it makes views and takes memory without."""
+
+    FREE = (
+        "empty",
+        "lift_fresh",
+        "view",
+        "slice",
+        "as_strided",
+        "split",
+        "select",
+        "unbind",
+        "detach",
+        "alias",
+        "expand",
+        "permute",
+        "transpose",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if isinstance(made, torch.Tensor) and made.numel() >= 32768 and not name.startswith(self.FREE):
+            self.found.append(name)
+        return made
+
+
+@pytest.mark.parametrize("proposer", ["mtp", "draft", None])
+def test_the_engines_thread_computes_nothing_that_torch_shares_among_threads(proposer: str | None, tmp_path: Path) -> None:
+    """On a CPU it would have a team of threads for good, and with more threads than cores each operation of a step takes twice as long."""
+    config = tiny_config(blocks=600, max_batch=256, host_blocks=32)
+    if proposer == "mtp":
+        plain = build(config)
+        config = with_head(config, write_random_head(tmp_path / "head", model_of(plain)))
+        plain.close(timeout_s=20.0)
+    elif proposer == "draft":
+        config = dataclasses.replace(config, speculation=SpeculationConfig("draft:tiny-llama", 3))
+    engine = build(config)
+    with Shared() as shared:
+        engine.warm()
+        found = [submit(engine, list(range(1, 90 + n)), max_tokens=60, temperature=0.5 * n) for n in range(3)]
+        run_all(engine)
+    assert all(len(one.tokens) == 60 for one in found) and shared.found == []
+    with shared:
+        torch.zeros(40_000)
+    assert shared.found, "it would have been seen"
+    engine.close(timeout_s=20.0)
 
 
 def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(

@@ -176,7 +176,11 @@ class Replays:
         if found is None:
             num = size * self._packer.block_tokens
             shape = Shape(num, size, size)
-            ints = torch.zeros(self.catch_up_ints(size), dtype=torch.int32, device=self.inputs.device)
+            num_ints, device = self.catch_up_ints(size), self.inputs.device
+            # On a CPU torch would share this among threads, and the engine's thread would have a team of them for good. With more threads
+            # than cores, OpenMP puts the compute lane's to sleep between any two operations.
+            on_cuda = device.type == "cuda"
+            ints = torch.zeros(num_ints, dtype=torch.int32, device=device) if on_cuda else torch.from_numpy(np.zeros(num_ints, np.int32))
             rows, given, packed = ints.split([num, num, len(ints) - 2 * num])
             inputs = shape.views(packed, 0, max_q_len=0, max_kv_len=0)
             blank = torch.from_numpy(self._packer.pack((), 0, shape, np.empty(len(packed), np.int32)).ints)
