@@ -7,6 +7,8 @@ python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf --mode
 python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --proposers plain,ngram,again --kinds loops
 python benchmarks/speculation.py --shown bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
 
+On a CPU give one proposer to each process: several engines in one have more threads than there are cores, and slow each other down.
+
 `loops` has random prompts: greedy text of random weights soon says the same over and over, and lookups keep nearly all. It shows what a
 step of a large model gives with drafts; no real text is like that.
 """
