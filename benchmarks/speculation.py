@@ -1,7 +1,7 @@
 """Tokens per second with drafts and without, on prompts of several kinds. The engines are in one process and take
 turns: medians of rounds, each against the plain one beside it. `again` is a second plain engine, and shows what differs by chance.
 
-python benchmarks/speculation.py --batches 1,4 --json speculation.json
+python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculation.json
 python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json bench_results/speculation-h200.json
 python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf --model PATH.gguf
 python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --proposers plain,ngram,again --kinds loops
