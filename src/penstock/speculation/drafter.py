@@ -3,8 +3,9 @@
 While nothing is drafted, steps are planned ahead as they are without speculation, and what is done here takes a few microseconds of a step
 whatever the number of requests. Prompt lookup is then tried on one request after the other, within a small share of the time: what it would
 have proposed some tokens ago is compared with what came. So how many are kept is known before a step is spent on them. Drafts of the device
-cannot be had without its passes: a few steps show how they fare, when every account can pay for them. While they do not pay, there are no
-passes over what is decoded, and they begin some tokens before drafts do: what was said last matters most to a draft.
+cannot be had without its passes: a few steps show how they fare, when every account can pay for them. While drafts do not pay, or are far
+from being paid for, nothing passes over what is decoded. Passes begin some tokens before drafts do: what was said last matters most to a
+draft.
 """
 
 from __future__ import annotations
