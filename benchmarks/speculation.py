@@ -1,5 +1,5 @@
-"""Tokens per second with drafts and without, on prompts of several kinds. The engines are in one process and take
-turns: medians of rounds, each against the plain one beside it. `again` is a second plain engine, and shows what differs by chance.
+"""Tokens per second with drafts and without, on prompts of several kinds. The engines are in one process and take turns every few steps.
+Shown are medians of rounds, each against the plain one beside it. `again` is a second plain engine: what differs by chance.
 
 python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculation.json
 python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json bench_results/speculation-h200.json
@@ -23,7 +23,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +66,9 @@ KINDS = {
 }
 
 
+SLICE_STEPS = 16  # of one engine, then another has its turn
+
+
 class Round(NamedTuple):
     """One batch of requests, from the first token of the last prompt to the end."""
 
@@ -82,36 +85,56 @@ class Round(NamedTuple):
         return self.num_tokens / self.seconds
 
 
-def run_round(engine: Engine, prompts: Sequence[list[int]], max_tokens: int, salt: str) -> Round:
-    """Every prompt is computed before the clock starts: what is measured is decoding. With a salt of its own a round finds neither KV nor
-    text of the rounds before it."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    heard: list[tuple[float, TokenEvent]] = []
-    before, started_s = engine.stats(), time.perf_counter()
-    for prompt in prompts:
-        engine.submit(prompt, sampling, lambda event: heard.append((time.perf_counter(), event)), cache_salt=salt)
-    while engine.has_work():
-        if not engine.step():
-            engine.wait_work(1.0)
-    failed = [event.error for _, event in heard if event.finish is FinishReason.ERROR]
-    if failed:
-        raise SystemExit(f"a request failed: {failed[0]}")
-    firsts: dict[str, float] = {}
-    for at, event in heard:
-        if event.tokens:
-            firsts.setdefault(event.request_id, at)
-    start = max(firsts.values())
-    after = [(at, event) for at, event in heard if at > start]
-    stats = engine.stats()
-    return Round(
-        sum(len(event.tokens) for _, event in after),
-        max(at for at, _ in after) - start,
-        sum(event.drafted for _, event in after),
-        sum(event.accepted for _, event in after),
-        stats.steps - before.steps,
-        stats.blocked_s["result"] - before.blocked_s["result"],
-        time.perf_counter() - started_s,
-    )
+class Run:
+    """One batch of requests in one engine, a slice of steps at a time. Its clock stands still while other engines have their turn.
+
+    Every prompt is computed before the clock starts: what is measured is decoding. With a salt of its own a round finds neither KV nor text
+    of the rounds before it."""
+
+    def __init__(self, engine: Engine, prompts: Sequence[list[int]], max_tokens: int, salt: str) -> None:
+        self._engine = engine
+        self._before = engine.stats()
+        self._heard: list[tuple[float, TokenEvent]] = []
+        self._active_s = self._resumed_s = 0.0
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        for prompt in prompts:
+            engine.submit(prompt, sampling, self._hear, cache_salt=salt)
+
+    def _hear(self, event: TokenEvent) -> None:
+        self._heard.append((self._active_s + time.perf_counter() - self._resumed_s, event))
+
+    def advance(self, num_steps: int) -> bool:
+        """So many steps; the device has done them when it returns. Says whether there are more."""
+        self._resumed_s = time.perf_counter()
+        for _ in range(num_steps):
+            if not self._engine.has_work():
+                break
+            if not self._engine.step():
+                self._engine.wait_work(1.0)
+        self._engine.launched().wait_passed()
+        self._active_s += time.perf_counter() - self._resumed_s
+        return self._engine.has_work()
+
+    def result(self) -> Round:
+        failed = [event.error for _, event in self._heard if event.finish is FinishReason.ERROR]
+        if failed:
+            raise SystemExit(f"a request failed: {failed[0]}")
+        firsts: dict[str, float] = {}
+        for at, event in self._heard:
+            if event.tokens:
+                firsts.setdefault(event.request_id, at)
+        start = max(firsts.values())
+        after = [(at, event) for at, event in self._heard if at > start]
+        stats = self._engine.stats()
+        return Round(
+            sum(len(event.tokens) for _, event in after),
+            max(at for at, _ in after) - start,
+            sum(event.drafted for _, event in after),
+            sum(event.accepted for _, event in after),
+            stats.steps - self._before.steps,
+            stats.blocked_s["result"] - self._before.blocked_s["result"],
+            self._active_s,
+        )
 
 
 def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
@@ -126,8 +149,8 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All engines in this process: of two processes one may be slower by a tenth for as long as it lives. They take turns round by round,
-    so that a machine that gets slower or faster meanwhile does so for all of them, and each is compared with the plain round beside it."""
+    """All engines in this process: of two processes one may be slower by a tenth for as long as it lives. They take turns every few steps:
+    a machine that gets slower or faster meanwhile does so for all of them. Each round is compared with the plain one beside it."""
     with contextlib.ExitStack() as stack:
         engines = {name: stack.enter_context(warm_engine(args, name)) for name in args.proposers}
         settle_process()  # as a server does: else a collection of 100 ms comes every few rounds, and always in those of the same engine
@@ -135,8 +158,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for kind, num_tokens, batch in itertools.product(args.kinds, args.tokens, args.batches):
             rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
             for number in range(args.rounds + 1):
-                for name, engine in engines.items():
-                    rounds[name].append(rounds_of(engine, kind, batch, num_tokens, number))
+                for name, some in rounds_of(engines, kind, batch, num_tokens, number).items():
+                    rounds[name].append(some)
             for name in engines:  # the first round is thrown away: what steps take is learned in it
                 plain = rounds["plain"][1:] if "plain" in rounds else None
                 found.append(row(kind, batch, num_tokens, name, rounds[name][1:], plain))
@@ -156,12 +179,21 @@ def warm_engine(args: argparse.Namespace, name: str) -> Iterator[Engine]:
         engine.close()
 
 
-def rounds_of(engine: Engine, kind: str, batch: int, num_tokens: int, number: int) -> list[Round]:
-    """One after the other where there is one request at a time."""
-    prompts = prompts_of(engine, kind)
+def rounds_of(engines: Mapping[str, Engine], kind: str, batch: int, num_tokens: int, number: int) -> dict[str, list[Round]]:
+    """One group of prompts after the other where there is one request at a time."""
+    prompts = prompts_of(next(iter(engines.values())), kind)
     some = [list(prompts[n % len(prompts)]) for n in range(batch)]
     groups = [some] if batch > 1 else [[one] for one in prompts]
-    return [run_round(engine, group, num_tokens, f"{kind} {batch} {num_tokens} {number} {n}") for n, group in enumerate(groups)]
+    found: dict[str, list[Round]] = {name: [] for name in engines}
+    for n, group in enumerate(groups):
+        runs = {name: Run(engine, group, num_tokens, f"{kind} {batch} {num_tokens} {number} {n}") for name, engine in engines.items()}
+        shuffler, open_runs = random.Random(number), list(runs.values())
+        while open_runs:
+            shuffler.shuffle(open_runs)  # so that none is always behind the same one
+            open_runs = [run for run in open_runs if run.advance(SLICE_STEPS)]
+        for name, run in runs.items():
+            found[name].append(run.result())
+    return found
 
 
 def prompts_of(engine: Engine, kind: str) -> list[list[int]]:

@@ -119,10 +119,6 @@ class Speculation:
             return 0
         return 0 if self.has_failed() else self._max_drafts
 
-    @property
-    def may_lag(self) -> bool:
-        return self._on_device and self.num_ahead == 0
-
     def considers(self, tracks: Sequence[Track]) -> bool:
         if self._num_resting and len(tracks) == self._rested.num_requests:
             self._num_resting -= 1
@@ -309,9 +305,12 @@ class Speculation:
         for _ in tracks:
             if self._look_s <= 0:
                 return
-            started_s = self._clock()
             self._num_looks += 1
-            self._look_at(tracks[self._num_looks % len(tracks)])
+            track = tracks[self._num_looks % len(tracks)]
+            if len(track.tokens) < track.num_prompt + self._max_drafts or track.request.sampling.grammar is not None:
+                return  # there is nothing to see; another has its turn with the next step
+            started_s = self._clock()
+            self._look_at(track)
             took_s = self._clock() - started_s
             self._look_s -= took_s
             self._busy_s += took_s
@@ -320,8 +319,6 @@ class Speculation:
     def _look_at(self, track: Track) -> None:
         """How its last tokens would have fared as drafts."""
         request, num = self._of(track), self._max_drafts
-        if len(track.tokens) < track.num_prompt + num or track.request.sampling.grammar is not None:
-            return
         num_kept = self._search(request, track, lambda proposer: proposer.hindsight(track.tokens, num))
         self._learn(request, track, *((1, 0) if num_kept is None else (num, num_kept)))
 

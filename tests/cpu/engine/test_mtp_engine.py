@@ -389,7 +389,7 @@ def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(
     _, engine = pair()
     late(engine)
     may_lag = True
-    monkeypatch.setattr(engine._parts.scheduler, "_is_followed", lambda drafter, draft, has_drafts: bool(draft.prefills) or not may_lag)
+    monkeypatch.setattr(engine._parts.scheduler, "_is_followed", lambda draft, has_drafts: bool(draft.prefills) or not may_lag)
     monkeypatch.setattr(engine._parts.scheduler, "_has_block_to_follow", lambda chunks: False)
     found = submit(engine, prompts(16), max_tokens=40)
     while len(found.tokens) < 18:

@@ -34,7 +34,7 @@ class Script:
     def __init__(self, ahead: bool, right_share: float = 0.7, most: int = 8, seed: int = 0) -> None:
         self.needs_results, self.has_kv = not ahead, ahead
         self.num_ahead = 0
-        self.may_lag = self.leaves_out = False
+        self.leaves_out = False
         self.answers: dict[str, Sequence[int]] = {}
         self.seen: list[tuple[int, int]] = []  # drafts, and those kept
         self.ended_ids: list[str] = []

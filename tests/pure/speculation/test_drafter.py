@@ -263,8 +263,9 @@ def test_all_drafts_of_a_step_are_bounded_and_everybody_has_some() -> None:
 def test_a_request_is_looked_at_as_soon_as_it_has_generated_as_much_as_is_drafted(num_generated: int) -> None:
     """What it was asked is not what it says: only its own tokens show how drafts would have fared."""
     made, one = speculation(max_drafts=4), decoding([1, 2, 1, 2, 1, 2][: 1 + num_generated])
-    made._look_at(one.track)
-    assert (made._requests["r"].record.tries[0] > 0) == (num_generated == 4)
+    made._look_s = 1.0
+    made._look([one.track])
+    assert (made._of(one.track).record.tries[0] > 0) == (num_generated == 4)
 
 
 def test_lookups_that_come_to_nothing_are_paid_for_and_wait_ever_longer() -> None:
@@ -294,13 +295,13 @@ def test_what_the_device_drafts_is_tried_for_one_step_until_that_was_read() -> N
     while not made.considers([one.track]):
         made.step_took(1, 1, 1.0, 0)
         num += 1
-    assert made.num_ahead == 4 and not made.may_lag
+    assert made.num_ahead == 4
     assert num == pytest.approx(1.25 * (0.1 + 0.03) / MAX_LOSS, abs=2)
     assert made.propose([one], 0) == [()]
     assert made.considers([one.track]) and made.num_ahead == 0, "its account cannot pay for two"
     assert made.propose([one._replace(num_pending=4)], 0) == [(-2, -3, -4, -5)]
     made.step_took(1, 1, 1.1, 4)
-    assert not made.considers([one.track]) and made.may_lag
+    assert not made.considers([one.track]) and made.num_ahead == 0
     made.saw(one.track, 4, 4)
     made.step_took(1, 5, 1.03, 0)
     assert made.considers([one.track]) and made.num_ahead == 4, "what it saved pays for more"

@@ -11,9 +11,9 @@ import enum
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import Start
 from penstock.engine.execution.sampler import LEAST_NOISE, LEAST_TEMPERATURE, Noise
 from penstock.engine.execution.staging import Uploads
 
@@ -39,15 +39,12 @@ class RowDraws:
         self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._vocab, self._uploads, self._noise = vocab, uploads, noise
 
-    def start(self, start: Start) -> None:
-        """A request takes a row: work of the lane."""
-        sampling = start.sampling
-        floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32).view(np.int32)
-        seed = np.array([(sampling.seed or 0) & (2**64 - 1)], np.uint64).view(np.int32)
-        words = self._uploads.send(np.concatenate([floats, [max(sampling.top_k, 0)], seed]).astype(np.int32))
-        self._floats[:, start.row] = words[:3].to(torch.int32).view(torch.float32)
-        self._top_k[start.row] = words[3]
-        self._seeds[start.row] = (words[4] & 0xFFFFFFFF) | (words[5] << 32)
+    def load(self, words: NDArray[np.int32]) -> None:
+        """Those of all rows, as `Rows.draw_words` has them: work of the lane."""
+        sent = self._uploads.send(words.ravel()).view(words.shape)
+        self._floats.copy_(sent[:3].to(torch.int32).view(torch.float32))
+        self._top_k.copy_(sent[3])
+        self._seeds.copy_((sent[4] & 0xFFFFFFFF) | (sent[5] << 32))
 
     def choose(self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind) -> Tensor:
         """int64 [G]: which column of `logits` [G, draft vocab] is the draft of each request. `target_ids` [draft vocab] are their tokens,

@@ -141,6 +141,7 @@ class Executor:
         self.limits = limits
         self._device = device
         self._rows = Rows(limits.max_batch)
+        self._has_new_draws = False  # rows have changed since drafts were last drawn
         self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
         self._staging = StagingRing(limits.staging_ints, lane, "staged inputs", pinned=device.type == "cuda")
         self._results = StagingRing(limits.result_ints, lane, "staged results", pinned=device.type == "cuda")
@@ -264,8 +265,7 @@ class Executor:
             access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
             if needs_state(start.sampling):
                 chain.submit(lambda start=start: self._sampler.start(start), "start", [access])  # type: ignore[misc]
-            if (ahead := self.ahead) is not None:
-                chain.submit(lambda start=start, ahead=ahead: ahead.draws.start(start), "draws", [access])  # type: ignore[misc]
+            self._has_new_draws = True
         arriving = Arriving(loads)
         lora = lora_runs(plan.chunks, self._weights_of)
         is_eager = plan.reads_host or plan.scores
@@ -517,6 +517,9 @@ class Executor:
             triton_drafts.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into)
 
         self._wait_for(arriving, chain, layers[1])
+        if drafting[0] and drafting[1] is not DrawKind.LIKELIEST and self._has_new_draws:
+            self._has_new_draws, words = False, self._rows.draw_words()
+            chain.submit(lambda: ahead.draws.load(words), "draws", [Access(_SAMPLER, range(words.shape[1]), _ROW_STATE, Mode.WRITE)])
         rows = packed.ints[slice(*packed.shape.cuts()[7:9])]
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
         written = Access(self.limits.arena, packed.ahead_slots, layers, Mode.WRITE)

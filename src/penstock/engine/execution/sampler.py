@@ -64,6 +64,11 @@ class Rows:
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._flags[:, row] = (not sampling.greedy, needs_state(sampling), sampling.top_k > 0 or sampling.top_p < 1.0, biased)
 
+    def draw_words(self) -> NDArray[np.int32]:
+        """[6, rows]: bits of temperature, top-p and min-p; top-k; the two words of the seed."""
+        floats = self._floats[[_FLOATS.index(name) for name in ("temperature", "top_p", "min_p")]].view(np.int32)
+        return np.concatenate([floats, self._top_k[None], self._seeds.view(np.int32).reshape(-1, 2).T])
+
     def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32], num_unsure: int = 0) -> SamplePlan:
         """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch. The
         device may find that some are up to `num_unsure` less, and gets the keys of these draws as well."""

@@ -28,10 +28,6 @@ class Drafter(Protocol):
         """Drafts that the device is to make of each request behind the next step."""
 
     @property
-    def may_lag(self) -> bool:
-        """Whether its own KV of the next step's tokens may be computed later, within a block."""
-
-    @property
     def leaves_out(self) -> bool:
         """Whether it need not be computed at all, since no drafts are made soon."""
 

@@ -73,7 +73,7 @@ class Scheduler:
         self._times = times
         self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
-        self._seals_late = False  # blocks may get their keys in it some tokens after they were filled: where drafts are made
+        self._seals_late = False  # blocks may get their keys in it some tokens after they were filled: those of tracks that say so
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
         self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget)
@@ -147,7 +147,7 @@ class Scheduler:
     @property
     def needs_result(self) -> bool:
         """Whether the next plan can propose more once the step that runs has been read."""
-        return self._drafter is not None and self._drafter.needs_results and self._steps.has_drafts
+        return self._steps.num_drafted > 0 and self._drafter is not None and self._drafter.needs_results
 
     @property
     def reads_host(self) -> bool:
@@ -192,7 +192,7 @@ class Scheduler:
         self._conversations.step_planned(bool(self._draft.prefills))
         draft, self._draft = self._draft, Draft()
         self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
-        is_followed = self._drafter is None or self._is_followed(self._drafter, draft, bool(drafts))
+        is_followed = not self._has_draft_kv or self._is_followed(draft, bool(drafts))
         catches_up = is_followed or (self._has_draft_kv and self._has_block_to_follow(chunks))
         missed = self._follow(chunks, is_followed) if self._has_draft_kv and catches_up else ()
         number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=catches_up)
@@ -200,9 +200,9 @@ class Scheduler:
         waits = tuple(draft.after), tuple(draft.loads)
         return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
 
-    def _is_followed(self, drafter: Drafter, draft: Draft, has_drafts: bool) -> bool:
+    def _is_followed(self, draft: Draft, has_drafts: bool) -> bool:
         """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not."""
-        return not drafter.may_lag or draft.num_ahead > 0 or bool(draft.prefills) or has_drafts or self._steps.has_drafts
+        return draft.num_ahead > 0 or bool(draft.prefills) or has_drafts or self._steps.num_drafted > 0
 
     def _has_block_to_follow(self, chunks: Sequence[Chunk]) -> bool:
         """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in them, too. Of a deep one, which
@@ -532,7 +532,9 @@ class Scheduler:
     def _seal_filled(self, track: Track, fence: Fence | None) -> None:
         """It has decoded: blocks that this has filled get their keys."""
         size = self._ledger.block_tokens
-        if self._num_sealable(track) // size > track.num_sealed // size:
+        num_full, num_sealed = self._num_sealable(track) // size, track.num_sealed // size
+        track.seals_late = num_full < track.num_committed // size
+        if num_full > num_sealed:
             self._unsealed[track] = None
             self._seal_some(fence)
 
@@ -551,7 +553,7 @@ class Scheduler:
         """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan, and
         what makes drafts may not have passed over them yet."""
         size, num = self._ledger.block_tokens, self._num_followed(track)
-        if num // size == track.num_sealed // size or not (self._has_draft_kv or self._steps.has_drafts):
+        if num // size == track.num_sealed // size or not self._steps.num_rewriting:
             return num
         return min(num, self._steps.writes_from(track))
 
@@ -586,7 +588,7 @@ class Scheduler:
             if share.end - share.start > 1:
                 track.num_sealed = share.end
                 self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
-            elif share.end % size == 0 or (self._seals_late and self._num_followed(track) // size > track.num_sealed // size):
+            elif share.end % size == 0 or (track.seals_late and self._seals_late):
                 self._seal_filled(track, fence)
         if not share.num_logits:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt

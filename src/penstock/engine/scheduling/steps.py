@@ -116,6 +116,7 @@ class Step(NamedTuple):
     shares: dict[Track, Share]
     fence: Fence | None = None  # behind the step
     has_drafts: bool = False  # it verifies some
+    rewrites: bool = False  # it may write tokens that come before its own
     is_followed: bool = True  # what makes drafts passes over its tokens, or over earlier ones, or leaves these out
 
 
@@ -126,6 +127,8 @@ class Steps:
         self.last_fence: Fence | None = None  # behind every step launched so far
         self._num_steps = 0
         self._unread: deque[Step] = deque()
+        self.num_drafted = 0  # of these, that verify drafts,
+        self.num_rewriting = 0  # and that may write tokens which come before their own
 
     def add(
         self,
@@ -139,8 +142,11 @@ class Steps:
         besides."""
         firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
+        rewrites = has_drafts or bool(missed) or self.num_drafted > 0  # behind drafts nobody knows yet where a step begins
+        self.num_drafted += has_drafts
+        self.num_rewriting += rewrites
         shares = {(track := tracks[chunk.request_id]): _share(track, chunk, firsts) for chunk in chunks}
-        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, is_followed=is_followed))
+        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, rewrites=rewrites, is_followed=is_followed))
         return self._num_steps
 
     def launched(self, fence: Fence) -> None:
@@ -153,15 +159,12 @@ class Steps:
         step = self._unread.popleft()
         if step.number != number:
             raise InvariantBroken(f"result of step {number} came while step {step.number} was due")
+        self.num_drafted -= step.has_drafts
+        self.num_rewriting -= step.rewrites
         return step
 
     def shares_of(self, track: Track) -> list[Share]:
         return [step.shares[track] for step in self._unread if track in step.shares]
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether some are being verified."""
-        return any(step.has_drafts for step in self._unread)
 
     def writes_from(self, track: Track) -> int:
         """The first token of this life that a step which is not over may write."""

@@ -49,6 +49,7 @@ class Track:
     num_pending: int = 0  # drafts of it that the step planned last leaves on the device
     num_drafted: int = 0  # drafts that the step planned last verifies, and whose fate is not known
     num_sealed: int = 0  # tokens whose full blocks have their keys
+    seals_late: bool = False  # it has filled a block whose key has to wait: a launched step may still write it, or drafts lack its KV
     num_followed: int = 0  # tokens that launched steps have passed over with what makes drafts, which has KV of its own, or have left out
     blank_to: int = 0  # tokens up to the last that was left out
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again

@@ -97,7 +97,7 @@ def test_a_draft_is_drawn_as_the_sampler_draws(option: str, vocab: int) -> None:
     at, found = torch.zeros(num, dtype=torch.int32), []
 
     def both() -> None:
-        draws.start(start)
+        draws.load(rows.draw_words())
         params = None if plan.params is None else torch.from_numpy(plan.params)
         found.append(sampler.sample(logits, at, plan, params).tokens)
         for choice in (DrawKind.DRAWN, DrawKind.FILTERED)[plan.filters :]:

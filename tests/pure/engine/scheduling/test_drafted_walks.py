@@ -75,7 +75,7 @@ class Script:
     """Implements `Drafter`: what the request will say, with mistakes."""
 
     def __init__(self, world: World, ahead: bool) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.may_lag, self.leaves_out = not ahead, ahead, 0, False, False
+        self.needs_results, self.has_kv, self.num_ahead, self.leaves_out = not ahead, ahead, 0, False
         self.world, self.alive = world, dict[str, int]()
 
     def considers(self, tracks: Sequence[Track]) -> bool:
@@ -326,7 +326,7 @@ class Asks(Script):
     """Makes no drafts, and notes for whom there is room for some."""
 
     def __init__(self, num_ahead: int) -> None:
-        self.needs_results, self.has_kv, self.num_ahead, self.may_lag, self.leaves_out = True, False, num_ahead, False, False
+        self.needs_results, self.has_kv, self.num_ahead, self.leaves_out = True, False, num_ahead, False
         self.alive, self.asked = dict[str, int](), set[str]()
         self.most: dict[int, int] = {}  # drafts that there is room for, by the tokens that were planned before
 
@@ -392,7 +392,6 @@ def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
 def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() -> None:
     """It need not pass over every step, as long as no request lacks more than a block."""
     world = World(0, True, 64, 1.0, 0.0)
-    world.script.may_lag = True
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
     request = Request("r", [1, 2], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2]))
     world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
@@ -413,7 +412,7 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
 def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_its_blocks_get_their_keys() -> None:
     """No pass is planned for it, and where drafts begin again it is known what they lack."""
     world = World(0, True, 64, 1.0, 0.0)
-    world.script.may_lag = world.script.leaves_out = True
+    world.script.leaves_out = True
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
     request = Request("r", [1, 2], SamplingParams(max_tokens=4 * BLOCK, temperature=0.0), world.cache.prefix_of([1, 2]))
     world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
