@@ -26,10 +26,11 @@ class Prices:
     drafting: float = 0.35  # of a step that makes drafts on the device, or is read before the next is planned
     lookup: float = 0.0
     following: float = 0.0  # of a pass over a block of each request, by what makes drafts
+    bookkeeping: float = 0.0  # of every step, since there is speculation
 
     def table(self) -> StepCosts:
         seconds = tuple((self.plain + self.row * size) / 1e3 for size in SIZES)
-        return StepCosts(SIZES, seconds, self.drafting / 1e3, follow_s=self.following / BLOCK / 1e3)
+        return StepCosts(SIZES, seconds, self.drafting / 1e3, follow_s=self.following / BLOCK / 1e3, bookkeeping_s=self.bookkeeping / 1e3)
 
     def step_s(self, num_rows: int, drafts: bool, catches_up: bool = False) -> float:
         rows = self.row * next(size for size in SIZES if size >= num_rows)
@@ -127,7 +128,7 @@ class Run:
             track.num_in_flight += 1 + len(drafts)
         catches_up = self._on_device and self._catches_up(due, num_ahead > 0)
         drafting = bool(num_ahead if self._on_device else num_drafts)
-        self._now_s += self._prices.step_s(self._num_requests + num_drafts, drafting, catches_up)
+        self._now_s += self._prices.step_s(self._num_requests + num_drafts, drafting, catches_up) + self._prices.bookkeeping / 1e3
         return _Unread(list(zip(due, proposed, strict=True)), num_ahead, started_s, self._now_s, catches_up)
 
     def _catches_up(self, due: Sequence[Track], is_followed: bool) -> bool:

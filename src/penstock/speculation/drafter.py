@@ -21,7 +21,6 @@ from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
 from penstock.speculation.length import (
     LEAST_GAIN,
-    MAX_LOSS,
     MOST_RETRY_STEPS,
     RETRY_STEPS,
     SURE,
@@ -38,7 +37,7 @@ _Found = TypeVar("_Found")
 log = logging.getLogger(__name__)
 
 LOOK_SHARE = 0.005  # of the time, for lookups that nobody verifies
-_SAVED_STEPS = 4  # whose share is saved up
+_SAVED_STEPS = 8  # whose share is saved up
 # Rates at which drafts are taken to be kept before any was. Looking shows the first, for nothing. The second is that of a good draft model:
 # what would not pay even then is not tried, and what is tried the accounts bound.
 _SEARCH_PRIOR, _DEVICE_PRIOR = 0.3, 0.8
@@ -48,7 +47,8 @@ _FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be aga
 _MOST_VAIN = 31  # steps without lookups, after several that came to nothing
 _NEWEST = 0.1  # weight of the newest lookup
 _LEAD_TOKENS = 64  # behind those that were left out, before drafts are made of a request
-_REST_STEPS = 15  # for which it is not asked again whether drafts pay, where nothing was learned meanwhile
+# Steps for which it is not asked again whether drafts pay, where nothing is learned meanwhile, and for which no text is searched.
+_REST_STEPS, _SEARCH_REST_STEPS = 15, 7
 
 
 @dataclass(slots=True)
@@ -122,8 +122,6 @@ class Speculation:
     def considers(self, tracks: Sequence[Track]) -> bool:
         if self._num_resting and len(tracks) == self._rested.num_requests:
             self._num_resting -= 1
-            if not self._on_device and self._look_s > 0:
-                self._look(tracks)
             return False
         self._was_made, self._makes, self._has_drafts = self._makes, False, False
         if self.force is not None:
@@ -187,13 +185,13 @@ class Speculation:
     def step_took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False) -> None:
         """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it, or a pass over what was decoded
         before."""
-        self._look_s = min(_SAVED_STEPS * LOOK_SHARE * seconds, self._look_s + LOOK_SHARE * seconds)
+        rested = self._rested
         seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
-        rested, does_more = self._rested, num_ahead or catches_up or self.books.is_drafting
-        if self._num_resting and num_rows == rested.num_requests == num_requests and not does_more:
+        if self._num_resting and num_rows == rested.num_requests and not (num_ahead or catches_up or self.books.is_drafting):
             rested.num_steps += 1
             rested.seconds += seconds
             return
+        self._save_up(seconds, 1)
         self.books.took(num_requests, num_rows, seconds, num_ahead, catches_up)
 
     def step_had_prompts(self) -> None:
@@ -238,7 +236,8 @@ class Speculation:
 
     def _rest(self, num_requests: int) -> None:
         """It does not pay with so many. Until something is learned or somebody comes or leaves, asking again would say the same."""
-        self._num_resting = min(_REST_STEPS, max(0, self._retry_steps - self._num_idle - 1))
+        most = _REST_STEPS if self._on_device else _SEARCH_REST_STEPS
+        self._num_resting = min(most, max(0, self._retry_steps - self._num_idle - 1))
         self._num_idle += self._num_resting
         self._rested = _Rested(num_requests)
 
@@ -246,8 +245,14 @@ class Speculation:
         """What was put off is done before anything else is: accounts begin where the clocks of the books are."""
         self._num_resting, rested = 0, self._rested
         if rested.num_steps:
-            self.books.took_plain(rested.num_requests, rested.seconds / rested.num_steps, rested.num_steps)
+            step_s = rested.seconds / rested.num_steps
+            self.books.took_plain(rested.num_requests, step_s, rested.num_steps)
+            self._save_up(step_s, rested.num_steps)
             self._rested = _Rested()
+
+    def _save_up(self, step_s: float, num_steps: int) -> None:
+        """Time for lookups, of so many steps."""
+        self._look_s = min(_SAVED_STEPS * LOOK_SHARE * step_s, self._look_s + num_steps * LOOK_SHARE * step_s)
 
     def _depth(self, num_requests: int) -> int:
         """Drafts of each request that a step verifies at most."""
@@ -275,16 +280,19 @@ class Speculation:
         """On the clock of plain steps: when every account has earned what is missing, and from when on what is decoded is passed over
         until then. Passes cost as well. Where they cost more than they are worth, they begin as late as drafts allow."""
         books, num, now_s = self.books, len(tracks), self.books.plain_s
+        share = books.earned_share(num)
+        if share <= 0:
+            return math.inf, math.inf
         if not self._on_device:
-            return now_s + missing_s / MAX_LOSS, now_s
+            return now_s + missing_s / share, now_s
         step_s, follow_s = books.plain_step_s(num), SURE * books.follow_s(num)
-        wait_s, earned = step_s * max(map(_num_lacking, tracks)), MAX_LOSS - follow_s / step_s  # of the time, while all is passed over
+        wait_s, earned = step_s * max(map(_num_lacking, tracks)), share - follow_s / step_s  # of the time, while all is passed over
         if earned > 0:
             wait_s = max(wait_s, missing_s / earned)
         elif wait_s * earned < missing_s:
             wait_s = math.inf
         lead_s = step_s * _LEAD_TOKENS
-        apart_s = max(lead_s, (missing_s + follow_s * _LEAD_TOKENS) / MAX_LOSS)
+        apart_s = max(lead_s, (missing_s + follow_s * _LEAD_TOKENS) / share)
         return (now_s + wait_s, now_s) if wait_s <= apart_s else (now_s + apart_s, now_s + apart_s - lead_s)
 
     def _learn(self, request: _Request, track: Track, num_drafts: int, num_kept: int) -> None:
@@ -295,8 +303,6 @@ class Speculation:
         if not self._on_device:
             request.is_promising = sum(request.record.survival(self._pool.rate(self._prior))) >= _PROMISING
             self._num_kept += _NEWEST * (num_kept - self._num_kept)
-            if num_kept:
-                self._num_resting = 0
 
     # ------------------------------------------------------------------------------------------------------------- lookups
 

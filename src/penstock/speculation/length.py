@@ -6,9 +6,9 @@ further rows take, by a table; and what drafting itself takes, measured as well:
 the next step is planned. Drafts are taken by worth, and as many as give the most tokens per second.
 
 Estimates may be wrong, and a request's luck may turn. So each request has an account. It earns `MAX_LOSS` of the time that it decodes, and
-what its accepted drafts save. It pays what steps with drafts take longer, whoever the drafts are of. A step has drafts only where every
-account of the batch could pay for it though all drafts failed. So a request is at no time more than `MAX_LOSS` behind plain decoding, as
-long as a step takes no longer than was expected of it.
+what its accepted drafts save. It pays what steps with drafts take longer, whoever the drafts are of, and in every step what keeping these
+books takes. A step has drafts only where every account of the batch could pay for it though all drafts failed. So a request is at no time
+more than `MAX_LOSS` behind plain decoding, as long as a step takes no longer than was expected of it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class StepCosts:
     ahead_row_s: float = 0.0  # of each further request
     follow_s: float = 0.0  # of passing over a token of one request later, by what makes drafts
     follow_row_s: float = 0.0  # of each further request
+    bookkeeping_s: float = 0.0  # of the engine's thread for all of this, whether there are drafts or not
 
     def __post_init__(self) -> None:
         if not self.sizes or len(self.sizes) != len(self.seconds) or list(self.sizes) != sorted(set(self.sizes)):
@@ -198,7 +199,7 @@ class Books:
             return
         batch, plain_s = self._batch(num_requests), self.plain_step_s(num_requests)
         self._plain_s += plain_s
-        self._extra_s += seconds - plain_s
+        self._extra_s += seconds - plain_s + self.costs.bookkeeping_s
         self.is_drafting = has_drafts
         self._burst_s += seconds - plain_s - self.rows_s(num_requests, num_rows - num_requests)
         made = num_ahead > 0 if self._on_device else num_rows > num_requests
@@ -214,6 +215,11 @@ class Books:
         batch = self._batch(num_requests)
         batch.saw_plain(seconds)
         self._plain_s += num_steps * min(seconds, 2 * batch.plain_s)
+        self._extra_s += num_steps * self.costs.bookkeeping_s
+
+    def earned_share(self, num_requests: int) -> float:
+        """Of the time of plain steps, that an account has more after them."""
+        return MAX_LOSS - self.costs.bookkeeping_s / self.plain_step_s(num_requests)
 
     def _batch(self, num_requests: int) -> _Batch:
         at = bisect_left(self.costs.sizes, num_requests)

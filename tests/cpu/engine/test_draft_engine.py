@@ -289,6 +289,17 @@ def test_greedy_and_drawn_requests_share_steps_and_rows(make: Any, prompts: Prom
         assert_all_kept(one)
 
 
+def test_a_greedy_request_that_comes_last_drafts_as_no_other_drew(make: Any, prompts: Prompts) -> None:
+    """It takes the row of one that was sampled, beside another that still is. Nobody who samples comes after it."""
+    engine = make(TARGET, max_batch=2)
+    sampled = {"temperature": 1.5, "seed": 3}
+    found = [submit(engine, prompts(10, seed=n), max_tokens=num, **sampled) for n, num in enumerate((90, 12))]
+    found.append(submit(engine, prompts(12, seed=9), max_tokens=40))
+    run_all(engine)
+    for one in found:
+        assert_all_kept(one)
+
+
 def test_many_requests_at_once_keep_all(make: Any, prompts: Prompts) -> None:
     """Beside prompts that are computed in chunks."""
     engine = make(TARGET, max_batch=5, prefill_chunk=32)

@@ -266,6 +266,20 @@ def test_no_request_is_more_than_three_percent_slower_however_its_drafts_fare(
         assert ran.worst <= MAX_LOSS + 1e-9, ran
 
 
+@pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda kept: kept.__name__)
+@pytest.mark.parametrize("bookkeeping", [0.005, 0.015, 0.024])
+def test_what_speculation_takes_in_every_step_is_paid_first(adversary: Kept, bookkeeping: float) -> None:
+    """Where steps are short it is most of what a request may lose, and less is left for drafts that fail."""
+    run = Run(Prices(bookkeeping=bookkeeping, following=0.05), 3, adversary)
+    for num_tokens in (128, 40, 200, 600):
+        assert run.go(num_tokens).worst <= MAX_LOSS * (1 + bookkeeping) + 1e-9
+
+
+def test_where_speculation_takes_more_than_may_be_lost_nothing_is_drafted() -> None:
+    run = Run(Prices(bookkeeping=0.03), 1, lambda request, step, drafts: drafts)
+    assert not any(run.go(600).with_drafts for _ in range(3)) and run.speculation.leaves_out
+
+
 def test_drafts_that_fail_cost_a_run_of_32_requests_less_than_one_percent() -> None:
     """128 tokens, where a step that makes drafts takes a third longer. They are tried, and left for hundreds of steps."""
     run = Run(Prices(drafting=0.35), 32, never)
