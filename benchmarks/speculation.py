@@ -157,7 +157,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for kind, num_tokens, batch in itertools.product(args.kinds, args.tokens, args.batches):
             rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
-            for number in range(args.rounds + 1):
+            num_rounds = args.rounds if batch > 1 else -(-args.rounds // 4)  # of one request there are four answers in each
+            for number in range(num_rounds + 1):
                 for name, some in rounds_of(engines, kind, batch, num_tokens, number).items():
                     rounds[name].append(some)
             for name in engines:  # the first round is thrown away: what steps take is learned in it
