@@ -85,34 +85,51 @@ class Round(NamedTuple):
         return self.num_tokens / self.seconds
 
 
+class Turns:
+    """Time of one engine, which stands still while others have their turn. The engine measures its own steps by it, too."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._total_s, self._since_s = 0.0, time.perf_counter()
+        engine._pace._clock = self.now
+
+    def now(self) -> float:
+        return self._total_s + time.perf_counter() - self._since_s
+
+    def resume(self) -> None:
+        self._since_s = time.perf_counter()
+
+    def pause(self) -> None:
+        self._total_s = self.now()
+
+
 class Run:
-    """One batch of requests in one engine, a slice of steps at a time. Its clock stands still while other engines have their turn.
+    """One batch of requests in one engine, a slice of steps at a time.
 
     Every prompt is computed before the clock starts: what is measured is decoding. With a salt of its own a round finds neither KV nor text
     of the rounds before it."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[list[int]], max_tokens: int, salt: str) -> None:
-        self._engine = engine
-        self._before = engine.stats()
+    def __init__(self, turns: Turns, prompts: Sequence[list[int]], max_tokens: int, salt: str) -> None:
+        self._turns, self._engine = turns, turns.engine
+        self._before = self._engine.stats()
         self._heard: list[tuple[float, TokenEvent]] = []
-        self._active_s = self._resumed_s = 0.0
+        self._active_s = 0.0
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         for prompt in prompts:
-            engine.submit(prompt, sampling, self._hear, cache_salt=salt)
-
-    def _hear(self, event: TokenEvent) -> None:
-        self._heard.append((self._active_s + time.perf_counter() - self._resumed_s, event))
+            self._engine.submit(prompt, sampling, lambda event: self._heard.append((turns.now(), event)), cache_salt=salt)
 
     def advance(self, num_steps: int) -> bool:
         """So many steps; the device has done them when it returns. Says whether there are more."""
-        self._resumed_s = time.perf_counter()
+        self._turns.resume()
+        started_s = self._turns.now()
         for _ in range(num_steps):
             if not self._engine.has_work():
                 break
             if not self._engine.step():
                 self._engine.wait_work(1.0)
         self._engine.launched().wait_passed()
-        self._active_s += time.perf_counter() - self._resumed_s
+        self._active_s += self._turns.now() - started_s
+        self._turns.pause()
         return self._engine.has_work()
 
     def result(self) -> Round:
@@ -152,7 +169,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All engines in this process: of two processes one may be slower by a tenth for as long as it lives. They take turns every few steps:
     a machine that gets slower or faster meanwhile does so for all of them. Each round is compared with the plain one beside it."""
     with contextlib.ExitStack() as stack:
-        engines = {name: stack.enter_context(warm_engine(args, name)) for name in args.proposers}
+        engines = {name: Turns(stack.enter_context(warm_engine(args, name))) for name in args.proposers}
         settle_process()  # as a server does: else a collection of 100 ms comes every few rounds, and always in those of the same engine
         found: list[dict[str, Any]] = []
         for kind, num_tokens, batch in itertools.product(args.kinds, args.tokens, args.batches):
@@ -180,14 +197,14 @@ def warm_engine(args: argparse.Namespace, name: str) -> Iterator[Engine]:
         engine.close()
 
 
-def rounds_of(engines: Mapping[str, Engine], kind: str, batch: int, num_tokens: int, number: int) -> dict[str, list[Round]]:
+def rounds_of(engines: Mapping[str, Turns], kind: str, batch: int, num_tokens: int, number: int) -> dict[str, list[Round]]:
     """One group of prompts after the other where there is one request at a time."""
-    prompts = prompts_of(next(iter(engines.values())), kind)
+    prompts = prompts_of(next(iter(engines.values())).engine, kind)
     some = [list(prompts[n % len(prompts)]) for n in range(batch)]
     groups = [some] if batch > 1 else [[one] for one in prompts]
     found: dict[str, list[Round]] = {name: [] for name in engines}
     for n, group in enumerate(groups):
-        runs = {name: Run(engine, group, num_tokens, f"{kind} {batch} {num_tokens} {number} {n}") for name, engine in engines.items()}
+        runs = {name: Run(turns, group, num_tokens, f"{kind} {batch} {num_tokens} {number} {n}") for name, turns in engines.items()}
         shuffler, open_runs = random.Random(number), list(runs.values())
         while open_runs:
             shuffler.shuffle(open_runs)  # so that none is always behind the same one

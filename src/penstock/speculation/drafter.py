@@ -66,6 +66,7 @@ class _Rested:
     """Plain steps that are not in the books yet."""
 
     num_requests: int = 0
+    most_s: float = 0.0  # that one of them is taken to have taken: a longer one had another reason
     num_steps: int = 0
     seconds: float = 0.0
 
@@ -189,7 +190,7 @@ class Speculation:
         seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
         if self._num_resting and num_rows == rested.num_requests and not (num_ahead or catches_up or self.books.is_drafting):
             rested.num_steps += 1
-            rested.seconds += seconds
+            rested.seconds += min(seconds, rested.most_s)
             return
         self._save_up(seconds, 1)
         self.books.took(num_requests, num_rows, seconds, num_ahead, catches_up)
@@ -239,7 +240,7 @@ class Speculation:
         most = _REST_STEPS if self._on_device else _SEARCH_REST_STEPS
         self._num_resting = min(most, max(0, self._retry_steps - self._num_idle - 1))
         self._num_idle += self._num_resting
-        self._rested = _Rested(num_requests)
+        self._rested = _Rested(num_requests, 2 * self.books.plain_step_s(num_requests))
 
     def _end_rest(self) -> None:
         """What was put off is done before anything else is: accounts begin where the clocks of the books are."""

@@ -424,6 +424,16 @@ def test_while_drafts_do_not_pay_hardly_anything_is_asked_and_nothing_is_lost(mo
     assert len(asked) == num + 1
 
 
+def test_one_long_step_of_a_rest_says_little_of_the_others() -> None:
+    """The host was busy with something else: what plain steps take is learned from the others."""
+    one = decoding(list(range(100)))
+    made = seasoned(tracks=[one.track])
+    for number in range(200):
+        made.considers([one.track])
+        made.step_took(1, 1, 100.0 if number % 16 == 0 else 1.0, 0)
+    assert made.books.plain_step_s(1) < 1.3
+
+
 def test_a_text_that_begins_to_repeat_itself_is_noticed_within_eight_steps() -> None:
     one = decoding(list(range(100)))
     made = seasoned(tracks=[one.track])
