@@ -49,7 +49,6 @@ from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Over
 from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory import DeviceArena
-from penstock.kv.snapshots import Snapshots
 from penstock.lanes.lane import POLL_S, Lane
 from penstock.models.progress import Progress, silent
 from penstock.models.tokenizer import TextCodec
@@ -114,8 +113,7 @@ class Engine:
         # Host memory that is promised to deep requests is not pinned.
         may_be_deep = parts.max_model_len > parts.scheduler.deep_blocks * cache.block_tokens
         most_in_host = cache.loads.host.num_slots - cache.num_pageable if may_be_deep else None
-        self._snapshots = Snapshots(cache, most_in_host)
-        self.snapshots = EngineSnapshots(self, self._snapshots, self._sessions, self._inbox.put)
+        self.snapshots = EngineSnapshots(self, self._sessions, self._inbox.put, most_in_host)
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         parts.cache.call_when_launched(self._inbox.wake)
 
@@ -303,7 +301,7 @@ class Engine:
             load_exposed_s=self._load_exposed_s,
             sessions=self._sessions.figures(),
             residency=self._residency_figures(),
-            snapshots=self._snapshots.figures(),
+            snapshots=self.snapshots.figures(),
             host_steps=self._num_host_steps,
             drafted=tuple(scheduler.counts.drafted_by_place),
             accepted=tuple(scheduler.counts.accepted_by_place),
@@ -373,7 +371,7 @@ class Engine:
         if launched is not None:
             self._running = self._sample(launched)
         more = self._sessions.step()
-        self._snapshots.step()
+        self.snapshots.step()
         return launched is not None or reads or settled or more
 
     def _plan(self) -> StepPlan | None:
@@ -424,7 +422,7 @@ class Engine:
                 self._outbox.publish([self._parts.scheduler.cancel(request_id)])
             self._read_running()
             self._sessions.close()
-            self._snapshots.close(timeout_s)
+            self.snapshots.close(timeout_s)
             self._parts.cache.close(None if timeout_s is None else max(0.0, by_s - time.monotonic()))
             for lane in self._parts.lanes:
                 lane.close(None if timeout_s is None else max(_GRACE_S, by_s - time.monotonic()))

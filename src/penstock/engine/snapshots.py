@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.contract import Adapter, SamplingParams, Snapshot, SnapshotContent, SnapshotList, SnapshotRequest
+from penstock.contract import SamplingParams, Snapshot, SnapshotRequest
 from penstock.engine.sessions import SessionContent, Sessions
 from penstock.errors import DeadlineExceeded, InvalidRequest, SessionMissing
 from penstock.kv.snapshots import Snapshots
@@ -26,14 +26,14 @@ _TURN_S = 30.0  # for the engine thread to come round
 _NAME_BYTES = 8
 
 
-class EngineSnapshots:
-    """Everything may be called from any thread, and may block."""
+class EngineSnapshots(Snapshots):
+    """Everything may be called from any thread, and may block, but `step`."""
 
-    def __init__(self, engine: Engine, snapshots: Snapshots, sessions: Sessions, run: Callable[..., None]) -> None:
+    def __init__(self, engine: Engine, sessions: Sessions, run: Callable[..., None], most_in_host: int | None) -> None:
         self._engine = engine
-        self._snapshots = snapshots
         self._sessions = sessions
         self._run = run  # on the engine thread
+        super().__init__(engine.cache, most_in_host)
 
     def take(self, asked: SnapshotRequest) -> Snapshot:
         """Raises SnapshotTaken, SnapshotSpace, SnapshotRefused, SessionMissing, StoreFailed."""
@@ -46,7 +46,7 @@ class EngineSnapshots:
             tokens, asked = np.frombuffer(content.tokens, np.uint32), asked._replace(adapter=content.adapter)
         else:
             self._engine.limits.checked(tokens, SamplingParams(max_tokens=0))  # type: ignore[arg-type]
-        return self._snapshots.take(asked, tokens, functools.partial(self._wait_saved, asked, tokens))
+        return self.take_of(asked, tokens, functools.partial(self._wait_saved, asked, tokens))
 
     def _wait_saved(self, asked: SnapshotRequest, tokens: NDArray[np.uint32]) -> None:
         """Until its blocks are where they outlive the process, where they can, or in host memory."""
@@ -56,22 +56,6 @@ class EngineSnapshots:
             self._run(lambda: cache.save(prefix.keys, self._engine.launched()), only_open=True)
         level: FlushLevel = "persisted" if cache.cold_tiers else "visible"
         self._engine.wait_flushed(level, SAVE_S)
-
-    def all(self, cache_salt: str = "") -> SnapshotList:
-        """Those of one tenant."""
-        return self._snapshots.all(cache_salt)
-
-    def find(self, name: str, cache_salt: str = "") -> Snapshot:
-        """Raises SnapshotMissing, SnapshotRefused."""
-        return self._snapshots.find(name, cache_salt)
-
-    def open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> SnapshotContent:
-        """What a request goes on from. Raises SnapshotMissing, SnapshotRefused."""
-        return self._snapshots.open(name, cache_salt, adapter)
-
-    def delete(self, name: str, cache_salt: str = "") -> None:
-        """Raises SnapshotMissing."""
-        self._snapshots.delete(name, cache_salt)
 
     def _content_of(self, salt: str, session: str) -> SessionContent:
         done: Future[SessionContent | None] = Future()

@@ -15,8 +15,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import TypeVar
 
@@ -197,7 +195,7 @@ class Snapshots:
 
     # ---------------------------------------------------------------------------------------------------------- from any thread
 
-    def take(self, asked: SnapshotRequest, tokens: Tokens, wait_saved: Callable[[], None]) -> Snapshot:
+    def take_of(self, asked: SnapshotRequest, tokens: Tokens, wait_saved: Callable[[], None]) -> Snapshot:
         """Of the KV of `tokens`, as far as it is cached. `wait_saved` blocks until what was computed has reached the tiers. All of it is
         there then, or nothing is."""
         manifest = self._manifest(asked, tokens)
@@ -213,19 +211,21 @@ class Snapshots:
                     log.debug("a snapshot was given up after the engine had closed")
             raise
 
-    def all(self, salt: str) -> SnapshotList:
-        return self._ask(partial(self._all, tenant_of(salt)))
+    def all(self, cache_salt: str = "") -> SnapshotList:
+        """Those of one tenant."""
+        return self._ask(partial(self._all, tenant_of(cache_salt)))
 
-    def find(self, name: str, salt: str) -> Snapshot:
-        return self._ask(lambda: self._shown(self._find(name, salt)))
+    def find(self, name: str, cache_salt: str = "") -> Snapshot:
+        """Raises SnapshotMissing, SnapshotRefused."""
+        return self._ask(lambda: self._shown(self._find(name, cache_salt)))
 
-    def open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
-        """What a request of that adapter goes on from. Raises SnapshotRefused where it is not of the same model."""
-        return self._ask(partial(self._open, name, salt, adapter))
+    def open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> SnapshotContent:
+        """What a request of that adapter goes on from. Raises SnapshotMissing; SnapshotRefused where it is not of the same model."""
+        return self._ask(partial(self._open, name, cache_salt, adapter))
 
-    def delete(self, name: str, salt: str) -> None:
-        """Also one that cannot be used."""
-        self._ask(partial(self._delete, name, salt))
+    def delete(self, name: str, cache_salt: str = "") -> None:
+        """Also one that cannot be used. Raises SnapshotMissing."""
+        self._ask(partial(self._delete, name, cache_salt))
 
     def figures(self) -> SnapshotFigures:
         pinned, counts = self._pinned, self._counts
@@ -245,21 +245,14 @@ class Snapshots:
         """Block until the lane has done it."""
         if self._lane is None:
             raise SnapshotRefused("snapshots need a tier behind the device: this server runs without --kv-offload")
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
+        answers: list[T] = []
         try:
-            self._lane.submit(run, label="snapshots")
-            return done.result(_ANSWER_S)
+            self._lane.submit(lambda: answers.append(work()), label="snapshots").wait_done(_ANSWER_S)
         except LaneClosed:
             raise EngineClosed("the engine is closed") from None
-        except FutureTimeout:
+        except DeadlineExceeded:
             raise DeadlineExceeded(f"a tier did not answer about snapshots within {_ANSWER_S:g} s; what is under way goes on") from None
+        return answers[0]
 
     # -------------------------------------------------------------------------------------------------------- the engine thread
 

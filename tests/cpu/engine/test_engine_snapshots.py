@@ -150,7 +150,7 @@ def test_what_is_being_taken_is_pinned_from_the_first_moment(make_engine: Make, 
     generate(engine, prompts(70))
     settle_all(engine)
     tokens = np.asarray(prompts(70), np.uint32)
-    taken = engine._snapshots.take(request(prompts(70)), tokens, lambda: fill(engine, prompts))
+    taken = engine.snapshots.take_of(request(prompts(70)), tokens, lambda: fill(engine, prompts))
     assert taken.kept_tokens == 64
     keys = engine.cache.prefix_of(tokens).keys  # type: ignore[union-attr]
     assert engine.cache.cold_tiers["ssd"].calls.store.find(keys) == 4
@@ -253,7 +253,7 @@ def test_the_books_hold_in_any_order(make_engine: Make, prompts: Prompts, tmp_pa
     disk = {"ssd_dir": tmp_path, "ssd_gib": 0.0015} if on_disk else {}
     engine = make_engine(blocks=40, host_blocks=56, **disk)
     clock = HandClock()
-    registry = engine._snapshots
+    registry = engine.snapshots
     registry._clock = clock
     trunk = prompts(64, seed)
     talks = [[*trunk[: 16 * (number % 5)], *prompts(80, 10 * seed + number)] for number in range(8)]
@@ -315,7 +315,7 @@ def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
     engine = make_engine(blocks=64, host_blocks=64)
     generate(engine, prompts(70))
     settle_all(engine)
-    registry, gate = engine._snapshots, threading.Event()
+    registry, gate = engine.snapshots, threading.Event()
     assert registry._lane is not None
     registry._lane.submit(lambda: gate.wait(60.0) and None, label="a tier that does not answer")
     monkeypatch.setattr("penstock.kv.snapshots._ANSWER_S", 0.01)

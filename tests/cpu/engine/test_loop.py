@@ -91,7 +91,7 @@ def test_all_that_closing_waits_for_has_one_deadline(engine: Engine, monkeypatch
 
         return closing
 
-    monkeypatch.setattr(engine, "_snapshots", SimpleNamespace(close=taking(12.0, "snapshots", lambda: engine.cache.check())))
+    monkeypatch.setattr(engine, "snapshots", SimpleNamespace(close=taking(12.0, "snapshots", lambda: engine.cache.check())))
     monkeypatch.setattr(engine.cache, "close", taking(5.0, "transfers", engine.cache.close))
     monkeypatch.setattr(engine._parts.lanes[0], "close", taking(1.0, "lane", engine._parts.lanes[0].close))
     engine.close(timeout_s=20.0)

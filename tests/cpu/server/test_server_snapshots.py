@@ -277,7 +277,7 @@ def test_when_its_time_is_over_it_is_gone_and_pins_nothing(server: Tiered) -> No
     ask(server, PROMPT)
     take(server, prompt=PROMPT, name="short", ttl_s=100)
     take(server, prompt=PROMPT, tokens=32, name="long", ttl_s=10_000)
-    registry = server.engine._snapshots
+    registry = server.engine.snapshots
     now = registry._clock()
     registry._clock = lambda: now + 101
     assert ask(server, MORE, 404, snapshot="short")["code"] == "snapshot_not_found"
@@ -292,7 +292,7 @@ def test_when_its_time_is_over_it_is_gone_and_pins_nothing(server: Tiered) -> No
 def test_one_that_has_expired_is_not_found_even_before_it_is_let_go(server: Tiered) -> None:
     ask(server, PROMPT)
     take(server, prompt=PROMPT, name="short", ttl_s=100)
-    registry = server.engine._snapshots
+    registry = server.engine.snapshots
     registry._due_s = float("inf")
     now = registry._clock()
     registry._clock = lambda: now + 101
@@ -435,7 +435,7 @@ def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_can_be_continue
 def test_one_that_expired_meanwhile_is_gone_with_its_file(tmp_path: Path) -> None:
     with restarted(tmp_path) as server:
         ask(server, PROMPT)
-        server.engine._snapshots._clock = lambda: 1000.0
+        server.engine.snapshots._clock = lambda: 1000.0
         take(server, prompt=PROMPT, name="old", ttl_s=10)
     assert len(list((tmp_path / "ssd").glob("*.snapshot"))) == 1
     with restarted(tmp_path) as server:
@@ -608,7 +608,7 @@ def test_another_engine_continues_from_the_shared_store() -> None:
             assert take(two, 409, prompt=PROMPT, name="talk", cache_salt="mine")["code"] == "snapshot_exists"
             assert two.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
             assert ask(two, MORE, 404, snapshot="talk", cache_salt="mine")["code"] == "snapshot_not_found"
-            assert not two.engine._snapshots.figures().known
+            assert not two.engine.snapshots.figures().known
 
 
 def test_a_damaged_manifest_in_the_shared_store_is_refused_with_the_reason() -> None:

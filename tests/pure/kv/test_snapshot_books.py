@@ -65,7 +65,7 @@ class Machine:
         return set() if prefix is None else set(prefix.keys)
 
     def take(self, name: str, tokens: np.ndarray = TALK, salt: str = "", **fields: Any) -> Any:
-        return self.registry.take(SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None)
+        return self.registry.take_of(SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None)
 
     def heal(self) -> None:
         """Its stores answer, and it looks."""
@@ -164,7 +164,7 @@ def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]
         with pytest.raises(SnapshotMissing):
             here.registry.find("talk", "")
 
-    here.registry.take(SnapshotRequest("talk", prompt=b"-"), TALK, again)
+    here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, again)
     assert seen == [SnapshotTaken] and here.registry.find("talk", "").num_blocks == 10 and here.num_pinned == 10
 
 
@@ -182,7 +182,7 @@ def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_man
         raise error
 
     with pytest.raises(type(error)):
-        here.registry.take(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
     assert names(here) == names(there) == [] and here.num_pinned == 0 and not here.on_disk and not here.shared
     here.take("talk")
     assert here.registry.figures().taken == 1
@@ -444,7 +444,7 @@ def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(mac
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        here.registry.take(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
     assert names(here) == names(there) == ["talk"] and here.num_pinned == 0
     here.registry.delete("talk", "")
     assert not here.shared, "who deletes it by its name deletes it"
