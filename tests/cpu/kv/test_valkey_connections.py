@@ -14,6 +14,7 @@ import pytest
 from valkey_rig import PATIENT_S, is_closed, keys_of, num_idle, opened, write
 
 from penstock.errors import StoreFailed
+from penstock.kv.tiers import remote
 from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.store import Outcome
 from support.servers import LOOPBACK
@@ -108,7 +109,7 @@ def test_each_exchange_of_a_reset_has_its_own_time(monkeypatch: pytest.MonkeyPat
             now_s += 3.0
             return self.pages[len(deadlines) - 1]
 
-    monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now_s))
     with contextlib.closing(opened(f"valkey://{LOOPBACK}:1", 4.0)) as store:
         assert store._clear(Slow()) == 3  # type: ignore[arg-type]
     assert deadlines == [4.0] * 3
@@ -192,7 +193,7 @@ def asked_slowly(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> Iterator[tu
         return [is_there] * len(names)
 
     with contextlib.closing(opened(f"valkey://{LOOPBACK}:1", 4.0)) as store:
-        monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now_s))
         monkeypatch.setattr(store, "_ask_each", ask_each)
         yield store, deadlines
 
@@ -204,9 +205,9 @@ def test_a_long_prompt_is_looked_for_under_one_deadline(monkeypatch: pytest.Monk
 
 
 def test_a_write_asks_what_is_there_and_sends_the_rest_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def set_each(keys: list[bytes], blocks: object, deadline: float) -> list[Outcome]:
+    def set_each(names: list[bytes], value: object, value_bytes: int, ttl: object, deadline: float) -> list[Outcome]:
         deadlines.append(deadline)
-        return [Outcome.DONE] * len(keys)
+        return [Outcome.DONE] * len(names)
 
     with asked_slowly(monkeypatch, is_there=False) as (store, deadlines):
         monkeypatch.setattr(store, "_set_each", set_each)

@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<8sIIQQQ16s")  # magic, format, bytes of facts, keys, tok
 _TOKEN_BYTES = 4
 _MOST_BLOCK_TOKENS = 1 << 20
 _SHOWN = 12  # characters of a digest in a message
+_PARTS = ("keys", "tokens", "messages")  # fields that stand behind the facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +117,8 @@ def _shown(value: str | None) -> str:
 
 
 def pack(manifest: Manifest) -> bytes:
-    facts = {
-        "name": manifest.name,
-        "tenant": manifest.tenant.hex(),
-        "space": manifest.space.hex(),
-        "scope": manifest.scope.hex(),
-        "made_with": dict(manifest.made_with),
-        "block_tokens": manifest.block_tokens,
-        "created_s": manifest.created_s,
-        "expires_s": manifest.expires_s,
-        "adapter": manifest.adapter,
-    }
-    parts = json.dumps(facts).encode(), manifest.keys, manifest.tokens, manifest.messages.encode("utf-8", "surrogatepass")
+    facts = json.dumps({one.name: getattr(manifest, one.name) for one in fields(manifest) if one.name not in _PARTS}, default=bytes.hex)
+    parts = facts.encode(), manifest.keys, manifest.tokens, manifest.messages.encode("utf-8", "surrogatepass")
     body = b"".join(parts)
     return _HEAD.pack(_MAGIC, FORMAT, *map(len, parts), checksum(body)) + body
 

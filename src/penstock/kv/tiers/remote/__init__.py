@@ -1,10 +1,12 @@
-"""Stores that several engines share: one module for each kind, with a `BlockStore` in it. Owns the table of kinds, the check of a value
-that came back, and how a URL is taken apart. No message repeats a part of the URL: a password may stand anywhere in it."""
+"""Stores that several engines share: one module for each kind, with a `BlockStore` in it. Owns the table of kinds, what all of them are,
+the check of a value that came back, and how a URL is taken apart. No message repeats a part of the URL: a password may stand anywhere in
+it."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import numpy as np
 
 from penstock.errors import ConfigError
-from penstock.kv.tiers.store import HEADER_BYTES, BlockStore, Outcome, Space, unpack
+from penstock.kv.tiers.store import HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, unpack
 
 FLAG = "--kv-offload-remote"
 
@@ -41,6 +43,29 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
         raise ConfigError(f"{FLAG} {scheme}:// {hint}") from None
     make: Callable[[str, Space, float], BlockStore] = module.open_store
     return make(url, space, timeout_s)
+
+
+class SharedStore:
+    """What each of them is: a place that others use, too. Every call but a `reset` ends within `timeout_s`."""
+
+    name = "remote"
+    local = False
+
+    def __init__(self, space: Space, timeout_s: float) -> None:
+        self._digest = space.digest
+        self._value_bytes = HEADER_BYTES + space.block_bytes
+        self._timeout_s = timeout_s
+
+    def _until(self) -> float:
+        """When a call that begins now has to be over."""
+        return time.monotonic() + self._timeout_s
+
+    def persist(self) -> None:
+        """What has answered a write keeps it, for as long as the store's owner says: nothing more is asked of it."""
+
+    def usage(self) -> StoreUsage:
+        """Others write and remove there, too: nobody counts but the place itself."""
+        return StoreUsage(0)
 
 
 def is_block(header: memoryview | bytes, key: bytes, space: bytes, payload: memoryview) -> bool:

@@ -34,8 +34,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import FLAG, copy_checked, mooncake_program, need, parse_url
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, pack
+from penstock.kv.tiers.remote import FLAG, SharedStore, copy_checked, mooncake_program, need, parse_url
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, pack
 
 log = logging.getLogger(__name__)
 
@@ -97,18 +97,14 @@ def _gib(text: str) -> int:
     return int(float(text) * (1 << 30)) // 4096 * 4096
 
 
-class MooncakeStore:
-    """Every call ends within `timeout_s`; `reset` alone may take as long as the master needs."""
-
-    name = "remote"
-    local = False
+class MooncakeStore(SharedStore):
+    """Every call ends within `timeout_s`; `reset` alone may take as long as the master needs. What is written outlives this engine in the
+    memory of others; more is not to be had."""
 
     def __init__(self, address: MooncakeAddress, space: Space, timeout_s: float) -> None:
+        super().__init__(space, timeout_s)
         self._address = address
-        self._space = space
-        self._timeout_s = timeout_s
         self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:"
-        self._value_bytes = HEADER_BYTES + space.block_bytes
         self._clients = MooncakeClients(address, self._value_bytes, timeout_s)
         self._warned_full = False
 
@@ -153,7 +149,7 @@ class MooncakeStore:
             return Outcome.MISSING
         if code < 0:
             return Outcome.FAILED
-        return copy_checked(value[:code], key, self._space.digest, slot)
+        return copy_checked(value[:code], key, self._digest, slot)
 
     def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
         """What is there already is left as it is."""
@@ -163,7 +159,7 @@ class MooncakeStore:
         for some in _runs(len(keys), client.lane_values):
             with client.lane(until) as lane:
                 for value, key, block in zip(lane.values, keys[some], blocks[some], strict=False):
-                    value[:HEADER_BYTES] = pack(key, self._space.digest, block)
+                    value[:HEADER_BYTES] = pack(key, self._digest, block)
                     np.copyto(np.frombuffer(value, np.uint8, offset=HEADER_BYTES), np.frombuffer(block, np.uint8))  # without the GIL
                 codes += lane.call("write", self._names(keys[some]), until)
         return _some_worked([self._written(code) for code in _checked(codes)])
@@ -176,9 +172,6 @@ class MooncakeStore:
             return Outcome.FULL
         return Outcome.DONE if code in (0, _THERE_ALREADY) else Outcome.FAILED
 
-    def persist(self) -> None:
-        """It outlives this engine in the memory of others; more is not to be had."""
-
     def probe(self) -> None:
         """The master must answer; which nodes do is seen when blocks of theirs are asked for."""
         until = self._until()
@@ -188,18 +181,11 @@ class MooncakeStore:
         client = self._clients.connected(self._until())
         return _checked(client.ask("clear", [f"^{self._prefix}.*"], time.monotonic() + _RESET_S))[0]
 
-    def usage(self) -> StoreUsage:
-        """Others write there, too, and the master forgets: nobody counts but it."""
-        return StoreUsage(0)
-
     def close(self) -> None:
         self._clients.close()
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [self._prefix + key.hex() for key in keys]
-
-    def _until(self) -> float:
-        return time.monotonic() + self._timeout_s
 
 
 def _checked(codes: Sequence[int]) -> list[int]:

@@ -26,8 +26,8 @@ import obstore
 from obstore.store import S3Store
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import FLAG, StoreUrl, copy_checked, need, parse_url
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, pack
+from penstock.kv.tiers.remote import FLAG, SharedStore, StoreUrl, copy_checked, need, parse_url
+from penstock.kv.tiers.store import FORMAT, BlockStore, Outcome, Space, pack
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig
@@ -81,19 +81,15 @@ def connect(address: StoreUrl, timeout_s: float) -> S3Store:
         raise ConfigError(f"{FLAG}: these settings, or the AWS_* variables, cannot be used ({type(error).__name__})") from None
 
 
-class BucketStore:
+class BucketStore(SharedStore):
     """Every call ends within `timeout_s`; `reset` alone has that for each request."""
 
-    name = "remote"
-    local = False
-
     def __init__(self, bucket: S3Store, address: StoreUrl, space: Space, timeout_s: float) -> None:
+        super().__init__(space, timeout_s)
         self._address = address
         self._bucket = bucket
-        self._digest = space.digest
         self._folder = f"{FORMAT}/{space.digest.hex()}"
         self._manifests = f"snapshots/{space.digest.hex()}"
-        self._value_bytes = HEADER_BYTES + space.block_bytes
         self._requests = Requests(timeout_s)
 
     def __repr__(self) -> str:
@@ -138,9 +134,6 @@ class BucketStore:
                 outcomes[i] = Outcome.FAILED
         return outcomes
 
-    def persist(self) -> None:
-        """An object store has answered a write when it keeps it."""
-
     def probe(self) -> None:
         """A list of nothing: it needs the bucket, and the right to look into it."""
         self._requests.one(self._some_paths, f"{self._folder}/probe")
@@ -154,10 +147,6 @@ class BucketStore:
             self._requests.one(partial(obstore.delete, self._bucket), paths)
             removed, before = removed + len(paths), paths
         return removed
-
-    def usage(self) -> StoreUsage:
-        """Others write and remove there, too: nobody counts."""
-        return StoreUsage(0)
 
     def close(self) -> None:
         self._requests.close()

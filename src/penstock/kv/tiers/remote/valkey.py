@@ -22,13 +22,13 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
-from penstock.kv.tiers.remote import FLAG, Node, StoreUrl, is_block, need, parse_url
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, pack
+from penstock.kv.tiers.remote import FLAG, Node, SharedStore, StoreUrl, is_block, need, parse_url
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, pack
 
 PASSWORD_VARIABLE = "PENSTOCK_REMOTE_PASSWORD"
 _FORM = (
@@ -129,22 +129,17 @@ def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
 # ----------------------------------------------------------------------------------------------------------------------- store
 
 
-class ValkeyStore:
+class ValkeyStore(SharedStore):
     """Every call has connections of its own while it runs, and ends within `timeout_s`; `reset` alone has that for each round trip.
 
     Answers come in the order of their commands. One that ends a call leaves its connections with answers owed, so they are closed.
     """
 
-    name = "remote"
-    local = False
-
     def __init__(self, address: ValkeyAddress, space: Space, timeout_s: float) -> None:
+        super().__init__(space, timeout_s)
         self._address = address
         self._connections = ValkeyConnections(address)
-        self._timeout_s = timeout_s
         self._ttl = () if address.ttl_s is None else (b"%d" % address.ttl_s,)
-        self._digest = space.digest
-        self._value_bytes = HEADER_BYTES + space.block_bytes
         self._prefix = f"penstock:{FORMAT}:{space.digest.hex()}:".encode()
         self._manifest_prefix = f"penstock-snapshot:{FORMAT}:{space.digest.hex()}:".encode()
 
@@ -153,7 +148,7 @@ class ValkeyStore:
         return f"<ValkeyStore {kind}{', '.join(map(str, self._address.nodes))}{' with TLS' if self._address.tls else ''}>"
 
     def find(self, keys: Sequence[bytes]) -> int:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._until()
         for first in range(0, len(keys), _FIND_KEYS):
             there = self._ask_each(b"EXISTS", self._names(keys[first : first + _FIND_KEYS]), (), deadline)
             if not all(there):
@@ -179,7 +174,7 @@ class ValkeyStore:
         names = self._names(keys)
         outcomes = [Outcome.MISSING] * len(keys)
         header = memoryview(bytearray(HEADER_BYTES))
-        with self._connections.holding(names, time.monotonic() + self._timeout_s) as holders:
+        with self._connections.holding(names, self._until()) as holders:
             for connection, places in holders:
                 connection.ask_each(b"GET", [names[place] for place in places[: connection.at_once(self._value_bytes)]])
             for connection, places in holders:
@@ -199,28 +194,34 @@ class ValkeyStore:
     def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
         """What is there already is not sent again, only marked as used, which starts its time to live again."""
         _need_whole(blocks, self._value_bytes - HEADER_BYTES)
-        deadline = time.monotonic() + self._timeout_s
-        there = self._ask_each(b"EXPIRE" if self._ttl else b"TOUCH", self._names(keys), self._ttl, deadline)
+        deadline = self._until()
+        names = self._names(keys)
+        there = self._ask_each(b"EXPIRE" if self._ttl else b"TOUCH", names, self._ttl, deadline)
         left = [place for place, known in enumerate(there) if not known]
-        written = self._set_each([keys[place] for place in left], [blocks[place] for place in left], deadline)
+
+        def value(place: int) -> Sequence[Buffer]:  # just before it is sent: both passes over one cache
+            return pack(keys[left[place]], self._digest, blocks[left[place]]), blocks[left[place]]
+
+        written = self._set_each([names[place] for place in left], value, self._value_bytes, self._ttl, deadline)
         outcomes = [Outcome.DONE] * len(keys)
         for place, outcome in zip(left, written, strict=True):
             outcomes[place] = outcome
         return outcomes
 
-    def _set_each(self, keys: Sequence[bytes], blocks: Sequence[memoryview], deadline: float) -> list[Outcome]:
-        names = self._names(keys)
-        expiry = (b"EX", *self._ttl) if self._ttl else ()
-        outcomes = [Outcome.FAILED] * len(keys)
+    def _set_each(
+        self, names: Sequence[bytes], value: Callable[[int], Sequence[Buffer]], value_bytes: int, ttl: Sequence[bytes], deadline: float
+    ) -> list[Outcome]:
+        """The parts of each name's value, by its place."""
+        expiry = (b"EX", *ttl) if ttl else ()
+        outcomes = [Outcome.FAILED] * len(names)
         with self._connections.holding(names, deadline) as holders:
             for connection, places in holders:
-                ahead = connection.at_once(self._value_bytes)
+                ahead = connection.at_once(value_bytes)
                 for index, place in enumerate(places):
                     if index >= ahead:
                         outcomes[places[index - ahead]] = self._read_written(connection)
-                    header = pack(keys[place], self._digest, blocks[place])  # just before they are sent: both passes over one cache
-                    before, behind = command_with_value((b"SET", names[place]), self._value_bytes, expiry)
-                    connection.send([before, header, blocks[place], behind], 1)
+                    before, behind = command_with_value((b"SET", names[place]), value_bytes, expiry)
+                    connection.send([before, *value(place), behind], 1)
             for connection, places in holders:
                 for place in places[-connection.num_owed :]:
                     outcomes[place] = self._read_written(connection)
@@ -237,12 +238,9 @@ class ValkeyStore:
         self._connections.moved_or_fail(connection, answer)
         return Outcome.FAILED
 
-    def persist(self) -> None:
-        """What outlives the server is for its owner to say: nothing is asked of it here."""
-
     def probe(self) -> None:
         """Every node must answer: one that does not would take its share of the blocks down with it."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._until()
         self._connections.forget()
         for node in self._connections.nodes(deadline):
             with self._connections.borrowed(node, deadline) as connection:
@@ -252,8 +250,8 @@ class ValkeyStore:
     def reset(self) -> int:
         """Each round trip has `timeout_s`: together they take as long as they take."""
         num_gone = 0
-        for node in self._connections.nodes(time.monotonic() + self._timeout_s):
-            with self._connections.borrowed(node, time.monotonic() + self._timeout_s) as connection:
+        for node in self._connections.nodes(self._until()):
+            with self._connections.borrowed(node, self._until()) as connection:
                 num_gone += self._clear(connection)
         return num_gone
 
@@ -270,7 +268,7 @@ class ValkeyStore:
         """Names that begin so, as one node has them, some at a time."""
         cursor = b""
         while cursor != b"0":
-            connection.deadline = time.monotonic() + self._timeout_s
+            connection.deadline = self._until()
             answer = connection.query(b"SCAN", cursor or b"0", b"MATCH", start + b"*", b"COUNT", _SCAN_KEYS)
             match answer:
                 case [bytes(cursor), list(names)] if all(isinstance(name, bytes) for name in names):
@@ -282,15 +280,15 @@ class ValkeyStore:
 
     def manifests(self, start: str = "") -> list[str]:
         found: set[str] = set()
-        for node in self._connections.nodes(time.monotonic() + self._timeout_s):
-            with self._connections.borrowed(node, time.monotonic() + self._timeout_s) as connection:
+        for node in self._connections.nodes(self._until()):
+            with self._connections.borrowed(node, self._until()) as connection:
                 for names in self._scan(connection, self._manifest_prefix + start.encode()):
                     found.update(name.removeprefix(self._manifest_prefix).decode("ascii", "replace") for name in names)
         return sorted(found)
 
     def read_manifest(self, id: str) -> bytes | None:
         name = self._manifest_prefix + id.encode()
-        with self._connections.holding([name], time.monotonic() + self._timeout_s) as holders:
+        with self._connections.holding([name], self._until()) as holders:
             for connection, _ in holders:
                 size = connection.ask(b"STRLEN", name)
                 data = bytearray(size if isinstance(size, int) else 0)
@@ -303,27 +301,12 @@ class ValkeyStore:
         return None
 
     def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
-        name = self._manifest_prefix + id.encode()
-        expiry = () if expires_in_s is None else (b"EX", b"%d" % max(1, math.ceil(expires_in_s)))
-        with self._connections.holding([name], time.monotonic() + self._timeout_s) as holders:
-            before, behind = command_with_value((b"SET", name), len(data), expiry)
-            outcomes = []
-            for connection, _ in holders:
-                connection.send([before, data, behind], 1)
-                outcomes.append(self._read_written(connection))
+        ttl = () if expires_in_s is None else (b"%d" % max(1, math.ceil(expires_in_s)),)
+        outcomes = self._set_each([self._manifest_prefix + id.encode()], lambda _: [data], len(data), ttl, self._until())
         return outcomes == [Outcome.DONE]
 
     def remove_manifest(self, id: str) -> None:
-        name = self._manifest_prefix + id.encode()
-        with self._connections.holding([name], time.monotonic() + self._timeout_s) as holders:
-            for connection, _ in holders:
-                for answer in connection.unlink([name]):
-                    if isinstance(answer, Refusal):
-                        self._connections.moved_or_fail(connection, answer)
-
-    def usage(self) -> StoreUsage:
-        """Others write and evict there, too: nobody counts but the server."""
-        return StoreUsage(0)
+        self._ask_each(b"UNLINK", [self._manifest_prefix + id.encode()], (), self._until())
 
     def close(self) -> None:
         self._connections.close()
