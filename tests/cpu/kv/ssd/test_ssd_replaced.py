@@ -192,7 +192,7 @@ def test_a_removed_file_is_noticed_by_persist_and_costs_its_own_blocks(path: Pat
 
 
 def _persist_all(store: SsdStore) -> None:
-    store._segments.unsynced.note(*(segment for segment in store._segments if segment.fd >= 0))
+    store._segments.note_unsynced(*(segment for segment in store._segments if segment.fd >= 0))
     store.persist()
 
 

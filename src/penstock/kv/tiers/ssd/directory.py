@@ -19,7 +19,7 @@ import re
 import shlex
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -375,50 +375,42 @@ class ManifestFiles:
 
     def tidy(self) -> None:
         """What was begun and not ended by an earlier process goes."""
-        try:
+        with self._must_be("removed"):
             for path in self._directory.unfinished_files():
                 self._io.unlink(path, self._directory.fd)
-        except (OSError, ConfigError) as error:
-            raise self._failure("removed", error) from error
 
     def ids(self) -> list[str]:
-        try:
+        with self._must_be("listed"):
             return list(self._directory.snapshot_files())
-        except (OSError, ConfigError) as error:
-            raise self._failure("listed", error) from error
 
     def read(self, id: str) -> bytes | None:
         path = self._directory.snapshot_path(id)
-        try:
-            fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW, self._directory.fd)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._failure("read", error) from error
-        try:
+        with contextlib.ExitStack() as undo, self._must_be("read"):
+            try:
+                fd = self._io.open(path, os.O_RDONLY | os.O_NOFOLLOW, self._directory.fd)
+            except FileNotFoundError:
+                return None
+            undo.callback(self._io.close, fd)
             found = self._io.stat(fd)
             check_file(path, found)
             data = bytearray(min(found.st_size, _MAX_MANIFEST_BYTES))
             return bytes(data[: read_all(self._io, fd, [memoryview(data)], 0)])
-        except (OSError, ConfigError) as error:
-            raise self._failure("read", error) from error
-        finally:
-            self._io.close(fd)
 
     def write(self, id: str, data: bytes) -> bool:
         """False: the disk is full."""
         path = self._directory.snapshot_path(id)
         aside = path.with_suffix(".new")
-        try:
-            self._write_whole(aside, data)
-            self._io.rename(aside, path, self._directory.fd)
-            self._io.fsync(self._directory.fd)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._io.unlink(aside, self._directory.fd)
-            if error.errno in FULL:
-                return False
-            raise self._failure("written", error) from error
+        with self._must_be("written"):
+            try:
+                self._write_whole(aside, data)
+                self._io.rename(aside, path, self._directory.fd)
+                self._io.fsync(self._directory.fd)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    self._io.unlink(aside, self._directory.fd)
+                if error.errno in FULL:
+                    return False
+                raise
         return True
 
     def _write_whole(self, path: Path, data: bytes) -> None:
@@ -432,13 +424,14 @@ class ManifestFiles:
             self._io.close(fd)
 
     def remove(self, id: str) -> None:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                self._io.unlink(self._directory.snapshot_path(id), self._directory.fd)
-                self._io.fsync(self._directory.fd)
-        except OSError as error:
-            raise self._failure("removed", error) from error
+        with self._must_be("removed"), contextlib.suppress(FileNotFoundError):
+            self._io.unlink(self._directory.snapshot_path(id), self._directory.fd)
+            self._io.fsync(self._directory.fd)
 
-    def _failure(self, done: str, error: OSError | ConfigError) -> StoreFailed:
-        what = error.strerror if isinstance(error, OSError) else error
-        return StoreFailed(f"a snapshot in {self._directory.path} cannot be {done}: {what}")
+    @contextlib.contextmanager
+    def _must_be(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ConfigError) as error:
+            what = error.strerror if isinstance(error, OSError) else error
+            raise StoreFailed(f"a snapshot in {self._directory.path} cannot be {done}: {what}") from error

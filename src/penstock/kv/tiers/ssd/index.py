@@ -19,8 +19,8 @@ from functools import partial
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
-from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, DiskIo, Scratch, read_all
-from penstock.kv.tiers.ssd.segments import SlotHead, WithheldSlots, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, read_all
+from penstock.kv.tiers.ssd.segments import SegmentFiles, SlotHead, WithheldSlots, slot_bytes, unpack_slot
 from penstock.kv.tiers.store import Outcome
 
 log = logging.getLogger(__name__)
@@ -265,15 +265,14 @@ class SlotIndex:
 class Scan:
     """One pass over the heads of `withheld` slots, on threads of its own, while the tier serves. Owns those slots until they are read."""
 
-    def __init__(self, io: DiskIo, index: SlotIndex, withheld: Sequence[WithheldSlots]) -> None:
+    def __init__(self, files: SegmentFiles, index: SlotIndex, withheld: Sequence[WithheldSlots]) -> None:
         self.done = threading.Event()  # nothing of it will happen any more
-        self._io = io
+        self._files = files
         self._index = index
         self._left = deque(withheld)
         self._num_slots = sum(len(group.slots) for group in withheld)
         self._num_seen = 0
         self._num_found = 0
-        self._scratch = Scratch()
         self._stop = threading.Event()
         self._tell_s = time.monotonic() + _TELL_S
         self._thread = threading.Thread(target=self._run, name="ssd-scan", daemon=True)
@@ -328,14 +327,14 @@ class Scan:
         segment, slots = group.segment, group.slots
         width = slot_bytes(segment.head.block_bytes)
         if width <= READ_THROUGH_BYTES:
-            room = self._scratch.room(len(slots) * width)
-            room = room[: read_all(self._io, segment.fd, [room], segment.offset(slots.start))]
+            room = self._files.scratch.room(len(slots) * width)
+            room = room[: read_all(self._files.io, segment.fd, [room], segment.offset(slots.start))]
             sectors = [room[place * width : place * width + SECTOR_BYTES] for place in range(len(slots))]
         else:
-            room = self._scratch.room(len(slots) * SECTOR_BYTES)
+            room = self._files.scratch.room(len(slots) * SECTOR_BYTES)
             sectors = [room[place * SECTOR_BYTES : (place + 1) * SECTOR_BYTES] for place in range(len(slots))]
             for slot, sector in zip(slots, sectors, strict=True):
-                if read_all(self._io, segment.fd, [sector], segment.offset(slot)) < SECTOR_BYTES:
+                if read_all(self._files.io, segment.fd, [sector], segment.offset(slot)) < SECTOR_BYTES:
                     sector[:] = bytes(SECTOR_BYTES)
         found = {}
         for slot, sector in zip(slots, sectors, strict=True):

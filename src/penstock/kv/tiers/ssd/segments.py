@@ -292,46 +292,15 @@ class SegmentFiles:
         self.io.fdatasync(segment.fd)
 
 
-class Unsynced:
-    """What was written and is not known to survive a crash. Several threads use it."""
-
-    def __init__(self, files: SegmentFiles) -> None:
-        self.sync_lock = threading.Lock()  # one sync after the other: who finds nothing to do knows that it has been done
-        self._files = files
-        self._lock = threading.Lock()
-        self._segments: set[Segment] = set()
-        self._names = False  # files were made or removed
-
-    def note(self, *segments: Segment, names: bool = False) -> None:
-        """Called when a write is over, and before anybody is told that it succeeded."""
-        with self._lock:
-            self._segments.update(segments)
-            self._names |= names
-
-    def sync(self) -> None:
-        """Under `sync_lock`. Raises StoreFailed, and what could not be synced stays to be synced."""
-        with self._lock:
-            left, self._segments = self._segments, set()
-            names, self._names = self._names, False
-        try:
-            for segment in sorted(left, key=lambda segment: segment.first):
-                self._files.sync(segment)
-                left.discard(segment)
-            if names:
-                self._files.io.fsync(self._files.directory.fd)
-                names = False
-        except OSError as error:
-            raise StoreFailed(f"the SSD cache could not be synced: {error.strerror}") from error
-        finally:
-            self.note(*left, names=names)
-
-
 class Segments:
     """All segments of a tier. Several threads use it."""
 
     def __init__(self, files: SegmentFiles, space: Space, max_bytes: int) -> None:
         self.files = files
-        self.unsynced = Unsynced(files)
+        self._lock = threading.Lock()  # of the two below: what was written and is not known to survive a crash
+        self._unsynced: set[Segment] = set()
+        self._unsynced_names = False  # files were made or removed
+        self._sync_lock = threading.Lock()  # one sync after the other: who finds nothing to do knows that it has been done
         self._all: list[Segment] = []
         self._space = space
         self._grow_lock = threading.Lock()
@@ -382,14 +351,14 @@ class Segments:
                     num_removed += 1
                     continue
                 self._all.append(segment)
-                self.unsynced.note(segment)  # an earlier process may have ended before it had synced it
+                self.note_unsynced(segment)  # an earlier process may have ended before it had synced it
                 used += segment_bytes(segment.num_slots, self._space.block_bytes)
             except OSError as error:
                 log.warning("%s cannot be used and is left as it is: %s", path, error)
                 with contextlib.suppress(OSError):
                     used += os.stat(path.name, dir_fd=self.files.directory.fd, follow_symlinks=False).st_size
         if num_removed:
-            self.unsynced.note(names=True)
+            self.note_unsynced(names=True)
             where = self.files.directory.path
             log.info("%d files in %s make room: they are of another model or format, damaged, or too many", num_removed, where)
         return used
@@ -426,28 +395,51 @@ class Segments:
                 self._grow_again_s = time.monotonic() + _GROW_AGAIN_S
                 return None
             self._grow_again_s = 0.0  # there is room again: for the others, too, as far as anybody knows
-            self.unsynced.note(segment, names=True)
+            self.note_unsynced(segment, names=True)
             return segment
 
     def persist(self) -> None:
         """What was written so far survives a crash. Raises StoreFailed."""
-        with self.unsynced.sync_lock:
-            self.unsynced.sync()
+        with self._sync_lock:
+            self._sync()
+
+    def note_unsynced(self, *segments: Segment, names: bool = False) -> None:
+        """Called when a write is over, and before anybody is told that it succeeded."""
+        with self._lock:
+            self._unsynced.update(segments)
+            self._unsynced_names |= names
+
+    def _sync(self) -> None:
+        """Under `_sync_lock`. Raises StoreFailed, and what could not be synced stays to be synced."""
+        with self._lock:
+            left, self._unsynced = self._unsynced, set()
+            names, self._unsynced_names = self._unsynced_names, False
+        try:
+            for segment in sorted(left, key=lambda segment: segment.first):
+                self.files.sync(segment)
+                left.discard(segment)
+            if names:
+                self.files.io.fsync(self.files.directory.fd)
+                names = False
+        except OSError as error:
+            raise StoreFailed(f"the SSD cache could not be synced: {error.strerror}") from error
+        finally:
+            self.note_unsynced(*left, names=names)
 
     @contextlib.contextmanager
     def renewal(self) -> Iterator[Callable[[], None]]:
         """Yields a function that gives every file a new generation in memory, to be called while nobody compares generations. It is on
         disk when the context ends. Raises StoreFailed; the next `persist` goes on with it."""
-        with self._grow_lock, self.unsynced.sync_lock:
+        with self._grow_lock, self._sync_lock:
             yield self._renew_heads
-            self.unsynced.sync()
+            self._sync()
 
     def _renew_heads(self) -> None:
         made = [segment for segment in self._all if segment.fd >= 0]
         for segment in made:
             segment.head = segment.head._replace(generation=new_generation())
             segment.head_is_stale = True
-        self.unsynced.note(*made)
+        self.note_unsynced(*made)
 
     def are_in_place(self) -> bool:
         """Whether every file that was made is the one at its name."""

@@ -185,7 +185,7 @@ class SsdStore:
                 index.pin_keys(id, keys)
             for segment in segments:  # no slot can be used before its file is made or its head is read
                 segment.withheld = [WithheldSlots(segment, slots, index.withhold(len(slots))) for slots in segment.groups()]
-            scan = Scan(io, index, [group for segment in segments for group in segment.take_ready()])
+            scan = Scan(segments.files, index, [group for segment in segments for group in segment.take_ready()])
             scan.start()
             undo.pop_all()
         self._directory, self._segments, self._index, self._scan, self._manifests = directory, segments, index, scan, manifests
@@ -276,7 +276,7 @@ class SsdStore:
                     envelope = pack(keys[place], self._space.digest, blocks[place], sequence)
                     heads.append(pack_slot(envelope, run.head, run.first + i, depths[place]))
                 outcomes = self._slot_io.write(run, heads, [blocks[place] for place in run.places])
-                self._segments.unsynced.note(run.segment)
+                self._segments.note_unsynced(run.segment)
                 for place, outcome in zip(run.places, outcomes, strict=True):
                     claim.outcomes[place] = outcome
                     if outcome is Outcome.DONE:
