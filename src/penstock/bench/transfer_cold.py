@@ -71,7 +71,7 @@ class ColdRig:
         self.device = DeviceArena(layout, num_blocks, device)
         self.host = HostArena(layout, 2 * num_blocks, device)
         scope = Scope(secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none")
-        self.store = open_store(Space(scope.digest(), layout.block_bytes, self.host.bytes))
+        self.store = open_store(Space(scope.digest(), layout.block_bytes))
         self.tier = open_cold(self.store, self.host)
         self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
         pool = BlockPool(num_blocks, self.device.name)

@@ -72,7 +72,7 @@ def open_cache(
     checks = None
     if guard is not None and observer is not None:
         checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
-    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes, host_arena.bytes))  # raises: before anything runs
+    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes))  # raises: before anything runs
     host = _open_host(config, host_arena, device, observer)
     loader, saver = make_movers(arena, host_arena, observer, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))

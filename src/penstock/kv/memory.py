@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -28,7 +27,6 @@ from penstock.errors import ConfigError, InvariantBroken
 
 NAME = "block-major"
 VERSION = 1  # of the meaning of the bytes: changes when the same dimensions are laid out in another way
-K, V = 0, 1
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,8 +40,7 @@ class BlockLayout:
     head_dim: int
     block_tokens: int
     dtype: str
-    part_bytes: int = field(init=False, repr=False, compare=False)  # K, or V, of one layer of one block
-    layer_bytes: int = field(init=False, repr=False, compare=False)
+    layer_bytes: int = field(init=False, repr=False, compare=False)  # K and V of one layer of one block
     block_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -52,26 +49,12 @@ class BlockLayout:
                 raise ConfigError(f"a KV layout needs a positive {name}, got {getattr(self, name)}")
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(f"KV can be stored as {', '.join(ITEM_BYTES)}, not as {self.dtype!r}")
-        part_bytes = self.strides[1] * ITEM_BYTES[self.dtype]
-        for name, num in (("part_bytes", part_bytes), ("layer_bytes", 2 * part_bytes), ("block_bytes", 2 * part_bytes * self.num_layers)):
-            object.__setattr__(self, name, num)
+        object.__setattr__(self, "layer_bytes", math.prod(self.shape[1:]) * ITEM_BYTES[self.dtype])
+        object.__setattr__(self, "block_bytes", self.num_layers * self.layer_bytes)
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         return (self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
-
-    @property
-    def strides(self) -> tuple[int, int, int, int, int]:
-        """In elements, of the dimensions of `shape`; a slot's page is `num_layers * strides[0]` elements."""
-        token = self.num_kv_heads * self.head_dim
-        part = self.block_tokens * token
-        return (2 * part, part, token, self.head_dim, 1)
-
-    def offset(self, layer: int, part: int) -> int:
-        """Byte at which K (0) or V (1) of `layer` starts within its page."""
-        if not 0 <= layer < self.num_layers or part not in (K, V):
-            raise InvariantBroken(f"no part {part} of layer {layer} in a page of {self.num_layers} layers")
-        return layer * self.layer_bytes + part * self.part_bytes
 
     def extent(self, layers: tuple[int, int]) -> tuple[int, int]:
         """(first byte, number of bytes) within a page of layers `[layers[0], layers[1])`."""
@@ -101,11 +84,10 @@ class DeviceArena:
     """`tensor` is [num_slots + 1, layers, k|v, block_tokens, kv_heads, head_dim]; the last slot is the padding block.
 
     Rows of a step that stand for nothing read and write the padding block, so that they need no branch in a kernel. Everything starts as
-    zero, hence finite: a masked weight of 0 times what an unused token holds stays 0. `poison` fills the usable slots with NaN instead,
-    which turns any read of a token that was never written into a visible error.
+    zero, hence finite: a masked weight of 0 times what an unused token holds stays 0.
     """
 
-    def __init__(self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "device", poison: bool = False) -> None:
+    def __init__(self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "device") -> None:
         if num_slots < 1:
             raise ConfigError(f"the {name} KV arena needs at least one block, got {num_slots}")
         self.name = name
@@ -113,8 +95,6 @@ class DeviceArena:
         self.num_slots = num_slots
         shape = (num_slots + 1, *layout.shape)
         self.tensor = _zeros(shape, getattr(torch, layout.dtype), torch.device(device), name)
-        if poison:
-            self.tensor[:num_slots].fill_(math.nan)
 
     @property
     def padding_slot(self) -> int:
@@ -201,11 +181,6 @@ class HostArena:
     @property
     def num_bytes(self) -> int:
         return self.num_slots * self.layout.block_bytes
-
-    @property
-    def bytes(self) -> memoryview:
-        """All slots, one behind the other."""
-        return memoryview(self._memory)
 
     def view(self, slot: int) -> memoryview:
         """The bytes of one slot."""
@@ -327,15 +302,10 @@ def _unregister(address: int, device: torch.device) -> None:
             _LOG.warning("a piece of host memory could not be unpinned: %s", cudart.cudaGetErrorString(code))
 
 
-class WatchedArena(Protocol):
-    name: str
-    tensor: Tensor  # the slot its first dimension
-
-
 class ArenaGuard:
     """Implements `observe.ByteGuard` over several arenas. `digests` waits for the device, so it is for launchers and lanes' own threads."""
 
-    def __init__(self, *arenas: WatchedArena) -> None:
+    def __init__(self, *arenas: DeviceArena | HostArena) -> None:
         self._tensors = {arena.name: arena.tensor for arena in arenas}
         self._weights: dict[torch.device, Tensor] = {}
 

@@ -34,7 +34,7 @@ class Slots:
 
     def __init__(self, space: bytes = b"a") -> None:
         self.memory = memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES))
-        self.space = Space(hashlib.blake2b(space, digest_size=32).digest(), BLOCK_BYTES, self.memory)
+        self.space = Space(hashlib.blake2b(space, digest_size=32).digest(), BLOCK_BYTES)
 
     def views(self, num: int, first: int = 0) -> list[memoryview]:
         return [self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] for slot in range(first, first + num)]

@@ -10,7 +10,7 @@ import torch
 
 from penstock.errors import ConfigError
 from penstock.kv import memory as arena_module
-from penstock.kv.memory import BlockLayout, DeviceArena, K, V
+from penstock.kv.memory import BlockLayout, DeviceArena
 
 LAYOUT = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")
 
@@ -22,7 +22,6 @@ def test_an_arena_has_one_page_per_slot_and_one_for_padding():
     assert arena.padding_slot == 5
     assert arena.num_bytes == arena.tensor.nbytes == 6 * LAYOUT.block_bytes
     assert arena.tensor.is_contiguous()
-    assert arena.tensor.stride()[1:] == LAYOUT.strides
     assert not arena.tensor.any()
 
 
@@ -30,20 +29,11 @@ def test_an_arena_has_one_page_per_slot_and_one_for_padding():
 def test_the_bytes_lie_where_the_layout_says(dtype):
     layout = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype=dtype)
     arena = DeviceArena(layout, 4, torch.device("cpu"))
-    arena.tensor[2, 1, V] = 7.0
+    arena.tensor[2, 1] = 7.0
     page = arena.tensor.view(torch.uint8).reshape(5, layout.block_bytes)[2]
-    start = layout.offset(1, V)
-    assert page[start : start + layout.part_bytes].view(getattr(torch, dtype)).eq(7.0).all()
-    assert page.count_nonzero() == page[start : start + layout.part_bytes].count_nonzero()
     first, num_bytes = layout.extent((1, 2))
-    assert page[first : first + num_bytes].count_nonzero() == page.count_nonzero()
-    assert layout.offset(1, K) == first
-
-
-def test_a_poisoned_arena_is_nan_everywhere_but_in_the_padding_block():
-    arena = DeviceArena(LAYOUT, 4, "cpu", poison=True)
-    assert arena.tensor[:4].isnan().all()
-    assert not arena.tensor[arena.padding_slot].any()
+    assert page[first : first + num_bytes].view(getattr(torch, dtype)).eq(7.0).all()
+    assert page.count_nonzero() == page[first : first + num_bytes].count_nonzero()
 
 
 def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower():

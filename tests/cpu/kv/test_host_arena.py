@@ -79,7 +79,7 @@ def test_an_arena_has_one_zero_page_per_slot(dtype: str) -> None:
     layout = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype=dtype)
     arena = HostArena(layout, 5, "cpu")
     assert arena.tensor.shape == (5, *layout.shape) and arena.tensor.dtype is getattr(torch, dtype)
-    assert arena.tensor.is_contiguous() and arena.tensor.stride()[1:] == layout.strides
+    assert arena.tensor.is_contiguous()
     assert arena.num_bytes == arena.tensor.nbytes == 5 * layout.block_bytes
     assert arena.name == "host" and not arena.tensor.any()
     assert arena.tensor.data_ptr() % mmap.PAGESIZE == 0

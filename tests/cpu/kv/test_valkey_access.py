@@ -68,7 +68,7 @@ import sys
 sys.modules["valkey"] = sys.modules["redis"] = None
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.store import Space
-open_store(sys.argv[1], Space(bytes(32), 64, memoryview(b"")), 30.0).probe()
+open_store(sys.argv[1], Space(bytes(32), 64), 30.0).probe()
 print("usable")
 """
     command = [sys.executable, "-c", code, server.url()]

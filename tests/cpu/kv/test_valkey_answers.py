@@ -195,7 +195,7 @@ def test_without_its_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, "penstock.kv.tiers.remote.s3", raising=False)
     with pytest.raises(ConfigError, match=r"s3:// needs its client library.*penstock\[remote\]"):
-        open_store("s3://bucket", Space(b"s" * 32, BLOCK_BYTES, memoryview(b"")), 1.0)
+        open_store("s3://bucket", Space(b"s" * 32, BLOCK_BYTES), 1.0)
 
 
 def test_nobody_here_counts_what_is_in_a_shared_store() -> None:

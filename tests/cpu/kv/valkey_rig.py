@@ -24,7 +24,7 @@ SECRET = "hunter2swordfish"
 
 
 def space(digest: bytes = b"s" * 32, block_bytes: int = BLOCK_BYTES) -> Space:
-    return Space(digest, block_bytes, memoryview(b""))
+    return Space(digest, block_bytes)
 
 
 def opened(url: str, timeout_s: float = PATIENT_S, of: Space | None = None) -> ValkeyStore:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError, InvariantBroken
 from penstock.kv import memory as layout_module
-from penstock.kv.memory import BlockLayout, K, V
+from penstock.kv.memory import BlockLayout
 
 SMOLLM = BlockLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=16, dtype="float32")
 QWEN = BlockLayout(num_layers=36, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16")
@@ -19,32 +19,25 @@ def test_a_block_has_the_bytes_of_all_layers():
     assert QWEN.block_bytes == int(2.25 * 1024 * 1024)
 
 
-def test_parts_follow_each_other_without_a_gap():
-    offsets = [QWEN.offset(layer, part) for layer in range(36) for part in (K, V)]
-    assert offsets == list(range(0, QWEN.block_bytes, QWEN.part_bytes))
+def test_layers_follow_each_other_without_a_gap():
+    extents = [QWEN.extent((layer, layer + 1)) for layer in range(36)]
+    assert extents == [(first, QWEN.layer_bytes) for first in range(0, QWEN.block_bytes, QWEN.layer_bytes)]
 
 
 def test_a_run_of_layers_is_one_extent():
     assert QWEN.extent((0, 36)) == (0, QWEN.block_bytes)
-    assert QWEN.extent((9, 18)) == (QWEN.offset(9, K), 9 * QWEN.layer_bytes)
-    assert QWEN.extent((4, 4)) == (QWEN.offset(4, K), 0)
+    assert QWEN.extent((9, 18)) == (9 * QWEN.layer_bytes, 9 * QWEN.layer_bytes)
+    assert QWEN.extent((4, 4)) == (4 * QWEN.layer_bytes, 0)
 
 
-def test_strides_are_those_of_a_contiguous_page():
+def test_the_shape_is_that_of_a_page():
     assert QWEN.shape == (36, 2, 16, 8, 128)
-    assert QWEN.strides == (2 * 16 * 8 * 128, 16 * 8 * 128, 8 * 128, 128, 1)
 
 
 @pytest.mark.parametrize("layers", [(-1, 3), (3, 2), (0, 37)])
 def test_layers_that_are_not_there_have_no_extent(layers):
     with pytest.raises(InvariantBroken):
         QWEN.extent(layers)
-
-
-@pytest.mark.parametrize(("layer", "part"), [(36, K), (-1, K), (0, 2)])
-def test_parts_that_are_not_there_have_no_offset(layer, part):
-    with pytest.raises(InvariantBroken):
-        QWEN.offset(layer, part)
 
 
 def test_every_dimension_counts_in_the_fingerprint(monkeypatch):

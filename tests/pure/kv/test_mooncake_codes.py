@@ -20,7 +20,7 @@ from penstock.kv.tiers.store import Outcome, Space
     ],
 )
 def test_each_code_of_a_write_has_its_outcome(code: int, outcome: Outcome) -> None:
-    store = MooncakeStore(parse_address("mooncake://127.0.0.1:1"), Space(b"s" * 32, 4096, memoryview(b"")), 1.0)  # connects when it is used
+    store = MooncakeStore(parse_address("mooncake://127.0.0.1:1"), Space(b"s" * 32, 4096), 1.0)  # connects when it is used
     try:
         assert store._written(code) is outcome
     finally:

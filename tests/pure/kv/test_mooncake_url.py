@@ -9,7 +9,7 @@ from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.remote.mooncake import parse_address
 from penstock.kv.tiers.store import Space
 
-SPACE = Space(bytes(32), 64, memoryview(bytearray(64)))
+SPACE = Space(bytes(32), 64)
 
 
 @pytest.mark.parametrize(

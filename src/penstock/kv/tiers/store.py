@@ -32,7 +32,6 @@ class Space:
 
     digest: bytes  # 32 bytes: of everything but salt and adapter that decides what a block's bytes mean; those two are in the keys
     block_bytes: int
-    memory: memoryview  # all host slots, one behind the other: where blocks are read into and written from, for stores that register it
 
 
 @dataclass(frozen=True, slots=True)

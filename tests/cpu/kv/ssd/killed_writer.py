@@ -29,7 +29,7 @@ from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome, Space
 
 BLOCK_BYTES = 120_000  # large enough to be cut in the middle
-SPACE = Space(b"k" * 32, BLOCK_BYTES, memoryview(b""))
+SPACE = Space(b"k" * 32, BLOCK_BYTES)
 MOST_TOLD = 6  # times that a writer has told something when it is killed
 LONGEST_S = 0.03  # after that
 _WORD = struct.Struct("<QQ")

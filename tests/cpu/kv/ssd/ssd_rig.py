@@ -18,7 +18,7 @@ from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome, Space
 
 BLOCK_BYTES = 5000  # no whole sector: through the bounce buffer; two sectors in the file
-SPACE = Space(b"s" * 32, BLOCK_BYTES, memoryview(b""))
+SPACE = Space(b"s" * 32, BLOCK_BYTES)
 WAIT_S = 60.0
 
 

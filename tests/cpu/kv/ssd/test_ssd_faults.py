@@ -132,7 +132,7 @@ def test_a_file_that_goes_while_it_is_opened_is_not_missed(filled: Path) -> None
 
 @pytest.mark.parametrize("name", ["close", "unlink"])
 def test_a_file_of_another_model_that_cannot_be_closed_or_removed_does_not_stop_the_start(filled: Path, name: str) -> None:
-    other = Space(b"o" * 32, SPACE.block_bytes, memoryview(b""))
+    other = Space(b"o" * 32, SPACE.block_bytes)
     before = num_open()
     store = open_at(filled, io=Fails(**{name: errno.EIO}), space=other)
     assert (filled / "penstock-000000.kv").exists() is (name == "unlink")

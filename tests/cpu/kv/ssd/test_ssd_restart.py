@@ -264,7 +264,7 @@ def test_what_an_earlier_life_left_unsynced_is_synced_by_the_first_persist(tmp_p
 # ------------------------------------------------------------------------------------------------------------ not ours
 
 
-@pytest.mark.parametrize("other", [Space(b"t" * 32, SPACE.block_bytes, memoryview(b"")), Space(b"s" * 32, 9000, memoryview(b""))])
+@pytest.mark.parametrize("other", [Space(b"t" * 32, SPACE.block_bytes), Space(b"s" * 32, 9000)])
 def test_blocks_of_another_space_or_size_are_misses_and_make_room(tmp_path: Path, other: Space) -> None:
     store = open_at(tmp_path, num_slots=16)
     write(store, *range(16))
@@ -360,7 +360,7 @@ def test_a_file_cut_short_on_a_full_disk_is_used_as_it_is(tmp_path: Path) -> Non
 
 def test_many_blocks_are_found_again(tmp_path: Path) -> None:
     """Slots larger than what is read whole, so that heads are read one by one."""
-    space = Space(b"s" * 32, 60_000, memoryview(b""))
+    space = Space(b"s" * 32, 60_000)
     store = open_ssd(tmp_path, 1 << 28, space, "lru")
     block = memoryview(bytes(60_000))
     keys = [key_of(number) for number in range(1000)]

@@ -117,7 +117,7 @@ def test_memory_that_is_aligned_goes_to_the_file_without_a_copy(tmp_path: Path) 
     size = 3 * SECTOR_BYTES
     arena = memoryview(mmap.mmap(-1, 4 * size))
     views = [arena[place * size : (place + 1) * size] for place in range(4)]
-    store = open_at(tmp_path, io=(io := Seeing()), space=Space(b"s" * 32, size, arena))
+    store = open_at(tmp_path, io=(io := Seeing()), space=Space(b"s" * 32, size))
     for number in (0, 1):
         views[number][:] = bytes_of(number, size)
     keys = [key_of(0), key_of(1)]

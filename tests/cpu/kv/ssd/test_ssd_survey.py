@@ -45,7 +45,7 @@ def test_inspect_counts_files_slots_and_blocks(tmp_path: Path) -> None:
 
 
 def test_inspect_reads_heads_of_large_slots_one_by_one(tmp_path: Path) -> None:
-    space = Space(b"s" * 32, 60_000, memoryview(b""))
+    space = Space(b"s" * 32, 60_000)
     store = open_at(tmp_path, space=space)
     write(store, *range(10), num_bytes=60_000)
     store.close()
