@@ -247,11 +247,13 @@ class TierRead(TransferWay):
         self._room.take(spoil)
 
     def launch(self) -> Wait:
-        reading = self._rig.tier.read(self._rig.keys, self._room.slots, (), OWNER)
+        tier, keys, slots = self._rig.tier, self._rig.keys, self._room.slots
+        parts = [slice(first, first + tier.group_blocks) for first in range(0, len(keys), tier.group_blocks)]
+        groups = [tier.read(keys[part], slots[part], (), OWNER) for part in parts]
 
         def wait() -> None:
-            self._rig.wait_until(lambda: reading.over)
-            _require_done([outcome for group in reading.take_arrived() for outcome in group.outcomes], self.direction)
+            self._rig.wait_until(lambda: all(group.over() for group in groups))
+            _require_done([outcome for group in groups for outcome in group.take_outcomes()], self.direction)
 
         return wait
 

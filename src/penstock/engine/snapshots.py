@@ -7,7 +7,6 @@ import functools
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,7 +61,7 @@ class EngineSnapshots(Snapshots):
         self._run(lambda: done.set_result(self._sessions.content_of(salt, session)), fail=done.set_exception, only_open=True)
         try:
             found = done.result(_TURN_S)
-        except FutureTimeout:
+        except TimeoutError:
             raise DeadlineExceeded(f"the engine loop did not come round within {_TURN_S:g} s") from None
         if found is None:
             raise SessionMissing("no request of this session has ended here lately, or the cache_salt is not the one that it had")

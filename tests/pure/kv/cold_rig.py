@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from penstock.kv.blocks.pool import BlockPool
-from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier, Reading, Writing
+from penstock.kv.tiers.calls import StoreGroup
+from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier, Writing
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
 from penstock.lanes.lane import Lane
@@ -27,6 +28,10 @@ LIMITS = ColdLimits(group_bytes=2 * BLOCK_BYTES, write_bytes=2 * BLOCK_BYTES, qu
 def content(key: bytes) -> bytes:
     """What a block under `key` holds."""
     return (key * BLOCK_BYTES)[:BLOCK_BYTES]
+
+
+def are_over(groups: Sequence[StoreGroup]) -> bool:
+    return all(group.over() for group in groups)
 
 
 class Host:
@@ -104,16 +109,18 @@ class Rig:
                 writing.handle.end()  # type: ignore[attr-defined]
         return given
 
-    def submit_read(self, keys: Sequence[bytes], slots: Sequence[int] | None = None) -> tuple[Reading, list[int]]:
+    def submit_read(self, keys: Sequence[bytes], slots: Sequence[int] | None = None) -> tuple[list[StoreGroup], list[int]]:
+        """As many at once as the tier says."""
         taken = self.reserve(len(keys)) if slots is None else list(slots)
-        return self.tier.read(keys, taken, (), "request"), taken
+        runs = [slice(first, first + self.tier.group_blocks) for first in range(0, len(keys), self.tier.group_blocks)]
+        return [self.tier.read(keys[run], taken[run], (), "request") for run in runs], taken
 
     def read(self, keys: Sequence[bytes]) -> list[Outcome]:
         """Of blocks that are over; DONE ones are what was written."""
         reading, slots = self.submit_read(keys)
         self.settle()
-        assert reading.over
-        outcomes = [outcome for group in reading.take_arrived() for outcome in group.outcomes]
+        assert are_over(reading)
+        outcomes = [outcome for group in reading for outcome in group.take_outcomes()]
         for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
             assert self.host.holds(slot, key) == (outcome is Outcome.DONE)
         return outcomes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.kv.cache import KvCache
-from penstock.kv.tiers.cold import ColdTier, Reading, Writing
+from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads
 from penstock.kv.tiers.saves import Saves
@@ -19,7 +20,14 @@ Fault = Callable[[Patch], None]
 
 
 def publishes_blocks_before_they_are_read(patch: Patch) -> None:
-    patch.setattr(Reading, "over", True)
+    read = ColdTier.read
+
+    def faulty(self: ColdTier, *given: Any) -> Any:
+        reading = read(self, *given)
+        reading.fence = SimpleNamespace(passed=lambda: True)  # type: ignore[assignment]
+        return reading
+
+    patch.setattr(ColdTier, "read", faulty)
 
 
 def publishes_blocks_that_did_not_come(patch: Patch) -> None:

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cold_rig import ARENA, BLOCK_BYTES, KEYS, LAYERS, Host, content
+from cold_rig import ARENA, BLOCK_BYTES, KEYS, LAYERS, Host, are_over, content
 
 from penstock.contract import Access, Fence, Mode
-from penstock.kv.blocks.handles import Handle, Pin
+from penstock.kv.blocks.handles import Handle, Pin, Reservation
 from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier, StoreLanes, Writing
 from penstock.kv.tiers.store import Outcome
@@ -76,6 +76,9 @@ class World:
             fence.wait_passed()
             reservation.rollback(fence)
 
+    def read(self, keys: Sequence[bytes], into: Reservation) -> list[StoreGroup]:
+        return [self.tier.read([key], [slot], into.after, "request") for key, slot in zip(keys, into.slots, strict=True)]
+
     def settle(self) -> list[Writing]:
         given = self.tier.settle()
         for writing in given:
@@ -95,9 +98,9 @@ def read_into_slots_that_a_promotion_still_reads(world: World) -> None:
     pin.end(fence)
     reservation = world.host.pool.try_reserve(2, "request")
     assert reservation is not None
-    reading = world.tier.read(NEW, list(reservation.slots), reservation.after, "request")
+    groups = world.read(NEW, reservation)
     world.tier.drain(1.0)
-    assert reading.over
+    assert are_over(groups)
     reservation.rollback()
     assert world.seen == [content(key) for key in OLD], "the promotion got what it was to get"
 
@@ -121,12 +124,10 @@ def publish_what_was_read_and_promote_it(world: World) -> None:
         world.store.write([key], [0], [memoryview(content(key))])
     reservation = world.host.pool.try_reserve(2, "request")
     assert reservation is not None
-    reading = world.tier.read(NEW, list(reservation.slots), reservation.after, "request")
-    groups = list(reading.take_arrived())
-    if len(groups) < 2:
+    groups = world.read(NEW, reservation)
+    if not are_over(groups):
         world.tier.drain(1.0)
-        groups += reading.take_arrived()
-    assert [outcome for group in groups for outcome in group.outcomes] == [Outcome.DONE] * 2
+    assert [outcome for group in groups for outcome in group.take_outcomes()] == [Outcome.DONE] * 2
     hold = world.host.pool.hold("request")
     reservation.commit(hold)
     world.host.pool.seal([0, 1], NEW)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, make
+from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, are_over, make
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers import cold
@@ -34,7 +34,7 @@ def test_whatever_a_store_raises_fails_its_group_and_fences_the_tier_off(make: M
     rig.store.on_call = lambda call: setattr(rig.store, "raises", error)
     assert rig.read(KEYS[:4]) == [FAILED] * 4
     assert rig.store.calls.count("read") == 1, "what was queued behind it did not try"
-    assert rig.tier.counts.failures == {reason: 1, "broken": 1} and rig.tier.counts.num_openings == 1
+    assert rig.tier.counts.failures == {reason: 1, "broken": 1} and rig.tier.calls.breaker.num_openings == 1
     assert not rig.tier.usable and rig.tier.queued_read_bytes == 0 and rig.tier.counts.num_read == 0
 
 
@@ -121,7 +121,7 @@ def test_blocks_that_fail_one_by_one_fence_it_off_too(make: Make) -> None:
     rig.store.fails.update(KEYS)
     assert rig.read(KEYS[:7]) == [FAILED] * 7 and rig.tier.usable
     rig.read(KEYS[:1])
-    assert not rig.tier.usable and rig.tier.counts.failures["block"] == 8 and rig.tier.counts.num_openings == 1
+    assert not rig.tier.usable and rig.tier.counts.failures["block"] == 8 and rig.tier.calls.breaker.num_openings == 1
 
 
 def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make) -> None:
@@ -139,7 +139,7 @@ def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make)
     rig.store.on_call = lambda call: rig.store.die() if call == "read" else None
     rig.store.gate.let()
     rig.settle()
-    assert rig.tier.usable and rig.tier.counts.num_openings == 1
+    assert rig.tier.usable and rig.tier.calls.breaker.num_openings == 1
 
 
 def test_nothing_of_what_others_raise_is_said_in_a_log_or_an_error(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,7 +238,7 @@ def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
     rig.store.gate.let(1)
     rig.store.gate.wait_came(2)
     rig.clock.advance(6.0)
-    assert rig.tier.usable and not queued.over
+    assert rig.tier.usable and not are_over(queued)
     assert rig.tier.queued_read_bytes == BLOCK_BYTES
 
 
@@ -268,21 +268,21 @@ def test_a_store_that_hangs_does_not_hang_close(make: Make, call: str) -> None:
         assert "close" not in rig.store.calls, "a call is under way"
     assert not rig.store.closed and not rig.tier.usable
     if call == "read":
-        assert not begun.over and not queued.over, "what is under way keeps its slots"
+        assert not are_over(begun) and not are_over(queued), "what is under way keeps its slots"
     rig.store.gate.let()
     rig.tier.close(SOON_S)
     rig.tier.close(SOON_S)
     assert rig.store.closed
     if call == "read":
         assert rig.store.calls.count("read") == 1, "what had not begun never did"
-        assert [group.outcomes for group in queued.take_arrived()] == [[FAILED]] and not any(rig.host.view(slots[0]))
+        assert [group.take_outcomes() for group in queued] == [[FAILED]] and not any(rig.host.view(slots[0]))
 
 
 def test_what_comes_after_the_end_fails_and_nothing_more(make: Make) -> None:
     rig = make()
     rig.close()
     reading, _ = rig.submit_read(KEYS[:3])
-    assert reading.over and [group.outcomes for group in reading.take_arrived()] == [[FAILED, FAILED], [FAILED]]
+    assert are_over(reading) and [group.take_outcomes() for group in reading] == [[FAILED, FAILED], [FAILED]]
     assert rig.submit_write(KEYS[:1]) is None and rig.tier.find(KEYS[:1], 1.0).ready
     persisting = rig.tier.persist()
     assert rig.tier.settle() == [persisting] and persisting.error is not None
@@ -295,10 +295,10 @@ def test_a_lane_that_refuses_half_way_leaves_nothing_in_flight_unseen(make: Make
     rig.readers[1].close(SOON_S)
     rig.store.gate.hold("read")
     reading, _ = rig.submit_read(KEYS[:4])
-    assert not reading.over, "the first group is on its way into its slots"
+    assert not are_over(reading), "the first group is on its way into its slots"
     rig.store.gate.let()
     rig.readers[0].drain(SOON_S)
-    assert reading.over and [list(group.outcomes) for group in reading.take_arrived()] == [[DONE, DONE], [FAILED, FAILED]]
+    assert are_over(reading) and [list(group.take_outcomes()) for group in reading] == [[DONE, DONE], [FAILED, FAILED]]
 
 
 # -------------------------------------------------------------------------------------------------------------- our own defects
@@ -332,7 +332,7 @@ def a_defect_surfaces_and_loses_nothing(rig: Rig) -> None:
     finding = rig.tier.find(KEYS[:1], 1e9)
     persisting = rig.tier.persist()
     rig.tier.drain(SOON_S)
-    num, groups = raised_by(lambda: [group.outcomes for group in reading.take_arrived()])
+    num, groups = raised_by(lambda: [group.take_outcomes() for group in reading])
     assert num == 2 and groups == [[FAILED, FAILED], [FAILED]]
     num, given = raised_by(rig.tier.settle)
     assert num == 2 and given == [writing, persisting]
@@ -357,7 +357,7 @@ def test_a_store_that_does_not_say_what_became_of_each_block_is_a_defect(make: M
     rig.store.read = lambda keys, into: [DONE] * num_outcomes  # type: ignore[method-assign]
     reading, _ = rig.submit_read(KEYS[:2])
     rig.tier.drain(SOON_S)
-    num, groups = raised_by(lambda: [group.outcomes for group in reading.take_arrived()])
+    num, groups = raised_by(lambda: [group.take_outcomes() for group in reading])
     assert num == 1 and groups == [[FAILED, FAILED]]
 
 
@@ -461,8 +461,8 @@ def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queu
         reading, _ = rig.submit_read(KEYS[:2])
         rig.tier.drain(SOON_S)
         with pytest.raises(MemoryError):
-            list(reading.take_arrived())
-        assert [list(group.outcomes) for group in reading.take_arrived()] == [[FAILED, FAILED]]
+            [group.take_outcomes() for group in reading]
+        assert [list(group.take_outcomes()) for group in reading] == [[FAILED, FAILED]]
     else:
         writing = rig.submit_write(KEYS[4:6])
         rig.tier.drain(SOON_S)
@@ -482,7 +482,7 @@ def test_an_exchange_that_ends_in_anything_is_not_under_way_any_more(make: Make)
     reading, _ = rig.submit_read(KEYS[:2])
     rig.tier.drain(SOON_S)
     with pytest.raises(InvariantBroken):
-        list(reading.take_arrived())
+        [group.take_outcomes() for group in reading]
     rig.store.raises = None
     rig.clock.advance(1000.0)
     assert not rig.tier.calls.stuck and rig.tier.usable and rig.read(KEYS[:2]) == [DONE] * 2
@@ -524,7 +524,7 @@ def test_a_read_that_raised_is_not_measured_for_ever(make: Make, raised: Excepti
     rig.store.raises = raised
     reading, _ = rig.submit_read(KEYS[:2])
     rig.tier.drain(SOON_S)
-    raised_by(lambda: list(reading.take_arrived()))
+    raised_by(lambda: [group.take_outcomes() for group in reading])
     rig.store.raises = None
     rig.clock.advance(1000.0)
     rig.tier.settle()

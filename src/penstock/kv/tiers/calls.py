@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.contract import Fence
@@ -137,23 +137,6 @@ class Way(enum.Enum):
 
 
 @dataclass(slots=True)
-class ColdCounts:
-    """Totals that never fall. Whoever looks while calls go on sees each one old or new."""
-
-    num_read: int = 0  # blocks
-    num_written: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    read_s: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))  # from submit to over, of those that brought something
-    write_s: Histogram = field(default_factory=lambda: Histogram(SECONDS_BOUNDS))
-    num_missing: int = 0  # blocks that were asked for and not there
-    num_corrupt: int = 0  # blocks that were there, and not what was written
-    failures: Counter[str] = field(default_factory=Counter)  # calls by reason; "block" counts single blocks
-    skipped: Counter[str] = field(default_factory=Counter)  # blocks that were not written, by reason
-    num_openings: int = 0  # of the breaker
-
-
-@dataclass(slots=True)
 class Span:
     """One reading or writing, of which groups are over one by one."""
 
@@ -193,11 +176,16 @@ class Meter:
 
 
 class Tally:
-    """The figures of one tier. For any thread."""
+    """The figures of one tier. For any thread. Totals never fall; whoever looks while calls go on sees each one old or new."""
 
     def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
         self.block_bytes = block_bytes
-        self.counts = ColdCounts()
+        self.num_read = self.num_written = 0  # blocks
+        self.read_s, self.write_s = Histogram(SECONDS_BOUNDS), Histogram(SECONDS_BOUNDS)  # submit to over, of what brought something
+        self.num_missing = 0  # blocks that were asked for and not there
+        self.num_corrupt = 0  # blocks that were there, and not what was written
+        self.failures: Counter[str] = Counter()  # calls by reason; "block" counts single blocks
+        self.skipped: Counter[str] = Counter()  # blocks that were not written, by reason
         self.rate = LinkRate(clock=clock)
         self.queued_bytes = dict.fromkeys(Way, 0)  # submitted, and not over
         self._clock = clock
@@ -216,22 +204,19 @@ class Tally:
 
     def ended(self, way: Way, outcomes: Sequence[Outcome]) -> None:
         """What came of a call that was begun; nothing where the store did not answer."""
-        num, counts = Counter(outcomes), self.counts
-        num_bytes = num[Outcome.DONE] * self.block_bytes
+        num = Counter(outcomes)
         with self._lock:
             if way is Way.READ:
-                self._meter.end(self._clock(), num_bytes)
-                counts.num_read += num[Outcome.DONE]
-                counts.read_bytes += num_bytes
+                self._meter.end(self._clock(), num[Outcome.DONE] * self.block_bytes)
+                self.num_read += num[Outcome.DONE]
             else:
-                counts.num_written += num[Outcome.DONE]
-                counts.written_bytes += num_bytes
-            counts.num_missing += num[Outcome.MISSING]
-            counts.num_corrupt += num[Outcome.CORRUPT]
+                self.num_written += num[Outcome.DONE]
+            self.num_missing += num[Outcome.MISSING]
+            self.num_corrupt += num[Outcome.CORRUPT]
             if num[Outcome.FULL]:
-                counts.skipped["full"] += num[Outcome.FULL]
+                self.skipped["full"] += num[Outcome.FULL]
             if num[Outcome.FAILED]:
-                counts.failures["block"] += num[Outcome.FAILED]
+                self.failures["block"] += num[Outcome.FAILED]
 
     def over(self, way: Way, span: Span, outcomes: Sequence[Outcome]) -> None:
         """A group of `span` is over, begun or not."""
@@ -240,38 +225,30 @@ class Tally:
             span.num_left -= 1
             span.num_done += sum(outcome is Outcome.DONE for outcome in outcomes)
             if not span.num_left and span.num_done:
-                histogram = self.counts.read_s if way is Way.READ else self.counts.write_s
+                histogram = self.read_s if way is Way.READ else self.write_s
                 histogram.add(self._clock() - span.submitted_s)
 
     def skip(self, reason: str, num_blocks: int) -> None:
         """So many blocks are not written."""
         with self._lock:
-            self.counts.skipped[reason] += num_blocks
+            self.skipped[reason] += num_blocks
 
     def fail(self, reason: str) -> None:
         with self._lock:
-            self.counts.failures[reason] += 1
-
-    def opened(self) -> None:
-        with self._lock:
-            self.counts.num_openings += 1
+            self.failures[reason] += 1
 
     def report(self, name: str, traffic: Traffic) -> None:
         """Add what the tier `name` has done."""
         with self._lock:
-            counts = self.counts
-            for pair, num_bytes, seconds in (
-                ((name, "host"), counts.read_bytes, counts.read_s),
-                (("host", name), counts.written_bytes, counts.write_s),
-            ):
-                traffic.bytes[pair] = num_bytes
+            for pair, num, seconds in (((name, "host"), self.num_read, self.read_s), (("host", name), self.num_written, self.write_s)):
+                traffic.bytes[pair] = num * self.block_bytes
                 traffic.seconds[pair] = seconds.copy()
-            for reason, num in (*counts.failures.items(), ("missing", counts.num_missing)):
+            for reason, num in (*self.failures.items(), ("missing", self.num_missing)):
                 if num:
                     traffic.failures[name, reason] = num
-            for reason, num in counts.skipped.items():
+            for reason, num in self.skipped.items():
                 traffic.skipped[reason] = traffic.skipped.get(reason, 0) + num
-            traffic.checksum_failures[name] = counts.num_corrupt
+            traffic.checksum_failures[name] = self.num_corrupt
 
 
 MAX_KNOWN = 100_000  # keys; some 10 MB
@@ -303,6 +280,17 @@ class StoreGroup:
     def over(self) -> bool:
         """Nothing of it touches its slots any more. Never blocks."""
         return self.fence is not None and self.fence.passed()
+
+    def wait_over(self, deadline_s: float) -> None:
+        """Block until then. Raises DeadlineExceeded."""
+        if self.fence is not None:
+            self.fence.wait_passed(max(0.0, deadline_s - time.monotonic()))
+
+    def take_outcomes(self) -> Sequence[Outcome]:
+        """What became of its blocks; it is over. A defect of ours is raised instead, once; after that they count as failed."""
+        if (defect := self.take_defect()) is not None:
+            raise defect
+        return self.outcomes
 
     def take_defect(self) -> BaseException | None:
         """What went wrong that no store can be blamed for; told once. It is over."""
@@ -370,23 +358,10 @@ class StoreCalls:
     # ------------------------------------------------------------------------------------------------------- what is said
 
     def read(self, group: StoreGroup) -> None:
-        try:
-            into = [self._view(slot) for slot in group.slots]
-            self._run(Way.READ, group, lambda: self.store.read(group.keys, into))
-        except _Refused:
-            self.tally.fail("broken")
-        finally:
-            self.tally.over(Way.READ, group.span, group.outcomes)
+        self._move(Way.READ, group, lambda into: self.store.read(group.keys, into))
 
     def write(self, group: StoreGroup) -> None:
-        try:
-            blocks = [self._view(slot) for slot in group.slots]
-            self._run(Way.WRITE, group, lambda: self.store.write(group.keys, group.depths, blocks))
-        except _Refused as error:
-            group.error = error
-            self.tally.skip("broken", len(group.keys))
-        finally:
-            self.tally.over(Way.WRITE, group.span, group.outcomes)
+        self._move(Way.WRITE, group, lambda blocks: self.store.write(group.keys, group.depths, blocks))
 
     def find(self, keys: Sequence[bytes]) -> int:
         """0 where the store does not answer."""
@@ -442,28 +417,34 @@ class StoreCalls:
 
     # ------------------------------------------------------------------------------------------------------------- the core
 
-    def _run(self, way: Way, group: StoreGroup, call: Callable[[], Sequence[Outcome]]) -> None:
+    def _move(self, way: Way, group: StoreGroup, call: Callable[[list[memoryview]], Sequence[Outcome]]) -> None:
+        """`call` gets the bytes of the group's slots."""
         outcomes: Sequence[Outcome] = ()
         num_cleared = self.known.num_cleared
-        if way is Way.READ:
-            self.tally.began_read()
         try:
-            outcomes, entered = self._call(way.value, call)
-            if len(outcomes) != len(group.keys):
-                raise InvariantBroken(f"the {self.store.name} store said {len(outcomes)} things about {len(group.keys)} blocks")
-        except _Refused:
-            raise
+            views = [self._view(slot) for slot in group.slots]
+            if way is Way.READ:
+                self.tally.began_read()
+            try:
+                outcomes, entered = self._call(way.value, lambda: call(views))
+                if len(outcomes) != len(group.keys):
+                    raise InvariantBroken(f"the {self.store.name} store said {len(outcomes)} things about {len(group.keys)} blocks")
+            finally:
+                self.tally.ended(way, outcomes)
+            group.outcomes = outcomes
+            if not self.store.local:
+                self.known.add((key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome is Outcome.DONE), num_cleared)
+                self.known.discard(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE)
+            if self.breaker.note(entered, outcomes):
+                self._tell_opened(f"{way.value} fails block by block")
         except StoreFailed as error:
             group.error = error
-            return
+            if isinstance(error, _Refused) and way is Way.READ:
+                self.tally.fail("broken")
+            elif isinstance(error, _Refused):
+                self.tally.skip("broken", len(group.keys))
         finally:
-            self.tally.ended(way, outcomes)
-        group.outcomes = outcomes
-        if not self.store.local:
-            self.known.add((key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome is Outcome.DONE), num_cleared)
-            self.known.discard(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE)
-        if self.breaker.note(entered, outcomes):
-            self._tell_opened(f"{way.value} fails block by block")
+            self.tally.over(way, group.span, group.outcomes)
 
     def _call(self, what: str, call: Callable[[], T]) -> tuple[T, int]:
         """What the store says, and what the breaker gave for it. Raises StoreFailed where it may not be talked to or does not answer,
@@ -500,5 +481,4 @@ class StoreCalls:
         return f"{what} raised {type(error).__name__}"
 
     def _tell_opened(self, why: str) -> None:
-        self.tally.opened()
         log.warning("the %s tier is fenced off until it answers again: %s", self.store.name, why)

@@ -12,10 +12,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, takewhile
+from itertools import cycle
 
 from penstock.contract import Access, Fence, Mode
 from penstock.errors import DeadlineExceeded, LaneClosed, StoreFailed
@@ -141,36 +141,6 @@ _LIMITS = ColdLimits()
 # --------------------------------------------------------------------------------------------------------------- what is under way
 
 
-class Reading:
-    """Blocks on their way from a store into host slots."""
-
-    def __init__(self, groups: Sequence[StoreGroup]) -> None:
-        self._groups = groups
-        self._num_taken = 0
-
-    def take_arrived(self) -> Iterator[StoreGroup]:
-        """Groups that are over and were not given out yet, in order: none before those ahead of it. A defect of ours is raised instead,
-        once; after that its group counts as failed."""
-        arrived = list(takewhile(StoreGroup.over, self._groups[self._num_taken :]))
-        for group in arrived:
-            if (defect := group.take_defect()) is not None:
-                raise defect
-        for group in arrived:
-            self._num_taken += 1
-            yield group
-
-    @property
-    def over(self) -> bool:
-        """Nothing of it will touch its slots any more."""
-        return all(group.over() for group in self._groups[self._num_taken :])
-
-    def wait_over(self, deadline_s: float) -> None:
-        """Block until then. Raises DeadlineExceeded."""
-        for group in self._groups[self._num_taken :]:
-            if group.fence is not None:
-                group.fence.wait_passed(max(0.0, deadline_s - time.monotonic()))
-
-
 class Writing:
     """Blocks on their way from host slots into a store. Its handle is its owner's to end, once `ColdTier.settle` has given it out."""
 
@@ -225,11 +195,11 @@ class ColdTier:
         self.wake: Callable[[], None] = lambda: None  # called on a lane when something is over or answered
         self.name = store.name
         self.local = store.local  # it answers from memory
-        self.counts = tally.counts
+        self.counts = tally  # its figures
         self.rate = tally.rate  # of reads
         # What is said to its store. Before the first of them a store that fails on purpose can be put in its place.
         self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
-        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are read together
+        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are best read together
         self._write_blocks = max(1, limits.write_bytes // tally.block_bytes)
         self._lanes = lanes
         self._limits = limits
@@ -237,7 +207,7 @@ class ColdTier:
         self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
         self._asking = threading.Lock()
         self.findings: list[Finding] = []  # that `settle` has not seen to be ready
-        self.readings: deque[Reading] = deque()  # that `settle` has not seen to be over
+        self.readings: deque[StoreGroup] = deque()  # that `settle` has not seen to be over
         self.writings: deque[Writing] = deque()  # that `settle` has not given out
         self._settled: list[Writing] = []  # to be given out
         self._resets: list[Writing] = []  # not settled
@@ -255,14 +225,14 @@ class ColdTier:
 
     @property
     def queued_read_bytes(self) -> int:
-        return self.calls.tally.queued_bytes[Way.READ]
+        return self.counts.queued_bytes[Way.READ]
 
     def usage(self) -> StoreUsage:
         return self.calls.store.usage()
 
     def report(self, traffic: Traffic) -> None:
         """Add what is known of this tier to `traffic`."""
-        self.calls.tally.report(self.name, traffic)
+        self.counts.report(self.name, traffic)
         traffic.in_flight[self.name, "host"] = len(self.readings)
         traffic.in_flight["host", self.name] = len(self.writings)
         traffic.usable[self.name] = self.usable
@@ -297,11 +267,10 @@ class ColdTier:
             finding.answer(0)
             self.wake()
 
-    def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> Reading:
-        """In groups of `group_blocks`, dealt out to the readers in order; slots are written after `after`. Never raises."""
-        groups = self._groups(self.group_blocks, range(len(keys)), keys, slots)
-        self._readers.deal(groups, after, self.calls.read, f"read of {owner}")
-        reading = Reading(groups)
+    def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> StoreGroup:
+        """As one op, on the reader whose turn it is; slots are written after `after`. Never raises."""
+        (reading,) = self._groups([range(len(keys))], keys, slots)
+        self._readers.deal([reading], after, self.calls.read, f"read of {owner}")
         self.readings.append(reading)
         return reading
 
@@ -314,9 +283,9 @@ class ColdTier:
         None: the store is not usable, or there is room for none; counted, and nothing is kept. Otherwise `settle` gives the writing out,
         exactly once, and until then `handle` protects the slots; also where nothing was left to write."""
         if not self.usable:
-            self.calls.tally.skip("broken", len(keys))
+            self.counts.skip("broken", len(keys))
             return None
-        tally = self.calls.tally
+        tally = self.counts
         # What it has now goes before this is written, where it is being reset. A store that answers from memory finds out when it writes:
         # it alone knows whether what it has under a key was ever read whole.
         stored = [False] * len(keys) if self.local or self.is_resetting else self.calls.known.has_each(keys)
@@ -329,7 +298,8 @@ class ColdTier:
             if not places:
                 return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
-        writing = Writing(handle, keys, outcomes, self._groups(self._write_blocks, places, keys, slots, depths))
+        runs = [places[start : start + self._write_blocks] for start in range(0, len(places), self._write_blocks)]
+        writing = Writing(handle, keys, outcomes, self._groups(runs, keys, slots, depths))
         self._writers.deal(writing.groups, after, self.calls.write, f"write to {self.name}")
         self.writings.append(writing)
         return writing
@@ -342,7 +312,7 @@ class ColdTier:
             self._watch(is_stuck)
         with self._asking:
             self.findings = [finding for finding in self.findings if not finding.ready]
-        while self.readings and self.readings[0].over:  # in order, as they roughly end: the others are not looked at each time
+        while self.readings and self.readings[0].over():  # in order, as they roughly end: the others are not looked at each time
             self.readings.popleft()
         while self.writings and self.writings[0].over():
             writing = self.writings.popleft()
@@ -413,9 +383,9 @@ class ColdTier:
         return [*self._lanes.readers, *self._lanes.writers, *(() if asker is None else (asker,))]
 
     def _groups(
-        self, size: int, places: Sequence[int], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()
+        self, runs: Sequence[Sequence[int]], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()
     ) -> list[StoreGroup]:
-        runs = [places[start : start + size] for start in range(0, len(places), size)]
+        """One for the places of each run."""
         span = Span(self.calls.breaker.clock(), len(runs))
         return [
             StoreGroup(
@@ -432,7 +402,7 @@ class ColdTier:
     def _watch(self, is_stuck: bool) -> None:
         """Say so when something gets stuck, and probe a broken store when it is time."""
         if is_stuck and not self._was_stuck:
-            self.calls.tally.fail("stuck")
+            self.counts.fail("stuck")
             log.warning("the %s tier has been at one thing for %g s; it is left alone until that is over", self.name, self._limits.stuck_s)
         self._was_stuck = is_stuck
         if self.calls.breaker.try_probe():

@@ -23,7 +23,8 @@ from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
 from penstock.kv.blocks.handles import BlockTable, Handle, Pin
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory import BlockLayout
-from penstock.kv.tiers.cold import ColdTier, Finding, Reading
+from penstock.kv.tiers.calls import StoreGroup
+from penstock.kv.tiers.cold import ColdTier, Finding
 from penstock.kv.tiers.host import ABSENT, HOST, Displaces, HostLease, HostTier, Part, Taken, runs_of, whose
 from penstock.kv.tiers.policy import LinkRate, PrefillRate, TierLimits, TierRun, choose
 from penstock.kv.tiers.saves import SavedLease, Saves
@@ -65,7 +66,7 @@ class Staged(NamedTuple):
     blocks: Sequence[int]  # of the load or fetch
     taken: Taken
     tier: ColdTier
-    reading: Reading
+    reading: StoreGroup
     num_emptied: int | None  # of the first cold tier, when it was begun; None: one was under way
 
 
@@ -178,7 +179,7 @@ class BlockLoad(Reads):
         self.is_cold = False  # some of it comes from cold tiers
         self.is_part = False  # a few blocks of a context, which nobody waits for: how long that takes says nothing about the link
         self.sources: Slots = np.full(num_blocks, ABSENT)  # host slots
-        self.awaited: dict[bytes, tuple[int, Reading]] = {}  # blocks that a fetch was reading already, by key
+        self.awaited: dict[bytes, tuple[int, StoreGroup]] = {}  # blocks that a fetch was reading already, by key
         self.kept: list[Handle] = []  # protection of the sources
         self.copies: list[Copy] = []
         self.num_sent = 0  # blocks handed to copies
@@ -540,10 +541,10 @@ class Loads:
             run, size = [block for block, _ in same], self.cold[tier].group_blocks
             reads.unread.extend((tier, run[start : start + size]) for start in range(0, len(run), size))
 
-    def _take_over(self, wanted: set[bytes]) -> dict[bytes, Reading]:
+    def _take_over(self, wanted: set[bytes]) -> dict[bytes, StoreGroup]:
         """A load wants these. Fetches of the same blocks read no further, and so do all where their room is needed. What is being read for
         them already is not read twice: returned by key."""
-        coming: dict[bytes, Reading] = {}
+        coming: dict[bytes, StoreGroup] = {}
         short = self.host.num_available < len(wanted)
         for fetch in self.fetches:
             under_way = {key: staged.reading for staged in fetch.staged for key in staged.taken.keys if key in wanted}
@@ -555,7 +556,7 @@ class Loads:
         return coming
 
     def _read_up(self, reads: Reads) -> None:
-        while reads.staged and reads.staged[0].reading.over:
+        while reads.staged and reads.staged[0].reading.over():
             self._take_in(reads)
         if reads.ended or reads.limit < len(reads.keys):
             self._read_no_further(reads)
@@ -595,7 +596,7 @@ class Loads:
     def _take_in(self, reads: Reads) -> None:
         """The next group of it is over."""
         staged = reads.staged[0]
-        outcomes = [outcome for group in staged.reading.take_arrived() for outcome in group.outcomes]
+        outcomes = staged.reading.take_outcomes()
         reads.staged.popleft()  # not before: a defect of ours is raised above, and its slots are given back when somebody looks again
         if isinstance(reads, Fetch) and not reads.keeps:
             outcomes = [Outcome.MISSING] * len(outcomes)
