@@ -218,7 +218,7 @@ class TierWrite(TransferWay):
     def launch(self) -> Wait:
         rig = self._rig
         slots, pin = rig.slots.pin_each(rig.keys, OWNER)
-        writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, (), must=True)
+        writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, must=True)
         if writing is None:
             raise StoreFailed(f"the {rig.tier.name} tier takes no blocks")
         sync = rig.tier.persist() if self._persist else None

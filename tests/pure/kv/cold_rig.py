@@ -80,7 +80,7 @@ class Rig:
         slots = self.reserve(len(keys))
         self.host.fill(slots, keys)
         hold = self.host.pool.pin(slots, "write")
-        writing = self.tier.try_write(keys, range(len(keys)), slots, hold, (), must)
+        writing = self.tier.try_write(keys, range(len(keys)), slots, hold, must)
         if writing is None:
             hold.end()
         return writing

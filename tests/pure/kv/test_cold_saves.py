@@ -842,7 +842,7 @@ def test_it_is_noticed_where_it(fault: type[Saves]) -> None:
 
 def no_persist(tier: ColdTier) -> None:
     def persist() -> object:
-        return tier.try_write([], [], [], None, (), True)  # type: ignore[arg-type]
+        return tier.try_write([], [], [], None, True)  # type: ignore[arg-type]
 
     tier.persist = persist  # type: ignore[assignment, method-assign]
 

@@ -162,9 +162,9 @@ def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
 def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     deal = StoreLanes.deal
 
-    def hasty(self: StoreLanes, groups, after, run, label) -> None:  # type: ignore[no-untyped-def]
+    def hasty(self: StoreLanes, group, after, run, label) -> None:  # type: ignore[no-untyped-def]
         wake, self._wake = self._wake, lambda: None
-        deal(self, groups, after, lambda group: (run(group), wake()), label)  # type: ignore[arg-type, return-value]
+        deal(self, group, after, lambda group: (run(group), wake()), label)  # type: ignore[arg-type, return-value]
         self._wake = wake
 
     monkeypatch.setattr(StoreLanes, "deal", hasty)

@@ -107,7 +107,7 @@ def read_into_slots_that_a_promotion_still_reads(world: World) -> None:
 
 def give_slots_to_others_once_they_are_written(world: World) -> None:
     pin = world.saved(NEW)
-    writing = world.tier.try_write(NEW, [0, 1], [0, 1], pin, ())
+    writing = world.tier.try_write(NEW, [0, 1], [0, 1], pin)
     assert writing is not None
     world.settle()
     world.reuse(OLD)
@@ -139,7 +139,7 @@ def publish_what_was_read_and_promote_it(world: World) -> None:
 
 def persist_what_is_being_written(world: World) -> None:
     pin = world.saved(NEW)
-    writing = world.tier.try_write(NEW, [0, 1], [0, 1], pin, ())
+    writing = world.tier.try_write(NEW, [0, 1], [0, 1], pin)
     persisting = world.tier.persist()
     assert writing is not None
     for _ in range(2):
@@ -156,7 +156,7 @@ def persist_what_is_being_written(world: World) -> None:
 
 def ignores_after(monkeypatch: pytest.MonkeyPatch) -> None:
     deal = StoreLanes.deal
-    monkeypatch.setattr(StoreLanes, "deal", lambda self, groups, after, run, label: deal(self, groups, (), run, label))
+    monkeypatch.setattr(StoreLanes, "deal", lambda self, group, after, run, label: deal(self, group, (), run, label))
 
 
 def writings_that_are_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,22 +41,20 @@ class StoreLanes:
         self._tally = tally
         self._wake = wake
 
-    def deal(self, groups: Sequence[StoreGroup], after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str) -> None:
-        """Never raises: what cannot be submitted fails, and what was submitted before it keeps its slots until it is over."""
-        self._tally.submitted(self._way, sum(len(group.keys) for group in groups))
+    def deal(self, group: StoreGroup, after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str) -> None:
+        """To the lane whose turn it is, behind `after`. Never raises: what cannot be submitted fails."""
+        lane = next(self._next)
+        self._tally.submitted(self._way, len(group.keys))
         mode = Mode.WRITE if self._way is Way.READ else Mode.READ  # a read of the store writes into host memory
-        behind: set[str] = set()  # lanes that wait for `after`
-        for group, lane in zip(groups, self._next, strict=False):
-            try:
-                for fence in after if lane.name not in behind else ():
-                    lane.wait(fence)
-                behind.add(lane.name)
-                access = Access(self._arena, group.slots, self._layers, mode)
-                group.ticket = lane.submit(partial(run, group), (access,), label=label)
-            except Exception as error:
-                group.error = error
-                self._tally.over(self._way, group.span, group.outcomes)
-            self._close_group(group, lane)
+        try:
+            for fence in after:
+                lane.wait(fence)
+            access = Access(self._arena, group.slots, self._layers, mode)
+            group.ticket = lane.submit(partial(run, group), (access,), label=label)
+        except Exception as error:
+            group.error = error
+            self._tally.over(self._way, group.span, group.outcomes)
+        self._close_group(group, lane)
 
     def after_all(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
         """`run` when everything dealt out so far is over."""
@@ -270,12 +268,12 @@ class ColdTier:
     def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> StoreGroup:
         """As one op, on the reader whose turn it is; slots are written after `after`. Never raises."""
         (reading,) = self._groups([range(len(keys))], keys, slots)
-        self._readers.deal([reading], after, self.calls.read, f"read of {owner}")
+        self._readers.deal(reading, after, self.calls.read, f"read of {owner}")
         self.readings.append(reading)
         return reading
 
     def try_write(
-        self, keys: Sequence[bytes], depths: Sequence[int], slots: Sequence[int], handle: Handle, after: Sequence[Fence], must: bool = False
+        self, keys: Sequence[bytes], depths: Sequence[int], slots: Sequence[int], handle: Handle, must: bool = False
     ) -> Writing | None:
         """Those of `keys` that the store was not seen to have, as many as the queue has room for, the first ones first. `must`: its limit
         does not count.
@@ -300,7 +298,8 @@ class ColdTier:
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
         runs = [places[start : start + self._write_blocks] for start in range(0, len(places), self._write_blocks)]
         writing = Writing(handle, keys, outcomes, self._groups(runs, keys, slots, depths))
-        self._writers.deal(writing.groups, after, self.calls.write, f"write to {self.name}")
+        for group in writing.groups:
+            self._writers.deal(group, (), self.calls.write, f"write to {self.name}")
         self.writings.append(writing)
         return writing
 

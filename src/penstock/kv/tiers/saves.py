@@ -503,7 +503,7 @@ class Saves:
         places = [place for place, slot in enumerate(slots) if slot != ABSENT]
         kept = [keys[place] for place in places]
         try:
-            writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, (), must)
+            writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, must)
         except BaseException:
             self.host.end_handles([pin])
             raise
