@@ -362,22 +362,20 @@ class Snapshots:
         id = snapshot_id(tenant_of(salt), name)
         with contextlib.suppress(SnapshotRefused):  # it is there, be it damaged, here or in a shared store
             self._find(name, salt)
+        self._let_go(id)
+        self._counts["deleted"] += 1
+
+    def _let_go(self, id: str, own: Manifest | None = None) -> None:
+        """Its blocks may go, and its manifest does, as `ManifestPlaces.remove` says."""
         self._known.pop(id, None)
         self._damaged.pop(id, None)
         self._own_pins.unpin(id)
-        self._places.remove(id)
-        self._counts["deleted"] += 1
-
-    def _let_go(self, manifest: Manifest) -> None:
-        """Its blocks may go, and its manifest does."""
-        self._known.pop(manifest.id, None)
-        self._own_pins.unpin(manifest.id)
-        self._places.remove(manifest.id, manifest)
+        self._places.remove(id, own)
 
     def _give_up(self, manifest: Manifest) -> None:
         """What its taking has left, which may be nothing; one of the same name that is somebody else's stays."""
         if self._own_pins.pinned_by(manifest):
-            self._let_go(manifest)
+            self._let_go(manifest.id, manifest)
 
     def _expire_due(self) -> None:
         """Nobody who asks finds one whose time is over in place of another engine's of the same name."""
@@ -387,7 +385,7 @@ class Snapshots:
     def _expire(self) -> None:
         now = self._clock()
         for manifest in [manifest for manifest, _ in self._known.values() if manifest.has_expired(now)]:
-            self._let_go(manifest)
+            self._let_go(manifest.id, manifest)
             self._counts["expired"] += 1
         self._due_s = min((one.expires_s for one, _ in self._known.values() if one.expires_s is not None), default=_NEVER)
 
