@@ -111,7 +111,7 @@ class Rig:
     def _disk(self) -> ColdTier:
         memory = memoryview(bytearray(64))
         lanes = ColdLanes([self.lanes.lane("read")], [self.lanes.lane("write")], None)
-        limits = ColdLimits(group_bytes=64 * 64, write_bytes=64 * 64, stuck_s=1e9)
+        limits = ColdLimits(group_bytes=64 * 64, stuck_s=1e9)
         return ColdTier(MemoryStore("ssd", local=True), lanes, lambda slot: memory, ("host", 2), limits)
 
     def submit(self, tokens: list[int], max_tokens: int = 64, prefix: Prefix | None = None, **sampling: Any) -> str:

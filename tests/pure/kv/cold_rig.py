@@ -22,7 +22,7 @@ LAYERS = 2
 ARENA = ("host", LAYERS)
 SOON_S = 20.0  # a wait that takes so long is a hang
 KEYS = [bytes([number]) * 16 for number in range(1, 41)]
-LIMITS = ColdLimits(group_bytes=2 * BLOCK_BYTES, write_bytes=2 * BLOCK_BYTES, queue_bytes=1 << 20, stuck_s=10.0, probe_s=1.0)
+LIMITS = ColdLimits(group_bytes=2 * BLOCK_BYTES, queue_bytes=1 << 20, stuck_s=10.0, probe_s=1.0)
 
 
 def content(key: bytes) -> bytes:

@@ -61,7 +61,7 @@ class Stacked(Rig):
         names = ([f"read {store.name} {i}" for i in range(2)], [f"write {store.name}"])
         readers, writers = ([self.lane(name) for name in some] for some in names)
         asker = None if store.local else self.lane(f"ask {store.name}")
-        limits = ColdLimits(group_bytes=GROUP * BLOCK_BYTES, write_bytes=GROUP * BLOCK_BYTES, queue_bytes=8 * BLOCK_BYTES, stuck_s=1e9)
+        limits = ColdLimits(group_bytes=GROUP * BLOCK_BYTES, queue_bytes=8 * BLOCK_BYTES, stuck_s=1e9)
         return ColdTier(store, ColdLanes(readers, writers, asker), self.host_arena.view, ("host", LAYERS), limits, self.clock)
 
     @property

@@ -51,7 +51,7 @@ class World:
         save = Mover(("device", "host"), TagCopier(self.device, self.host), lane("save"), launcher("launch-save"))
         self.store = MemoryStore("ssd", local=True)
         lanes = ColdLanes([lane("read-0"), lane("read-1")], [lane("write")], None)
-        limits = ColdLimits(group_bytes=BLOCK_BYTES, write_bytes=BLOCK_BYTES, stuck_s=1e9)
+        limits = ColdLimits(group_bytes=BLOCK_BYTES, stuck_s=1e9)
         self.tier = ColdTier(self.store, lanes, self.host.view, ("host", LAYERS), limits, HandClock())
         loads = Loads(Saves(pool, tier, [self.tier], save, LAYOUT, TierLimits(0, 1e9, load_always=True)), load)
         loads._part_blocks = 1

@@ -35,9 +35,7 @@ class World:
         self.store = MemoryStore()
         self.load, self.save = lanes["load"], lanes["save"]
         cold = ColdLanes([lanes["read-0"], lanes["read-1"]], [lanes["write-0"], lanes["write-1"]], lanes["ask"])
-        self.tier = ColdTier(
-            self.store, cold, self.host.view, ARENA, ColdLimits(group_bytes=BLOCK_BYTES, write_bytes=BLOCK_BYTES), HandClock()
-        )
+        self.tier = ColdTier(self.store, cold, self.host.view, ARENA, ColdLimits(group_bytes=BLOCK_BYTES), HandClock())
         self.seen: list[bytes] = []
 
     def fill(self, keys: Sequence[bytes], after: Sequence[Fence]) -> Fence:

@@ -127,14 +127,11 @@ class ColdLanes:
 
 @dataclass(frozen=True, slots=True)
 class ColdLimits:
-    group_bytes: int = 8 << 20  # about so much is read in one op: enough for the device behind it, little enough to begin soon
-    write_bytes: int = 8 << 20  # and so much written
+    group_bytes: int = 8 << 20  # about so much is read or written in one op: enough for the device behind it, little enough to begin soon
     queue_bytes: int = 512 << 20  # of writes that are not over; what comes on top is dropped and counted
     stuck_s: float = 10.0  # an op that takes longer makes the tier unusable until it is over
     probe_s: float = 1.0  # between two looks whether a broken store is back; doubles up to 30
 
-
-_LIMITS = ColdLimits()
 
 # --------------------------------------------------------------------------------------------------------------- what is under way
 
@@ -186,7 +183,7 @@ class ColdTier:
         lanes: ColdLanes,
         view: Callable[[int], memoryview],  # a host slot's bytes
         arena: tuple[str, int],  # the host arena's name, and the number of layers: what accesses are declared with
-        limits: ColdLimits = _LIMITS,
+        limits: ColdLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         tally = Tally(view(0).nbytes, clock)
@@ -197,8 +194,7 @@ class ColdTier:
         self.rate = tally.rate  # of reads
         # What is said to its store. Before the first of them a store that fails on purpose can be put in its place.
         self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
-        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are best read together
-        self._write_blocks = max(1, limits.write_bytes // tally.block_bytes)
+        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are best read or written together
         self._lanes = lanes
         self._limits = limits
         self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
@@ -296,7 +292,7 @@ class ColdTier:
             if not places:
                 return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
-        runs = [places[start : start + self._write_blocks] for start in range(0, len(places), self._write_blocks)]
+        runs = [places[start : start + self.group_blocks] for start in range(0, len(places), self.group_blocks)]
         writing = Writing(handle, keys, outcomes, self._groups(runs, keys, slots, depths))
         for group in writing.groups:
             self._writers.deal(group, (), self.calls.write, f"write to {self.name}")

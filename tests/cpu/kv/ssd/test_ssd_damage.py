@@ -184,7 +184,7 @@ def test_a_slot_of_another_space_inside_our_file_is_a_miss(tmp_path: Path) -> No
     """As if files of two directories had been mixed: the head of the file is ours."""
     store = _filled(tmp_path / "ours")
     places = _places(store)
-    foreign = open_at(tmp_path / "foreign", num_slots=64, space=SPACE.__class__(b"t" * 32, BLOCK_BYTES, memoryview(b"")))
+    foreign = open_at(tmp_path / "foreign", num_slots=64, space=SPACE.__class__(b"t" * 32, BLOCK_BYTES))
     write(foreign, *range(NUM_BLOCKS))
     other = _places(foreign)
     foreign.close()
