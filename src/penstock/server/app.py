@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, PenstockError
@@ -100,26 +100,20 @@ def _check_key(key: str) -> None:
 
 
 class LastResort:
-    """Turns a defect of ours into a 500 that leaves the connection usable. Once an answer has begun, only closing it can tell."""
+    """Turns a defect of ours into a 500 that leaves the connection usable. Once an answer has begun, which the exchange knows, only closing
+    it can tell."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, send)
         except Exception as error:
-            if scope["type"] != "http" or begun:
+            if scope["type"] != "http" or (exchange := exchange_of(scope)).status:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            await error_response(error, exchange_of(scope))(scope, receive, send)
+            await error_response(error, exchange)(scope, receive, send)
 
 
 class KeyCheck:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,8 @@ from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
-from penstock.server.connection import read_body
 from penstock.server.faults import fault_of
-from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, Reply, usage_of
+from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, usage_of
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
 from penstock.server.tools import AnswerFormat, MarkedTokens, Tool, format_of, reasons, showing, told
@@ -148,6 +148,7 @@ async def while_connected(receive: Receive, on_hangup: Callable[[], None], work:
 logger = logging.getLogger("penstock.server")
 
 SCORE_BYTES = 64  # of JSON for one token and one score
+Reply = ChatReply | CompletionReply | messages.MessagesReply | responses.ResponsesReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +172,16 @@ MESSAGES = RouteKind(
 RESPONSES = RouteKind(responses.ResponsesBody, chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
 
 
-def rename_field(error: InvalidRequest, names: Mapping[str, str]) -> None:
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """A field that is refused has the name that the client gave it."""
-    if (name := names.get(error.param or "")) is not None:
-        error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
-        error.param = name
+    try:
+        yield
+    except InvalidRequest as error:
+        if (name := names.get(error.param or "")) is not None:
+            error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
+            error.param = name
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,27 +273,17 @@ class Generate:
                 finally:
                     running.settle()
 
-            try:
+            with renamed(self._kind.names):
                 await while_connected(receive, reading.abandon, work)
-            except InvalidRequest as error:
-                rename_field(error, self._kind.names)
-                raise
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[Any, CompletionBody | ChatBody, int]:
         """A checked body, the same translated, and its size. Its raw bytes are not kept while the request runs."""
         kind, service = self._kind, self._service
-        if scope["query_string"]:
-            schema.check_query(Request(scope).query_params, **kind.queries)
-        data = await read_body(scope, receive, service.config)
-        given: Any = schema.decode(data, kind.body)
-        service.check_model(given.model)
+        given, num_bytes = await service.body(Request(scope, receive), kind.body, **kind.queries)
         body = given if kind.translate is None else kind.translate(given, reasons(service.config, service.engine.tokenizer))
-        try:
+        with renamed(kind.names):
             body.check()
-        except InvalidRequest as error:
-            rename_field(error, kind.names)
-            raise
-        return given, body, len(data)
+        return given, body, num_bytes
 
     def _submit(
         self, given: Any, body: CompletionBody | ChatBody, reading: Generations, exchange: Exchange, before: SnapshotContent | None

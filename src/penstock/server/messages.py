@@ -13,7 +13,7 @@ from penstock.config import ResidencyName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json, event
+from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json
 from penstock.server.tools import (
     MOST_TOOLS,
     AnswerFormat,
@@ -295,27 +295,21 @@ class MessagesReply(BlockReply):
         self._input = ""  # of the call that is open
         self._stop: str | None = None  # the sequence that ended it
         self._message: Json = {"id": head.id, "type": "message", "role": "assistant", "model": head.model}
-        self._begun = False
 
     def ended(self, usage: Json) -> Json:
         return {**self._message, "content": self._content, **self._end(usage), "usage": usage_of(usage)}
 
-    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
-        return b"".join(map(event, [*self._begin(usage), *(made for piece in pieces.values() for made in self.take(piece))]))
+    def begin(self, usage: Callable[[], Json]) -> list[Json]:
+        open_end = {"stop_reason": None, "stop_sequence": None, "usage": usage_of(usage())}
+        return [{"type": "message_start", "message": {**self._message, "content": [], **open_end}}]
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
         counted = usage()
         delta = {"type": "message_delta", "delta": self._end(counted), "usage": usage_of(counted)}
-        return event(delta) + event({"type": "message_stop"})
+        return self.encoded(delta) + self.encoded({"type": "message_stop"})
 
     def failed(self, fault: Fault) -> bytes:
-        return event(fault.anthropic())
-
-    def _begin(self, usage: Callable[[], Json]) -> Iterator[Json]:
-        if not self._begun:
-            self._begun = True
-            open_end = {"stop_reason": None, "stop_sequence": None, "usage": usage_of(usage())}
-            yield {"type": "message_start", "message": {**self._message, "content": [], **open_end}}
+        return self.encoded(fault.anthropic())
 
     def take(self, piece: ChoiceDelta) -> Iterator[Json]:
         self._stop = piece.stop

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -128,21 +128,6 @@ OBFUSCATION_BYTES = 512  # a chunk without logprobs is smaller than that
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 
 
-class Reply(Protocol):
-    """One route's answer to one request: whole, or as events of a stream. `usage` is worked out where it is wanted."""
-
-    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json: ...
-
-    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
-        """What the choices say now."""
-
-    def closing(self, usage: Callable[[], Json]) -> bytes:
-        """Behind the last of them."""
-
-    def failed(self, fault: Fault) -> bytes:
-        """In place of what would have come: the status line is out."""
-
-
 @dataclass(frozen=True, slots=True)
 class Heading:
     """What every object of one reply repeats."""
@@ -153,7 +138,8 @@ class Heading:
 
 
 class ChunkedReply:
-    """Of OpenAI's routes whose streams are chunks of choices in a row, then perhaps the usage, then `[DONE]`."""
+    """One route's answer to one request: whole, or as events of a stream. `usage` is worked out where it is wanted. This one is of OpenAI's
+    routes whose streams are chunks of choices in a row, then perhaps the usage, then `[DONE]`."""
 
     kind = chunk_kind = ""
     first_delta: Json | None = None  # of a chunk of its own, sent right before the first that a choice says: clients time the token by it
@@ -176,6 +162,7 @@ class ChunkedReply:
         return self._object(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage)
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
+        """What the choices say now."""
         so_far = usage() if self._options.continuous_usage_stats else None
         choices = []
         for index, piece in pieces.items():
@@ -187,9 +174,11 @@ class ChunkedReply:
         return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
+        """Behind the last of them."""
         return (sse(self._object(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
 
     def failed(self, fault: Fault) -> bytes:
+        """In place of what would have come: the status line is out."""
         return sse(fault.body())
 
     def _object(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
@@ -335,6 +324,11 @@ class BlockReply:
         self.reading = read_as or PLAIN
         self._parser = self.reading.parser()
         self._kind: BlockKind | None = None  # of the block that is open
+        self._begun = False
+
+    def begin(self, usage: Callable[[], Json]) -> list[Json]:
+        """The first events."""
+        raise NotImplementedError
 
     def opened(self, kind: BlockKind, name: str) -> Iterator[Json]:
         raise NotImplementedError
@@ -352,6 +346,16 @@ class BlockReply:
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
         deque(self.take(pieces[0]), maxlen=0)
         return self.ended(usage)
+
+    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
+        made = [] if self._begun else self.begin(usage)
+        self._begun = True
+        made += [one for piece in pieces.values() for one in self.take(piece)]
+        return b"".join(map(self.encoded, made))
+
+    def encoded(self, event: Json) -> bytes:
+        """It has its name in front, too."""
+        return b"event: " + event["type"].encode() + b"\n" + sse(event)
 
     def take(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Events."""
@@ -379,12 +383,6 @@ class BlockReply:
     def _close(self) -> Iterator[Json]:
         if self._kind is not None:
             yield from self.closed(self._kind)
-
-
-def event(content: Json) -> bytes:
-    """An event that has its name in front, too."""
-    name: str = content["type"]
-    return b"event: " + name.encode() + b"\n" + sse(content)
 
 
 def sse(content: object) -> bytes:

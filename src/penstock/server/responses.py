@@ -3,14 +3,14 @@ nothing is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from penstock.errors import InvalidRequest
 from penstock.server import schema
-from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json, event, obfuscated
+from penstock.server.replies import BlockKind, BlockReply, Heading, Json, obfuscated
 from penstock.server.tools import (
     MOST_TOOLS,
     AnswerFormat,
@@ -231,25 +231,23 @@ class ResponsesReply(BlockReply):
         self._padded = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
         self._number = 0  # of the next event
 
-    def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
+    def begin(self, usage: Callable[[], Json]) -> list[Json]:
         so_far = {"response": {**self._response, "output": []}}
-        made = [] if self._number else [{"type": name, **so_far} for name in ("response.created", "response.in_progress")]
-        made += [one for piece in pieces.values() for one in self.take(piece)]
-        return b"".join(map(self._event, made))
+        return [{"type": name, **so_far} for name in ("response.created", "response.in_progress")]
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
         response = self.ended(usage())
-        return self._event({"type": f"response.{response['status']}", "response": response})
+        return self.encoded({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, fault: Fault) -> bytes:
         error = {"code": "server_error", "message": fault.body()["error"]["message"]}
         response = {**self._response, "status": "failed", "output": self._output, "error": error}
-        return self._event({"type": "response.failed", "response": response})
+        return self.encoded({"type": "response.failed", "response": response})
 
-    def _event(self, made: Json) -> bytes:
-        made["sequence_number"] = self._number
+    def encoded(self, event: Json) -> bytes:
+        event["sequence_number"] = self._number
         self._number += 1
-        return event(obfuscated(made) if self._padded and made["type"].endswith(".delta") else made)
+        return super().encoded(obfuscated(event) if self._padded and event["type"].endswith(".delta") else event)
 
     def ended(self, usage: Json) -> Json:
         cut = self.finish == "length"

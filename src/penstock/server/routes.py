@@ -33,7 +33,7 @@ from penstock.server.generate import (
     check_num_tokens,
     encode_chat,
     encode_given,
-    rename_field,
+    renamed,
 )
 from penstock.server.service import Service
 from penstock.server.tools import reasons
@@ -106,12 +106,9 @@ class Small:
 
             def reply() -> Response:
                 body = messages.as_counted(given, reasons(self._service.config, tokenizer))
-                try:
+                with renamed(messages.NAMES):
                     body.check()
                     return json_response({"input_tokens": len(chat_prompts(tokenizer, body, rules)[0].ids)})
-                except InvalidRequest as error:
-                    rename_field(error, messages.NAMES)
-                    raise
 
             return await self._service.compute(reply, num_bytes)
 

@@ -15,7 +15,9 @@ from served import Served, completion, until
 
 from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest, StoreFailed
+from penstock.server.access import AccessLog
 from penstock.server.app import LastResort
+from penstock.server.client import RequestFigures
 from penstock.server.faults import Hangup
 from penstock.server.generate import while_connected
 from penstock.server.replies import CompletionReply
@@ -74,23 +76,23 @@ def test_a_defect_behind_the_first_byte_of_an_answer_is_for_the_connection_to_te
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    def app_that(begins: bool) -> Any:
+    def logged(begins: bool) -> AccessLog:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             if begins:
                 await send({"type": "http.response.start", "status": 200, "headers": []})
             raise ZeroDivisionError("/secret")
 
-        return app
+        return AccessLog(LastResort(app), RequestFigures())
 
     scope = {"type": "http", "method": "GET", "path": "/x", "headers": []}
-    asyncio.run(LastResort(app_that(begins=False))(scope, receive, send))
+    asyncio.run(logged(begins=False)(scope, receive, send))
     assert [message.get("status") for message in sent] == [500, None] and b"secret" not in sent[1]["body"]
     sent.clear()
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(LastResort(app_that(begins=True))(scope, receive, send))
+        asyncio.run(logged(begins=True)(scope, receive, send))
     assert [message.get("status") for message in sent] == [200], "no second answer"
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(LastResort(app_that(begins=False))({"type": "lifespan"}, receive, send))
+        asyncio.run(logged(begins=False)({"type": "lifespan"}, receive, send))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/cache/prefetch"])
