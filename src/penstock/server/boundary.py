@@ -34,7 +34,7 @@ from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
 
-VERSION = 3  # of everything below; both ends say it first
+VERSION = 4  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
 _LENGTH = struct.Struct("<I")
 
@@ -85,19 +85,6 @@ def error_from(fault: SentError) -> Exception:
     return error
 
 
-class Facts(Sent):
-    """What is the same for as long as an engine runs."""
-
-    name: str
-    limits: PromptLimits
-    sampling: dict[str, Any]
-    tiers: tuple[str, ...]
-    max_open: int
-    pid: int
-    started_s: float  # time.time()
-    lora_root: bool  # whether clients may load adapters
-
-
 class SentEvent(Sent):
     """A `TokenEvent` that has more to say than one token, without its request's id: the number stands for it."""
 
@@ -124,10 +111,17 @@ class SentEvent(Sent):
 
 
 class Hello(Sent, tag=1):
-    """The first message, once the model is loaded."""
+    """The first message, once the model is loaded: what is the same for as long as the engine runs, and its adapters for now."""
 
     version: int
-    facts: Facts
+    name: str
+    limits: PromptLimits
+    sampling: dict[str, Any]
+    tiers: tuple[str, ...]
+    max_open: int
+    pid: int
+    started_s: float  # time.time()
+    lora_root: bool  # whether clients may load adapters
     tokenizer: TokenizerSpec
     adapters: list[LoadedAdapter]
 
@@ -163,17 +157,13 @@ class WantFigures(Sent, tag=6):
     """Answered with FrontFigures."""
 
 
-class Failed(Sent, tag=7):
-    """The engine will say no more, and why."""
+class Bye(Sent, tag=7):
+    """The engine will say no more: it has closed as it was told to, and every request has had its last event. Or it has failed."""
 
-    why: str
-
-
-class Bye(Sent, tag=8):
-    """The engine has closed as it was told to; every request has had its last event."""
+    why: str = ""  # it has failed
 
 
-FromEngine = Hello | Tokens | Returned | Beat | AdapterList | WantFigures | Failed | Bye
+FromEngine = Hello | Tokens | Returned | Beat | AdapterList | WantFigures | Bye
 
 # ---------------------------------------------------------------------------------------------------------- front to engine
 

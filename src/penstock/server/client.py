@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -163,20 +163,19 @@ class RequestFigures:
         return total
 
 
+@dataclass(frozen=True, slots=True)
 class Fronts:
-    """What all front processes of a server share. This one is alone: HTTP and engine are one process."""
+    """What all front processes of a server share. As it is by default, this one is alone: HTTP and engine are one process."""
 
+    book: SeatBook = field(default_factory=lambda: SeatBook.make(1))
+    index: int = 0
+    started_s: float = field(default_factory=time.time)  # when the server was, as all of them say
     engine_pid: int | None = None  # None: it is this process
-
-    def __init__(self, engine: EngineClient, book: SeatBook | None = None, index: int = 0) -> None:
-        self.started_s = time.time()  # when the server was, as all of them say
-        self.book = SeatBook.make(1) if book is None else book
-        self.index = index
-        self._engine = engine
+    stats: Callable[[], tuple[EngineStats, list[RequestFigures]]] | None = None  # of the engine, and of all other fronts. May block
 
     def gate(self, limit: int, what: str, number: GateNumber) -> Gate:
         return Gate(limit, what, self.book, self.index, number)
 
-    def snapshot(self, own: RequestFigures) -> tuple[EngineStats, RequestFigures]:
-        """Of the engine, and of all fronts, `own` included. May block."""
-        return self._engine.stats(), own
+    def note_connections(self, num: int) -> int:
+        """This front has `num` open; returns what the one with the fewest has."""
+        return self.book.note_connections(self.index, num)

@@ -121,9 +121,9 @@ class FrontLink:
         if (heard_at := self._heard_at) is not None and self._num_beats - heard_at > SILENT_BEATS:
             self.cut(f"has said nothing for {SILENT_BEATS} beats")
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """Behind everything that was left for it comes the end."""
-        self.tell(boundary.Bye())
+        self.tell(boundary.Bye(why))
         self._queue.put(None)
 
     def wait_written(self, timeout_s: float) -> None:
@@ -265,7 +265,7 @@ class FrontLink:
         """Once, by the thread that sees the last of its requests end."""
         if not self._open and self._over.acquire(blocking=False):
             self._wire.sock.close()
-            self._links.forget(self)
+            self._links.detached(self.index)
 
 
 class FrontLinks:
@@ -275,7 +275,7 @@ class FrontLinks:
         self.engine = engine
         self._tokenizer = spec_of(engine.tokenizer)
         self._loop = loop
-        self._detached = detached
+        self.detached = detached
         self._links: list[FrontLink] = []
         self._changed = threading.Condition()  # of what links have heard, and of which there are
         self._past: list[RequestFigures] = []  # of fronts that are gone
@@ -290,42 +290,33 @@ class FrontLinks:
     def add(self, index: int, sock: socket.socket) -> None:
         link = FrontLink(index, sock, self)
         engine = self.engine
-        facts = boundary.Facts(
-            engine.name,
-            engine.limits,
-            dict(engine.sampling),
-            engine.tiers,
-            engine.max_open,
-            os.getpid(),
-            self._started_s,
-            engine.adapters.root is not None,
-        )
         with self._changed:
             link.adapters_seen = self._adapters_version
-            link.tell(boundary.Hello(boundary.VERSION, facts, self._tokenizer, list(engine.adapters.all())))
+            hello = boundary.Hello(
+                boundary.VERSION,
+                engine.name,
+                engine.limits,
+                dict(engine.sampling),
+                engine.tiers,
+                engine.max_open,
+                os.getpid(),
+                self._started_s,
+                engine.adapters.root is not None,
+                self._tokenizer,
+                list(engine.adapters.all()),
+            )
+            link.tell(hello)
             self._links = [*self._links, link]
             link.start()
 
-    def close(self) -> None:
-        """Every request has had its last event. Blocks until the fronts have read theirs, or have had time to."""
+    def close(self, why: str = "") -> None:
+        """Every request has had its last event, and now fronts are told. Blocks until they have read that, or have had time to. `why`: the
+        engine's loop has failed."""
         self._stop.set()
-        self._end_all(FrontLink.close)
-
-    def fail(self, why: str) -> None:
-        """The engine's loop has failed: requests were told, and now everybody is."""
-        self._stop.set()
-
-        def end(link: FrontLink) -> None:
-            link.tell(boundary.Failed(why))
-            link.close()
-
-        self._end_all(end)
-
-    def _end_all(self, end: Callable[[FrontLink], None]) -> None:
         by_s = time.monotonic() + DRAIN_S
         links = self._links
         for link in links:
-            end(link)
+            link.close(why)
         for link in links:
             link.wait_written(max(0.0, by_s - time.monotonic()))
 
@@ -352,9 +343,6 @@ class FrontLinks:
                     self._past.append(link.figures)
                 self._links = [one for one in self._links if one is not link]
             self._changed.notify_all()
-
-    def forget(self, link: FrontLink) -> None:
-        self._detached(link.index)
 
     # ------------------------------------------------------------------------------------------------------------- slow calls
 
@@ -464,7 +452,7 @@ class EngineProcess:
         while not self._closed.wait(WATCH_S) and self._loop.failed() is None:
             pass
         if (error := self._loop.failed()) is not None:  # it may have while it closed
-            self._links.fail(f"{type(error).__name__}: {error}")
+            self._links.close(f"{type(error).__name__}: {error}")
             self._parent.send(boundary.Broken(boundary.fault_from(EngineClosed(f"the engine has failed: {type(error).__name__}: {error}"))))
             return 1
         self._links.close()

@@ -25,8 +25,7 @@ from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Ove
 from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
 from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
-from penstock.server.client import AdapterNames, EngineClient, Fronts, RequestFigures, SnapshotStore
-from penstock.server.seats import SeatBook
+from penstock.server.client import AdapterNames, EngineClient, RequestFigures, SnapshotStore
 
 logger = logging.getLogger("penstock.server")
 
@@ -77,7 +76,7 @@ def asked(method: Callable[Concatenate[Any, P], R], timeout_s: float) -> Callabl
     def ask(self: Any, /, *args: P.args, **options: P.kwargs) -> R:
         bound = signature.bind(self, *args, **options)
         bound.apply_defaults()
-        answer: R = _result(self.engine.call(method.__qualname__, *bound.args[1:])[1], timeout_s)
+        answer: R = _result(self.engine.call(method.__qualname__, *bound.args[1:]), timeout_s)
         return answer
 
     return ask
@@ -90,24 +89,23 @@ class RemoteEngine:
         """Blocks until the engine has said what it is, see `greeted`."""
         wire: Wire[FromEngine] = Wire(sock, FromEngine)
         hello = greeted(wire)
-        facts = hello.facts
-        self.name, self.max_model_len = facts.name, facts.limits.max_model_len
-        self.sampling: Mapping[str, Any] = facts.sampling
-        self.tiers, self.max_open, self.pid, self.started_s = facts.tiers, facts.max_open, facts.pid, facts.started_s
+        self.name, self.max_model_len = hello.name, hello.limits.max_model_len
+        self.sampling: Mapping[str, Any] = hello.sampling
+        self.tiers, self.max_open, self.pid, self.started_s = hello.tiers, hello.max_open, hello.pid, hello.started_s
         self.tokenizer = tokenizer_of(hello.tokenizer)
         self.engine = self  # of its own calls, as of those of the parts below
-        self.adapters = RemoteAdapters(self, hello.adapters, facts.lora_root)
+        self.adapters = RemoteAdapters(self, hello.adapters, hello.lora_root)
         self.grammars = RemoteGrammars(self)
         self.snapshots = RemoteSnapshots(self)
         self.own_figures: RequestFigures | None = None
-        self._limits = facts.limits
+        self._limits = hello.limits
         self._sock = sock
         self._early = wire.left()  # what was read behind the greeting
         self._frames = wire.frames
         self.next_number = itertools.count(1).__next__
         self._asked: dict[int, _Asked] = {}
         self._number_of: dict[str, int] = {}
-        self._calls: dict[int, tuple[Future[Any], Any]] = {}  # with the type of the answer
+        self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of what is called
         self.dropped: deque[int] = deque()  # grammars that nobody here keeps any more
         self._lock = threading.Lock()  # of what is written
         self._unsent: deque[memoryview] = deque()
@@ -177,7 +175,7 @@ class RemoteEngine:
         self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
     ) -> Future[Prefetched | None]:
         tokens = None if prompt is None else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
-        return self.call("EngineClient.prefetch", tokens, session, cache_salt, adapter)[1]
+        return self.call("EngineClient.prefetch", tokens, session, cache_salt, adapter)
 
     reset_cache = asked(EngineClient.reset_cache, SLOW_S)
     wait_flushed = asked(EngineClient.wait_flushed, SLOW_S)
@@ -187,19 +185,18 @@ class RemoteEngine:
 
     def stats_and_figures(self) -> tuple[EngineStats, list[RequestFigures]]:
         """And the figures of all other front processes."""
-        answer: tuple[EngineStats, list[RequestFigures]] = _result(self.call("EngineClient.stats")[1], STATS_S)
+        answer: tuple[EngineStats, list[RequestFigures]] = _result(self.call("EngineClient.stats"), STATS_S)
         return answer
 
-    def call(self, name: str, *arguments: Any) -> tuple[int, Future[Any]]:
-        """Its number, and a future that ends with the answer or when the engine is gone. Its owner may cancel it: the answer goes nowhere
-        then."""
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        """Ends with the answer or when the engine is gone. Its owner may cancel it: the answer goes nowhere then."""
         self._check_alive()
         number, future = self.next_number(), Future[Any]()
-        self._calls[number] = future, boundary.CALLS[name].gives
+        self._calls[number] = future, name
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
         if self._over.is_set():  # it has ended meanwhile, and its end may have missed this one
             self._end_calls(self._error or EngineClosed(_SHUTTING_DOWN))
-        return number, future
+        return future
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -280,10 +277,10 @@ class RemoteEngine:
             case boundary.WantFigures():
                 if self.own_figures is not None:
                     self.send(boundary.FrontFigures(self.own_figures))
-            case boundary.Failed():
-                self._fail(EngineClosed(f"the engine has failed: {message.why}"))
-            case boundary.Bye():
+            case boundary.Bye(""):
                 self._end()
+            case boundary.Bye():
+                self._fail(EngineClosed(f"the engine has failed: {message.why}"))
             case _:
                 raise ProtocolBroken(f"{type(message).__name__} is no message for now")
 
@@ -300,14 +297,15 @@ class RemoteEngine:
                 found.listener(event.made(found.request_id))
 
     def _settle(self, reply: boundary.Returned) -> None:
-        future, kind = self._calls.pop(reply.call, (None, None))
+        future, name = self._calls.pop(reply.call, (None, ""))
         if future is None or not future.set_running_or_notify_cancel():
             return
         if reply.fault is not None:
             future.set_exception(boundary.error_from(reply.fault))
             return
         try:
-            future.set_result(msgspec.msgpack.decode(reply.value, type=kind))
+            value = msgspec.msgpack.decode(reply.value, type=boundary.CALLS[name].gives)
+            future.set_result(_KeptGrammar(self, reply.call) if name == "GrammarCompiler.begin" else value)
         except msgspec.MsgspecError as error:
             future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
@@ -342,7 +340,7 @@ class RemoteEngine:
 
     def _end_calls(self, error: PenstockError) -> None:
         for call in list(self._calls):
-            future, _ = self._calls.pop(call, (None, None))
+            future, _ = self._calls.pop(call, (None, ""))
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_exception(EngineClosed(str(error)))
 
@@ -398,17 +396,7 @@ class RemoteGrammars:
         self._engine = engine
 
     def begin(self, grammar: Grammar) -> Future[Any]:
-        call, compiled = self._engine.call("GrammarCompiler.begin", grammar)
-        kept: Future[Any] = Future()
-
-        def settle(done: Future[Any]) -> None:
-            if (error := done.exception()) is not None:
-                kept.set_exception(error)
-            else:
-                kept.set_result(_KeptGrammar(self._engine, call))
-
-        compiled.add_done_callback(settle)
-        return kept
+        return self._engine.call("GrammarCompiler.begin", grammar)
 
     def late(self, future: Future[Any]) -> Exception:
         """The engine says by itself whose fault it is; it has not."""
@@ -424,20 +412,3 @@ class _KeptGrammar:
 
     def __del__(self) -> None:
         self._engine.dropped.append(self._call)  # said with the next beat: this may run in the midst of anything
-
-
-class ManyFronts(Fronts):
-    """Of a server whose front processes share seats, and give each other their figures through the engine."""
-
-    def __init__(self, engine: RemoteEngine, book: SeatBook, index: int) -> None:
-        super().__init__(engine, book, index)
-        self.engine_pid, self.started_s = engine.pid, engine.started_s
-        self._remote = engine
-
-    def snapshot(self, own: RequestFigures) -> tuple[EngineStats, RequestFigures]:
-        stats, others = self._remote.stats_and_figures()
-        return stats, own.with_others(others)
-
-    def note_connections(self, num: int) -> int:
-        """This front has `num` open; returns what the one with the fewest has."""
-        return self.book.note_connections(self.index, num)

@@ -23,7 +23,7 @@ from penstock.server.app import make_app
 from penstock.server.boundary import FromParent, FrontSetup, Ready, Stop, Wire
 from penstock.server.client import EngineClient, EngineLife, Fronts
 from penstock.server.connection import connection_class
-from penstock.server.remote import ManyFronts, RemoteEngine
+from penstock.server.remote import RemoteEngine
 from penstock.server.seats import SeatBook
 from penstock.server.service import CLOSE_GRACE_S, Service
 
@@ -131,7 +131,7 @@ class FrontServer(HttpServer):
     """Takes its share of the connections to a socket that all fronts listen on, and ends when the parent says so."""
 
     def __init__(
-        self, engine: RemoteEngine, config: ServerConfig, listener: socket.socket, fronts: ManyFronts, parent: Wire[FromParent]
+        self, engine: RemoteEngine, config: ServerConfig, listener: socket.socket, fronts: Fronts, parent: Wire[FromParent]
     ) -> None:
         super().__init__(engine, engine, config, listener, fronts)
         engine.own_figures = self.service.figures
@@ -218,5 +218,6 @@ def run_front(setup: FrontSetup, parent: Wire[FromParent], engine: socket.socket
     """Blocks until the server ends."""
     remote = RemoteEngine(engine)
     config = replace(setup.server, max_concurrent=min(setup.server.max_concurrent, remote.max_open))
-    fronts = ManyFronts(remote, SeatBook(seats_fd, setup.num_fronts), setup.index)
+    book = SeatBook(seats_fd, setup.num_fronts)
+    fronts = Fronts(book, setup.index, remote.started_s, remote.pid, remote.stats_and_figures)
     FrontServer(remote, config, listener, fronts, parent).run()

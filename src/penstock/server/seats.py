@@ -116,6 +116,8 @@ class Seats:
     def widen(self, num: int) -> None:
         """Hold `num` seats in all. More than the gate will ever have is the client's mistake, not a matter of time."""
         gate = self._gate
+        if num == self.num:
+            return
         if num > gate.limit:
             raise InvalidRequest(f"one request may ask for {gate.limit} generations at most, this one asks for {num}", "n")
         if not gate.book.try_add(gate.row, gate.number, num - self.num, gate.limit):

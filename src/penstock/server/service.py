@@ -193,7 +193,7 @@ class Service:
         for name in self.names:
             if engine.adapters.find(name) is not None:
                 raise ConfigError(f"--served-model-name {name}: an adapter has that name")
-        self.fronts = Fronts(engine) if fronts is None else fronts
+        self.fronts = fronts or Fronts()
         self.created = int(self.fronts.started_s)
         self.generations = self.fronts.gate(config.max_concurrent, "generations", GateNumber.GENERATIONS)
         self.side = self.fronts.gate(NUM_SIDE, "tokenize and prefetch calls", GateNumber.SIDE)
@@ -319,7 +319,9 @@ class Service:
 
     async def snapshot(self) -> tuple[EngineStats, RequestFigures]:
         """How the engine is doing, and what all fronts have answered. It may have to be asked for, from another process."""
-        return await anyio.to_thread.run_sync(self.fronts.snapshot, self.figures, limiter=self._askers)
+        ask = self.fronts.stats or (lambda: (self.engine.stats(), []))
+        stats, others = await anyio.to_thread.run_sync(ask, limiter=self._askers)
+        return stats, self.figures.with_others(others)
 
     async def compile(self, asked: Asked) -> object:
         """Have the form of an answer compiled, on threads of the engine's; whoever keeps what this returns finds it again at no cost."""

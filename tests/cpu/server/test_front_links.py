@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,12 @@ from support.driving import tiny_config
 
 MOST_BEATS = 120  # until an answer that takes milliseconds
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def greeting(limits: PromptLimits, adapters: Sequence[LoadedAdapter] = (), lora: bool = False, version: int = boundary.VERSION) -> bytes:
+    """What an engine says first."""
+    tokenizer = spec_of(ByteTokenizer(300))
+    return frame(boundary.Hello(version, "m", limits, {}, ("device",), 9, 1, 0.0, lora, tokenizer, list(adapters)))
 
 
 class Linked:
@@ -553,10 +559,7 @@ def test_another_version_is_refused() -> None:
     engine, front = socket.socketpair()
     with engine, front:
         made = Linked()
-        hello = boundary.Hello(
-            boundary.VERSION + 1, boundary.Facts("m", made.engine.limits, {}, (), 1, 1, 0.0, False), spec_of(ByteTokenizer(300)), []
-        )
-        engine.sendall(frame(hello))
+        engine.sendall(greeting(made.engine.limits, version=boundary.VERSION + 1))
         with pytest.raises(ProtocolBroken, match=f"version {boundary.VERSION + 1} of the protocol, and this process {boundary.VERSION}"):
             greeted(Wire(front, FromEngine))
         made.loop.start()
@@ -584,8 +587,7 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
     """Whoever has a request, waits for an answer, or asks later."""
     engine, front = socket.socketpair()
     made = Linked()
-    facts = boundary.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, False)
-    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+    engine.sendall(greeting(made.engine.limits))
 
     async def run() -> None:
         client = RemoteEngine(front)
@@ -598,7 +600,7 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
         if end == "hang up":
             engine.close()
         else:
-            engine.sendall(b"\xff" * 8 if end == "garbage" else frame(boundary.Failed("RuntimeError: no")))
+            engine.sendall(b"\xff" * 8 if end == "garbage" else frame(boundary.Bye("RuntimeError: no")))
         with pytest.raises(EngineClosed):
             await asyncio.wait_for(asyncio.wrap_future(asked), DEADLINE_S)
         (last,) = heard
@@ -618,8 +620,7 @@ def test_everybody_is_told_at_once_when_the_engine_is_gone(end: str) -> None:
 def test_messages_of_many_socket_buffers_arrive_as_they_are_though_the_engine_reads_late() -> None:
     engine, front = socket.socketpair()
     front.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    facts = boundary.Facts("m", PromptLimits(1 << 20, 300, 1 << 20), {}, ("device",), 9, 1, 0.0, False)
-    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+    engine.sendall(greeting(PromptLimits(1 << 20, 300, 1 << 20)))
     prompts = [[n % 250 for n in range(first, first + 60_000)] for first in (0, 1, 2)]
 
     async def run() -> None:
@@ -642,8 +643,7 @@ def as_front(play: Callable[[RemoteEngine, Wire[FromFront]], Awaitable[None]], *
     """`play` on the event loop of a front, with the engine's end of its connection."""
     engine, front = socket.socketpair()
     engine.settimeout(30.0)  # for what takes milliseconds
-    facts = boundary.Facts("m", PromptLimits(512, 300, 512), {}, ("device",), 9, 1, 0.0, False)
-    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), list(adapters))))
+    engine.sendall(greeting(PromptLimits(512, 300, 512), adapters))
 
     async def run() -> None:
         client = RemoteEngine(front)
@@ -710,9 +710,11 @@ def test_an_adapter_is_let_go_of_when_its_hold_ends() -> None:
 
 def test_an_answer_that_nobody_waits_for_any_more_costs_nobody_theirs() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
-        (first, given_up), (second, waited_for) = (client.call("EngineClient.prefetch", None, "", "", None) for _ in range(2))
+        given_up, waited_for = (client.prefetch(session="s") for _ in range(2))
         assert given_up.cancel()
-        engine.sock.sendall(b"".join(frame(boundary.Returned(number, msgspec.msgpack.encode(None))) for number in (first, second)))
+        asked = [await _heard(engine) for _ in range(2)]
+        answers = [boundary.Returned(one.number, msgspec.msgpack.encode(None)) for one in asked if isinstance(one, boundary.Call)]
+        engine.sock.sendall(b"".join(map(frame, answers)))
         assert await asyncio.wait_for(asyncio.wrap_future(waited_for), 30.0) is None
 
     as_front(play)
@@ -881,7 +883,7 @@ def test_who_has_asked_an_engine_that_fails_is_told_why_and_so_is_who_asks_later
 
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         client.submit([1], SamplingParams(max_tokens=4), heard.append)
-        client._take(boundary.Failed("RuntimeError: no"))
+        client._take(boundary.Bye("RuntimeError: no"))
         with pytest.raises(EngineClosed, match="RuntimeError: no"):
             client.submit([1], SamplingParams(max_tokens=4), heard.append)
 
@@ -950,9 +952,9 @@ def test_figures_are_sent_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatc
 
 def test_a_second_greeting_is_no_message() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
-        facts = boundary.Facts("m", PromptLimits(512, 300, 512), {}, ("device",), 9, 1, 0.0, False)
+        (hello,) = Frames[FromEngine](FromEngine).feed(greeting(PromptLimits(512, 300, 512)))
         with pytest.raises(ProtocolBroken, match="Hello is no message for now"):
-            client._take(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), []))
+            client._take(hello)
 
     as_front(play)
 
@@ -1004,8 +1006,7 @@ def test_a_message_does_not_overtake_the_rest_of_one_before_it() -> None:
     """Though the socket has room again when it comes."""
     engine, front = socket.socketpair()
     front.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    facts = boundary.Facts("m", PromptLimits(1 << 20, 300, 1 << 20), {}, ("device",), 9, 1, 0.0, False)
-    engine.sendall(frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+    engine.sendall(greeting(PromptLimits(1 << 20, 300, 1 << 20)))
     engine.settimeout(DEADLINE_S)
 
     async def run() -> None:
@@ -1024,7 +1025,7 @@ def test_a_message_does_not_overtake_the_rest_of_one_before_it() -> None:
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Failed("RuntimeError: no")], ids=["goodbye", "failed"])
+@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Bye("RuntimeError: no")], ids=["goodbye", "failed"])
 def test_a_request_that_is_submitted_while_the_engine_ends_is_refused(end: FromEngine) -> None:
     """On another thread, which looked before and sends after: no event would ever come."""
     heard: list[TokenEvent] = []
@@ -1039,7 +1040,7 @@ def test_a_request_that_is_submitted_while_the_engine_ends_is_refused(end: FromE
     assert not heard
 
 
-@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Failed("RuntimeError: no")], ids=["goodbye", "failed"])
+@pytest.mark.parametrize("end", [boundary.Bye(), boundary.Bye("RuntimeError: no")], ids=["goodbye", "failed"])
 def test_a_call_that_is_made_while_the_engine_ends_is_answered(end: FromEngine) -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         _ends_meanwhile(client, end)
@@ -1080,9 +1081,7 @@ def test_figures_are_sent_whenever_they_have_changed(monkeypatch: pytest.MonkeyP
 def test_a_beat_says_how_long_the_loop_has_been_silent() -> None:
     engine, front = socket.socketpair()
     made = Linked()
-    facts = boundary.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, False)
-    hello = boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])
-    engine.sendall(frame(hello) + frame(boundary.Beat(50.0)))
+    engine.sendall(greeting(made.engine.limits) + frame(boundary.Beat(50.0)))
 
     async def run() -> None:
         client = RemoteEngine(front)
@@ -1101,11 +1100,8 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
     """What came right behind the greeting is not lost."""
     engine, front = socket.socketpair()
     made = Linked()
-    facts = boundary.Facts("m", made.engine.limits, {}, ("device",), 9, 1, 0.0, True)
     loaded = LoadedAdapter(Adapter("new", "d"), "root", 1.0, False)
-    engine.sendall(
-        frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])) + frame(boundary.AdapterList(4, [loaded]))
-    )
+    engine.sendall(greeting(made.engine.limits, lora=True) + frame(boundary.AdapterList(4, [loaded])))
 
     async def run() -> None:
         client = RemoteEngine(front)

@@ -425,7 +425,7 @@ def test_when_the_loop_fails_the_front_and_the_parent_are_told_why(child: Engine
     broken = child.parent.receive()
     assert isinstance(broken, boundary.Broken)
     assert (broken.fault.kind, broken.fault.message) == ("EngineClosed", f"the engine has failed: {why}")
-    assert boundary.Failed(why) in child.told()
+    assert boundary.Bye(why) in child.told()
 
 
 def test_an_engine_that_fails_while_it_closes_ends_with_an_error(child: EngineChild, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,8 +449,8 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
     served, book = list[FrontServer](), SeatBook.make(1)
     monkeypatch.setattr(FrontServer, "run", lambda self: served.append(self))
     (engine, front), (parent, ours) = socket.socketpair(), socket.socketpair()
-    facts = boundary.Facts("m", PromptLimits(512, 300, 512), {}, ("device",), 3, 1, 0.0, False)
-    engine.sendall(boundary.frame(boundary.Hello(boundary.VERSION, facts, spec_of(ByteTokenizer(300)), [])))
+    limits, tokenizer = PromptLimits(512, 300, 512), spec_of(ByteTokenizer(300))
+    engine.sendall(boundary.frame(boundary.Hello(boundary.VERSION, "m", limits, {}, ("device",), 3, 1, 0.0, False, tokenizer, [])))
     with engine, front, parent, ours, socket.create_server(("127.0.0.1", 0)) as listener:
         setup = boundary.FrontSetup(boundary.VERSION, ServerConfig(max_concurrent=100), ("info", "text"), 0, 1)
         run_front(setup, Wire(ours, FromParent), front, listener, os.dup(book.fd))
