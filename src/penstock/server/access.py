@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -98,7 +97,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange that a request belongs to. A scope that came in past the access log gets one of its own."""
+    """The exchange that a request belongs to: the access log makes it, or whoever is asked without one."""
     found = scope.get(_KEY)
     if found is None:
         found = scope[_KEY] = Exchange(scope.get("method", ""), scope.get("path", ""), time.monotonic())
@@ -110,22 +109,18 @@ def exchange_of(scope: Scope) -> Exchange:
 class AccessLog:
     """Outermost: gives every exchange its id and says how it ended, also where no route was reached."""
 
-    def __init__(
-        self, app: ASGIApp, figures: RequestFigures, clock: Callable[[], float] = time.monotonic, tracing: Tracing | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, figures: RequestFigures, tracing: Tracing | None = None) -> None:
         self._app = app
         self._figures = figures
-        self._clock = clock
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope["method"], scope["path"], self._clock())
+        exchange = exchange_of(scope)
         exchange.id = _own_id(scope) or exchange.unique
         exchange.client = ":".join(map(str, scope.get("client") or ()))
-        scope[_KEY] = exchange
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -138,7 +133,7 @@ class AccessLog:
             await self._app(scope, receive, with_id)
         finally:
             exchange.status = exchange.status or HANGUP
-            exchange.ended_s = self._clock()
+            exchange.ended_s = time.monotonic()
             self._figures.add(exchange)
             _log(exchange)
             if self._tracing is not None and not (exchange.path in QUIET and exchange.status < 400):

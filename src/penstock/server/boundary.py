@@ -209,6 +209,7 @@ class LetGo(Sent, tag=4):
 
 class FrontFigures(Sent, tag=5):
     figures: RequestFigures
+    were_wanted: bool = False
 
 
 class Awake(Sent, tag=6):
@@ -384,7 +385,7 @@ class Wire(Generic[M]):
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         self.sock = sock
         self._writing = threading.Lock()
-        self._frames: Frames[M] = Frames(kind)
+        self.frames: Frames[M] = Frames(kind)  # also for who goes on reading the socket another way
         self._ready: list[M] = []
         self._fds: list[int] = []
 
@@ -401,7 +402,7 @@ class Wire(Generic[M]):
             self._fds += fds
             if not data:
                 return None
-            self._ready += self._frames.feed(data)
+            self._ready += self.frames.feed(data)
         return self._ready.pop(0)
 
     def take_fd(self) -> int:
@@ -414,8 +415,3 @@ class Wire(Generic[M]):
         """What was read and not yet received."""
         ready, self._ready = self._ready, []
         return ready
-
-    @property
-    def frames(self) -> Frames[M]:
-        """For who goes on reading the socket another way."""
-        return self._frames

@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,49 +41,34 @@ def beyond_context(error: PromptTooLong) -> ContextExceeded:
     return ContextExceeded(error.most, f"your prompt has {error.what}", error.param or "prompt")
 
 
-def completion_prompts(tokenizer: TextCodec, body: CompletionBody, rules: Rules) -> list[Prompt]:
-    """One for each item."""
+def prompts_of(tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rules, before: SnapshotContent | None = None) -> list[Prompt]:
+    """Of a text, one for each item. `before`: a snapshot that they go on from. Of a text: its tokens, then those of each prompt, cut by
+    themselves. Of a conversation: its messages, then the request's, written by the template as one: the prompt of somebody who sends
+    everything, whatever the template puts where."""
+    if isinstance(body, ChatBody):
+        said = body.messages
+        if before is not None and not before.messages:
+            message = "this snapshot was not taken of messages, so a conversation cannot be continued from it: use /v1/completions"
+            raise InvalidRequest(message, "snapshot")
+        if before is not None:
+            said = [*_MESSAGES.decode(before.messages), *said]
+        return [Prompt(encode_chat(tokenizer, said, rules, body.asking.shown), ends=True)]
+    start = [] if before is None else np.frombuffer(before.tokens, np.uint32).tolist()
     prompts = []
-    for item in _items(body):
-        ids = encode_prompt(tokenizer, item, rules)
-        prompt = Prompt(ids, item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else "")
+    for item in body.items:
+        ids = encode_prompt(tokenizer, item, rules, begins=before is None)
+        text = item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else ""
+        prompt = Prompt([*start, *ids] if start else ids, text)
         scored = body.echo and body.logprobs is not None
         prompts.append(prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) if scored else prompt)
     return prompts
 
 
-def _items(body: CompletionBody) -> Sequence[Any]:
-    """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
-    if isinstance(body.prompt, str):
-        return [body.prompt]
-    return [body.prompt] if isinstance(body.prompt[0], int) else body.prompt
-
-
-def chat_prompts(tokenizer: TextCodec, body: ChatBody, rules: Rules) -> list[Prompt]:
-    return [Prompt(encode_chat(tokenizer, body.messages, rules, body.asking.shown), ends=True)]
-
-
-def prompts_after(content: SnapshotContent, tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rules) -> list[Prompt]:
-    """What goes on from a snapshot. Of a text: its tokens, then those of each prompt, cut by themselves. Of a conversation: its messages,
-    then the request's, written by the template as one: the prompt of somebody who sends everything, whatever the template puts where."""
-    if isinstance(body, CompletionBody):
-        before = np.frombuffer(content.tokens, np.uint32).tolist()
-        return [Prompt([*before, *encode_prompt(tokenizer, item, rules, begins=False)]) for item in _items(body)]
-    if not content.messages:
-        message = "this snapshot was not taken of messages, so a conversation cannot be continued from it: use /v1/completions"
-        raise InvalidRequest(message, "snapshot")
-    whole = msgspec.structs.replace(body, messages=[*_MESSAGES.decode(content.messages), *body.messages])
-    return chat_prompts(tokenizer, whole, rules)
-
-
 def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules, tools: Sequence[Tool] = ()) -> list[int]:
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
-    as_dicts = [message.as_dict() for message in messages]
-    if tools or any(message.tool_calls or message.role == "tool" for message in messages):
-        told_messages, told_tools = told(as_dicts, tools, tokenizer)
-        return tokenizer.encode_chat(told_messages, rules.most, rules.special_in_text, told_tools)
-    return tokenizer.encode_chat(as_dicts, rules.most, rules.special_in_text)
+    told_messages, told_tools = told([message.as_dict() for message in messages], tools, tokenizer)
+    return tokenizer.encode_chat(told_messages, rules.most, rules.special_in_text, told_tools)
 
 
 def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True) -> Sequence[int]:
@@ -156,7 +140,6 @@ class RouteKind:
     """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are chats in other words."""
 
     body: type[msgspec.Struct]
-    prompts: Callable[[TextCodec, Any, Rules], list[Prompt]]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
     id_prefix: str
     translate: Callable[[Any, bool], ChatBody] | None = None  # the second argument: whether the model reasons
@@ -164,24 +147,10 @@ class RouteKind:
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-COMPLETIONS = RouteKind(CompletionBody, completion_prompts, CompletionReply, "cmpl-")
-CHAT = RouteKind(ChatBody, chat_prompts, ChatReply, "chatcmpl-")
-MESSAGES = RouteKind(
-    messages.MessagesBody, chat_prompts, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES
-)
-RESPONSES = RouteKind(responses.ResponsesBody, chat_prompts, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
-
-
-@contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A field that is refused has the name that the client gave it."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if (name := names.get(error.param or "")) is not None:
-            error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
-            error.param = name
-        raise
+COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "cmpl-")
+CHAT = RouteKind(ChatBody, ChatReply, "chatcmpl-")
+MESSAGES = RouteKind(messages.MessagesBody, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES)
+RESPONSES = RouteKind(responses.ResponsesBody, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +242,7 @@ class Generate:
                 finally:
                     running.settle()
 
-            with renamed(self._kind.names):
+            with schema.renamed(self._kind.names):
                 await while_connected(receive, reading.abandon, work)
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[Any, CompletionBody | ChatBody, int]:
@@ -281,7 +250,7 @@ class Generate:
         kind, service = self._kind, self._service
         given, num_bytes = await service.body(Request(scope, receive), kind.body, **kind.queries)
         body = given if kind.translate is None else kind.translate(given, reasons(service.config, service.engine.tokenizer))
-        with renamed(kind.names):
+        with schema.renamed(kind.names):
             body.check()
         return given, body, num_bytes
 
@@ -290,9 +259,8 @@ class Generate:
     ) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine, config = self._service.engine, self._service.config
-        make = self._kind.prompts if before is None else partial(prompts_after, before)
         try:
-            prompts = make(engine.tokenizer, body, self._service.prompt_rules)
+            prompts = prompts_of(engine.tokenizer, body, self._service.prompt_rules, before)
         except PromptTooLong as error:
             raise beyond_context(error) from None
         choices: list[ChoiceText] = []

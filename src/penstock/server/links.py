@@ -53,7 +53,7 @@ class FrontLink:
     def __init__(self, index: int, sock: socket.socket, links: FrontLinks) -> None:
         self.index = index
         self.figures: RequestFigures | None = None
-        self.num_figures = 0  # that have come
+        self.num_answers = 0  # to WantFigures
         self.adapters_seen = 0
         self._links = links
         self._engine = links.engine
@@ -186,7 +186,7 @@ class FrontLink:
             case boundary.LetGo():
                 _end_kept(self._kept.pop(message.number, None))
             case boundary.FrontFigures():
-                self._links.note(self, figures=message.figures)
+                self._links.note(self, message.figures, message.were_wanted)
             case boundary.Awake():
                 self._links.note(self, adapters_seen=message.adapters)
             case boundary.Call():
@@ -332,11 +332,12 @@ class FrontLinks:
 
     # ------------------------------------------------------------------------------------------------- what links have heard
 
-    def note(self, link: FrontLink, figures: RequestFigures | None = None, adapters_seen: int = 0, gone: bool = False) -> None:
+    def note(
+        self, link: FrontLink, figures: RequestFigures | None = None, wanted: bool = False, adapters_seen: int = 0, gone: bool = False
+    ) -> None:
         with self._changed:
-            if figures is not None:
-                link.figures = figures
-                link.num_figures += 1
+            link.figures = figures or link.figures
+            link.num_answers += wanted
             link.adapters_seen = max(link.adapters_seen, adapters_seen)
             if gone and link in self._links:
                 if link.figures is not None:
@@ -376,10 +377,10 @@ class FrontLinks:
     def _figures(self, asking: FrontLink) -> list[RequestFigures]:
         """Of all fronts but the one that asks. One that does not answer in time counts as it last did."""
         with self._changed:
-            asked = [(link, link.num_figures) for link in self._links if link is not asking]
+            asked = [(link, link.num_answers) for link in self._links if link is not asking]
             for link, _ in asked:
                 link.tell(boundary.WantFigures())
-            self._changed.wait_for(lambda: all(link.num_figures > num or link not in self._links for link, num in asked), ANSWER_S)
+            self._changed.wait_for(lambda: all(link.num_answers > num or link not in self._links for link, num in asked), ANSWER_S)
             current = [link.figures for link in self._links if link is not asking and link.figures is not None]
             return [*self._past, *current]
 

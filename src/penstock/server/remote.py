@@ -33,7 +33,6 @@ STATS_S = 10.0  # for the engine's process to say how it is doing
 SNAPSHOT_S = 150.0  # for what is computed to be saved, and for tiers to answer
 SLOW_S = 600.0  # for what reads files or empties disks there
 CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadline that it was given
-FIGURES_S = 1.0  # how often figures are sent, where they have changed: so much is lost at most when this process is killed
 RECEIVE_BYTES = 1 << 18
 _SHUTTING_DOWN = "the server is shutting down"
 
@@ -98,6 +97,7 @@ class RemoteEngine:
         self.grammars = RemoteGrammars(self)
         self.snapshots = RemoteSnapshots(self)
         self.own_figures: RequestFigures | None = None
+        self._figures_sent = b""
         self._limits = hello.limits
         self._sock = sock
         self._early = wire.left()  # what was read behind the greeting
@@ -124,7 +124,6 @@ class RemoteEngine:
         self._loop.add_reader(self._sock, self._read)
         for message in self._early:
             self._take(message)
-        self._loop.call_later(FIGURES_S, self._send_figures, None)
 
     def failed(self) -> BaseException | None:
         return self._error
@@ -269,6 +268,7 @@ class RemoteEngine:
             case boundary.Beat():
                 self._beat_s, self._beat_age_s = time.monotonic(), message.age_s
                 self.send(boundary.Awake(self.adapters.version))
+                self._send_figures()
                 while self.dropped:
                     self.send(boundary.LetGo(self.dropped.popleft()))
             case boundary.AdapterList():
@@ -276,7 +276,7 @@ class RemoteEngine:
                 self.send(boundary.Awake(message.version))
             case boundary.WantFigures():
                 if self.own_figures is not None:
-                    self.send(boundary.FrontFigures(self.own_figures))
+                    self.send(boundary.FrontFigures(self.own_figures, were_wanted=True))
             case boundary.Bye(""):
                 self._end()
             case boundary.Bye():
@@ -309,14 +309,11 @@ class RemoteEngine:
         except msgspec.MsgspecError as error:
             future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
-    def _send_figures(self, before: bytes | None) -> None:
-        now = before
-        if self.own_figures is not None:
-            now = boundary.frame(boundary.FrontFigures(self.own_figures))
-            if now != before:
-                self.send(boundary.FrontFigures(self.own_figures))
-        if self._loop is not None and not self._over.is_set():
-            self._loop.call_later(FIGURES_S, self._send_figures, now)
+    def _send_figures(self) -> None:
+        """Where they have changed: what happened since the last beat is lost at most when this process is killed."""
+        if self.own_figures is not None and (now := boundary.frame(boundary.FrontFigures(self.own_figures))) != self._figures_sent:
+            self.send(boundary.FrontFigures(self.own_figures))
+            self._figures_sent = now
 
     # --------------------------------------------------------------------------------------------------------------- ends
 

@@ -149,6 +149,7 @@ class ChunkedReply:
         self._options: StreamOptions = body.stream_options or StreamOptions()
         self._head = head
         self._read_as = read_as
+        self._parsers: dict[int, MessageParser] = {}  # by choice, where there is something to take apart
         self._logprobs: int | None = body.num_logprobs
         self._opened: set[int] = set()  # choices that have said something
 
@@ -225,10 +226,6 @@ class ChatReply(ChunkedReply):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     first_delta: Json | None = {"role": "assistant", "content": ""}  # noqa: RUF012 - never changed
-
-    def __init__(self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None) -> None:
-        super().__init__(tokenizer, body, head, read_as)
-        self._parsers: dict[int, MessageParser] = {}
 
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
         delta, finish = self._parts(index, piece)
@@ -355,7 +352,8 @@ class BlockReply:
 
     def encoded(self, event: Json) -> bytes:
         """It has its name in front, too."""
-        return b"event: " + event["type"].encode() + b"\n" + sse(event)
+        name: str = event["type"]
+        return b"event: " + name.encode() + b"\n" + sse(event)
 
     def take(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Events."""

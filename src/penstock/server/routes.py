@@ -17,7 +17,6 @@ from starlette.routing import Route
 from penstock import __version__
 from penstock.contract import LoadedAdapter, Prefetched, Snapshot, SnapshotRequest
 from penstock.errors import InvalidRequest
-from penstock.figures import Traffic
 from penstock.server import about, messages, metrics, schema
 from penstock.server.client import FlushLevel
 from penstock.server.connection import read_body
@@ -28,12 +27,11 @@ from penstock.server.generate import (
     MESSAGES,
     RESPONSES,
     Generate,
-    chat_prompts,
     check_ids,
     check_num_tokens,
     encode_chat,
     encode_given,
-    renamed,
+    prompts_of,
 )
 from penstock.server.service import Service
 from penstock.server.tools import reasons
@@ -72,17 +70,17 @@ class Small:
 
     async def models(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        adapters = [adapter_card(self._service, loaded) for loaded in self._service.engine.adapters.all()]
-        return json_response({"object": "list", "data": [*map(self._card, self._service.names), *adapters]})
+        cards = [model_card(self._service, name) for name in self._service.names]
+        cards += [model_card(self._service, loaded.adapter.name, loaded) for loaded in self._service.engine.adapters.all()]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         name = request.path_params["model"]
         loaded = self._service.engine.adapters.find(name)
-        if loaded is not None:
-            return json_response(adapter_card(self._service, loaded))
-        self._service.check_model(name)
-        return json_response(self._card(name))
+        if loaded is None:
+            self._service.check_model(name)
+        return json_response(model_card(self._service, name, loaded))
 
     async def tokenize(self, request: Request) -> Response:
         with self._service.side.take(1):
@@ -106,9 +104,9 @@ class Small:
 
             def reply() -> Response:
                 body = messages.as_counted(given, reasons(self._service.config, tokenizer))
-                with renamed(messages.NAMES):
+                with schema.renamed(messages.NAMES):
                     body.check()
-                    return json_response({"input_tokens": len(chat_prompts(tokenizer, body, rules)[0].ids)})
+                    return json_response({"input_tokens": len(prompts_of(tokenizer, body, rules)[0].ids)})
 
             return await self._service.compute(reply, num_bytes)
 
@@ -173,8 +171,15 @@ class Small:
             "sessions": asdict(stats.sessions),
             "snapshots": asdict(stats.snapshots),
         }
-        if stats.traffic is not None:
-            content["traffic"] = _traffic(stats.traffic)
+        if (traffic := stats.traffic) is not None:
+            content["traffic"] = {
+                "bytes": {f"{source} to {dest}": count for (source, dest), count in traffic.bytes.items()},
+                "skipped_saves": traffic.skipped,
+                "leases_open": traffic.leases_open,
+                "failures": {f"{tier}: {reason}": count for (tier, reason), count in traffic.failures.items()},
+                "checksum_failures": traffic.checksum_failures,
+                "usable": traffic.usable,
+            }
         return json_response(content)
 
     async def health(self, request: Request) -> Response:
@@ -225,12 +230,12 @@ class Small:
         if data := await read_body(request.scope, request.receive, self._service.config):
             schema.decode(data, schema.NoFields)
 
-    def _card(self, name: str) -> dict[str, Any]:
-        return model_card(self._service, name, self._service.created, self._service.engine.name)
 
-
-def model_card(service: Service, name: str, created: int, root: str, parent: str | None = None) -> dict[str, Any]:
-    """As it is listed."""
+def model_card(service: Service, name: str, loaded: LoadedAdapter | None = None) -> dict[str, Any]:
+    """As it is listed: the model itself, or the adapter that is `loaded` under the name."""
+    created, root, parent = service.created, service.engine.name, None
+    if loaded is not None:
+        created, root, parent = int(loaded.loaded_s), loaded.root, service.names[0]
     card = {"id": name, "object": "model", "created": created, "owned_by": "penstock", "root": root, "parent": parent}
     return {**card, "max_model_len": service.engine.max_model_len}
 
@@ -250,7 +255,7 @@ class Adapters:
                 raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")
             store = self._service.engine.adapters
             loaded = await anyio.to_thread.run_sync(store.load_inside, body.lora_name, body.lora_path, limiter=self._turn)
-            return json_response({**adapter_card(self._service, loaded), "replaced": loaded.replaced})
+            return json_response({**model_card(self._service, body.lora_name, loaded), "replaced": loaded.replaced})
 
     async def unload(self, request: Request) -> Response:
         self._check_allowed()
@@ -265,18 +270,11 @@ class Adapters:
             raise Refused(403, message, code="lora_loading_off")
 
 
-def adapter_card(service: Service, loaded: LoadedAdapter) -> dict[str, Any]:
-    return model_card(service, loaded.adapter.name, int(loaded.loaded_s), loaded.root, service.names[0])
-
-
 class SnapshotRoutes:
     """A tenant is known by its cache_salt, in the body or in the query: what another one has is not there for it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-
-    async def collection(self, request: Request) -> Response:
-        return await (self._take(request) if request.method == "POST" else self._all(request))
 
     async def one(self, request: Request) -> Response:
         """Read or deleted by its name."""
@@ -287,7 +285,9 @@ class SnapshotRoutes:
                 return json_response({"id": name, "object": "snapshot", "deleted": True})
             return json_response(_snapshot_card(await self._service.on_snapshots(lambda snapshots: snapshots.find(name, salt))))
 
-    async def _all(self, request: Request) -> Response:
+    async def collection(self, request: Request) -> Response:
+        if request.method == "POST":
+            return await self._take(request)
         salt = self._salt(request)
         with self._service.side.take(1):
             found = await self._service.on_snapshots(lambda snapshots: snapshots.all(salt))
@@ -340,17 +340,6 @@ def _snapshot_card(snapshot: Snapshot) -> dict[str, Any]:
         "adapter": snapshot.adapter or None,
         "chat": snapshot.is_chat,
         "stored_in": list(snapshot.tiers),
-    }
-
-
-def _traffic(traffic: Traffic) -> dict[str, Any]:
-    return {
-        "bytes": {f"{source} to {dest}": count for (source, dest), count in traffic.bytes.items()},
-        "skipped_saves": traffic.skipped,
-        "leases_open": traffic.leases_open,
-        "failures": {f"{tier}: {reason}": count for (tier, reason), count in traffic.failures.items()},
-        "checksum_failures": traffic.checksum_failures,
-        "usable": traffic.usable,
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
@@ -26,7 +27,6 @@ from penstock.server.tools import (
     Tools,
     Words,
     asked_of,
-    asking,
 )
 
 MAX_INT = 2**31 - 1
@@ -204,6 +204,18 @@ def check_neutral(body: msgspec.Struct, table: Mapping[str, Neutral]) -> None:
             raise InvalidRequest(f"{name} is not supported by this server{allowed}: {neutral.why}", name)
 
 
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """A field that is refused has the name that the client gave it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if (name := names.get(error.param or "")) is not None:
+            error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
+            error.param = name
+        raise
+
+
 class CompletionBody(Generating, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
@@ -212,9 +224,14 @@ class CompletionBody(Generating, kw_only=True):
     best_of: Annotated[Count | None, Neutral((1,), "choices are not ranked: ask for n of them")] = None
 
     @property
-    def num_prompts(self) -> int:
+    def items(self) -> Sequence[Any]:
+        """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return 1 if one else len(self.prompt)
+        return [self.prompt] if one else self.prompt
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.items)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -310,7 +327,8 @@ class ChatBody(Generating, kw_only=True):
 
     @property
     def asking(self) -> ToolRequest:
-        return asking(self.tools, self.tool_choice, self.parallel_tool_calls)
+        choice = self.tool_choice or ("auto" if self.tools else "none")
+        return ToolRequest(self.tools or (), choice, self.parallel_tool_calls is not False)
 
     def asked(self) -> Asked | None:
         form = super().asked()
@@ -330,12 +348,8 @@ class ChatBody(Generating, kw_only=True):
             raise InvalidRequest("top_logprobs is only allowed where logprobs is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-        try:
+        with renamed({"logprobs": "top_logprobs"}):
             self.sampling(1, {})
-        except InvalidRequest as error:
-            if error.param == "logprobs":
-                raise InvalidRequest(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from None
-            raise
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less. `defaults`: as above."""

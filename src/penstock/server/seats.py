@@ -36,17 +36,12 @@ class SeatBook:
         self.fd = fd
         self.num_fronts = num_fronts
         weakref.finalize(self, os.close, fd)
-        self._map = mmap.mmap(fd, self._num_bytes(num_fronts))
-        self._counts = np.frombuffer(self._map, np.int64).reshape(num_fronts, len(GateNumber))
-
-    @staticmethod
-    def _num_bytes(num_fronts: int) -> int:
-        return 8 * num_fronts * len(GateNumber)
+        self._counts = np.frombuffer(mmap.mmap(fd, 0), np.int64).reshape(num_fronts, len(GateNumber))
 
     @classmethod
     def make(cls, num_fronts: int) -> SeatBook:
         fd = os.memfd_create("penstock-seats", os.MFD_CLOEXEC)
-        os.ftruncate(fd, cls._num_bytes(num_fronts))
+        os.ftruncate(fd, np.dtype(np.int64).itemsize * num_fronts * len(GateNumber))
         return cls(fd, num_fronts)
 
     def total(self, gate: GateNumber) -> int:

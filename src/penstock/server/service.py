@@ -43,7 +43,7 @@ from penstock.server.connection import read_body
 from penstock.server.faults import Hangup, Refused
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.seats import GateNumber, Seats
-from penstock.server.tools import Asked, named
+from penstock.server.tools import Asked
 
 
 class Rules(NamedTuple):
@@ -334,7 +334,9 @@ class Service:
                 raise self.engine.grammars.late(future)
             return future.result()
         except InvalidRequest as error:
-            raise named(error, asked) from None
+            if error.param == "structured_outputs":  # the engine's one name for all of these fields; the client gave another
+                raise InvalidRequest(str(error), asked.field) from None
+            raise
 
     async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
         """Evict idle blocks."""

@@ -26,8 +26,23 @@ Reading = Generator[None, str, R]
 Part = tuple[Literal["reasoning", "text", "call", "arguments"], str]  # a call's name comes first and once, then pieces of its arguments
 
 
-class Sink:
-    """Gathers the parts of a message while its text is read, in the order in which they were written."""
+class FedReading:
+    """A reading that somebody else feeds. What comes behind its end is dropped."""
+
+    def __init__(self, reading: Reading[None]) -> None:
+        self._reading = reading
+        next(reading)
+
+    def push(self, text: str, last: bool = False) -> None:
+        try:
+            for character in (*text, "") if last else text:
+                self._reading.send(character)
+        except StopIteration:
+            return
+
+
+class MessageParser:
+    """One choice's message, as its text comes. Its reading says the parts of it, in the order in which they were written."""
 
     def __init__(self, most_calls: int | None = None) -> None:
         """Calls behind the first `most_calls` are dropped."""
@@ -35,6 +50,9 @@ class Sink:
         self._most = most_calls
         self._dropped = False
         self._row: list[Part] = []
+
+    def start(self, reading: Reading[None]) -> None:
+        self._reader = FedReading(reading)
 
     def content(self, text: str) -> None:
         self._row.append(("text", text))
@@ -52,29 +70,15 @@ class Sink:
         if not self._dropped:
             self._row.append(("arguments", text))
 
-    def take(self) -> list[Part]:
-        """What has come since the last call. Neighbours of a kind are one, but calls are not."""
+    def push(self, text: str, last: bool = False) -> list[Part]:
+        """What came of it. Neighbours of a kind are one, but calls are not."""
+        self._reader.push(text, last)
         row, self._row = self._row, []
         made: list[Part] = []
         for kind, same in itertools.groupby(row, key=lambda part: part[0]):
             texts = [text for _, text in same]
             made += [(kind, text) for text in texts] if kind == "call" else [(kind, "".join(texts))]
         return made
-
-
-class FedReading:
-    """A reading that somebody else feeds. What comes behind its end is dropped."""
-
-    def __init__(self, reading: Reading[None]) -> None:
-        self._reading = reading
-        next(reading)
-
-    def push(self, text: str, last: bool = False) -> None:
-        try:
-            for character in (*text, "") if last else text:
-                self._reading.send(character)
-        except StopIteration:
-            return
 
 
 def _begun(reading: Reading[None], text: str, over: bool = False) -> Reading[None]:
@@ -145,7 +149,7 @@ class JsonCall:
     """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are given out as they come once the name
     is known."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: MessageParser) -> None:
         self._sink = sink
         self._raw: list[str] = ["{"]
         self._named = False  # it has been given out, and cannot be taken back
@@ -214,7 +218,7 @@ class JsonCall:
         return True
 
 
-def json_calls(sink: Sink) -> Reading[None]:
+def json_calls(sink: MessageParser) -> Reading[None]:
     """One or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them. What does not begin like that
     is content."""
     held = ""
@@ -239,13 +243,13 @@ def json_calls(sink: Sink) -> Reading[None]:
 # ---------------------------------------------------------------------------------------------------------------- formats
 
 
-def content(sink: Sink) -> Reading[None]:
+def content(sink: MessageParser) -> Reading[None]:
     """No calls: all of it is content."""
     while character := (yield):
         sink.content(character)
 
 
-def named_call(sink: Sink, name: str) -> Reading[None]:
+def named_call(sink: MessageParser, name: str) -> Reading[None]:
     """All of the text is the arguments of one call, whose name is known."""
     begun = False
     while character := (yield):
@@ -255,7 +259,7 @@ def named_call(sink: Sink, name: str) -> Reading[None]:
         sink.arguments(character)
 
 
-def hermes_calls(sink: Sink) -> Reading[None]:
+def hermes_calls(sink: MessageParser) -> Reading[None]:
     """Calls between markers, content around them: Hermes and Qwen."""
     blanks = ""  # between or behind calls: no content
 
@@ -277,7 +281,7 @@ def hermes_calls(sink: Sink) -> Reading[None]:
         sink.content(blanks)
 
 
-def llama3_calls(sink: Sink) -> Reading[None]:
+def llama3_calls(sink: MessageParser) -> Reading[None]:
     """Calls behind `<|python_tag|>`, or a text that is nothing but calls."""
     held = start = ""
     while LLAMA3.startswith(start) and start != LLAMA3:
@@ -293,7 +297,7 @@ def llama3_calls(sink: Sink) -> Reading[None]:
         yield from json_calls(sink)
 
 
-def mistral_calls(sink: Sink) -> Reading[None]:
+def mistral_calls(sink: MessageParser) -> Reading[None]:
     """Calls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]` between them or without."""
     if not (yield from _until(MISTRAL, sink.content)):
         return
@@ -319,7 +323,7 @@ def mistral_calls(sink: Sink) -> Reading[None]:
     sink.content(held)
 
 
-READERS: dict[str, Callable[[Sink], Reading[None]]] = {
+READERS: dict[str, Callable[[MessageParser], Reading[None]]] = {
     "hermes": hermes_calls,
     "llama3": llama3_calls,
     "mistral": mistral_calls,
@@ -328,7 +332,7 @@ READERS: dict[str, Callable[[Sink], Reading[None]]] = {
 }
 
 
-def thinking(sink: Sink, rest: Reading[None], begun: bool) -> Reading[None]:
+def thinking(sink: MessageParser, rest: Reading[None], begun: bool) -> Reading[None]:
     """Reasoning between `<think>` and `</think>` at the start, the rest to the reading behind it. `begun`: the prompt has opened it. Blanks
     around reasoning are not part of it."""
     held = ""
@@ -357,19 +361,3 @@ def thinking(sink: Sink, rest: Reading[None], begun: bool) -> Reading[None]:
     while character and character in _BLANK:
         character = yield
     yield from _begun(rest, character, over=not character)
-
-
-class MessageParser:
-    """One choice's message, as its text comes."""
-
-    def __init__(self, sink: Sink, reading: Reading[None]) -> None:
-        self._sink = sink
-        self._reader = FedReading(reading)
-
-    @property
-    def num_calls(self) -> int:
-        return self._sink.num_calls
-
-    def push(self, text: str, last: bool = False) -> list[Part]:
-        self._reader.push(text, last)
-        return self._sink.take()

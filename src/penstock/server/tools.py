@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.contract import MAX_GRAMMAR_CHARS, Grammar
 from penstock.errors import InvalidRequest
-from penstock.server.tool_parsers import MARKERS, READERS, THINK, MessageParser, Sink, named_call, thinking
+from penstock.server.tool_parsers import MARKERS, READERS, THINK, MessageParser, named_call, thinking
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
@@ -105,11 +105,6 @@ def asked_of(body: Any) -> Asked | None:
 def _grammar(kind: Any, value: Schema | list[str] | str) -> Grammar:
     """A schema may come as its text."""
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-
-
-def named(error: InvalidRequest, asked: Asked) -> InvalidRequest:
-    """The engine knows one name for all of these fields; the client gave another."""
-    return InvalidRequest(str(error), asked.field) if error.param == "structured_outputs" else error
 
 
 # --------------------------------------------------------------------------------------------------------------- the tools
@@ -210,10 +205,6 @@ class ToolRequest(NamedTuple):
         return None
 
 
-def asking(tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None) -> ToolRequest:
-    return ToolRequest(tools or (), choice or ("auto" if tools else "none"), parallel is not False)
-
-
 def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
     """A list of calls. The schemas of arguments lie in the definitions, and what they refer to moves with them."""
     items, definitions = [], {}
@@ -286,9 +277,10 @@ class AnswerFormat(NamedTuple):
     most_calls: int | None
 
     def parser(self) -> MessageParser:
-        sink = Sink(self.most_calls)
-        reading = named_call(sink, self.forced) if self.forced is not None else READERS[self.reader](sink)
-        return MessageParser(sink, thinking(sink, reading, self.begun) if self.thinks else reading)
+        parser = MessageParser(self.most_calls)
+        reading = named_call(parser, self.forced) if self.forced is not None else READERS[self.reader](parser)
+        parser.start(thinking(parser, reading, self.begun) if self.thinks else reading)
+        return parser
 
     def call_id(self) -> str:
         """Mistral's templates take ids of nine characters only."""

@@ -906,10 +906,12 @@ def test_the_end_of_the_engine_reaches_all_who_wait_though_one_has_given_up() ->
 def test_figures_that_have_not_changed_are_not_sent_again() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         client.own_figures = RequestFigures()
-        client._send_figures(None)
-        client._send_figures(frame(boundary.FrontFigures(client.own_figures)))
+        for _ in range(2):
+            engine.send(boundary.Beat(0.0))
+        heard = [type(await _heard(engine)) for _ in range(3)]
+        assert heard == [boundary.Awake, boundary.FrontFigures, boundary.Awake]
         client.prefetch([1])
-        assert [type(await _heard(engine)) for _ in range(2)] == [boundary.FrontFigures, boundary.Call]
+        assert isinstance(await _heard(engine), boundary.Call)
 
     as_front(play)
 
@@ -934,18 +936,15 @@ def test_a_request_hears_all_of_its_own_events_and_nobody_those_of_one_that_is_n
     assert [(one.request_id, one.tokens) for one in heard] == [("a", (5,)), ("a", (6,)), ("a", (7,))]
 
 
-def test_figures_are_sent_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIGURES_S", 1e6)
-
+def test_figures_are_sent_when_they_are_asked_for() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         engine.send(boundary.WantFigures())  # there are none yet
         engine.send(boundary.Beat(0.0))
         assert await _heard(engine) == boundary.Awake(0)
         client.own_figures = RequestFigures(by_finish=Counter(stop=3))
         engine.send(boundary.WantFigures())
-        engine.send(boundary.Beat(0.0))
         told = await _heard(engine)
-        assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == 3
+        assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == 3 and told.were_wanted
 
     as_front(play)
 
@@ -1061,19 +1060,17 @@ def _ends_meanwhile(client: RemoteEngine, end: FromEngine) -> None:
     client.next_number = number  # type: ignore[method-assign]
 
 
-def test_figures_are_sent_whenever_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_sent_whenever_they_have_changed() -> None:
     """So little is lost when a front is killed."""
-    monkeypatch.setattr(remote, "FIGURES_S", 0.01)
 
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         client.own_figures = RequestFigures()
         for num in range(1, 4):
             client.own_figures.by_finish["stop"] = num
-            while True:
-                message = await _heard(engine)
-                assert isinstance(message, boundary.FrontFigures)
-                if message.figures.by_finish["stop"] == num:
-                    break
+            engine.send(boundary.Beat(0.0))
+            assert await _heard(engine) == boundary.Awake(0)
+            told = await _heard(engine)
+            assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == num and not told.were_wanted
 
     as_front(play)
 

@@ -23,7 +23,7 @@ from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
-from penstock.server.generate import prompts_after
+from penstock.server.generate import prompts_of
 from penstock.server.service import Rules
 from store_servers import valkey_or_skip
 
@@ -217,7 +217,7 @@ def test_text_behind_a_snapshot_does_not_begin_a_text() -> None:
             return [*([300] if add_special else []), *super().encode(text, add_special, most)]
 
     body = schema.CompletionBody(model=MODEL, prompt=["ab", "c"], snapshot="talk")
-    prompts = prompts_after(SnapshotContent(np.array([7, 8], np.uint32).tobytes(), ""), Beginning(512), body, Rules(100))
+    prompts = prompts_of(Beginning(512), body, Rules(100), SnapshotContent(np.array([7, 8], np.uint32).tobytes(), ""))
     assert [list(prompt.ids) for prompt in prompts] == [[7, 8, 97, 98], [7, 8, 99]]
 
 

@@ -14,7 +14,7 @@ from penstock.contract import MAX_SEED, FinishReason, KvSource, SamplingParams, 
 from penstock.engine.text import StopString
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
-from penstock.server.generate import RunningRequest, completion_prompts, prompt_offsets
+from penstock.server.generate import RunningRequest, prompt_offsets, prompts_of
 from penstock.server.replies import ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, ScoredToken, usage_of
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
@@ -233,7 +233,7 @@ class SkippingTokenizer(ScriptedTokenizer):
 def test_a_prompt_of_tokens_is_echoed_with_its_special_ones_however_few_they_are() -> None:
     """Its text is what the client gave, and where its scores lie is counted in it."""
     for ids, text in (([97], "a"), ([97, EOS, 98], "a<256>b")):
-        (prompt,) = completion_prompts(SkippingTokenizer(), CompletionBody(model="m", prompt=ids, echo=True), Rules(10))
+        (prompt,) = prompts_of(SkippingTokenizer(), CompletionBody(model="m", prompt=ids, echo=True), Rules(10))
         assert (list(prompt.ids), prompt.text) == (ids, text)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.server.tool_parsers import READERS, MessageParser, Sink, named_call, thinking
+from penstock.server.tool_parsers import READERS, MessageParser, named_call, thinking
 
 
 class Message(NamedTuple):
@@ -19,9 +19,9 @@ class Message(NamedTuple):
 
 
 def parse(kind: str, pieces: list[str], thinks: bool = False, begun: bool = False, most: int | None = None) -> Message:
-    sink = Sink(most)
-    reading = named_call(sink, "forced") if kind == "forced" else READERS[kind](sink)
-    parser = MessageParser(sink, thinking(sink, reading, begun) if thinks else reading)
+    parser = MessageParser(most)
+    reading = named_call(parser, "forced") if kind == "forced" else READERS[kind](parser)
+    parser.start(thinking(parser, reading, begun) if thinks else reading)
     said = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
     for number, piece in enumerate([*pieces, ""]):
