@@ -285,7 +285,7 @@ class Service:
         return Generations(self.engine, self._bridge, self.generations.take(1), unique)
 
     async def body(self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]) -> tuple[Any, int]:
-        """And how long it is."""
+        """The body as `kind`, of a request whose query and model are known, and its length in bytes."""
         schema.check_query(request.query_params, **queries)
         data = await read_body(request.scope, request.receive, self.config)
         body: Any = schema.decode(data, kind)

@@ -943,6 +943,7 @@ def test_figures_are_sent_when_they_are_asked_for() -> None:
         assert await _heard(engine) == boundary.Awake(0)
         client.own_figures = RequestFigures(by_finish=Counter(stop=3))
         engine.send(boundary.WantFigures())
+        engine.send(boundary.Beat(0.0))
         told = await _heard(engine)
         assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == 3 and told.were_wanted
 
