@@ -108,9 +108,9 @@ def test_a_server_counts_what_it_proposed_and_kept(start_server: Callable[..., A
         details.append(reply["usage"].get("completion_tokens_details", {"draft_tokens": 0, "accepted_draft_tokens": 0}))
     drafted, accepted = (sum(one[name] for one in details) for name in ("draft_tokens", "accepted_draft_tokens"))
     assert drafted >= accepted  # how many are worth their time depends on the machine
-    assert metric(url, "penstock_draft_tokens_total") == drafted
-    assert metric(url, "penstock_accepted_draft_tokens_total") == accepted
-    assert metric(url, "penstock_accepted_draft_length_sum") == accepted
+    assert metric(url, "penstock_spec_proposed_total") == drafted
+    assert metric(url, "penstock_spec_accepted_total") == accepted
+    assert metric(url, "penstock_spec_accept_length_sum") == accepted
     whole = post(url, prompt=f"7 {words}", max_tokens=20)["choices"][0]["text"]
     stop = whole[len(whole) // 2 :][:9]
     stopped = post(url, prompt=f"7 {words}", max_tokens=20, stop=[stop])["choices"][0]

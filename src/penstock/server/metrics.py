@@ -90,12 +90,12 @@ def _drafts(drafted: Sequence[int], accepted: Sequence[int]) -> Iterator[Metric]
     if not drafted:
         return
     places, num = [str(place) for place in range(1, len(drafted) + 1)], drafted[0]
-    for name, what, counts in (("penstock_draft_tokens", "verified", drafted), ("penstock_accepted_draft_tokens", "kept", accepted)):
+    for name, what, counts in (("penstock_spec_proposed", "verified", drafted), ("penstock_spec_accepted", "kept", accepted)):
         about = f"Draft tokens that were {what}, by their place behind the last token."
         yield counter(name, about, dict(zip(places, counts, strict=True)), "place")
     buckets = [(str(float(kept)), num - more) for kept, more in enumerate(accepted)]
     about = "Draft tokens of one request that a step kept."
-    yield HistogramMetricFamily("penstock_accepted_draft_length", about, buckets=[*buckets, ("+Inf", num)], sum_value=sum(accepted))
+    yield HistogramMetricFamily("penstock_spec_accept_length", about, buckets=[*buckets, ("+Inf", num)], sum_value=sum(accepted))
 
 
 def _residency(figures: ResidencyFigures) -> Iterator[Metric]:
