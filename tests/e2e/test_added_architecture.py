@@ -15,10 +15,11 @@ from penstock.config import ModelSource
 from penstock.models import registry
 from penstock.models.adapters import read_adapter
 from penstock.models.architecture import Architecture, WeightSpec, stack
+from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
 from penstock.models.lora import LoraWeight, blank_weights
-from penstock.models.model import Model, ModelConfig
+from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_gguf, write_tiny_model
@@ -53,11 +54,11 @@ def added(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(registry, "ARCHITECTURES", (*others, FusedToy()))
 
 
-def load(path: Path, load_format: str = "auto") -> Model:
+def load(path: Path, load_format: str = "auto") -> Decoder:
     return load_model(ModelSource(str(path), load_format), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
 
 
-def our_logits(model: Model) -> torch.Tensor:
+def our_logits(model: Decoder) -> torch.Tensor:
     return forward(model, ContiguousKv(model.config, model.rope), IDS)
 
 

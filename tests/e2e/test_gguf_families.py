@@ -12,9 +12,10 @@ import torch
 
 from penstock.config import ModelSource
 from penstock.errors import ModelError
+from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
-from penstock.models.model import Model, ModelConfig
+from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.models.rotary import RopeScaling
 from penstock.testing.contiguous_kv import ContiguousKv, forward
@@ -46,11 +47,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def load(path: Path, max_model_len: int | None = None) -> Model:
+def load(path: Path, max_model_len: int | None = None) -> Decoder:
     return load_model(ModelSource(str(path)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len).model
 
 
-def our_logits(model: Model) -> torch.Tensor:
+def our_logits(model: Decoder) -> torch.Tensor:
     return forward(model, ContiguousKv(model.config, model.rope), IDS)
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from penstock.config import ModelSource
+from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.loader import load_model
-from penstock.models.model import Model, ModelConfig
+from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tokenizer, write_tiny_model
@@ -28,7 +29,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def load(directory: Path) -> Model:
+def load(directory: Path) -> Decoder:
     return load_model(ModelSource(str(directory)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
 
 
@@ -66,7 +67,7 @@ def their_logits(reference: Any) -> torch.Tensor:
     return reference(torch.tensor([IDS])).logits[0]
 
 
-def our_logits(model: Model, prefill: int = len(IDS)) -> torch.Tensor:
+def our_logits(model: Decoder, prefill: int = len(IDS)) -> torch.Tensor:
     kv = ContiguousKv(model.config, model.rope)
     return torch.cat([forward(model, kv, IDS[:prefill]), *(forward(model, kv, [id]) for id in IDS[prefill:])])
 

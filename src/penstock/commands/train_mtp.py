@@ -119,10 +119,7 @@ def load_target(config: Config, progress: Progress) -> Decoder:
     wide = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
     dtype = wide[config.source.dtype]
     source = replace(config.source, weights="float32" if device.type == "cpu" and dtype == torch.float32 else "auto")
-    model = load_model(source, device, dtype, TorchLayerOps(), progress, config.engine.max_model_len).model
-    if not isinstance(model, Decoder):
-        raise ConfigError(f"a head for architecture {model.config.architecture} is not supported")
-    return model
+    return load_model(source, device, dtype, TorchLayerOps(), progress, config.engine.max_model_len).model
 
 
 def _draft_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:

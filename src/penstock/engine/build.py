@@ -43,7 +43,7 @@ from penstock.models.adapters import read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import LoadedModel, inspect_model, inspect_source, load_model
-from penstock.models.model import LayerOps, Model, ModelConfig
+from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
@@ -227,7 +227,7 @@ def _sanitizer(config: Config) -> Sanitizer | None:
 
 
 def _executor(
-    model: Model,
+    model: Decoder,
     attention: Attention,
     lane: Lane,
     limits: StepLimits,
@@ -276,7 +276,7 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
+def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
     if config.kv.device_blocks is not None:
         return config.kv.device_blocks
     if config.kv.device_gib is not None:
@@ -297,7 +297,7 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Model) -> int:
     return min(num_blocks, 4 * most)
 
 
-def _working_bytes(config: Config, model: Model) -> float:
+def _working_bytes(config: Config, model: Decoder) -> float:
     """What the largest step holds besides weights and KV: a few rows per token of its widest layer, and logits while they are sampled."""
     c = model.config
     tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
@@ -374,12 +374,10 @@ def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pagea
     return wanted
 
 
-def _head(config: Config, model: Model) -> MtpHead | None:
+def _head(config: Config, model: Decoder) -> MtpHead | None:
     """What is wrong with it is said before memory is taken."""
     if config.speculation.kind != "mtp":
         return None
-    if not isinstance(model, Decoder):
-        raise ConfigError("--speculate mtp: this architecture has no heads")
     if config.speculation.path is not None:
         return read_head(Path(config.speculation.path), model)
     head = shipped_head(model)
@@ -397,7 +395,7 @@ def _draft(config: Config, loaded: LoadedModel, device: torch.device, dtype: tor
     return DraftModel(draft.model, loaded.model.config.vocab)
 
 
-def _scope(model: Model, layout: BlockLayout, proposer: bytes = b"") -> Scope:
+def _scope(model: Decoder, layout: BlockLayout, proposer: bytes = b"") -> Scope:
     """`proposer`: the digest of what has layers of its own in every block."""
     digest = hashlib.blake2b(model.digest + proposer, digest_size=len(model.digest)).digest() if proposer else model.digest
     return Scope(digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
@@ -411,7 +409,7 @@ def _layer_ops(device: torch.device) -> LayerOps:
     return TorchLayerOps()
 
 
-def _target_part(arena: DeviceArena, model: Model, draft: DraftModel | None) -> tuple[Tensor, ModelConfig]:
+def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -> tuple[Tensor, ModelConfig]:
     """What the target's attention reads, with its dimensions. A head's layer is like the target's last, and is read by the same one."""
     dims = model.config
     if draft is not None:

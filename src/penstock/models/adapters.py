@@ -28,10 +28,11 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.architecture import EMBED, HEAD, WeightSpec
+from penstock.models.decoder import Decoder
 from penstock.models.hashed_file import DIGEST_BYTES, WeightFile
 from penstock.models.layers import row_order
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
-from penstock.models.model import Model, ModelConfig
+from penstock.models.model import ModelConfig
 from penstock.models.registry import layout
 from penstock.models.weights import listed, read_json
 
@@ -95,7 +96,7 @@ class _Module(NamedTuple):
         return f"{PREFIX}{self.name}.lora_B.weight"
 
 
-def read_adapter(directory: Path, model: Model) -> AdapterFiles:
+def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
     """The adapter in `directory`, for `model`. Everything that is wrong with it is a ModelError. Files are read once, so what was digested
     is what runs, whatever is written to them meanwhile."""
     config_file, tensors_file = adapter_files(directory)
@@ -199,7 +200,7 @@ def _digest(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[
 
 
 def _weights(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, stacks: list[tuple[WeightSpec, list[_Module]]], model: Model
+    tensors: Mapping[str, Tensor], config: AdapterConfig, stacks: list[tuple[WeightSpec, list[_Module]]], model: Decoder
 ) -> AdapterWeights:
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
     order = row_order(model.config)
@@ -212,7 +213,7 @@ def _weights(
 
 
 def _stacked(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module], model: Model, order: Tensor | None
+    tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module], model: Decoder, order: Tensor | None
 ) -> LoraWeight:
     """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before the copy to the device, which
     is over when it returns: nothing is left for other lanes to wait for. `order`: of the stack's rows in the model."""

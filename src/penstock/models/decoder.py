@@ -32,7 +32,8 @@ class DecoderLayer(NamedTuple):
 
 
 class Decoder:
-    """Implements `Model`. `weights` has the names and shapes of `Architecture.layout`."""
+    """A forward pass in the pieces that become ops on the compute lane: embed, each layer, head. `weights` has the names and shapes of
+    `Architecture.layout`; KV computed by weights of another `digest` never matches."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps, digest: bytes) -> None:
         self.config = config
@@ -41,7 +42,7 @@ class Decoder:
         self.embedding: Weight = weights["embed"]
         self.norm: Tensor = weights["norm"]
         self.dtype, self.device = self.norm.dtype, self.norm.device
-        self.rope = rope_table(config).to(self.device)
+        self.rope = rope_table(config).to(self.device)  # float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin
         layers: list[dict[str, Weight]] = [{} for _ in range(config.num_layers)]
         for name, tensor in weights.items():
             if name.startswith("layers."):
@@ -58,15 +59,21 @@ class Decoder:
         self.output = self.embedding if config.tied_embeddings else weights["head"]
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """int32 [T] -> [T, hidden]"""
         return self.embedding.rows(tokens) if isinstance(self.embedding, Matrix) else F.embedding(tokens, self.embedding)
 
     def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+        """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm are one pass;
+        `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual), the
+        former perhaps in shares (`LayerOps.linear_shares`)."""
         q, k, v, residual = self.project(index, hidden, residual, kv, lora)
         return self.finish(index, kv.attend(index, q, k, v), residual, lora)
 
     def project(
         self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """A layer up to its attention, for steps that attend in several passes: q, k and v as `PagedKv.rotate_and_write` returns them,
+        and the residual stream."""
         w, eps = self.layers[index], self.config.norm_eps
         if residual is None:
             x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
@@ -75,12 +82,15 @@ class Decoder:
         return *kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm), residual
 
     def finish(self, index: int, attended: Tensor, residual: Tensor, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+        """The rest of the layer. `layer` is both, with `PagedKv.attend` between them."""
         w, eps = self.layers[index], self.config.norm_eps
         x = self._linear_shares(index, "out", attended, lora)
         x, residual = self.ops.add_rms_norm(x, residual, w.ffn_norm, eps)
         return self._linear_shares(index, "down", self._gated(index, x, lora), lora), residual
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) -> logits [S, vocab] in the
+        model's dtype."""
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
         return self.output.logits(x) if isinstance(self.output, Matrix) else self.ops.linear(x, self.output)
 

@@ -18,6 +18,7 @@ from penstock.config import ModelSource, WeightsName
 from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
+from penstock.models.decoder import Decoder
 from penstock.models.embedded import embedded_file
 from penstock.models.form_choice import fastest_forms, pinned_forms, wanted
 from penstock.models.gguf_convert import (
@@ -32,7 +33,7 @@ from penstock.models.gguf_convert import (
 )
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import HashedFile, WeightFile
-from penstock.models.model import LayerOps, Model, ModelConfig
+from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress
 from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, layout, parse_config
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
@@ -56,7 +57,7 @@ _SAMPLING: Mapping[str, Any] = dict.fromkeys(("temperature", "top_p", "min_p", "
 class LoadedModel:
     """A model ready to run, its tokenizer, and the name it is served under."""
 
-    model: Model
+    model: Decoder
     tokenizer: TextCodec
     name: str
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams, where a request does not give them

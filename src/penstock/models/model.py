@@ -1,4 +1,4 @@
-"""What a model is to the engine: its dimensions and its forward pass in pieces. Owns no weights and no KV."""
+"""What a model is made with: its dimensions, and the protocols of what its forward pass calls. Owns no weights and no KV."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from penstock.models.rotary import RopeScaling
@@ -106,34 +105,3 @@ class LayerOps(Protocol):
 
     def gated(self, x: Tensor, weight: Weight) -> Tensor:
         """`silu_mul(linear(x, weight))`: [T, in] by [2 * ffn, in] -> [T, ffn]."""
-
-
-class Model(Protocol):
-    """A forward pass in the pieces that become ops on the compute lane: embed, each layer, head."""
-
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
-    digest: bytes  # of the weights: KV computed by other weights never matches
-    rope: Tensor  # float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """int32 [T] -> [T, hidden]"""
-
-    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
-        """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm are one pass;
-        `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual), the
-        former perhaps in shares (`LayerOps.linear_shares`)."""
-
-    def project(
-        self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A layer up to its attention, for steps that attend in several passes: q, k and v as `PagedKv.rotate_and_write` returns them,
-        and the residual stream."""
-
-    def finish(self, index: int, attended: Tensor, residual: Tensor, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
-        """The rest of the layer. `layer` is both, with `PagedKv.attend` between them."""
-
-    def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) -> logits [S, vocab] in the
-        model's dtype."""

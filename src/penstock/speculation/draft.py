@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.models.model import Model, ModelConfig, PagedKv
+from penstock.models.decoder import Decoder
+from penstock.models.model import ModelConfig, PagedKv
 from penstock.models.tokenizer import TextCodec
 
 _NAMED = 3  # tokens that differ, in a message
@@ -18,7 +19,7 @@ _NAMED = 3  # tokens that differ, in a message
 class DraftModel:
     """A model on the device of its target."""
 
-    def __init__(self, model: Model, vocab: int) -> None:
+    def __init__(self, model: Decoder, vocab: int) -> None:
         """`vocab`: of the target. Either may have rows behind the last token that has a text."""
         self.model = model
         self.vocab = vocab
@@ -40,7 +41,7 @@ class DraftModel:
         return model.head(hidden[..., at, :], residual[at])[:, : self.vocab]
 
 
-def check_draft(draft: Model, codec: TextCodec, target: Model, target_codec: TextCodec, max_model_len: int) -> None:
+def check_draft(draft: Decoder, codec: TextCodec, target: Decoder, target_codec: TextCodec, max_model_len: int) -> None:
     """Raises ConfigError where the two do not speak of the same tokens, or not of as many positions."""
     vocab = max(draft.config.vocab, target.config.vocab)
     differing = [id for id in range(vocab) if _text(codec, draft, id) != _text(target_codec, target, id)]
@@ -53,7 +54,7 @@ def check_draft(draft: Model, codec: TextCodec, target: Model, target_codec: Tex
         raise ConfigError(f"--speculate draft: {size}; lower --max-model-len")
 
 
-def _text(codec: TextCodec, model: Model, id: int) -> bytes:
+def _text(codec: TextCodec, model: Decoder, id: int) -> bytes:
     """b"": there is no such token."""
     return codec.token_bytes(id) if id < min(model.config.vocab, codec.vocab_size) else b""
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.models.decoder import Decoder
 from penstock.models.layers import split_norm_rotate
-from penstock.models.model import Model, ModelConfig, Updates
+from penstock.models.model import ModelConfig, Updates
 
 
 class ContiguousKv:
@@ -47,7 +48,7 @@ class ContiguousKv:
 
 
 @torch.inference_mode()
-def forward(model: Model, kv: ContiguousKv, tokens: Sequence[int], lora: Updates | None = None) -> Tensor:
+def forward(model: Decoder, kv: ContiguousKv, tokens: Sequence[int], lora: Updates | None = None) -> Tensor:
     """One step of `tokens` behind what `kv` holds; logits of all of them, [T, vocab]."""
     positions = torch.arange(kv.num_tokens, kv.num_tokens + len(tokens), dtype=torch.int32, device=model.device)
     kv.begin(positions)
@@ -58,7 +59,7 @@ def forward(model: Model, kv: ContiguousKv, tokens: Sequence[int], lora: Updates
     return model.head(hidden, residual)
 
 
-def generate(model: Model, prompt: Sequence[int], num_tokens: int) -> list[int]:
+def generate(model: Decoder, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Greedy continuation: the reference that any engine's output is compared with."""
     kv = ContiguousKv(model.config, model.rope)
     logits = forward(model, kv, prompt)

@@ -15,11 +15,12 @@ from penstock.config import ModelSource
 from penstock.contract import Adapter, Chunk
 from penstock.errors import ModelError
 from penstock.models.adapters import read_adapter
+from penstock.models.decoder import Decoder
 from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
 from penstock.models.lora import AdapterWeights, LoraRun, LoraRuns, lora_runs
-from penstock.models.model import Model, ModelConfig
+from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
@@ -34,16 +35,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return load_model(ModelSource(str(directory)), torch.device("cpu"), dtype, TorchLayerOps(), silent).model
 
 
 @pytest.fixture
-def llama(tmp_path: Path) -> Model:
+def llama(tmp_path: Path) -> Decoder:
     return load(write_tiny_model(tmp_path / "base"))
 
 
-def logits(model: Model, *weights: AdapterWeights, ids: list[int] = IDS) -> torch.Tensor:
+def logits(model: Decoder, *weights: AdapterWeights, ids: list[int] = IDS) -> torch.Tensor:
     """Each of `weights` applies to all tokens."""
     runs = LoraRuns([LoraRun(0, len(ids), each) for each in weights]) if weights else None
     return forward(model, ContiguousKv(model.config, model.rope), ids, runs)
@@ -84,14 +85,14 @@ SCALES: dict[str, tuple[dict[str, Any], float | dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("fields", "scale"), SCALES.values(), ids=SCALES)
-def test_the_scale_follows_the_config(tmp_path: Path, llama: Model, fields: dict[str, Any], scale: Any) -> None:
+def test_the_scale_follows_the_config(tmp_path: Path, llama: Decoder, fields: dict[str, Any], scale: Any) -> None:
     tensors = adapter_tensors(TINY_LLAMA, seed=2)
     dense = load(write_tiny_model(tmp_path / "merged", tensors=merged(tiny_tensors(TINY_LLAMA), tensors, scale)))
     weights = read_adapter(write_adapter(tmp_path / "adapter", tensors, **fields), llama).weights
     assert error(logits(llama, weights), logits(dense)) < TOLERANCE
 
 
-def test_ranks_may_differ_by_module(tmp_path: Path, llama: Model) -> None:
+def test_ranks_may_differ_by_module(tmp_path: Path, llama: Decoder) -> None:
     tensors = adapter_tensors(TINY_LLAMA, seed=3) | adapter_tensors(TINY_LLAMA, seed=4, rank=2, modules=("k_proj", "up_proj"))
     adapter = write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=4, rank_pattern={"k_proj": 2, "up_proj": 2})
     scales = dict.fromkeys(ALL_MODULES, 1.0) | {"k_proj": 2.0, "up_proj": 2.0}
@@ -112,14 +113,14 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", TARGETS.values(), ids=TARGETS)
-def test_targets_may_be_written_in_every_way(tmp_path: Path, llama: Model, fields: dict[str, Any]) -> None:
+def test_targets_may_be_written_in_every_way(tmp_path: Path, llama: Decoder, fields: dict[str, Any]) -> None:
     tensors = adapter_tensors(TINY_LLAMA, seed=1)
     found = read_adapter(write_adapter(tmp_path / "adapter", tensors, **fields), llama)
     assert found.digest == read_adapter(write_adapter(tmp_path / "usual", tensors), llama).digest
     assert all(layer.keys() == {"qkv", "out", "gate_up", "down"} for layer in found.weights.layers)
 
 
-def test_some_layers_may_stay_as_they_are(tmp_path: Path, llama: Model) -> None:
+def test_some_layers_may_stay_as_they_are(tmp_path: Path, llama: Decoder) -> None:
     tensors = {name: tensor for name, tensor in adapter_tensors(TINY_LLAMA, seed=1).items() if ".layers.1." in name}
     adapter = write_adapter(tmp_path / "adapter", tensors, target_modules=r"model\.layers\.1\..*")
     dense = load(write_tiny_model(tmp_path / "merged", tensors=merged(tiny_tensors(TINY_LLAMA), tensors, 2.0)))
@@ -127,7 +128,7 @@ def test_some_layers_may_stay_as_they_are(tmp_path: Path, llama: Model) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_adapters_in_half_precision_are_taken_as_they_are(tmp_path: Path, llama: Model, stored: torch.dtype) -> None:
+def test_adapters_in_half_precision_are_taken_as_they_are(tmp_path: Path, llama: Decoder, stored: torch.dtype) -> None:
     tensors = {name: tensor.to(stored) for name, tensor in adapter_tensors(TINY_LLAMA, seed=1).items()}
     dense = load(write_tiny_model(tmp_path / "merged", tensors=merged(tiny_tensors(TINY_LLAMA), tensors, 2.0)))
     assert error(logits(llama, read_adapter(write_adapter(tmp_path / "a", tensors), llama).weights), logits(dense)) < TOLERANCE
@@ -145,7 +146,7 @@ def test_a_model_in_bf16_stays_near_its_merged_weights(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- tokens of a step
 
 
-def test_each_run_changes_its_own_tokens_and_no_others(tmp_path: Path, llama: Model) -> None:
+def test_each_run_changes_its_own_tokens_and_no_others(tmp_path: Path, llama: Decoder) -> None:
     one, two = (read_adapter(write_random_adapter(tmp_path / str(seed), TINY_LLAMA, seed), llama).weights for seed in (1, 2))
     x = torch.randn(10, TINY_LLAMA.hidden, generator=torch.Generator().manual_seed(0))
     runs = LoraRuns([LoraRun(2, 5, one), LoraRun(5, 6, two)])
@@ -181,7 +182,7 @@ def test_a_step_without_adapters_has_no_runs() -> None:
 # ------------------------------------------------------------------------------------------------------------ digest
 
 
-def test_the_digest_is_of_the_content_and_of_nothing_else(tmp_path: Path, llama: Model) -> None:
+def test_the_digest_is_of_the_content_and_of_nothing_else(tmp_path: Path, llama: Decoder) -> None:
     tensors = adapter_tensors(TINY_LLAMA, seed=1)
     first = read_adapter(write_adapter(tmp_path / "first", tensors), llama).digest
     assert len(bytes.fromhex(first)) == 32
@@ -202,7 +203,7 @@ def test_the_digest_is_of_the_content_and_of_nothing_else(tmp_path: Path, llama:
     assert len(digests) == len(others) and first not in digests
 
 
-def test_an_adapter_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
     other = (write_random_adapter(tmp_path / "other", TINY_LLAMA, seed=2) / "adapter_model.safetensors").read_bytes()
     os.utime(adapter / "adapter_model.safetensors", (1, 1))
@@ -258,7 +259,7 @@ REFUSED_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "said"), REFUSED_FIELDS.values(), ids=REFUSED_FIELDS)
-def test_a_config_that_cannot_be_honoured_is_refused(tmp_path: Path, llama: Model, fields: dict[str, Any], said: str) -> None:
+def test_a_config_that_cannot_be_honoured_is_refused(tmp_path: Path, llama: Decoder, fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         read_adapter(write_adapter(tmp_path / "adapter", adapter_tensors(TINY_LLAMA, seed=1), **fields), llama)
 
@@ -287,38 +288,38 @@ REFUSED_TENSORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("change", "said"), REFUSED_TENSORS.values(), ids=REFUSED_TENSORS)
-def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, llama: Model, change: Any, said: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, llama: Decoder, change: Any, said: str) -> None:
     tensors = change(adapter_tensors(TINY_LLAMA, seed=1))
     with pytest.raises(ModelError, match=said):
         read_adapter(write_adapter(tmp_path / "adapter", tensors, r=4, target_modules=list(ALL_MODULES)), llama)
 
 
-def test_an_adapter_of_another_size_is_refused(tmp_path: Path, llama: Model) -> None:
+def test_an_adapter_of_another_size_is_refused(tmp_path: Path, llama: Decoder) -> None:
     with pytest.raises(ModelError, match="do not fit the model"):
         read_adapter(write_random_adapter(tmp_path / "adapter", TINY_QWEN3, seed=1), llama)
 
 
 @pytest.mark.parametrize(("gone", "said"), [(Q_A, "lora_A"), (Q_B, "lora_B")])
 def test_half_a_pair_is_refused_also_where_nobody_says_which_modules_are_adapted(
-    tmp_path: Path, llama: Model, gone: str, said: str
+    tmp_path: Path, llama: Decoder, gone: str, said: str
 ) -> None:
     tensors = without(gone, adapter_tensors(TINY_LLAMA, seed=1))
     with pytest.raises(ModelError, match=rf"missing tensors: .*0\.self_attn\.q_proj\.{said}"):
         read_adapter(write_adapter(tmp_path / "adapter", tensors, target_modules=".*proj"), llama)
 
 
-def test_a_regular_expression_beside_no_tensors_adapts_nothing(tmp_path: Path, llama: Model) -> None:
+def test_a_regular_expression_beside_no_tensors_adapts_nothing(tmp_path: Path, llama: Decoder) -> None:
     with pytest.raises(ModelError, match="holds no tensors"):
         read_adapter(write_adapter(tmp_path / "adapter", {}, target_modules=".*proj"), llama)
 
 
-def test_a_regular_expression_out_of_a_file_is_never_run(tmp_path: Path, llama: Model) -> None:
+def test_a_regular_expression_out_of_a_file_is_never_run(tmp_path: Path, llama: Decoder) -> None:
     """This one takes longer than anybody lives, and holds the interpreter all the while."""
     endless = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, 1, target_modules=r"([a-z_.0-9]+)+!")
     assert read_adapter(endless, llama).digest
 
 
-def test_damaged_and_missing_files_are_refused(tmp_path: Path, llama: Model) -> None:
+def test_damaged_and_missing_files_are_refused(tmp_path: Path, llama: Decoder) -> None:
     for name, data, said in (
         ("adapter_config.json", b"{", "is not valid JSON"),
         ("adapter_config.json", b"[]", "must hold a JSON object"),
@@ -336,7 +337,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path, llama: Model) -> 
         read_adapter(tmp_path / "nowhere", llama)
 
 
-def test_every_cut_of_the_tensor_file_is_refused(tmp_path: Path, llama: Model) -> None:
+def test_every_cut_of_the_tensor_file_is_refused(tmp_path: Path, llama: Decoder) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
     file = adapter / "adapter_model.safetensors"
     whole = file.read_bytes()
@@ -346,7 +347,7 @@ def test_every_cut_of_the_tensor_file_is_refused(tmp_path: Path, llama: Model) -
             read_adapter(adapter, llama)
 
 
-def test_an_adapter_that_does_not_fit_into_memory_says_so(tmp_path: Path, llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_does_not_fit_into_memory_says_so(tmp_path: Path, llama: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
 
     said = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 3 GiB"
@@ -361,7 +362,7 @@ def test_an_adapter_that_does_not_fit_into_memory_says_so(tmp_path: Path, llama:
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F8_E8M0"])
-def test_a_dtype_that_the_format_has_and_torch_has_not_is_refused(tmp_path: Path, llama: Model, dtype: str) -> None:
+def test_a_dtype_that_the_format_has_and_torch_has_not_is_refused(tmp_path: Path, llama: Decoder, dtype: str) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
     header = json.dumps({Q_A: {"dtype": dtype, "shape": [8], "data_offsets": [0, {"F4": 4, "F6_E2M3": 6, "F8_E8M0": 8}[dtype]]}}).encode()
     data = len(header).to_bytes(8, "little") + header + bytes(8)
@@ -388,7 +389,7 @@ def test_weights_that_are_not_finite_once_they_are_in_the_model_are_refused(
         read_adapter(write_adapter(tmp_path / "adapter", tensors, r=4, lora_alpha=alpha), model)
 
 
-def test_a_pickle_is_not_opened(tmp_path: Path, llama: Model) -> None:
+def test_a_pickle_is_not_opened(tmp_path: Path, llama: Decoder) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1)
     (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
     with pytest.raises(ModelError, match="is a pickle, which can run code"):
@@ -415,7 +416,7 @@ def faulty(weights: AdapterWeights, fault: str) -> AdapterWeights:
 
 
 @pytest.mark.parametrize("fault", ["unscaled", "k and v exchanged", "the A of another module"])
-def test_the_comparison_with_merged_weights_turns_red_with(tmp_path: Path, llama: Model, fault: str) -> None:
+def test_the_comparison_with_merged_weights_turns_red_with(tmp_path: Path, llama: Decoder, fault: str) -> None:
     tensors = adapter_tensors(TINY_LLAMA, seed=1)
     dense = load(write_tiny_model(tmp_path / "merged", tensors=merged(tiny_tensors(TINY_LLAMA), tensors, 2.0)))
     weights = read_adapter(write_adapter(tmp_path / "adapter", tensors), llama).weights
@@ -423,7 +424,7 @@ def test_the_comparison_with_merged_weights_turns_red_with(tmp_path: Path, llama
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_one_number_that_is_not_finite_is_enough_to_refuse_an_adapter(tmp_path: Path, llama: Model, wrong: float) -> None:
+def test_one_number_that_is_not_finite_is_enough_to_refuse_an_adapter(tmp_path: Path, llama: Decoder, wrong: float) -> None:
     tensors = adapter_tensors(TINY_LLAMA, seed=1)
     name = next(name for name in tensors if name.endswith("k_proj.lora_B.weight"))
     tensors[name][-1, -1] = wrong

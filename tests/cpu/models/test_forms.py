@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.config import ModelSource, WeightsName
 from penstock.errors import ConfigError
 from penstock.models import form_choice, gguf_file
+from penstock.models.decoder import Decoder
 from penstock.models.form_choice import ROWS, Measurement, fastest_forms, kept_measurement, measure, pinned_forms, wanted
 from penstock.models.forms import Forms, Matrix, Quants, empty_matrix, has_exact_products, matrix_of_quants
 from penstock.models.gguf_file import GgufFile
@@ -25,7 +26,6 @@ from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.llama import SMOLLM2_135M
 from penstock.models.loader import inspect_model, load_model
-from penstock.models.model import Model
 from penstock.models.progress import silent
 from penstock.models.registry import BUILT_IN, layout
 from penstock.models.rotary import RopeScaling
@@ -47,7 +47,7 @@ def made(values: Tensor, name: str = "layers.0.qkv", forms: Forms = INT8, tied: 
     return matrix
 
 
-def load(weights: WeightsName, **source: object) -> Model:
+def load(weights: WeightsName, **source: object) -> Decoder:
     chosen = ModelSource("tiny-llama", "dummy", weights=weights, **source)  # type: ignore[arg-type]
     return load_model(chosen, torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
 
@@ -293,7 +293,7 @@ def test_rotary_tables_follow_the_longest_sequence_in_every_form(
         torch.testing.assert_close(model.rope, rope_table(dataclasses.replace(config, rope_scaling=expected)), rtol=1e-5, atol=1e-5)
 
 
-def opened(path: Path, weights: WeightsName, max_model_len: int | None = None) -> Model:
+def opened(path: Path, weights: WeightsName, max_model_len: int | None = None) -> Decoder:
     source = ModelSource(str(path), weights=weights)
     return load_model(source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len).model
 

@@ -20,9 +20,9 @@ from penstock.engine.adapters import AdapterStore
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.models.adapters import AdapterFiles, read_adapter
+from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
-from penstock.models.model import Model
 from penstock.models.progress import silent
 from penstock.server.run import HttpServer
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3
@@ -34,7 +34,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> Decoder:
     source = ModelSource("tiny-llama", load_format="dummy")
     return load_model(source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
 
@@ -48,7 +48,7 @@ def allowed(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def served(model: Model, allowed: Path) -> Iterator[Served]:
+def served(model: Decoder, allowed: Path) -> Iterator[Served]:
     """A scripted engine with a real store."""
     store = AdapterStore(MODEL, lambda directory: read_adapter(directory, model), allowed.resolve())
     with serving(ScriptedEngine(adapters=store)) as running:
@@ -210,7 +210,7 @@ def test_a_bad_load_is_refused_by_field_and_changes_nothing(
     assert served.engine.adapters.all() == before
 
 
-def test_loads_are_read_one_after_another_and_off_the_event_loop(model: Model, allowed: Path) -> None:
+def test_loads_are_read_one_after_another_and_off_the_event_loop(model: Decoder, allowed: Path) -> None:
     """While a load is stuck in a file, everybody else is served; more loads than seats are told to come back."""
     gate, started = threading.Event(), threading.Semaphore(0)
     num_reading = []

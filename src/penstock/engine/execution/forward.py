@@ -14,8 +14,8 @@ from penstock.engine.execution.attention import Attention, Partial
 from penstock.engine.execution.batch import StepInputs
 from penstock.engine.execution.scoring import StepScores
 from penstock.lanes.lane import Op
+from penstock.models.decoder import Decoder
 from penstock.models.lora import LoraRuns
-from penstock.models.model import Model
 
 
 class Attending(NamedTuple):
@@ -73,7 +73,7 @@ class LayerOp(NamedTuple):
 class Forward:
     """Makes the ops of one pass over a model."""
 
-    def __init__(self, model: Model, attention: Attention, pending: Tensor) -> None:
+    def __init__(self, model: Decoder, attention: Attention, pending: Tensor) -> None:
         self.model = model
         self.attention = attention
         self._pending = pending  # int32 [rows, 1 + drafts]: what each request sampled last, and what was drafted behind it
