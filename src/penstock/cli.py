@@ -162,9 +162,9 @@ def _add_generate(commands: Any) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     config, sampling = config_with_one_lora(args), sampling_of(args)
-    from penstock.commands.chat import Task, generate
+    from penstock.commands.chat import generate
 
-    return generate(config, Task(args.prompt, sampling, args.max_tokens is None, args.raw, args.json))
+    return generate(config, args.prompt, sampling, args.max_tokens is None, args.raw, args.json)
 
 
 def _add_chat(commands: Any) -> None:
@@ -200,9 +200,9 @@ def _add_cache(commands: Any) -> None:
 
 
 def _cache(args: argparse.Namespace) -> int:
-    from penstock.commands.cache import Job, run_cache
+    from penstock.commands.cache import run_cache
 
-    return run_cache(Job(args.action, Path(args.kv_offload_ssd_dir), args.yes, args.json))
+    return run_cache(args.action, Path(args.kv_offload_ssd_dir), args.yes, args.json)
 
 
 def _add_train_mtp(commands: Any) -> None:

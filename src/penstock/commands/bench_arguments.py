@@ -15,6 +15,7 @@ from penstock.commands.arguments import (
     config_of,
     counts,
     device_flag,
+    dtype_flag,
     engine_flags,
     model_flag,
     new_file,
@@ -309,8 +310,7 @@ def _add_transfer(kinds: Any) -> None:
     model_flag(group)
     group.add_argument("--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here")
     device_flag(group)
-    text = "auto: float32 on the CPU, bfloat16 on CUDA"
-    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default=ModelSource().dtype, help=text)
+    dtype_flag(group)
     number(group, "--block-tokens", "tokens in one KV block", KvConfig().block_tokens)
     group.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories")
     group.add_argument("--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers")

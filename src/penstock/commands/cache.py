@@ -7,9 +7,9 @@ import datetime
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -25,30 +25,22 @@ MOST_LINES = 20  # of damage shown; the JSON file has all of it
 NUM_DIGITS = 12  # of a space's digest: enough to tell a few apart
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What was asked for."""
-
-    action: Literal["inspect", "verify", "clear"]
-    directory: Path
-    yes: bool  # clear without asking
-    json_file: Path | None
-
-
-def run_cache(job: Job) -> int:
-    """1 where something is damaged that was looked at byte by byte, or where nothing was done."""
-    if job.action == "clear" and not job.yes and not _confirmed(job.directory):
+def run_cache(action: Literal["inspect", "verify", "clear"], directory: Path, yes: bool, json_file: Path | None) -> int:
+    """With `yes` it clears without asking. 1 where something is damaged that was looked at byte by byte, or where nothing was done."""
+    if action == "clear" and not yes and not _confirmed(directory):
         _say("nothing was removed")
         return 1
-    look = {"inspect": survey.inspect, "verify": survey.verify, "clear": survey.clear}[job.action]
+    look = {"inspect": survey.inspect, "verify": survey.verify, "clear": survey.clear}[action]
     with ProgressBar() as bar:
-        found = look(job.directory, lambda done, total: bar(job.action, done, total))
-    if job.json_file is not None:
-        job.json_file.write_text(json.dumps(_report(job, found), indent=2) + "\n")
-    if job.action == "clear":
+        found = look(directory, lambda done, total: bar(action, done, total))
+    if json_file is not None:
+        fields = {**asdict(found), "directory": str(found.directory), "num_blocks": found.num_blocks}
+        looked = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        json_file.write_text(json.dumps({"action": action, "looked": looked, **fields}, indent=2) + "\n")
+    if action == "clear":
         _say(f"removed {_files(found)} from {found.directory}")
         return 0
-    return _show(job, found)
+    return _show(found, verified=action == "verify")
 
 
 def _confirmed(directory: Path) -> bool:
@@ -78,10 +70,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-# ----------------------------------------------------------------------------------------------------------------- for people
-
-
-def _show(job: Job, found: Survey) -> int:
+def _show(found: Survey, verified: bool) -> int:
     console = Console()
     console.print(table(["", "number"], list(_counts(found)), Text(f"penstock cache: {found.directory}"), left=1))
     if found.spaces:
@@ -94,7 +83,7 @@ def _show(job: Job, found: Survey) -> int:
         _say(f"damaged: {line}")
     if len(damage) > MOST_LINES:
         _say(f"and {len(damage) - MOST_LINES} more; --json FILE keeps all of them")
-    if job.action != "verify":
+    if not verified:
         return 0
     if not damage:
         _say("nothing is damaged")
@@ -146,11 +135,3 @@ def _time(nanoseconds: int) -> str:
         return datetime.datetime.fromtimestamp(nanoseconds / 1e9, datetime.UTC).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, OSError, ValueError):
         return "?"
-
-
-# --------------------------------------------------------------------------------------------------------------- for programs
-
-
-def _report(job: Job, found: Survey) -> dict[str, Any]:
-    fields = {**asdict(found), "directory": str(found.directory), "num_blocks": found.num_blocks}
-    return {"action": job.action, "looked": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), **fields}

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -28,27 +27,18 @@ from penstock.models.tokenizer import TextCodec
 ANSWER_SHARE = 4  # a quarter of the context is kept free for the answer, where that many tokens are wanted at all
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What was asked for."""
-
-    prompt: str  # "-": stdin
-    sampling: SamplingParams
-    max_tokens_is_default: bool  # then the context may leave less
-    raw: bool  # no chat template
-    json_file: Path | None
-
-
-def generate(config: Config, task: Task) -> int:
+def generate(config: Config, prompt: str, sampling: SamplingParams, max_tokens_is_default: bool, raw: bool, json_file: Path | None) -> int:
+    """The prompt "-" is stdin; a `raw` one has no chat template."""
     tolerate_encodings()
-    text = sys.stdin.read() if task.prompt == "-" else task.prompt
+    text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise ConfigError("PROMPT is empty")
     with running_engine(config) as engine:
-        chat = not task.raw and engine.tokenizer.has_chat_template
-        prompt = engine.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else engine.tokenizer.encode(text)
+        chat = not raw and engine.tokenizer.has_chat_template
+        tokens = engine.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else engine.tokenizer.encode(text)
         adapter = given_adapter(engine)
-        answer = Answer(engine, prompt, _fitting(task, engine.max_model_len - len(prompt)), adapter, begins=chat)
+        sampling = _fitting(sampling, max_tokens_is_default, engine.max_model_len - len(tokens))
+        answer = Answer(engine, tokens, sampling, adapter, begins=chat)
         written: list[str] = []
         for piece in answer.pieces():
             written.append(piece)
@@ -56,19 +46,18 @@ def generate(config: Config, task: Task) -> int:
         print()
         figures = answer.figures()
         print(figures.line(), file=sys.stderr)
-        if task.json_file is not None:
+        if json_file is not None:
             name = engine.name if adapter is None else adapter.name
             told = {**dataclasses.asdict(figures), "decode_tokens_per_s": figures.decode_tokens_per_s}
             report = {"model": name, **told, "text": "".join(written), "config": config.shown()}
-            task.json_file.write_text(json.dumps(report, indent=2) + "\n")
+            json_file.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
-def _fitting(task: Task, room: int) -> SamplingParams:
+def _fitting(sampling: SamplingParams, is_default: bool, room: int) -> SamplingParams:
     """A default yields to the context; what was asked for does not, and the engine says why it cannot be."""
-    if task.max_tokens_is_default and 1 <= room < task.sampling.max_tokens:
-        return dataclasses.replace(task.sampling, max_tokens=room)
-    return task.sampling
+    yields = is_default and 1 <= room < sampling.max_tokens
+    return dataclasses.replace(sampling, max_tokens=room) if yields else sampling
 
 
 # ------------------------------------------------------------------------------------------------------------------- chat
@@ -152,7 +141,7 @@ class Chat:
         if interactive:
             name = self._engine.name if self._adapter is None else f"{self._engine.name} with adapter {self._adapter.name}"
             self._note(f"{name}, context of {self._engine.max_model_len} tokens. {HELP}")
-        for line in _typed_lines() if interactive else _piped_lines():
+        for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
             if line.startswith("/"):
                 if not self._obey(line):
                     return
@@ -213,11 +202,6 @@ def _typed_lines() -> Iterator[str]:
         except EOFError:
             print()
             return
-
-
-def _piped_lines() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.strip()
 
 
 @contextlib.contextmanager

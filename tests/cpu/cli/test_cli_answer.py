@@ -8,7 +8,7 @@ import pytest
 
 from penstock.commands import answer as answer_module
 from penstock.commands.answer import Answer, Figures, running_engine
-from penstock.commands.chat import Task, _fitting
+from penstock.commands.chat import _fitting
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config, KvConfig, ModelSource
 from penstock.contract import FinishReason, KvSource, SamplingParams, TokenEvent, TokenLogprob
@@ -126,8 +126,8 @@ def test_tokens_and_logprobs_end_together_where_a_stop_string_does():
 @pytest.mark.parametrize(("room", "expected"), [(-1, 9), (0, 9), (1, 1), (8, 8), (9, 9), (10, 9)])
 def test_a_default_length_yields_to_any_room_that_is_left(room, expected):
     """Where none is, what was asked for stays, and the engine says why it cannot be."""
-    assert _fitting(Task("x", _greedy(9), True, False, None), room).max_tokens == expected
-    assert _fitting(Task("x", _greedy(9), False, False, None), room).max_tokens == 9
+    assert _fitting(_greedy(9), True, room).max_tokens == expected
+    assert _fitting(_greedy(9), False, room).max_tokens == 9
 
 
 def test_a_failed_request_raises_after_the_text_it_had():

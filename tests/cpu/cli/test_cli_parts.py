@@ -14,14 +14,13 @@ from rich.console import Console
 
 from penstock.commands import cache, chat, doctor
 from penstock.commands.answer import Figures
-from penstock.commands.chat import Chat, Conversation, Task, _fitting
+from penstock.commands.chat import Chat, Conversation, _fitting
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config, ModelSource
 from penstock.contract import KvSource, SamplingParams
 from penstock.errors import ModelError
 from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey
-from penstock.models import loader
-from penstock.models.registry import EMBEDDED
+from penstock.models import embedded, loader
 from penstock.models.tokenizer import ByteTokenizer
 from support.scripted_engine import ScriptedEngine
 
@@ -107,8 +106,7 @@ def test_a_terminal_is_not_driven_by_what_a_model_writes_and_a_pipe_gets_it_all(
     ("is_default", "room", "max_tokens"), [(True, 5, 5), (True, 10, 10), (True, 11, 10), (True, 1, 1), (True, 0, 10), (False, 5, 10)]
 )
 def test_only_a_default_yields_to_the_context(is_default: bool, room: int, max_tokens: int) -> None:
-    task = Task("x", SamplingParams(max_tokens=10), is_default, True, None)
-    assert _fitting(task, room).max_tokens == max_tokens
+    assert _fitting(SamplingParams(max_tokens=10), is_default, room).max_tokens == max_tokens
 
 
 # ------------------------------------------------------------------------------------------------------------------ progress
@@ -152,7 +150,7 @@ def test_whatever_is_damaged_is_named_and_verify_ends_with_it(capsys: pytest.Cap
     found = Survey(Path("/kv"), num_segments=1, num_good=7)
     getattr(found, which).extend(f"place {i}" for i in range(num))
     for action, code in (("inspect", 0), ("verify", int(num > 0))):
-        assert cache._show(cache.Job(action, Path("/kv"), False, None), found) == code  # type: ignore[arg-type]
+        assert cache._show(found, verified=action == "verify") == code
         said = capsys.readouterr().out
         assert said.count("damaged: place ") == min(num, cache.MOST_LINES)
         assert ("and 3 more" in said) == (num > cache.MOST_LINES)
@@ -190,7 +188,7 @@ def test_a_built_in_name_is_known_and_an_embedded_model_that_is_missing_is_a_war
         raise ModelError("they are not in this package")
 
     monkeypatch.setattr(loader, "embedded_file", missing)
-    (check,) = doctor._model(Config(ModelSource(EMBEDDED, device="cpu")))
+    (check,) = doctor._model(Config(ModelSource(embedded.NAME, device="cpu")))
     assert (check.name, check.status, check.detail) == ("model", doctor.Status.WARN, "they are not in this package")
 
 
