@@ -7,7 +7,7 @@ import datetime
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
@@ -73,7 +73,15 @@ class ChatTemplate:
         Where messages spell one, its first character is disguised before the template sees it. What a template could still put together
         from pieces of text shows in the count: a conversation of the same shape that says nothing must have as many.
         """
-        said = "\0".join(text for one in (*messages, *(tools or ())) for text in _texts(one))
+        texts: list[str] = []
+
+        def heard(text: str) -> str:
+            texts.append(text)
+            return text
+
+        for one in (*messages, *(tools or ())):
+            _changed(one, heard)
+        said = "\0".join(texts)
         spelled = [control for control in controls if control in said]
         disguises = _disguises(said, {control[0] for control in spelled})
 
@@ -119,22 +127,9 @@ _FIELD_NAME = re.compile(r"[A-Za-z0-9_$-]{1,64}")
 _KINDS = frozenset({"function", "object", "string", "number", "integer", "boolean", "array", "null"})
 
 
-def _texts(value: Any, depth: int = 0) -> Iterator[str]:
-    """Every string in a message or tool that its writer chose; a message's role is one of few."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            if depth:
-                yield name
-            yield from () if name == "role" and not depth else _texts(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item, depth + 1)
-
-
 def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A message or tool with every such string changed. Names inside it are their writer's, too, but for those that templates look at."""
+    """A message or tool with every string changed that its writer chose; a message's role is one of few. Names inside it are their
+    writer's, too, but for those that templates look at."""
     if isinstance(value, str):
         return value if value in _KINDS else change(value)
     if isinstance(value, Mapping):
