@@ -196,19 +196,7 @@ class TritonLayerOps:
             return self.silu_mul(self.linear(x, weight))
         ffn = len(weight) // 2
         out = x.new_empty(len(x), ffn)
-        gated_kernel[(ffn // tile.columns,)](
-            x.contiguous(),
-            weight,
-            out,
-            len(x),
-            WIDTH=weight.shape[1],
-            FFN=ffn,
-            TILE_ROWS=_tile_rows(x),
-            TILE_COLUMNS=tile.columns,
-            DEPTH=tile.depth,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        gated_kernel[(ffn // tile.columns,)](x.contiguous(), weight, out, len(x), WIDTH=weight.shape[1], FFN=ffn, **_launch(x, tile))
         return out
 
     def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -217,25 +205,19 @@ class TritonLayerOps:
             return self.linear(x, weight)
         out_width, width = weight.shape
         out = torch.empty(SHARES, len(x), out_width, dtype=torch.float32, device=x.device)
-        shares_kernel[(out_width // tile.columns, SHARES)](
-            x.contiguous(),
-            weight,
-            out,
-            len(x),
-            WIDTH=width,
-            OUT=out_width,
-            SHARE=width // SHARES,
-            TILE_ROWS=_tile_rows(x),
-            TILE_COLUMNS=tile.columns,
-            DEPTH=tile.depth,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        shape = {"WIDTH": width, "OUT": out_width, "SHARE": width // SHARES}
+        shares_kernel[(out_width // tile.columns, SHARES)](x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile))
         return out
 
 
 def _tile_rows(x: Tensor) -> int:
     return max(16, triton.next_power_of_2(len(x)))
+
+
+def _launch(x: Tensor, tile: ProductTile) -> dict[str, int]:
+    """How a product is launched."""
+    tiles = {"TILE_ROWS": _tile_rows(x), "TILE_COLUMNS": tile.columns, "DEPTH": tile.depth}
+    return {**tiles, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def _gated_tile(x: Tensor, weight: Tensor) -> ProductTile | None:
