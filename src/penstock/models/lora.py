@@ -81,13 +81,10 @@ class LoraRun(NamedTuple):
     weights: AdapterWeights
 
 
-class LoraRuns:
+class LoraRuns(NamedTuple):
     """The adapters of one step. Keeps their weights alive, whatever becomes of the adapters meanwhile."""
 
-    __slots__ = ("runs",)
-
-    def __init__(self, runs: Sequence[LoraRun]) -> None:
-        self.runs = tuple(runs)
+    runs: Sequence[LoraRun]
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
         """Add what the adapters say to `y`, the output of projection `name` for input `x`; tokens without an adapter stay as they are."""

@@ -10,7 +10,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import tokenizers
@@ -27,14 +26,6 @@ BYTE_CHAT_TEMPLATE = (
 
 NFC_SHRINKS = 4  # composing characters makes a text shorter by this factor at most, counted in bytes
 KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})  # pre-tokenizers that only cut, unless a Split removes what it finds
-
-
-def open_vocabulary(path: Path) -> tokenizers.Tokenizer:
-    """The vocabulary in a tokenizer.json."""
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for unreadable and for malformed files
-        raise ModelError(f"{path} is missing or not a tokenizer: {error}") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------- the bytes of tokens

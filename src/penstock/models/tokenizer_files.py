@@ -4,7 +4,7 @@ them is taken, and which pre-tokenizers of GGUF files are known; the vocabulary 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from penstock.errors import ModelError
 from penstock.models.architecture import token_ids
 from penstock.models.chat import ChatTemplate
 from penstock.models.model import ModelConfig
-from penstock.models.tokenizer import Tokenizer, open_vocabulary
+from penstock.models.tokenizer import Tokenizer
 from penstock.models.weights import read_json
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -34,7 +34,7 @@ _OTHER_VOCABULARIES = {  # what transformers needs besides to convert each
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     """`config` gives the vocabulary that ids must fit into, and the end-of-sequence ids where generation_config.json has none."""
     settings = {**_optional_json(directory / "special_tokens_map.json"), **_optional_json(directory / "tokenizer_config.json")}
-    special = dict(_special_tokens(settings))
+    special = {role: text for role in _ROLES if (text := _content(settings.get(role))) is not None}
     template = _template_source(directory, settings)
     chat = ChatTemplate(template, special) if template is not None else None
     backend = _open_vocabulary(directory)
@@ -59,18 +59,14 @@ def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
             f"{directory} has {other} but no tokenizer.json, and only that is read. To make one: "
             f'pip install transformers{_OTHER_VOCABULARIES[other]}, then python -c "{convert}"'
         )
-    return open_vocabulary(path)
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for unreadable and for malformed files
+        raise ModelError(f"{path} is missing or not a tokenizer: {error}") from error
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name in _ROLES:
-        text = _content(settings.get(name))
-        if text is not None:
-            yield name, text
 
 
 def _content(token: object) -> str | None:
