@@ -102,4 +102,6 @@ def test_the_first_start_measures_and_the_next_reads_what_was_found(tmp_path: Pa
     again = start()
     assert not any("measuring" in stage for stage in stages)
     assert first.model.digest == again.model.digest
-    assert doctor._forms(Config(), inspect_model("smollm2-135m"), "float32", "cpu")[1] == fastest_forms(first.model.config, silent)
+    assert doctor._forms(Config(), inspect_model(ModelSource("smollm2-135m")), "float32", "cpu")[1] == fastest_forms(
+        first.model.config, silent
+    )

@@ -22,11 +22,12 @@ from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
 from penstock.errors import ConfigError, ModelError
 from penstock.kv.memory import ITEM_BYTES, BlockLayout
 from penstock.lanes.cuda import describe_gpus
+from penstock.models import embedded
 from penstock.models.form_choice import ROWS, cpu_name, kept_measurement, pinned_forms, wanted
 from penstock.models.forms import Forms
 from penstock.models.loader import ModelFacts, inspect_model
 from penstock.models.model import ModelConfig
-from penstock.models.registry import BUILT_IN, EMBEDDED
+from penstock.models.registry import BUILT_IN
 from penstock.models.registry import layout as weights_of
 
 LOW_MEMORY_GIB = 2.0  # the embedded model and its KV take about that much
@@ -127,9 +128,9 @@ def _model(config: Config) -> Iterator[Check]:
     """Whether it would load, and what it takes: from its config and the headers of its files, before any tensor is read."""
     model = config.source.model
     try:
-        facts = inspect_model(model, config.engine.max_model_len)
+        facts = inspect_model(config.source, config.engine.max_model_len)
     except (ModelError, ModuleNotFoundError) as error:
-        status = Status.WARN if model == EMBEDDED else Status.FAIL  # most machines run other models
+        status = Status.WARN if model == embedded.NAME else Status.FAIL  # most machines run other models
         yield Check("model", status, str(error), f"give a path to a supported model, or one of {', '.join(BUILT_IN)}")
         return
     dims = facts.config
@@ -215,9 +216,7 @@ def _free_bytes(device: str) -> float:
 
 
 def _cache_folder() -> Check:
-    from penstock.models.embedded import cache_dir
-
-    folder = cache_dir()
+    folder = embedded.cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):

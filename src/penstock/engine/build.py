@@ -42,7 +42,7 @@ from penstock.lanes.lane import Lane
 from penstock.models.adapters import read_adapter
 from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
-from penstock.models.loader import LoadedModel, inspect_model, inspect_source, load_model
+from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
 from penstock.sanitizer.sanitizer import Sanitizer
@@ -198,10 +198,10 @@ def check_ahead(config: Config) -> None:
     if config.source.load_format == "dummy":
         return
     device = device_for(config)
-    facts = inspect_model(config.source.model, config.engine.max_model_len)
+    facts = inspect_model(config.source, config.engine.max_model_len)
     num_parameters, names = facts.num_parameters, facts.name
     if config.speculation.kind == "draft":
-        draft = inspect_source(_draft_source(config), config.engine.max_model_len)
+        draft = inspect_model(_draft_source(config), config.engine.max_model_len)
         num_parameters, names = num_parameters + draft.num_parameters, f"{facts.name} and of its draft model {draft.name}"
     needed = num_parameters * _dtype(config, device).itemsize
     free = free_bytes(device)
@@ -261,7 +261,7 @@ def layout_for(config: Config, dims: ModelConfig, device: torch.device, draft: M
     dtype = str(_dtype(config, device)).removeprefix("torch.")
     num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # a head has one of its own
     if config.speculation.kind == "draft":
-        num_layers += num_draft_layers(dims, draft or inspect_source(_draft_source(config)).config)
+        num_layers += num_draft_layers(dims, draft or inspect_model(_draft_source(config)).config)
     return BlockLayout(num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
 
 

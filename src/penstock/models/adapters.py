@@ -21,26 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.models.architecture import EMBED, HEAD, WeightSpec
 from penstock.models.decoder import Decoder
-from penstock.models.hashed_file import DIGEST_BYTES, WeightFile
+from penstock.models.hashed_file import DIGEST_BYTES
 from penstock.models.layers import row_order
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import ModelConfig
 from penstock.models.registry import layout
-from penstock.models.weights import listed, read_json
+from penstock.models.weights import listed, read_json, read_tensors, refuse_any, unusable_tensors
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE_FILE = "adapter_model.bin"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OUTER_MODULES = (HEAD, EMBED)  # that PEFT can adapt and we cannot
 _DIGEST_KEY = b"penstock lora adapter 1"
 
@@ -104,7 +101,7 @@ def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
     stacks = _stacks(model.config)
     modules = [module for _, parts in stacks for module in parts]
     _refuse_outer(config, config_file)
-    tensors = _read_tensors(tensors_file)
+    tensors, _ = read_tensors(tensors_file)
     adapted = _check(tensors, config, modules, tensors_file)
     digest = _digest(tensors, config, adapted)
     try:
@@ -149,16 +146,6 @@ def _refuse_outer(config: AdapterConfig, where: Path) -> None:
         raise ModelError(f"{where}: adapting {listed(outer)} is not supported, only the linear modules inside layers")
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    with WeightFile(path) as file:
-        data = file.read(0, file.num_bytes)
-        file.check_unchanged()
-    try:
-        return safetensors.torch.load(data)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
-
-
 def _check(tensors: Mapping[str, Tensor], config: AdapterConfig, modules: list[_Module], where: Path) -> list[_Module]:
     """The modules that the adapter has tensors for. All that is wrong with the tensors is one ModelError."""
     shapes: dict[str, tuple[int, int]] = {}
@@ -167,19 +154,13 @@ def _check(tensors: Mapping[str, Tensor], config: AdapterConfig, modules: list[_
         shapes |= {module.a: (rank, module.num_in), module.b: (module.rows.stop - module.rows.start, rank)}
     adapted = [module for module in modules if module.a in tensors or module.b in tensors]
     wanted = [module for module in modules if config.targets(module.name) or module in adapted]
-    found = {name: tensor for name, tensor in tensors.items() if name in shapes}
-    sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
     problems = {
         "missing tensors": [name for module in wanted for name in (module.a, module.b) if name not in tensors],
         "tensors that fit no module of the model": [name for name in tensors if name not in shapes],
         "tensors of modules that are not targeted": [module.a for module in adapted if config.targets(module.name) is False],
-        "misshapen tensors": [f"{name} is {shape}, expected {right}" for name, shape, right in sized if shape != right],
-        "dtypes other than F32, BF16, F16": [f"{name} is {t.dtype}" for name, t in found.items() if t.dtype not in _DTYPES],
-        "tensors that are not finite": [name for name, t in found.items() if t.dtype in _DTYPES and not torch.isfinite(t).all()],
+        **unusable_tensors(tensors, shapes),
     }
-    if any(problems.values()):
-        stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
-        raise ModelError(f"the tensors in {where} do not fit the model and {CONFIG_FILE}: {stated}")
+    refuse_any(problems, f"the tensors in {where} do not fit the model and {CONFIG_FILE}")
     if not adapted:
         raise ModelError(f"{where} holds no tensors")
     return adapted

@@ -108,7 +108,7 @@ class Architecture:
         fields.need(head_dim % 2 == 0, f"head_dim {head_dim} is odd, so its halves cannot be rotated")
         num_layers = fields.count("num_hidden_layers", most=_MAX_LAYERS)
         rope = parse_rope(raw, head_dim, MAX_POSITION, where)
-        if rope.rotary_dim != head_dim and not self.rotates_partly:
+        if rope["rotary_dim"] and not self.rotates_partly:
             raise ModelError(f"{where}: partial_rotary_factor is not supported, whole heads are rotated")
         windows = self.windows(raw, num_layers, where)
         return ModelConfig(
@@ -120,16 +120,11 @@ class Architecture:
             head_dim=head_dim,
             ffn=fields.count("intermediate_size"),
             vocab=fields.count("vocab_size"),
-            max_position=rope.max_position,
-            rope_theta=rope.theta,
             norm_eps=fields.positive("rms_norm_eps"),
             tied_embeddings=fields.flag("tie_word_embeddings", False),
             eos_ids=token_ids(raw.get("eos_token_id"), f"eos_token_id in {where}"),
-            context=0 if rope.context == rope.max_position else rope.context,
-            rope_scaling=rope.scaling,
-            rotary_dim=0 if rope.rotary_dim == head_dim else rope.rotary_dim,
-            windows=windows if any(window and window < rope.max_position for window in windows) else (),
-            **self.biases(fields),
+            windows=windows if any(window and window < rope["max_position"] for window in windows) else (),
+            **{**rope, **self.biases(fields)},
         )
 
     def default_head_dim(self, hidden: int, heads: int) -> int | None:

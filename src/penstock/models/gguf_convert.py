@@ -1,4 +1,5 @@
-"""GGUF files as model directories: converted once, kept in the cache directory. Owns the conversion and the cached copies."""
+"""GGUF files as models: read straight into forms, or converted once to a model directory that is kept in the cache folder. Owns which of
+their tensors is which of the model's, the conversion and the cached copies."""
 
 from __future__ import annotations
 
@@ -11,25 +12,24 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-import numpy as np
 import torch
 
 from penstock.errors import ModelError
-from penstock.models.architecture import TensorSpec, WeightSpec
+from penstock.models.architecture import TensorSpec
 from penstock.models.embedded import cache_dir
 from penstock.models.forms import Forms, Quants, matrix_of_quants, takes_4_bits
-from penstock.models.gguf_file import GgufEncoding, GgufFile, GgufTensor
+from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
 from penstock.models.model import ModelConfig, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
 from penstock.models.rotary import FACTOR_TENSORS
 from penstock.models.tokenizer_files import tokenizer_files
-from penstock.models.weights import DTYPES, check_tensors, empty_formed, listed, put_rows, read_json, tensor_digest
+from penstock.models.weights import DTYPES, check_tensors, each_weight, empty_formed, listed, put_rows, read_json, tensor_digest
 
 log = logging.getLogger(__name__)
 
@@ -44,68 +44,118 @@ FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besi
 _ABANDONED_S = 24 * 3600.0  # a temporary directory this old belongs to a process that was killed
 
 
-def load_converted(path: Path, load: Load[Loaded], progress: Progress) -> Loaded:
-    """What `load` makes of the GGUF file as a model directory: of the cached copy, or of one made now if there is none or it is not what
-    was written. `load` says what it has read, and that is compared: whatever happens to a copy, it is not served."""
-    with HashedFile(path, progress) as file:
-        target = cache_dir() / "gguf" / f"{file.digest.hex()[:32]}-v{CONVERTER_VERSION}"
-        loaded = _load_cached(target, file.digest, load) if target.is_dir() else None
-        if loaded is None:
-            loaded = _make(GgufFile(file), file.digest, target, load, progress)
-    return loaded
+class GgufModel:
+    """A GGUF file as a model: its config, and its tensors by their names in safetensors files. All of them are there, in the shapes that
+    the model has."""
 
+    def __init__(self, file: WeightFile) -> None:
+        source, self._where = GgufFile(file), str(file.path)
+        self._source = source
+        factors = {name: source.numbers(source.tensors[name]) for name in FACTOR_TENSORS if name in source.tensors}
+        self.config_json = config_of_gguf(source.metadata, source.tensors, factors, self._where)
+        self.config = parse_config(self.config_json, self._where)
+        names = _names(self.config)
+        # One without a place stays, and is found unexpected.
+        self._tensors = {names.get(name, name): tensor for name, tensor in source.tensors.items() if name not in FACTOR_TENSORS}
+        found = {name: (tensor.shape, source.encoding(tensor).dtype) for name, tensor in self._tensors.items()}
+        check_tensors(found, self.config, file.path)
+        for tensor in self._tensors.values():  # all there, before any is written
+            source.check_inside(tensor)
 
-def read_gguf(source: GgufFile, config: ModelConfig, forms: Forms, in_4_bits: Collection[str], progress: Progress) -> dict[str, Weight]:
-    """The model's weights in `forms`, nothing is written. Those `in_4_bits` are taken as they are, where `forms` has 4 bits; all others are
-    decoded a piece at a time and rounded to where they stay."""
-    named = check_gguf(source, config)
-    total, done = sum(weight.numel for weight in layout(config)), 0
-    weights: dict[str, Weight] = {}
-    for weight in layout(config):
-        if forms.few_rows_of_4 and weight.name in in_4_bits:
-            weights[weight.name] = matrix_of_quants(_quants(source, weight, named, config), forms)
-        else:
-            weights[weight.name] = empty_formed(weight, config, forms)
-            _fill(weights[weight.name], source, weight, named, config)
-        done += weight.numel
-        progress("loading weights", done, total)
-    return weights
+    def tokenizer_files(self) -> dict[str, bytes]:
+        return tokenizer_files(self._source.metadata, self._where)
 
+    def is_quantized(self) -> bool:
+        """Whether any tensor is stored in less than 16 bits."""
+        return not all(self._source.encoding(tensor).plain for tensor in self._source.tensors.values())
 
-def _fill(out: Weight, source: GgufFile, weight: WeightSpec, named: Mapping[str, GgufTensor], config: ModelConfig) -> None:
-    for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
-        tensor = named[part.name]
-        encoding = source.encoding(tensor)
-        pieces = source.decoded(tensor, _interleaved(part, config))
+    def in_4_bits(self) -> frozenset[str]:
+        """The model's matrices that can be held in 4 bits without being rounded to them: the file has all their parts so. Embeddings and
+        the head are not among them, whose products are exact ones of 8 bits; nor are rows that the model puts into another order."""
+        reordered = "qkv" if self.config.rotary_dim else None
+        return frozenset(
+            weight.name
+            for weight in layout(self.config)
+            if weight.name.startswith("layers.") and weight.name.rpartition(".")[2] != reordered and takes_4_bits(weight.shape)
+            if all(self._source.has_quants(self._tensors[part.name]) for part in weight.parts)
+        )
+
+    def read(self, forms: Forms, progress: Progress) -> dict[str, Weight]:
+        """The weights in `forms`, nothing is written. Those in 4 bits are taken as they are, where `forms` has 4 bits; all others are
+        decoded a piece at a time and rounded to where they stay."""
+        in_4_bits = self.in_4_bits() if forms.few_rows_of_4 else ()
+        weights: dict[str, Weight] = {}
+        for weight in each_weight(self.config, "loading weights", progress):
+            if weight.name in in_4_bits:
+                pieces = [
+                    piece for part in weight.parts for piece in self._source.quants(self._tensors[part.name], self._interleaved(part.name))
+                ]
+                weights[weight.name] = matrix_of_quants(Quants(*map(torch.cat, zip(*pieces, strict=True))), forms)
+            else:
+                weights[weight.name] = out = empty_formed(weight, self.config, forms)
+                for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+                    self._fill(room, part.name)
+        return weights
+
+    def _fill(self, room: Weight, name: str) -> None:
+        tensor = self._tensors[name]
+        encoding = self._source.encoding(tensor)
+        pieces = self._source.decoded(tensor, self._interleaved(name))
         for rows, piece in zip(piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes), pieces, strict=True):
             put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=DTYPES[encoding.dtype]))
 
+    def write(self, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
+        """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
+        header, total = self._header()
+        file.write(header)
+        content, done = {}, 0
+        for name, tensor in self._tensors.items():
+            digests = []
+            for piece in self._source.decoded(tensor, self._interleaved(name)):
+                file.write(piece)
+                digests.append(piece_digest(piece))
+                done += len(piece)
+                progress("converting GGUF to safetensors (once)", done, total)
+            content[name] = tensor_digest(TensorSpec(name, tensor.shape), self._source.encoding(tensor).dtype, digests)
+        return content
 
-def _quants(source: GgufFile, weight: WeightSpec, named: Mapping[str, GgufTensor], config: ModelConfig) -> Quants:
-    pieces = [piece for part in weight.parts for piece in source.quants(named[part.name], _interleaved(part, config))]
-    return Quants(*(torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*pieces, strict=True)))
+    def _header(self) -> tuple[bytes, int]:
+        """A safetensors header, and the bytes of tensor data that follow it."""
+        entries: dict[str, Any] = {}
+        end = 0
+        for name, tensor in self._tensors.items():
+            encoding = self._source.encoding(tensor)
+            start, end = end, end + math.prod(tensor.shape) * encoding.item_bytes
+            entries[name] = {"dtype": encoding.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
+        text = json.dumps(entries).encode()
+        text += b" " * (-(8 + len(text)) % 64)  # tensors start on a cache line
+        return len(text).to_bytes(8, "little") + text, end
+
+    def _interleaved(self, name: str) -> int | None:
+        return self.config.head_dim if name.endswith(architecture_of(self.config).interleaved_in_gguf) else None
 
 
-def _interleaved(part: TensorSpec, config: ModelConfig) -> int | None:
-    return config.head_dim if part.name.endswith(architecture_of(config).interleaved_in_gguf) else None
+def _names(config: ModelConfig) -> dict[str, str]:
+    """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them."""
+    import gguf
+
+    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture]
+    if not kinds:
+        raise ModelError(f"the installed gguf package does not know the architecture {config.architecture!r}")
+    known = gguf.get_tensor_name_map(kinds[0], config.num_layers)
+    names = (part.name for weight in layout(config) for part in weight.parts)
+    return {known.get_name(name, (".weight", ".bias")) or name: name for name in names}
 
 
-def weights_in_4_bits(source: GgufFile, config: ModelConfig) -> frozenset[str]:
-    """The model's matrices that can be held in 4 bits without being rounded to them: the file has all their parts so. Embeddings and the
-    head are not among them, whose products are exact ones of 8 bits; nor are rows that the model puts into another order."""
-    named = check_gguf(source, config)
-    reordered = "qkv" if config.rotary_dim else None
-    return frozenset(
-        weight.name
-        for weight in layout(config)
-        if weight.name.startswith("layers.") and weight.name.rpartition(".")[2] != reordered and takes_4_bits(weight.shape)
-        if all(source.has_quants(named[part.name]) for part in weight.parts)
-    )
+# ------------------------------------------------------------------------------------------------------------------------- converted copies
 
 
-def is_quantized(source: GgufFile) -> bool:
-    """Whether any tensor is stored in less than 16 bits."""
-    return not all(source.encoding(tensor).plain for tensor in source.tensors.values())
+def load_converted(file: HashedFile, load: Load[Loaded], progress: Progress) -> Loaded:
+    """What `load` makes of the GGUF file as a model directory: of the cached copy, or of one made now if there is none or it is not what
+    was written. `load` says what it has read, and that is compared: whatever happens to a copy, it is not served."""
+    target = cache_dir() / "gguf" / f"{file.digest.hex()[:32]}-v{CONVERTER_VERSION}"
+    loaded = _load_cached(target, file.digest, load) if target.is_dir() else None
+    return _make(file, target, load, progress) if loaded is None else loaded
 
 
 def _load_cached(target: Path, source: bytes, load: Load[Loaded]) -> Loaded | None:
@@ -136,7 +186,7 @@ def _load_checked(directory: Path, source: bytes, load: Load[Loaded]) -> Loaded:
     return loaded
 
 
-def _make(source: GgufFile, digest: bytes, target: Path, load: Load[Loaded], progress: Progress) -> Loaded:
+def _make(file: HashedFile, target: Path, load: Load[Loaded], progress: Progress) -> Loaded:
     """Convert into a directory of our own, load from there, and leave it at `target` for later starts. Processes that do so at the same
     time do not meet: each loads its own."""
     try:
@@ -145,8 +195,8 @@ def _make(source: GgufFile, digest: bytes, target: Path, load: Load[Loaded], pro
         _discard(target)
         temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix="tmp-"))
         try:
-            _convert(source, digest, temporary, progress)
-            loaded = _load_checked(temporary, digest, load)
+            _convert(file, temporary, progress)
+            loaded = _load_checked(temporary, file.digest, load)
             _publish(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -182,88 +232,29 @@ def _remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _convert(source: GgufFile, digest: bytes, directory: Path, progress: Progress) -> None:
+def _convert(source: HashedFile, directory: Path, progress: Progress) -> None:
     """Write the model directory, and the manifest that says what was written and from what."""
-    raw = gguf_config(source)
-    config = parse_config(raw, str(source.path))
-    files = {"config.json": json.dumps(raw).encode(), **tokenizer_files(source.metadata, str(source.path))}
-    with (directory / WEIGHTS).open("wb") as file:
-        tensors = _write_weights(source, config, file, progress)
-        file.flush()
-        os.fsync(file.fileno())
+    model = GgufModel(source)
+    files = {"config.json": json.dumps(model.config_json).encode(), **model.tokenizer_files()}
+    with _synced(directory / WEIGHTS) as file:
+        tensors = model.write(file, progress)
     manifest = {
-        "source": digest.hex(),
+        "source": source.digest.hex(),
         "files": {name: piece_digest(data).hex() for name, data in files.items()},
         "tensors": {name: content.hex() for name, content in tensors.items()},
     }
     for name, data in {**files, MANIFEST: json.dumps(manifest).encode()}.items():
-        with (directory / name).open("wb") as file:
+        with _synced(directory / name) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
     sync_directory(directory)
 
 
-def gguf_config(source: GgufFile) -> dict[str, Any]:
-    """The config.json that a file amounts to."""
-    factors = {name: source.numbers(source.tensors[name]) for name in FACTOR_TENSORS if name in source.tensors}
-    return config_of_gguf(source.metadata, source.tensors, factors, str(source.path))
-
-
-def check_gguf(source: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
-    """The model's tensors by their names in safetensors files. All of them are there, in the shapes that the model has."""
-    names = _names(config)
-    # One without a place stays, and is found unexpected.
-    named = {names.get(name, name): tensor for name, tensor in source.tensors.items() if name not in FACTOR_TENSORS}
-    encodings = {name: source.encoding(tensor) for name, tensor in named.items()}
-    check_tensors({name: (tensor.shape, encodings[name].dtype) for name, tensor in named.items()}, config, source.path)
-    for name, tensor in named.items():  # all there, before any is written
-        source.check_inside(tensor, encodings[name].row_bytes)
-    return named
-
-
-def _write_weights(source: GgufFile, config: ModelConfig, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
-    """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
-    named = check_gguf(source, config)
-    encodings = {name: source.encoding(tensor) for name, tensor in named.items()}
-    header, total = _header(named, encodings)
-    file.write(header)
-    done = 0
-    content = {}
-    for name, tensor in named.items():
-        digests = []
-        for piece in source.decoded(tensor, _interleaved(TensorSpec(name, tensor.shape), config)):
-            file.write(piece)
-            digests.append(piece_digest(piece))
-            done += len(piece)
-            progress("converting GGUF to safetensors (once)", done, total)
-        content[name] = tensor_digest(TensorSpec(name, tensor.shape), encodings[name].dtype, digests)
-    return content
-
-
-def _header(named: Mapping[str, GgufTensor], encodings: Mapping[str, GgufEncoding]) -> tuple[bytes, int]:
-    """A safetensors header, and the bytes of tensor data that follow it."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for name, tensor in named.items():
-        dtype = encodings[name].dtype
-        start, end = end, end + math.prod(tensor.shape) * encodings[name].item_bytes
-        entries[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # tensors start on a cache line
-    return len(text).to_bytes(8, "little") + text, end
-
-
-def _names(config: ModelConfig) -> dict[str, str]:
-    """GGUF's name for each tensor of the model -> its name in safetensors files, as llama.cpp has them."""
-    import gguf
-
-    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture]
-    if not kinds:
-        raise ModelError(f"the installed gguf package does not know the architecture {config.architecture!r}")
-    known = gguf.get_tensor_name_map(kinds[0], config.num_layers)
-    names = (part.name for weight in layout(config) for part in weight.parts)
-    return {known.get_name(name, (".weight", ".bias")) or name: name for name in names}
+@contextlib.contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:

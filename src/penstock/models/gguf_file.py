@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from penstock.errors import ModelError
+from penstock.models.forms import Quants
 from penstock.models.hashed_file import WeightFile, piece_rows
 
 MAGIC = b"GGUF"
@@ -49,14 +51,6 @@ class GgufEncoding(NamedTuple):
     @property
     def item_bytes(self) -> int:
         return 4 if self.dtype == "F32" else 2
-
-
-class GgufQuants(NamedTuple):
-    """Rows in 4 bits, in groups of 32: value = (number - 8) * scale + zero."""
-
-    numbers: np.ndarray[Any, np.dtype[np.uint8]]  # [rows, values]
-    scale: np.ndarray[Any, np.dtype[np.float32]]  # [rows, values / 32]
-    zero: np.ndarray[Any, np.dtype[np.float32]]
 
 
 class GgufFile:
@@ -106,9 +100,9 @@ class GgufFile:
         plain = kind.name in ("F32", "F16", "BF16")
         return GgufEncoding(tensor.shape[-1] // block * block_bytes, kind.name if plain else "F32", plain)
 
-    def check_inside(self, tensor: GgufTensor, row_bytes: int) -> None:
+    def check_inside(self, tensor: GgufTensor) -> None:
         """Raises where the file ends before the tensor does."""
-        short = self._data_start + tensor.offset + tensor.num_rows * row_bytes - self._file.num_bytes
+        short = self._data_start + tensor.offset + tensor.num_rows * self.encoding(tensor).row_bytes - self._file.num_bytes
         if short > 0:
             raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {short} bytes behind the end of the file")
 
@@ -117,9 +111,8 @@ class GgufFile:
         halves are; such a tensor is read as a whole."""
         import gguf
 
-        encoding = self.encoding(tensor)
-        for raw in self._pieces(tensor, encoding, interleaved):
-            if not encoding.plain:
+        for raw in self._pieces(tensor, interleaved):
+            if not self.encoding(tensor).plain:
                 try:
                     raw = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
                 except NotImplementedError as error:
@@ -130,12 +123,13 @@ class GgufFile:
         """Whether `quants` can tell what its encoding holds: numbers of 4 bits at equal steps."""
         return tensor.kind in _QUANTS
 
-    def quants(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[GgufQuants]:
+    def quants(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[Quants]:
         """A tensor that is inside and has them, without any rounding, in pieces of rows."""
-        for raw in self._pieces(tensor, self.encoding(tensor), interleaved):
-            yield _QUANTS[tensor.kind](raw)
+        for raw in self._pieces(tensor, interleaved):
+            yield Quants(*map(torch.from_numpy, _QUANTS[tensor.kind](raw)))
 
-    def _pieces(self, tensor: GgufTensor, encoding: GgufEncoding, interleaved: int | None) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    def _pieces(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+        encoding = self.encoding(tensor)
         whole = None if interleaved is None else self._unpermuted(tensor, encoding, interleaved)
         for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
             yield self._rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
@@ -145,7 +139,7 @@ class GgufFile:
         encoding = self.encoding(tensor)
         if encoding.dtype != "F32" or not encoding.plain or tensor.num_rows != 1:
             raise ModelError(f"{self.path}: tensor {tensor.name} is no vector of float32")
-        self.check_inside(tensor, encoding.row_bytes)
+        self.check_inside(tensor)
         values: list[float] = self._rows(tensor, encoding.row_bytes, slice(0, 1)).view(np.float32)[0].tolist()
         return values
 
@@ -171,21 +165,24 @@ def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]
     return heads.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _quants_of_q4_0(raw: np.ndarray[Any, Any]) -> GgufQuants:
+_Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]  # of `Quants`
+
+
+def _quants_of_q4_0(raw: np.ndarray[Any, Any]) -> _Arrays:
     """A group is a float16 step and 16 bytes, whose low halves come first."""
     groups = raw.reshape(len(raw), -1, 18)
     scale = groups[..., :2].copy().view(np.float16)[..., 0].astype(np.float32)
-    return GgufQuants(_nibbles(groups[..., 2:]).reshape(len(raw), -1), scale, np.zeros_like(scale))
+    return _nibbles(groups[..., 2:]).reshape(len(raw), -1), scale, np.zeros_like(scale)
 
 
-def _quants_of_q4_1(raw: np.ndarray[Any, Any]) -> GgufQuants:
+def _quants_of_q4_1(raw: np.ndarray[Any, Any]) -> _Arrays:
     """The same with a float16 minimum behind the step."""
     groups = raw.reshape(len(raw), -1, 20)
     scale, least = np.moveaxis(groups[..., :4].copy().view(np.float16).astype(np.float32), -1, 0)
-    return GgufQuants(_nibbles(groups[..., 4:]).reshape(len(raw), -1), scale, least + _MIDDLE * scale)
+    return _nibbles(groups[..., 4:]).reshape(len(raw), -1), scale, least + _MIDDLE * scale
 
 
-def _quants_of_q4_k(raw: np.ndarray[Any, Any]) -> GgufQuants:
+def _quants_of_q4_k(raw: np.ndarray[Any, Any]) -> _Arrays:
     """Eight groups share two float16 factors, of their steps and of their minima, which have 6 bits each. The numbers of two groups share
     32 bytes."""
     import gguf
@@ -196,7 +193,7 @@ def _quants_of_q4_k(raw: np.ndarray[Any, Any]) -> GgufQuants:
     scale, least = factors[:, :1] * steps, factors[:, 1:] * minima
     numbers = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
     zero = _MIDDLE * scale - least
-    return GgufQuants(numbers.reshape(len(raw), -1), scale.reshape(len(raw), -1), zero.reshape(len(raw), -1))
+    return numbers.reshape(len(raw), -1), scale.reshape(len(raw), -1), zero.reshape(len(raw), -1)
 
 
 def _nibbles(data: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:

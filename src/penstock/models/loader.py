@@ -19,25 +19,15 @@ from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
 from penstock.models.decoder import Decoder
-from penstock.models.embedded import embedded_file
+from penstock.models.embedded import NAME, embedded_file
 from penstock.models.form_choice import fastest_forms, pinned_forms, wanted
-from penstock.models.gguf_convert import (
-    CONVERTER_VERSION,
-    Content,
-    check_gguf,
-    gguf_config,
-    is_quantized,
-    load_converted,
-    read_gguf,
-    weights_in_4_bits,
-)
-from penstock.models.gguf_file import GgufFile
+from penstock.models.gguf_convert import CONVERTER_VERSION, Content, GgufModel, load_converted
 from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress
-from penstock.models.registry import BUILT_IN, EMBEDDED, architecture_of, layout, parse_config
+from penstock.models.registry import BUILT_IN, architecture_of, layout, parse_config
 from penstock.models.tokenizer import ByteTokenizer, TextCodec
-from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
+from penstock.models.tokenizer_files import load_tokenizer
 from penstock.models.weights import (
     check_tensors,
     dummy_digest,
@@ -73,11 +63,8 @@ def load_model(
             return _load_dummy(source, device, dtype, ops, progress, max_model_len)
         name, path = _resolve(source.model)
         weights_name = wanted(source.weights, device.type, dtype)
-        if path.is_file() and weights_name != "float32":
-            quantized = _load_gguf(name, path, weights_name, ops, progress, max_model_len)
-            if quantized is not None:
-                return quantized
-        forms = pinned_forms(weights_name)  # auto: float32, since nothing was lost in these files yet
+        # auto: float32, since nothing was lost in these files yet; a GGUF file in other forms is read straight.
+        forms = None if path.is_file() else pinned_forms(weights_name)
 
         def load(directory: Path) -> tuple[LoadedModel, Content]:
             config = read_config(directory).settled(max_model_len)
@@ -89,7 +76,11 @@ def load_model(
             sampling = read_sampling(directory) if source.generation_config == "auto" else {}
             return LoadedModel(model, tokenizer, name, sampling), weights.content
 
-        return load_converted(path, load, progress) if path.is_file() else load(path)[0]
+        if not path.is_file():
+            return load(path)[0]
+        with HashedFile(path, progress) as file:
+            straight = None if weights_name == "float32" else _load_gguf(name, file, weights_name, ops, progress, max_model_len)
+            return load_converted(file, load, progress) if straight is None else straight
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
             raise
@@ -97,27 +88,25 @@ def load_model(
 
 
 def _load_gguf(
-    name: str, path: Path, weights_name: WeightsName, ops: LayerOps, progress: Progress, max_model_len: int | None
+    name: str, file: HashedFile, weights_name: WeightsName, ops: LayerOps, progress: Progress, max_model_len: int | None
 ) -> LoadedModel | None:
     """The GGUF file straight into the forms that `weights_name` asks for. None: it runs in float32, for which a copy is kept."""
-    with HashedFile(path, progress) as file:
-        source = GgufFile(file)
-        config = parse_config(gguf_config(source), str(path)).settled(max_model_len)
-        in_4_bits = weights_in_4_bits(source, config)
-        if weights_name == "auto":
-            forms = fastest_forms(config, progress) if is_quantized(source) else None
-        else:
-            forms = pinned_forms(weights_name, in_4_bits)
-        if forms is None:
-            return None
-        forms = forms.of(in_4_bits)
-        with tempfile.TemporaryDirectory() as folder:
-            for file_name, data in tokenizer_files(source.metadata, str(path)).items():
-                (Path(folder) / file_name).write_bytes(data)
-            tokenizer = load_tokenizer(Path(folder), config)
-        config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
-        weights = read_gguf(source, config, forms, in_4_bits, progress)
-        digest = weights_digest(config, torch.float32, [b"gguf", str(CONVERTER_VERSION).encode(), file.digest], forms)
+    source = GgufModel(file)
+    config, in_4_bits = source.config.settled(max_model_len), source.in_4_bits()
+    if weights_name == "auto":
+        forms = fastest_forms(config, progress) if source.is_quantized() else None
+    else:
+        forms = pinned_forms(weights_name, in_4_bits)
+    if forms is None:
+        return None
+    forms = forms.of(in_4_bits)
+    with tempfile.TemporaryDirectory() as folder:
+        for file_name, data in source.tokenizer_files().items():
+            (Path(folder) / file_name).write_bytes(data)
+        tokenizer = load_tokenizer(Path(folder), config)
+    config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
+    weights = source.read(forms, progress)
+    digest = weights_digest(config, torch.float32, [b"gguf", str(CONVERTER_VERSION).encode(), file.digest], forms)
     return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)
 
 
@@ -134,12 +123,13 @@ class ModelFacts:
     in_4_bits: frozenset[str] = frozenset()  # its weights that files have in 4 bits, as the CPU multiplies them
 
 
-def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
+def inspect_model(source: ModelSource, max_model_len: int | None = None) -> ModelFacts:
     """What a load of it would find in its config, its tokenizer and the headers of its weights. Raises ModelError where these say that it
-    would fail."""
-    if model in BUILT_IN and model != EMBEDDED:
-        return _facts(model, BUILT_IN[model], 0, True, max_model_len)
-    name, path = _resolve(model)
+    would fail; but a built-in name without weights is known by its dimensions."""
+    if source.load_format == "dummy" or (source.model in BUILT_IN and source.model != NAME):
+        name, config, tokenizer = _dummy_parts(source.model)
+        return _facts(name, config, 0, tokenizer.has_chat_template, max_model_len)
+    name, path = _resolve(source.model)
     if path.is_dir():
         config = read_config(path)
         tokenizer = load_tokenizer(path, config)
@@ -150,20 +140,10 @@ def inspect_model(model: str, max_model_len: int | None = None) -> ModelFacts:
             check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, path)
             return _facts(name, config, sum(file.num_bytes for file in files), tokenizer.has_chat_template, max_model_len)
     with WeightFile(path) as file:
-        source = GgufFile(file)
-        config = parse_config(gguf_config(source), str(path))
-        check_gguf(source, config)
-        settings = json.loads(tokenizer_files(source.metadata, str(path))["tokenizer_config.json"])
-        facts = _facts(name, config, file.num_bytes, "chat_template" in settings, max_model_len)
-        return dataclasses.replace(facts, quantized=is_quantized(source), in_4_bits=weights_in_4_bits(source, config))
-
-
-def inspect_source(source: ModelSource, max_model_len: int | None = None) -> ModelFacts:
-    """The same of what `source` would load: of random weights, which have no files, too."""
-    if source.load_format != "dummy":
-        return inspect_model(source.model, max_model_len)
-    name, config, tokenizer = _dummy_parts(source.model)
-    return _facts(name, config, 0, tokenizer.has_chat_template, max_model_len)
+        gguf = GgufModel(file)
+        settings = json.loads(gguf.tokenizer_files()["tokenizer_config.json"])
+        facts = _facts(name, gguf.config, file.num_bytes, "chat_template" in settings, max_model_len)
+        return dataclasses.replace(facts, quantized=gguf.is_quantized(), in_4_bits=gguf.in_4_bits())
 
 
 def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:
@@ -194,7 +174,7 @@ def read_sampling(directory: Path) -> dict[str, Any]:
 
 def _resolve(model: str) -> tuple[str, Path]:
     """The name to serve under, and a GGUF file or a directory with safetensors and a config."""
-    if model == EMBEDDED:
+    if model == NAME:
         return model, embedded_file()
     if model in BUILT_IN:
         raise ModelError(f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to real ones")

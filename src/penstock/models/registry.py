@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.errors import ModelError
 from penstock.models.architecture import Architecture, WeightSpec
+from penstock.models.embedded import NAME
 from penstock.models.llama import Llama
 from penstock.models.mistral import Mistral
 from penstock.models.model import ModelConfig
@@ -23,11 +24,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     Qwen3(),
     Phi3(),
 )
-EMBEDDED = "smollm2-135m"  # the only built-in name that has weights, in a package of its own
 
 _PRESETS = {name: config for architecture in ARCHITECTURES for name, config in architecture.presets.items()}
 # As messages list them: the one with weights, then from large to small.
-BUILT_IN: Mapping[str, ModelConfig] = dict(sorted(_PRESETS.items(), key=lambda item: (item[0] != EMBEDDED, -item[1].hidden)))
+BUILT_IN: Mapping[str, ModelConfig] = dict(sorted(_PRESETS.items(), key=lambda item: (item[0] != NAME, -item[1].hidden)))
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,18 +110,9 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------------------------ config.json
 
 
-class Rope(NamedTuple):
-    """What a config.json says about positions."""
-
-    theta: float
-    rotary_dim: int  # values of a head that turn, from its first on
-    scaling: RopeScaling | None
-    max_position: int  # tokens that a sequence can have
-    context: int  # tokens that it has where nobody asks for more
-
-
-def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> Rope:
-    """`most`: positions that can be right. `rope_parameters` is the newer spelling of `rope_scaling`, with the base inside."""
+def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> dict[str, Any]:
+    """What a config.json says about positions, as fields of ModelConfig. `most`: positions that can be right. `rope_parameters` is the
+    newer spelling of `rope_scaling`, with the base inside."""
     outer = Fields(raw, where)
     rope = _merged(outer.section("rope_scaling"), outer.section("rope_parameters"), where)
     fields = Fields(rope, where)
@@ -131,10 +122,11 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(f"{where}: partial_rotary_factor {share} turns {rotary_dim} of {head_dim} values, which is not possible")
     stated = outer.count("max_position_embeddings", most=most)
+    plain = {"rope_theta": theta, "max_position": stated, "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "default":
-        return Rope(theta, rotary_dim, None, stated, stated)
+        return plain
     if kind not in KINDS:
         raise ModelError(f"{where}: rope scaling of type {kind!r} is not supported, only {', '.join(KINDS)}")
     lists = [name for name in ("short_factor", "long_factor") if fields.is_set(name)]
@@ -147,7 +139,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
     reach = _reach(scaling, stated)
     if reach > most:
         raise ModelError(f"{where}: rope scaling reaches {reach} positions; more than {most} cannot be right")
-    return Rope(theta, rotary_dim, scaling, reach, stated if kind in ("linear", "dynamic") else reach)
+    context = stated if kind in ("linear", "dynamic") and stated != reach else 0
+    return {**plain, "rope_scaling": scaling, "max_position": reach, "context": context}
 
 
 def _reach(scaling: RopeScaling, stated: int) -> int:

@@ -16,7 +16,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import ModelError
@@ -53,19 +55,25 @@ def load_directory(
         check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
         sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
         reading = stack.enter_context(closing(read_pieces(piece for source in sources for _, piece in _pieces(source))))
-        total, done = sum(weight.numel for weight in layout(config)), 0
         loaded = LoadedWeights({}, {})
-        for weight in layout(config):
+        for weight in each_weight(config, "loading weights", progress):
             out = empty_weight(weight, device, dtype) if forms is None else empty_formed(weight, config, forms)
             for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
                 digests = list(_fill(room, stored[part.name], reading))
                 loaded.content[part.name] = tensor_digest(part, stored[part.name].dtype, digests)
             loaded.tensors[weight.name] = out
-            done += weight.numel
-            progress("loading weights", done, total)
         for file in files:
             file.check_unchanged()
     return loaded
+
+
+def each_weight(config: ModelConfig, stage: str, progress: Progress) -> Iterator[WeightSpec]:
+    """The model's tensors in order; the one before is done when the next is asked for."""
+    total, done = sum(weight.numel for weight in layout(config)), 0
+    for weight in layout(config):
+        yield weight
+        done += weight.numel
+        progress(stage, done, total)
 
 
 def stored_tensors(files: Iterable[WeightFile]) -> dict[str, StoredTensor]:
@@ -227,9 +235,39 @@ def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: Mode
         "misshapen tensors": [f"{name} is {shape}, expected {wanted}" for name, shape, wanted in shapes if shape != wanted],
         f"dtypes other than {', '.join(DTYPES)}": [f"{name} is {found[name][1]}" for name in present if found[name][1] not in DTYPES],
     }
+    refuse_any(problems, f"the weights in {where} do not fit its configuration")
+
+
+def refuse_any(problems: Mapping[str, Sequence[str]], message: str) -> None:
+    """`problems`: by what is wrong, the names that it is wrong with."""
     if any(problems.values()):
         stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
-        raise ModelError(f"the weights in {where} do not fit its configuration: {stated}")
+        raise ModelError(f"{message}: {stated}")
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
+    """All tensors of a small safetensors file, and its bytes, of which they are made."""
+    with WeightFile(path) as file:
+        data = file.read(0, file.num_bytes)
+        file.check_unchanged()
+    try:
+        return safetensors.torch.load(data), data
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
+
+
+def unusable_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """For `refuse_any`: what is wrong with tensors that were read and whose shapes are known."""
+    found = {name: tensor for name, tensor in tensors.items() if name in shapes}
+    sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
+    usable = DTYPES.values()
+    return {
+        "misshapen tensors": [f"{name} is {shape}, expected {wanted}" for name, shape, wanted in sized if shape != wanted],
+        f"dtypes other than {', '.join(DTYPES)}": [
+            f"{name} is {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in usable
+        ],
+        "tensors that are not finite": [name for name, t in found.items() if t.dtype in usable and not torch.isfinite(t).all()],
+    }
 
 
 def listed(names: Sequence[str]) -> str:
@@ -247,9 +285,8 @@ def dummy_weights(
     """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in ** -0.5, so that every
     projection keeps its input's scale and logits differ. The same seed, dtype and kind of device give the same weights."""
     generator = torch.Generator(device=device).manual_seed(seed % 2**63)
-    total, done = sum(weight.numel for weight in layout(config)), 0
     weights: dict[str, Weight] = {}
-    for weight in layout(config):
+    for weight in each_weight(config, "making random weights", progress):
         tensor = empty_weight(weight, device, dtype)
         if tensor.dim() == 1:
             tensor.fill_(0.0 if weight.name.endswith("_bias") else 1.0)
@@ -258,8 +295,6 @@ def dummy_weights(
         weights[weight.name] = tensor if forms is None else empty_formed(weight, config, forms)
         if forms is not None:
             put_rows(weights[weight.name], slice(None), tensor)
-        done += weight.numel
-        progress("making random weights", done, total)
     return weights
 
 

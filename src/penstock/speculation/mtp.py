@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import ModelError
@@ -28,17 +27,15 @@ from penstock.models.architecture import WeightSpec, stack
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
 from penstock.models.forms import Forms, Matrix
-from penstock.models.hashed_file import WeightFile
 from penstock.models.model import ModelConfig, PagedKv, Weight
 from penstock.models.registry import architecture_of
-from penstock.models.weights import empty_formed, empty_weight, listed, put_rows, read_json
+from penstock.models.weights import empty_formed, empty_weight, put_rows, read_json, read_tensors, refuse_any, unusable_tensors
 from penstock.speculation.vocab import DraftVocab
 
 CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
 FORMAT, VERSION = "penstock-mtp", 1
 SHIPPED = Path(__file__).parent / "heads"
 MAX_DEPTH = 16
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")  # of the target
 _MAP_FORMS = ("absolute", "offset")
 
@@ -164,11 +161,11 @@ def read_head(directory: Path, target: Decoder) -> MtpHead:
     """The head in `directory`, for `target`. Everything that is wrong with it is a ModelError."""
     file = directory / CONFIG_FILE
     config = _checked_config(read_json(file), target, str(file))
-    tensors, digest = _read_tensors(directory / TENSORS_FILE)
+    tensors, data = read_tensors(directory / TENSORS_FILE)
     vocab = _vocab(tensors.pop("d2t", None), config, target.config.vocab, str(directory / TENSORS_FILE))
     _check_tensors(tensors, target.config, directory / TENSORS_FILE)
     weights = {weight.name: _placed(weight, tensors[weight.name], target) for weight in head_layout(target.config)}
-    return MtpHead(config, weights, vocab, target, digest)
+    return MtpHead(config, weights, vocab, target, hashlib.blake2b(data, digest_size=16).digest())
 
 
 def shipped_head(target: Decoder) -> MtpHead | None:
@@ -207,29 +204,14 @@ def _vocab(d2t: Tensor | None, config: HeadConfig, vocab: int, where: str) -> Dr
     return made
 
 
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
-    with WeightFile(path) as file:
-        data = file.read(0, file.num_bytes)
-    try:
-        return safetensors.torch.load(data), hashlib.blake2b(data, digest_size=16).digest()
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
-
-
 def _check_tensors(tensors: Mapping[str, Tensor], target: ModelConfig, where: Path) -> None:
     shapes = {weight.name: weight.shape for weight in head_layout(target)}
-    found = {name: tensor for name, tensor in tensors.items() if name in shapes}
-    sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
     problems = {
         "missing tensors": [name for name in shapes if name not in tensors],
         "unexpected tensors": [name for name in tensors if name not in shapes],
-        "misshapen tensors": [f"{name} is {shape}, expected {right}" for name, shape, right in sized if shape != right],
-        "dtypes other than F32, BF16, F16": [f"{name} is {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in _DTYPES],
-        "tensors that are not finite": [name for name, t in found.items() if t.dtype in _DTYPES and not torch.isfinite(t).all()],
+        **unusable_tensors(tensors, shapes),
     }
-    if any(problems.values()):
-        stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
-        raise ModelError(f"the tensors in {where} do not fit the model: {stated}")
+    refuse_any(problems, f"the tensors in {where} do not fit the model")
 
 
 def _placed(weight: WeightSpec, values: Tensor, target: Decoder) -> Weight:

@@ -117,7 +117,7 @@ def test_a_bias_and_an_adapter_add_to_products_of_any_form() -> None:
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_bytes_are_counted_as_they_are_held(tmp_path: Path, weights: WeightsName) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=of_4_bits("Q4_1"))
-    model, facts = opened(path, weights), inspect_model(str(path))
+    model, facts = opened(path, weights), inspect_model(ModelSource(str(path)))
     model.output.logits(torch.ones(1, model.config.hidden))  # type: ignore[attr-defined]
     forms = pinned_forms(weights, facts.in_4_bits)
     shapes = [(w.name, w.shape) for w in layout(model.config)]

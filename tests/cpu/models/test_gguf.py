@@ -51,7 +51,12 @@ def load(directory: Path) -> tuple[LoadedWeights, Content]:
 
 def converted(path: Path, progress: Progress = silent) -> dict[str, torch.Tensor]:
     """The weights of a GGUF file."""
-    return load_converted(path, load, progress).tensors
+    return converted_by(load, path, progress).tensors
+
+
+def converted_by(load: Callable[[Path], tuple[LoadedWeights, Content]], path: Path, progress: Progress = silent) -> LoadedWeights:
+    with HashedFile(path, progress) as file:
+        return load_converted(file, load, progress)
 
 
 def copy_of(path: Path) -> Path:
@@ -170,7 +175,7 @@ def test_a_copy_that_is_damaged_after_it_was_opened_is_not_served(tmp_path: Path
             flipped(directory / WEIGHTS)
         return load(found)
 
-    found = load_converted(path, damage_and_load, silent).tensors
+    found = converted_by(damage_and_load, path).tensors
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -182,11 +187,11 @@ def test_processes_that_convert_at_once_load_their_own_and_leave_one_copy(tmp_pa
     def other_is_faster(directory: Path) -> tuple[LoadedWeights, Content]:
         loaded.append(directory)
         if len(loaded) == 1:
-            load_converted(path, other_is_faster, silent)
+            converted_by(other_is_faster, path)
             kept.append((copy_of(path) / WEIGHTS).stat().st_ino)
         return load(directory)
 
-    load_converted(path, other_is_faster, silent)
+    converted_by(other_is_faster, path)
     assert len(set(loaded)) == 2 and copy_of(path) not in loaded
     assert (copy_of(path) / WEIGHTS).stat().st_ino == kept[0], "the copy that another process may be reading was replaced"
     assert [child.name for child in copy_of(path).parent.iterdir()] == [copy_of(path).name]
@@ -201,7 +206,7 @@ def test_a_copy_that_another_process_moves_away_while_it_is_read_is_made_again(t
             os.rename(directory, tmp_path / "aside")
         return load(found)
 
-    found = load_converted(path, moved_and_load, silent).tensors
+    found = converted_by(moved_and_load, path).tensors
     assert all(torch.equal(found[name], expected[name]) for name in expected) and directory.is_dir()
 
 

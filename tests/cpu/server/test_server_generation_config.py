@@ -97,7 +97,7 @@ def test_a_file_that_states_nonsense_is_refused_by_name(tmp_path: Path, field: s
     with pytest.raises(ModelError, match=rf"generation_config\.json: {message}.*--generation-config none"):
         read_sampling(model)
     with pytest.raises(ModelError, match=message):
-        inspect_model(str(model))
+        inspect_model(ModelSource(str(model)))
 
 
 def test_the_flag_is_of_serve_and_other_commands_keep_their_own_defaults() -> None:
