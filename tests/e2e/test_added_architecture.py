@@ -13,12 +13,12 @@ import torch
 
 from penstock.config import ModelSource
 from penstock.models import registry
-from penstock.models.adapters import read_adapter
+from penstock.models.adapters import blank_weights, read_adapter
 from penstock.models.architecture import Architecture, WeightSpec, stack
 from penstock.models.decoder import Decoder
 from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
-from penstock.models.lora import LoraWeight, blank_weights
+from penstock.models.lora import LoraWeight
 from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward

@@ -13,6 +13,7 @@ module but the output head, any other string is a regular expression over whole 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -31,7 +32,7 @@ from penstock.models.hashed_file import DIGEST_BYTES
 from penstock.models.layers import row_order
 from penstock.models.lora import AdapterWeights, LoraPart, LoraWeight
 from penstock.models.model import ModelConfig
-from penstock.models.registry import layout
+from penstock.models.registry import architecture_of, layout
 from penstock.models.weights import listed, read_json, read_tensors, refuse_any, unusable_tensors
 
 CONFIG_FILE = "adapter_config.json"
@@ -138,6 +139,18 @@ def _modules(weight: WeightSpec) -> Iterator[_Module]:
     for part in weight.parts:
         yield _Module(part.name.removesuffix(".weight"), slice(row, row + part.shape[0]), part.shape[1])
         row += part.shape[0]
+
+
+def blank_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int = 8) -> AdapterWeights:
+    """An adapter that changes nothing, to try steps with."""
+    blank = functools.partial(torch.zeros, dtype=dtype, device=device)
+    layer = {}
+    for weight in (weight for weight in architecture_of(config).layer(config) if len(weight.shape) == 2):
+        modules = list(_modules(weight))
+        ranks = [slice(i * rank, (i + 1) * rank) for i in range(len(modules))]
+        parts = (LoraPart(one.rows, its, blank(one.rows.stop - one.rows.start, rank)) for one, its in zip(modules, ranks, strict=True))
+        layer[weight.name] = LoraWeight(blank(rank * len(modules), modules[0].num_in), tuple(parts))
+    return AdapterWeights((layer,) * config.num_layers)
 
 
 def _refuse_outer(config: AdapterConfig, where: Path) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.models.forms import Matrix
 from penstock.models.layers import rope_table, row_order
-from penstock.models.model import LayerOps, ModelConfig, PagedKv, Updates, Weight
+from penstock.models.lora import LoraRuns
+from penstock.models.model import LayerOps, ModelConfig, PagedKv, Weight
 
 
 class DecoderLayer(NamedTuple):
@@ -62,7 +63,9 @@ class Decoder:
         """int32 [T] -> [T, hidden]"""
         return self.embedding.rows(tokens) if isinstance(self.embedding, Matrix) else F.embedding(tokens, self.embedding)
 
-    def layer(self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+    def layer(
+        self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm are one pass;
         `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual), the
         former perhaps in shares (`LayerOps.linear_shares`)."""
@@ -70,7 +73,7 @@ class Decoder:
         return self.finish(index, kv.attend(index, q, k, v), residual, lora)
 
     def project(
-        self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: Updates | None = None
+        self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A layer up to its attention, for steps that attend in several passes: q, k and v as `PagedKv.rotate_and_write` returns them,
         and the residual stream."""
@@ -81,7 +84,7 @@ class Decoder:
             x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
         return *kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm), residual
 
-    def finish(self, index: int, attended: Tensor, residual: Tensor, lora: Updates | None = None) -> tuple[Tensor, Tensor]:
+    def finish(self, index: int, attended: Tensor, residual: Tensor, lora: LoraRuns | None = None) -> tuple[Tensor, Tensor]:
         """The rest of the layer. `layer` is both, with `PagedKv.attend` between them."""
         w, eps = self.layers[index], self.config.norm_eps
         x = self._linear_shares(index, "out", attended, lora)
@@ -94,20 +97,20 @@ class Decoder:
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
         return self.output.logits(x) if isinstance(self.output, Matrix) else self.ops.linear(x, self.output)
 
-    def _linear(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
+    def _linear(self, index: int, name: str, x: Tensor, lora: LoraRuns | None) -> Tensor:
         layer = self.layers[index]
         y = self.ops.linear(x, getattr(layer, name), getattr(layer, f"{name}_bias"))
         if lora is not None:
             lora.add(index, name, x, y)
         return y
 
-    def _linear_shares(self, index: int, name: str, x: Tensor, lora: Updates | None) -> Tensor:
+    def _linear_shares(self, index: int, name: str, x: Tensor, lora: LoraRuns | None) -> Tensor:
         layer = self.layers[index]
         if lora is None and getattr(layer, f"{name}_bias") is None:
             return self.ops.linear_shares(x, getattr(layer, name))
         return self._linear(index, name, x, lora)
 
-    def _gated(self, index: int, x: Tensor, lora: Updates | None) -> Tensor:
+    def _gated(self, index: int, x: Tensor, lora: LoraRuns | None) -> Tensor:
         layer = self.layers[index]
         if lora is None and layer.gate_up_bias is None:
             return self.ops.gated(x, layer.gate_up)

@@ -23,7 +23,7 @@ from penstock.models.architecture import TensorSpec
 from penstock.models.embedded import cache_dir
 from penstock.models.forms import Forms, Quants, matrix_of_quants, takes_4_bits
 from penstock.models.gguf_file import GgufFile
-from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest, piece_rows
+from penstock.models.hashed_file import HashedFile, WeightFile, piece_digest
 from penstock.models.model import ModelConfig, Weight
 from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
@@ -99,10 +99,9 @@ class GgufModel:
 
     def _fill(self, room: Weight, name: str) -> None:
         tensor = self._tensors[name]
-        encoding = self._source.encoding(tensor)
-        pieces = self._source.decoded(tensor, self._interleaved(name))
-        for rows, piece in zip(piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes), pieces, strict=True):
-            put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=DTYPES[encoding.dtype]))
+        dtype = DTYPES[self._source.encoding(tensor).dtype]
+        for rows, piece in self._source.decoded(tensor, self._interleaved(name)):
+            put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=dtype))
 
     def write(self, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
         """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
@@ -111,7 +110,7 @@ class GgufModel:
         content, done = {}, 0
         for name, tensor in self._tensors.items():
             digests = []
-            for piece in self._source.decoded(tensor, self._interleaved(name)):
+            for _, piece in self._source.decoded(tensor, self._interleaved(name)):
                 file.write(piece)
                 digests.append(piece_digest(piece))
                 done += len(piece)

@@ -106,18 +106,18 @@ class GgufFile:
         if short > 0:
             raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {short} bytes behind the end of the file")
 
-    def decoded(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[memoryview]:
-        """A tensor that is inside as safetensors stores it, in the pieces that it is hashed in. `interleaved`: the width of heads whose
-        halves are; such a tensor is read as a whole."""
+    def decoded(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[tuple[slice, memoryview]]:
+        """A tensor that is inside as safetensors stores it, in the pieces of rows that it is hashed in. `interleaved`: the width of heads
+        whose halves are; such a tensor is read as a whole."""
         import gguf
 
-        for raw in self._pieces(tensor, interleaved):
+        for rows, raw in self._pieces(tensor, interleaved):
             if not self.encoding(tensor).plain:
                 try:
                     raw = gguf.dequantize(raw, gguf.GGMLQuantizationType(tensor.kind)).view(np.uint8)
                 except NotImplementedError as error:
                     raise ModelError(f"{self.path}: tensor {tensor.name}: {error}") from error
-            yield np.ascontiguousarray(raw).reshape(-1).data
+            yield rows, np.ascontiguousarray(raw).reshape(-1).data
 
     def has_quants(self, tensor: GgufTensor) -> bool:
         """Whether `quants` can tell what its encoding holds: numbers of 4 bits at equal steps."""
@@ -125,14 +125,14 @@ class GgufFile:
 
     def quants(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[Quants]:
         """A tensor that is inside and has them, without any rounding, in pieces of rows."""
-        for raw in self._pieces(tensor, interleaved):
+        for _, raw in self._pieces(tensor, interleaved):
             yield Quants(*map(torch.from_numpy, _QUANTS[tensor.kind](raw)))
 
-    def _pieces(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    def _pieces(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[tuple[slice, np.ndarray[Any, np.dtype[np.uint8]]]]:
         encoding = self.encoding(tensor)
         whole = None if interleaved is None else self._unpermuted(tensor, encoding, interleaved)
         for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
-            yield self._rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
+            yield rows, self._rows(tensor, encoding.row_bytes, rows) if whole is None else whole[rows]
 
     def numbers(self, tensor: GgufTensor) -> list[float]:
         """A short vector of plain numbers."""

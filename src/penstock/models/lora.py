@@ -8,20 +8,15 @@ and each B adds to its own columns of the stack's output.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.contract import Adapter, Chunk
-from penstock.models.model import ModelConfig
-from penstock.models.registry import architecture_of
 
 _ADAPTER_OF = attrgetter("adapter")
 
@@ -59,20 +54,6 @@ class AdapterWeights:
         return sum(tensor.nbytes for weight in weights for tensor in (weight.a, *(part.b for part in weight.parts)))
 
 
-def blank_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int = 8) -> AdapterWeights:
-    """An adapter that changes nothing, to try steps with."""
-    blank = functools.partial(torch.zeros, dtype=dtype, device=device)
-    layer = {}
-    for name, matrices in (weight for weight in architecture_of(config).layer(config) if len(weight.shape) == 2):
-        widths = [matrix.shape[0] for matrix in matrices]
-        parts = tuple(
-            LoraPart(slice(end - width, end), slice(i * rank, (i + 1) * rank), blank(width, rank))
-            for i, (width, end) in enumerate(zip(widths, itertools.accumulate(widths), strict=True))
-        )
-        layer[name] = LoraWeight(blank(rank * len(widths), matrices[0].shape[1]), parts)
-    return AdapterWeights((layer,) * config.num_layers)
-
-
 class LoraRun(NamedTuple):
     """Neighbouring tokens of a step that one adapter applies to."""
 
@@ -87,7 +68,8 @@ class LoraRuns(NamedTuple):
     runs: Sequence[LoraRun]
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Add what the adapters say to `y`, the output of projection `name` for input `x`; tokens without an adapter stay as they are."""
+        """Add what the adapters say to `y`, the output of layer `layer`'s projection `name` (as in `Architecture.layer`) for input `x`;
+        tokens without an adapter stay as they are."""
         for start, end, weights in self.runs:
             weight = weights.layers[layer].get(name)
             if weight is not None:

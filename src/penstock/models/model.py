@@ -78,13 +78,6 @@ class PagedKv(Protocol):
         `k` and `v` are this step's own, as returned by `rotate_and_write`; a backend may read them from there instead of the cache."""
 
 
-class Updates(Protocol):
-    """What adapters add to a model's projections in one step."""
-
-    def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Change `y` in place: the output of layer `layer`'s projection `name` (as in `Architecture.layer`) for the input `x`."""
-
-
 class LayerOps(Protocol):
     """The pieces of a layer that are not attention, one implementation per device."""
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock.models.decoder import Decoder
 from penstock.models.layers import split_norm_rotate
-from penstock.models.model import ModelConfig, Updates
+from penstock.models.lora import LoraRuns
+from penstock.models.model import ModelConfig
 
 
 class ContiguousKv:
@@ -48,7 +49,7 @@ class ContiguousKv:
 
 
 @torch.inference_mode()
-def forward(model: Decoder, kv: ContiguousKv, tokens: Sequence[int], lora: Updates | None = None) -> Tensor:
+def forward(model: Decoder, kv: ContiguousKv, tokens: Sequence[int], lora: LoraRuns | None = None) -> Tensor:
     """One step of `tokens` behind what `kv` holds; logits of all of them, [T, vocab]."""
     positions = torch.arange(kv.num_tokens, kv.num_tokens + len(tokens), dtype=torch.int32, device=model.device)
     kv.begin(positions)

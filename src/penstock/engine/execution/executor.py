@@ -40,7 +40,8 @@ from penstock.engine.execution.scoring import ContextKeys, StepScores
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
-from penstock.models.lora import AdapterWeights, blank_weights, lora_runs
+from penstock.models.adapters import blank_weights
+from penstock.models.lora import AdapterWeights, lora_runs
 from penstock.observe import ByteGuard
 from penstock.speculation.length import StepCosts
 
