@@ -260,7 +260,7 @@ def test_of_a_draft_that_is_the_target_with_fewer_tokens_exactly_those_that_it_h
     needs_eager_passes(engine)
     vocab = BUILT_IN[TARGET].vocab
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[: int(share * vocab)]
-    guesser, speculation, seen = engine._parts.executor.ahead._guesser, engine._parts.speculation, list[tuple[int, int, int]]()
+    guesser, speculation, seen = engine._parts.executor.ahead.guesser, engine._parts.speculation, list[tuple[int, int, int]]()
     run = guesser._run
     monkeypatch.setattr(guesser, "target_ids", ids)
     monkeypatch.setattr(guesser, "_run", lambda inputs, at: None if (logits := run(inputs, at)) is None else logits[:, ids])

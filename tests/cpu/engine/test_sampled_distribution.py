@@ -54,9 +54,9 @@ def engine() -> Iterator[Engine]:
     config = tiny_config(blocks=1200, max_batch=REQUESTS, max_model_len=704, prefix_cache=False)
     made = build(replace(config, speculation=SpeculationConfig("draft:tiny-llama", 3)))
     executor = made._parts.executor
-    assert executor.ahead is not None and isinstance(executor.ahead._guesser, ModelGuesser) and made._parts.speculation is not None
+    assert executor.ahead is not None and isinstance(executor.ahead.guesser, ModelGuesser) and made._parts.speculation is not None
     _Table(TARGET, 512).put_into(executor._forward.model)
-    _Table(DRAFT, 512).put_into(executor.ahead._guesser._draft.model)
+    _Table(DRAFT, 512).put_into(executor.ahead.guesser._draft.model)
     made._parts.speculation.force = lambda most: most
     yield made
     made.close(timeout_s=20.0)

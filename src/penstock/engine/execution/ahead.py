@@ -27,6 +27,7 @@ from penstock.speculation.mtp import MtpHead
 log = logging.getLogger(__name__)
 
 _NO_TOKENS, _ALL_TOKENS = slice(0, 0), slice(None)
+_BY_ROW = ("tokens", "positions", "write_at", "kv_lens", "table_starts", "rows")  # of a step that only decodes
 
 
 class _Guess(NamedTuple):
@@ -57,20 +58,6 @@ class Guesser(Protocol):
 
     def further(self, guess: _Guess, place: StepInputs) -> _Guess:
         """One token further: `place` has the drafts."""
-
-
-class _HeadKv:
-    """Implements `PagedKv`: the head's only layer is the last of the arena's."""
-
-    def __init__(self, attention: Attention, inputs: StepInputs) -> None:
-        self._attention, self._inputs = attention, inputs
-        self._layer = attention.blank_from
-
-    def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self._attention.rotate_and_write(self._layer, qkv, q_norm, k_norm, self._inputs)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attention.attend(self._layer, q, k, v, self._inputs)
 
 
 class HeadGuesser:
@@ -110,8 +97,9 @@ class HeadGuesser:
         made = self._head.step(guess.hidden, place.tokens, self._kv(place))
         return _Guess(made.logits, place, made.hidden)
 
-    def _kv(self, inputs: StepInputs) -> _HeadKv:
-        return _HeadKv(self._attention, inputs)
+    def _kv(self, inputs: StepInputs) -> BoundKv:
+        """The head's only layer is the last of the arena's."""
+        return BoundKv(self._attention, inputs, self._attention.blank_from)
 
 
 class ModelGuesser:
@@ -158,32 +146,18 @@ class Passes:
 
     def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
         self.draws = draws
-        self._guesser = guesser
+        self.guesser = guesser
         self._pending = pending
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
         self.failed = False  # nothing is proposed any more
 
-    def try_note(self, flow: Flow) -> None:
-        """Of a step whose tokens may be passed over later."""
-        self._attempt(lambda: self._guesser.note(flow))
-
-    def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        """The pass over tokens of earlier steps."""
-        self._guesser.catch_up(inputs, rows, nexts)
-
-    def try_catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        self._attempt(lambda: self.catch_up(inputs, rows, nexts))
-
-    def try_run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind) -> None:
-        self._attempt(lambda: self.run(flow, nexts, lasts, rows, num_drafts, choice))
-
-    def _attempt(self, work: Callable[[], None]) -> None:
+    def attempt(self, work: Callable[..., None], *args: object) -> None:
         """Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from then on."""
         if self.failed:
             return
         try:
-            work()
+            work(*args)
         except Exception:
             self.failed = True
             log.exception("drafting failed: requests go on without drafts until the next start")
@@ -192,17 +166,17 @@ class Passes:
         """`nexts` [T] are the tokens behind those of the step, as far as they are known by now; `lasts` int64 [G] the places in the step of
         the last token that each request has kept, and `rows` [G] whose they are."""
         if num_drafts == 0 or len(lasts) == 0:  # a prompt is under way, or drafts are not worth it
-            self._guesser.fill(flow, nexts)
+            self.guesser.fill(flow, nexts)
             return
         place = _last_rows(flow.bound_inputs(), lasts, rows)
-        guess = self._guesser.first(flow, nexts, lasts, place, self)
-        ids = self._guesser.target_ids
+        guess = self.guesser.first(flow, nexts, lasts, place, self)
+        ids = self.guesser.target_ids
         for number in range(1, num_drafts + 1):
             chosen = self.draws.choose(guess.logits, ids, rows, place.positions + number, choice)
             drafts = (chosen if ids is None else ids[chosen]).to(torch.int32)
             self._pending[:, number].index_copy_(0, rows.long(), drafts)
             if number < num_drafts:
-                guess = self._guesser.further(guess, self.moved(guess.place, drafts))
+                guess = self.guesser.further(guess, self.moved(guess.place, drafts))
 
     def moved(self, place: StepInputs, tokens: Tensor) -> StepInputs:
         """One token further. Tables have an entry for every place that drafts can have: where the request has no room there, it is the
@@ -279,22 +253,7 @@ def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
 
 def _joined(inputs: StepInputs, place: StepInputs) -> StepInputs:
     """The rows of a step that only decodes, and those of `place` behind them."""
-    num = len(inputs.tokens) + len(place.tokens)
-    tokens, positions, write_at, kv_lens, table_starts, rows = (
-        torch.cat(both) for both in zip(_by_row(inputs), _by_row(place), strict=True)
-    )
-    return dataclasses.replace(
-        place,
-        tokens=tokens,
-        positions=positions,
-        write_at=write_at,
-        kv_lens=kv_lens,
-        table_starts=table_starts,
-        rows=rows,
-        q_starts=torch.arange(num + 1, dtype=torch.int32, device=tokens.device),
-        num_decodes=num,
-    )
-
-
-def _by_row(inputs: StepInputs) -> tuple[Tensor, ...]:
-    return inputs.tokens, inputs.positions, inputs.write_at, inputs.kv_lens, inputs.table_starts, inputs.rows
+    both = {name: torch.cat((getattr(inputs, name), getattr(place, name))) for name in _BY_ROW}
+    num = len(both["tokens"])
+    q_starts = torch.arange(num + 1, dtype=torch.int32, device=place.tokens.device)
+    return dataclasses.replace(place, **both, q_starts=q_starts, num_decodes=num)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from penstock.engine.execution.sampler import (
     packed_width,
     token_logprobs,
 )
-from penstock.engine.execution.scoring import ContextKeys, StepScores
+from penstock.engine.execution.scoring import ContextKeys
 from penstock.engine.execution.staging import StagingRing, Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Ticket
@@ -168,7 +169,7 @@ class Executor:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
         if self.ahead is not None and buckets:  # behind all steps: none of them has its results in memory that these use
             for exponent in reversed(range((self.limits.max_batch - 1).bit_length() + 1)):
-                self._replays.get_catch_up(1 << exponent, self.ahead.catch_up)
+                self._replays.get_catch_up(1 << exponent, self.ahead.guesser.catch_up)
         progress("capturing steps", len(buckets), len(buckets))
 
     def draft_with(self, passes: Passes) -> None:
@@ -176,7 +177,7 @@ class Executor:
         self.ahead = passes
         num_ints = self._replays.catch_up_ints(2 * self.limits.max_batch)
         self._staged_missed = StagingRing(num_ints, self._lane, "staged inputs of catching up", pinned=self._device.type == "cuda")
-        self._forward.note = passes.try_note
+        self._forward.note = partial(passes.attempt, passes.guesser.note)
 
     def keep_scores(self, scorer: ScorerName, num_kept: int) -> None:
         """Requests may attend to a part of their context; what is known of `num_kept` parts is kept for later ones."""
@@ -363,27 +364,22 @@ class Executor:
 
         chain.submit(upload, "upload", [self._staging.access(Mode.READ)])
         self._submit_place(chain, packed, flow, lambda: landed[0])
-        if packed.paged:
-            self._submit_paged(chain, arriving, packed, flow)
-            return flow, lambda: landed[0]
         others = {"embed": (self._embed_access(packed),), "note": self._note_accesses(packed)}
         for op, layers, label in self._forward.ops(flow, packed.shape.is_decode):
             self._wait_for(arriving, chain, layers[1])
+            if packed.paged and layers[1] > layers[0]:
+                self._submit_paged(chain, packed, flow, layers[0])
+                continue
             accesses = others.get(label, ())
             if layers[1] > layers[0]:
                 scored = () if flow.scores is None else flow.scores.accesses(layers)  # what is known of keys, besides KV
                 accesses = (*self._accesses(packed, layers), *scored)
             chain.submit(op, label, accesses)
+            if packed.paged and label == "embed":
+                self._paged_reads().lane.wait(self._lane.record())  # the slots have been uploaded
         if flow.scores is not None:
-            self._submit_scores(chain, flow.scores)
+            chain.submit(flow.scores.finish, "part scores", [self._results.access(Mode.WRITE)])
         return flow, lambda: landed[0]
-
-    def _scored_accesses(self, packed: Packed, flow: Flow, layers: tuple[int, int]) -> Sequence[Access]:
-        """Of an op that looks at keys where they lie, where scores are asked for."""
-        return () if flow.scores is None else (*flow.scores.accesses(layers), self._accesses(packed, layers)[0])
-
-    def _submit_scores(self, chain: _Chain, scores: StepScores) -> None:
-        chain.submit(scores.finish, "part scores", [self._results.access(Mode.WRITE)])
 
     def _submit_place(self, chain: _Chain, packed: Packed, flow: Flow, ints: Callable[[], Tensor]) -> None:
         """Where the step before had drafts, its rows begin behind those that were kept: the device knows, the host does not yet."""
@@ -402,30 +398,24 @@ class Executor:
 
         chain.submit(place, "place", [self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.WRITE)])
 
-    def _submit_paged(self, chain: _Chain, arriving: Arriving, packed: Packed, flow: Flow) -> None:
-        """Layers whose attention is over what is on the device first, and then over pieces that stream in from host memory."""
-        reads, forward = self.paged, self._forward
-        if reads is None:
+    def _paged_reads(self) -> PagedReads:
+        if self.paged is None:
             raise InvariantBroken("a step reads KV in host memory, and there is none")
-        embed, head = forward.ends(flow)
-        chain.submit(embed, "embed", [self._embed_access(packed)])
-        reads.lane.wait(self._lane.record())  # the slots have been uploaded
-        pieces = list(reads.pieces(packed.paged))
-        for layer in range(forward.model.config.num_layers):
-            self._wait_for(arriving, chain, layer + 1)
-            chain.submit(forward.attend_resident(flow, layer), f"layer {layer}", self._accesses(packed, (layer, layer + 1)))
-            for piece in pieces:
-                fetched = reads.fetch(layer, piece, lambda: flow.bound_inputs().tables, self._lane)
-                chain.submit(forward.add_piece(flow, piece.rows, fetched.landed), f"piece of layer {layer}", [fetched.access])
-                if flow.scores is not None and (add := flow.scores.piece(layer, piece, fetched.landed)) is not None:
-                    chain.submit(add, f"sums of layer {layer}", [fetched.access, *flow.scores.accesses((layer, layer + 1))])
-                fetched.read_until(self._lane.record())
-            chain.submit(forward.finish(flow, layer), f"rest of layer {layer}", self._scored_accesses(packed, flow, (layer, layer + 1)))
-        chain.submit(head, "head")
-        if (note := forward.note) is not None and packed.shape.is_decode:
-            chain.submit(lambda: note(flow), "note", self._note_accesses(packed))
-        if flow.scores is not None:
-            self._submit_scores(chain, flow.scores)
+        return self.paged
+
+    def _submit_paged(self, chain: _Chain, packed: Packed, flow: Flow, layer: int) -> None:
+        """A layer whose attention is over what is on the device first, and then over pieces that stream in from host memory."""
+        reads, forward, scores, layers = self._paged_reads(), self._forward, flow.scores, (layer, layer + 1)
+        kv = self._accesses(packed, layers)
+        chain.submit(partial(forward.attend_resident, flow, layer), f"layer {layer}", kv)
+        for piece in reads.pieces(packed.paged):
+            fetched = reads.fetch(layer, piece, lambda: flow.bound_inputs().tables, self._lane)
+            chain.submit(partial(forward.add_piece, flow, piece.rows, fetched.landed), f"piece of layer {layer}", [fetched.access])
+            if scores is not None and (add := scores.piece(layer, piece, fetched.landed)) is not None:
+                chain.submit(add, f"sums of layer {layer}", [fetched.access, *scores.accesses(layers)])
+            fetched.read_until(self._lane.record())
+        scored = () if scores is None else (*scores.accesses(layers), kv[0])  # it looks at keys where they lie
+        chain.submit(partial(forward.finish, flow, layer), f"rest of layer {layer}", scored)
 
     def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:
         if arriving.wait_on(self._lane, end):
@@ -507,7 +497,7 @@ class Executor:
                 given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]
                 sampled = nexts[(-1 - given).clamp(min=0).long()] if len(nexts) else given
                 nexts, lasts = torch.where(given < 0, sampled, given), inputs.sample_at[lasts].long()
-            ahead.try_run(flow, nexts, lasts, rows, *drafting)
+            ahead.attempt(ahead.run, flow, nexts, lasts, rows, *drafting)
 
         def fill() -> None:
             from penstock.engine.execution import triton_drafts
@@ -544,7 +534,7 @@ class Executor:
         num, num_single = int(lens.sum()), int((lens == 1).sum())
         captured = None
         if is_captured and not plan.is_followed and not num_single:  # nobody reads what the captured step has left in memory any more
-            captured = self._replays.get_catch_up(len(missed), ahead.catch_up)
+            captured = self._replays.get_catch_up(len(missed), ahead.guesser.catch_up)
         host, array = self._staged_missed.next()
         end = 2 * (num if captured is None else captured.shape.num_tokens)
         packed = self._packer.pack(missed, num_single, None if captured is None else captured.shape, array[end:])
@@ -558,7 +548,7 @@ class Executor:
             of_rows, given, ours = ints.split([end // 2, end // 2, len(ints) - end])
             inputs = packed.shape.views(ours, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
             known = flow.bound_inputs().tokens[(-1 - given).clamp(min=0).long()]
-            ahead.try_catch_up(inputs, of_rows, torch.where(given < 0, known, given))
+            ahead.attempt(ahead.guesser.catch_up, inputs, of_rows, torch.where(given < 0, known, given))
 
         self._wait_for(arriving, chain, layers[1])
         staged, notes = self._staged_missed.access(Mode.READ), Access(_NOTES, rows[:num], *_ONE[1:], Mode.READ)

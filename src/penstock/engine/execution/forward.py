@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,22 +28,23 @@ class Attending(NamedTuple):
 
 
 class BoundKv:
-    """The paged cache bound to one step's inputs: what a model's layer sees."""
+    """The paged cache bound to one step's inputs: what a model's layer sees. Its layer 0 is `first_layer` of the arena's."""
 
-    __slots__ = ("_attention", "_inputs", "_scores")
+    __slots__ = ("_attention", "_first_layer", "_inputs", "_scores")
 
-    def __init__(self, attention: Attention, inputs: StepInputs, scores: StepScores | None = None) -> None:
+    def __init__(self, attention: Attention, inputs: StepInputs, first_layer: int = 0, scores: StepScores | None = None) -> None:
         self._attention = attention
         self._inputs = inputs
+        self._first_layer = first_layer
         self._scores = scores
 
     def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self._attention.rotate_and_write(layer, qkv, q_norm, k_norm, self._inputs)
+        return self._attention.rotate_and_write(self._first_layer + layer, qkv, q_norm, k_norm, self._inputs)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._scores is not None:
             self._scores.add_layer(layer, q)
-        return self._attention.attend(layer, q, k, v, self._inputs)
+        return self._attention.attend(self._first_layer + layer, q, k, v, self._inputs)
 
 
 @dataclass(slots=True)
@@ -81,79 +83,55 @@ class Forward:
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token in it, or that and drafts."""
-        layers = [LayerOp(self._layer(flow, i), (i, i + 1), f"layer {i}") for i in range(self.model.config.num_layers)]
-        note = self.note if is_decode else None
-        notes = [] if note is None else [LayerOp(lambda: note(flow), (0, 0), "note")]
-        return [LayerOp(self._embed(flow), (0, 0), "embed"), *layers, LayerOp(self._head(flow), (0, 0), "head"), *notes]
+        layers = [LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}") for i in range(self.model.config.num_layers)]
+        notes = [] if self.note is None or not is_decode else [LayerOp(partial(self.note, flow), (0, 0), "note")]
+        return [LayerOp(partial(self._embed, flow), (0, 0), "embed"), *layers, LayerOp(partial(self._head, flow), (0, 0), "head"), *notes]
 
-    def ends(self, flow: Flow) -> tuple[Op, Op]:
-        """What comes before the first layer and behind the last."""
-        return self._embed(flow), self._head(flow)
+    def _embed(self, flow: Flow) -> None:
+        inputs = flow.bound_inputs()
+        # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from where it was sampled.
+        firsts = inputs.tokens[: len(inputs.rows)]
+        width = self._pending.shape[1]
+        places = inputs.rows[: len(firsts)]
+        if width > 1:  # -1 is the token sampled last, -2 the first draft
+            places = places * width + (-1 - firsts).clamp(0, width - 1)
+        latest = self._pending.view(-1)[places]
+        firsts.copy_(torch.where(firsts < 0, latest, firsts))
+        flow.hidden, flow.residual = self.model.embed(inputs.tokens), None
 
-    def _embed(self, flow: Flow) -> Op:
-        def embed() -> None:
-            inputs = flow.bound_inputs()
-            # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from where it was sampled.
-            firsts = inputs.tokens[: len(inputs.rows)]
-            width = self._pending.shape[1]
-            places = inputs.rows[: len(firsts)]
-            if width > 1:  # -1 is the token sampled last, -2 the first draft
-                places = places * width + (-1 - firsts).clamp(0, width - 1)
-            latest = self._pending.view(-1)[places]
-            firsts.copy_(torch.where(firsts < 0, latest, firsts))
-            flow.hidden, flow.residual = self.model.embed(inputs.tokens), None
+    def _layer(self, flow: Flow, index: int) -> None:
+        assert flow.hidden is not None
+        kv = BoundKv(self.attention, flow.bound_inputs(), scores=flow.scores)
+        flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
-        return embed
-
-    def _layer(self, flow: Flow, index: int) -> Op:
-        def layer() -> None:
-            assert flow.hidden is not None
-            kv = BoundKv(self.attention, flow.bound_inputs(), flow.scores)
-            flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
-
-        return layer
-
-    def attend_resident(self, flow: Flow, index: int) -> Op:
+    def attend_resident(self, flow: Flow, index: int) -> None:
         """A layer up to and with its attention over what is on the device. `add_piece` may follow several times, then `finish`."""
+        assert flow.hidden is not None
+        inputs = flow.bound_inputs()
+        kv = BoundKv(self.attention, inputs)
+        q, k, v, residual = self.model.project(index, flow.hidden, flow.residual, kv, flow.lora)
+        flow.attending = Attending(q, self.attention.attend_resident(index, q, k, v, inputs), residual)
+        if flow.scores is not None:
+            flow.scores.note_resident(flow.attending.partial.lse)
 
-        def attend() -> None:
-            assert flow.hidden is not None
-            inputs = flow.bound_inputs()
-            kv = BoundKv(self.attention, inputs)
-            q, k, v, residual = self.model.project(index, flow.hidden, flow.residual, kv, flow.lora)
-            flow.attending = Attending(q, self.attention.attend_resident(index, q, k, v, inputs), residual)
-            if flow.scores is not None:
-                flow.scores.note_resident(flow.attending.partial.lse)
+    def add_piece(self, flow: Flow, rows: tuple[int, int], landed: Callable[[], Tensor]) -> None:
+        assert flow.attending is not None
+        self.attention.add_piece(flow.attending.partial, flow.attending.q, rows, landed())
 
-        return attend
+    def finish(self, flow: Flow, index: int) -> None:
+        assert flow.attending is not None
+        attending, flow.attending = flow.attending, None
+        if flow.scores is not None:
+            flow.scores.add_layer(index, attending.q, attending.partial.lse)
+        attended = attending.partial.out.to(attending.q.dtype)
+        flow.hidden, flow.residual = self.model.finish(index, attended, attending.residual, flow.lora)
 
-    def add_piece(self, flow: Flow, rows: tuple[int, int], landed: Callable[[], Tensor]) -> Op:
-        def add() -> None:
-            assert flow.attending is not None
-            self.attention.add_piece(flow.attending.partial, flow.attending.q, rows, landed())
-
-        return add
-
-    def finish(self, flow: Flow, index: int) -> Op:
-        def finish() -> None:
-            assert flow.attending is not None
-            attending, flow.attending = flow.attending, None
-            if flow.scores is not None:
-                flow.scores.add_layer(index, attending.q, attending.partial.lse)
-            attended = attending.partial.out.to(attending.q.dtype)
-            flow.hidden, flow.residual = self.model.finish(index, attended, attending.residual, flow.lora)
-
-        return finish
-
-    def _head(self, flow: Flow) -> Op:
-        def head() -> None:
-            inputs = flow.bound_inputs()
-            assert flow.hidden is not None and flow.residual is not None
-            if len(inputs.sample_at) == 0:
-                flow.logits = None
-            elif len(inputs.sample_at) == len(inputs.tokens):
-                flow.logits = self.model.head(flow.hidden, flow.residual)
-            else:
-                flow.logits = self.model.head(flow.hidden[..., inputs.sample_at, :], flow.residual[inputs.sample_at])
-
-        return head
+    def _head(self, flow: Flow) -> None:
+        inputs = flow.bound_inputs()
+        assert flow.hidden is not None and flow.residual is not None
+        if len(inputs.sample_at) == 0:
+            flow.logits = None
+        elif len(inputs.sample_at) == len(inputs.tokens):
+            flow.logits = self.model.head(flow.hidden, flow.residual)
+        else:
+            flow.logits = self.model.head(flow.hidden[..., inputs.sample_at, :], flow.residual[inputs.sample_at])
