@@ -258,16 +258,14 @@ def test_a_want_is_ended_before_another_takes_its_place() -> None:
     assert most == [1, 1, 1]
 
 
-def test_the_heap_of_tenants_is_a_heap_after_every_change() -> None:
-    """Whoever has most comes first, and below everybody are only those that have no more: with enough tenants that one which is taken out
-    leaves its place to one of another branch."""
+def test_tenants_are_in_order_after_every_change() -> None:
+    """Whoever has most comes first, and those with nothing are not among them."""
     largest, numbers = module._Largest(), Random(7)
     tenants = [module._Tenant(bytes([number])) for number in range(24)]
     for _ in range(600):
         tenant = numbers.choice(tenants)
         num = 0 if numbers.random() < 0.4 else numbers.randrange(1, 100)
         largest.note(tenant, num)
-        assert (tenant in largest._heap) == bool(num)
-        nums = [largest._nums[one] for one in largest._heap]
-        assert all(nums[(place - 1) // 2] >= nums[place] for place in range(1, len(nums)))
-        assert largest._places == {one: place for place, one in enumerate(largest._heap)} and largest._nums.keys() == largest._places.keys()
+        found = {one.id: number for number, _, one in largest._ordered}
+        assert (tenant.id in found) == bool(num) and len(largest) == len(found) and largest._nums == found
+        assert list(found.values()) == sorted(found.values()) and (not found or found[largest.first().id] == max(found.values()))
