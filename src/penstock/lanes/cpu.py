@@ -10,12 +10,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from penstock.lanes.lane import Op, Replay, Ticket
+from penstock.lanes.lane import Capture, Op, Replay, Ticket
 from penstock.observe import LaneObserver
 
 log = logging.getLogger(__name__)
@@ -63,27 +63,18 @@ class CpuTicket:
             raise self.failure
 
 
-@dataclass(slots=True)
-class CpuReplay:
+class CpuReplay(Replay):
     """A recorded list of calls."""
 
-    label: str
-    ops: list[Op] = field(default_factory=list)
+    @classmethod
+    def of(cls, capture: Capture) -> CpuReplay:
+        ops = capture.ops
 
+        def run_all() -> None:
+            for op in ops:
+                op()
 
-class _CpuRecording:
-    """Where submissions go while a capture is open."""
-
-    def __init__(self, label: str) -> None:
-        self.pending = CpuReplay(label)
-        self.thread = threading.get_ident()
-        self.complete = False
-
-    @property
-    def replay(self) -> CpuReplay:
-        if not self.complete:
-            raise InvariantBroken(f"capture {self.pending.label!r} has no replay: it is still open, or it failed")
-        return self.pending
+        return cls(capture.label, run_all)
 
 
 @dataclass(slots=True)
@@ -110,7 +101,7 @@ class CpuLane:
         self._submitting = threading.Lock()
         self._num_submitted = 0
         self._closed = False
-        self._recording: _CpuRecording | None = None
+        self._recording: Capture | None = None
         self._over = threading.Condition()  # told of every item that is
         self._failure: BaseException | None = None  # why its thread cannot run anything: whatever is submitted fails with it
         self._thread = threading.Thread(target=_work, args=(name, self._queue, around), name=f"lane-{name}", daemon=True)
@@ -122,8 +113,8 @@ class CpuLane:
 
     def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
         if (recording := self._recording) is not None:
-            self._require_recorder(recording, label)
-            recording.pending.ops.append(op)
+            recording.check_thread(label)
+            recording.ops.append(op)
             return CpuTicket(self, 0, label)
         return self._enqueue(op, label, accesses, after, None)
 
@@ -139,7 +130,7 @@ class CpuLane:
     def wait(self, fence: Fence) -> None:
         number = getattr(fence, "number", 0)
         if (recording := self._recording) is not None:
-            self._require_recorder(recording, "wait")
+            recording.check_thread("wait")
             if self._observer is not None:
                 self._observer.wait_ignored(self.name, fence.lane, number)
             return
@@ -148,27 +139,21 @@ class CpuLane:
         self._enqueue(None, "wait", (), None, fence)
 
     @contextmanager
-    def capture(self, label: str) -> Iterator[_CpuRecording]:
+    def capture(self, label: str) -> Iterator[Capture]:
         with self._submitting:
             if self._recording is not None:
-                raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.pending.label!r}")
-            recording = self._recording = _CpuRecording(label)
+                raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}")
+            recording = self._recording = Capture(self.name, label)
         try:
             yield recording
-            recording.complete = True
+            recording.made = CpuReplay.of(recording)
         finally:
             self._recording = None
 
     def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
         if not isinstance(replay, CpuReplay):
             raise InvariantBroken(f"lane {self.name} cannot replay {replay!r}: it was captured on another backend")
-        ops = replay.ops
-
-        def run_all() -> None:
-            for op in ops:
-                op()
-
-        return self.submit(run_all, accesses, label=replay.label, after=after)
+        return self.submit(replay.run, accesses, label=replay.label, after=after)
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
         if self._observer is not None:
@@ -207,10 +192,6 @@ class CpuLane:
         if finished and self._observer is not None:
             self._observer.host_waited(self.name, number, 0.0)
         return finished
-
-    def _require_recorder(self, recording: _CpuRecording, label: str) -> None:
-        if recording.thread != threading.get_ident():
-            raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.pending.label!r}")
 
     def _enqueue(self, op: Op | None, label: str, accesses: Sequence[Access], after: Ticket | None, fence: Fence | None) -> CpuTicket:
         with self._submitting:

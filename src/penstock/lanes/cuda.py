@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from penstock.contract import Access, Fence
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuLane
-from penstock.lanes.lane import Lane, Op, Replay, Ticket, look_again_s
+from penstock.lanes.lane import Capture, Lane, Op, Replay, Ticket, look_again_s
 from penstock.observe import LaneObserver
 
 
@@ -111,26 +110,8 @@ class CudaTicket:
         self._end().wait_passed(timeout_s)
 
 
-@dataclass(slots=True)
-class CudaReplay:
-    """A captured graph. `tensors` made during the capture live in the graph's own memory and are kept alive by it."""
-
-    label: str
-    graph: Any
-
-
-class _CudaRecording:
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.thread = threading.get_ident()
-        self.error: BaseException | None = None
-        self.result: CudaReplay | None = None
-
-    @property
-    def replay(self) -> CudaReplay:
-        if self.result is None:
-            raise InvariantBroken(f"capture {self.label!r} has no replay: it is still open, or it failed")
-        return self.result
+class CudaReplay(Replay):
+    """A captured graph. Tensors made during the capture live in the graph's own memory and are kept alive by it."""
 
 
 class CudaLane:
@@ -143,7 +124,7 @@ class CudaLane:
         self._num_submitted = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._recording: _CudaRecording | None = None
+        self._recording: Capture | None = None
         self._graph_memory: Any = None  # shared by all captures: their replays are ordered by the lane
 
     def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
@@ -185,7 +166,7 @@ class CudaLane:
     def wait(self, fence: Fence) -> None:
         number = getattr(fence, "number", 0)
         if (recording := self._recording) is not None:
-            self._require_recorder(recording, "wait")
+            recording.check_thread("wait")
             if self._observer is not None:
                 self._observer.wait_ignored(self.name, fence.lane, number)
             return
@@ -200,13 +181,13 @@ class CudaLane:
         self.stream.wait_event(fence.event)
 
     @contextmanager
-    def capture(self, label: str) -> Iterator[_CudaRecording]:
+    def capture(self, label: str) -> Iterator[Capture]:
         if self._recording is not None:
             raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}")
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        recording = self._recording = _CudaRecording(label)
+        recording = self._recording = Capture(self.name, label)
         collects = gc.isenabled()
         gc.disable()  # what the collector finds may be a graph or pinned memory, and freeing those is an error while a stream captures
         try:
@@ -219,12 +200,12 @@ class CudaLane:
                 gc.enable()
         if recording.error is not None:
             raise recording.error
-        recording.result = CudaReplay(label, graph)
+        recording.made = CudaReplay(label, graph.replay)
 
     def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
         if not isinstance(replay, CudaReplay):
             raise InvariantBroken(f"lane {self.name} cannot replay {replay!r}: it was captured on another backend")
-        return self.submit(replay.graph.replay, accesses, label=replay.label, after=after)
+        return self.submit(replay.run, accesses, label=replay.label, after=after)
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
         if self._observer is not None:
@@ -259,18 +240,14 @@ class CudaLane:
                 self._observer.submitted(self.name, number, label, accesses)
         return number
 
-    def _record_op(self, recording: _CudaRecording, op: Op, label: str) -> Ticket:
-        self._require_recorder(recording, label)
+    def _record_op(self, recording: Capture, op: Op, label: str) -> Ticket:
+        recording.check_thread(label)
         if recording.error is None:
             try:
                 op()
             except Exception as raised:
                 recording.error = raised
         return CudaTicket(self, 0, label, recording.error)
-
-    def _require_recorder(self, recording: _CudaRecording, label: str) -> None:
-        if recording.thread != threading.get_ident():
-            raise InvariantBroken(f"lane {self.name}: {label!r} came from another thread during capture {recording.label!r}")
 
 
 def make_lane(name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> Lane:

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.contract import Access, Fence
+from penstock.errors import InvariantBroken
 
 Op = Callable[[], object]  # what it returns is dropped
 
@@ -42,17 +45,35 @@ class Ticket(Protocol):
         """Block until the work is over; raises its error, or DeadlineExceeded."""
 
 
-class Replay(Protocol):
-    """Work recorded once, to be run as one unit any number of times."""
+@dataclass(slots=True)
+class Replay:
+    """Work recorded once, to be run as one unit any number of times, by lanes of one backend."""
 
     label: str
+    run: Op
 
 
-class Capture(Protocol):
-    """An open recording; `replay` is there once its `with` block has ended."""
+class Capture:
+    """A recording, open to one thread; `replay` is there once its `with` block has ended."""
+
+    def __init__(self, lane: str, label: str) -> None:
+        self.label = label
+        self.thread = threading.get_ident()
+        self.ops: list[Op] = []  # submitted meanwhile, where that runs nothing
+        self.error: BaseException | None = None  # of what was submitted meanwhile, where that runs it
+        self.made: Replay | None = None
+        self._lane = lane
 
     @property
-    def replay(self) -> Replay: ...
+    def replay(self) -> Replay:
+        if self.made is None:
+            raise InvariantBroken(f"capture {self.label!r} has no replay: it is still open, or it failed")
+        return self.made
+
+    def check_thread(self, label: str) -> None:
+        """`label` is submitted."""
+        if self.thread != threading.get_ident():
+            raise InvariantBroken(f"lane {self._lane}: {label!r} came from another thread during capture {self.label!r}")
 
 
 class Lane(Protocol):

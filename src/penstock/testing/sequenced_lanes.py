@@ -12,7 +12,7 @@ from typing import Protocol
 from penstock.contract import Access, Fence
 from penstock.errors import InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuReplay
-from penstock.lanes.lane import Op, Replay, Ticket
+from penstock.lanes.lane import Capture, Op, Replay, Ticket
 from penstock.observe import LaneObserver
 
 Place = tuple[str, int]  # an item: its lane, and its number there
@@ -105,18 +105,6 @@ class _SequencedItem:
     fence: SequencedFence | None = None
 
 
-@dataclass(slots=True)
-class _SequencedRecording:
-    pending: CpuReplay
-    complete: bool = False
-
-    @property
-    def replay(self) -> CpuReplay:
-        if not self.complete:
-            raise InvariantBroken(f"capture {self.pending.label!r} is still open")
-        return self.pending
-
-
 class SequencedLane:
     """A lane with the rules of `lanes.lane`. The work of a launcher may itself use lanes, and can be left half-way at each such call."""
 
@@ -129,12 +117,12 @@ class SequencedLane:
         self._observer = observer
         self._queue: deque[_SequencedItem] = deque()
         self._num_submitted = 0
-        self._recording: _SequencedRecording | None = None
+        self._recording: Capture | None = None
         self._closed = False
 
     def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
         if self._recording is not None:
-            self._recording.pending.ops.append(op)
+            self._recording.ops.append(op)
             return SequencedTicket(self, 0, label)
         ticket = self._next_ticket(label)
         if self._observer is not None:
@@ -162,18 +150,17 @@ class SequencedLane:
         self._put(_SequencedItem(ticket, fence=fence), f"lets {self.name} wait for fence {fence.number} of {fence.lane}")
 
     @contextmanager
-    def capture(self, label: str) -> Iterator[_SequencedRecording]:
-        recording = self._recording = _SequencedRecording(CpuReplay(label))
+    def capture(self, label: str) -> Iterator[Capture]:
+        recording = self._recording = Capture(self.name, label)
         try:
             yield recording
-            recording.complete = True
+            recording.made = CpuReplay.of(recording)
         finally:
             self._recording = None
 
     def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
         """One unit, as everywhere: nothing comes between its ops."""
-        ops = replay.ops if isinstance(replay, CpuReplay) else ()
-        return self.submit(lambda: [op() for op in ops], accesses, label=replay.label, after=after)
+        return self.submit(replay.run, accesses, label=replay.label, after=after)
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
         if self._observer is not None:

@@ -465,7 +465,7 @@ class ObedientLane(CpuLane):
 
     def wait(self, fence: Fence) -> None:
         if self._recording is not None:
-            self._recording.pending.ops.append(fence.wait_passed)
+            self._recording.ops.append(fence.wait_passed)
         super().wait(fence)
 
 
