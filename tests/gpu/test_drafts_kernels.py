@@ -16,7 +16,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("NOT TESTED: the kernels of drafts need an NVIDIA GPU, and there is none here", allow_module_level=True)
 
-from penstock.engine.execution import ahead, triton_drafts  # noqa: E402
+from penstock.engine.execution import ahead, triton_steps  # noqa: E402
 from penstock.engine.execution.batch import Shape  # noqa: E402
 from penstock.engine.execution.executor import place_unsure  # noqa: E402
 from penstock.engine.execution.sampler import kept_tokens  # noqa: E402
@@ -36,7 +36,7 @@ def test_the_same_drafts_are_kept(seed: int) -> None:
     step, chosen = torch.randint(0, 2, (num,), generator=generator), torch.randint(0, 2, (num,), generator=generator)
     rows = torch.repeat_interleave(torch.randperm(9, generator=generator), lengths + 1)
     found = []
-    for function, device in ((kept_tokens, "cpu"), (triton_drafts.kept_tokens, DEVICE)):
+    for function, device in ((kept_tokens, "cpu"), (triton_steps.kept_tokens, DEVICE)):
         pending, rejected = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((10, 5), (10,)))
         given = [one.to(torch.int32).to(device) for one in (starts, lengths, step, rows)]
         tokens, lasts = function(given[0], given[1], 4, given[2], chosen.to(device), given[3], pending, rejected)
@@ -60,7 +60,7 @@ def test_rows_begin_at_the_same_places(seed: int) -> None:
     unsure = torch.randint(0, 2, (num,), generator=generator).to(torch.int32)
     rejected = torch.randint(0, 5, (num,), generator=generator).to(torch.int32)
     found = []
-    for function, device in ((place_unsure, "cpu"), (triton_drafts.place_unsure, DEVICE)):
+    for function, device in ((place_unsure, "cpu"), (triton_steps.place_unsure, DEVICE)):
         moved = ints.clone().to(device)
         function(shape.views(moved, num, 1, 0), unsure.to(device), rejected.to(device), BLOCK)
         found.append(moved.cpu())
@@ -75,7 +75,7 @@ def test_a_captured_pass_reads_no_place_of_a_request_twice_with_other_tokens(has
     rows = torch.tensor([3, 3, 3, 1, 0, 2, 2], dtype=torch.int32, device=DEVICE)
     lasts = torch.tensor([1, 3, 4, 5], device=DEVICE) if has_lasts else None
     into = tuple(torch.full((7,), 77, dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64, torch.int32))
-    triton_drafts.fill_pass(tokens, lasts, rows, into)
+    triton_steps.fill_pass(tokens, lasts, rows, into)
     assert into[0].tolist() == [5, 6, 0, 7, 8, 9, 0]
     assert into[1].tolist() == ([1, 3, 4, 5, 1, 1, 1] if has_lasts else list(range(7)))
     assert into[2].tolist() == ([3, 1, 0, 2, 3, 3, 3] if has_lasts else rows.tolist())
@@ -91,7 +91,7 @@ def test_the_same_hidden_states_are_noted_at_the_same_places(num_shares: int, wi
     rows, positions = torch.randperm(8, generator=generator)[:num].to(torch.int32), torch.tensor([0, 31, 32, 47, 700], dtype=torch.int32)
     found = noted.clone().to(DEVICE)
     ahead.note(hidden, residual, rows, positions, noted)
-    triton_drafts.note(*(one.to(DEVICE) for one in (hidden, residual, rows, positions)), found)
+    triton_steps.note(*(one.to(DEVICE) for one in (hidden, residual, rows, positions)), found)
     torch.testing.assert_close(found.cpu(), noted, rtol=0.02, atol=0.06)  # sums in another order round differently
     assert noted.count_nonzero(dim=-1).bool().sum() == num
 
@@ -103,6 +103,6 @@ def test_the_same_places_are_left_blank_and_no_others(heads: tuple[int, int], nu
     arena = torch.randn((6, 2 + num_layers, 2, BLOCK, *heads), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     found, at = arena.clone().to(DEVICE), torch.tensor([0, 17, 33, 95, 47], dtype=torch.int32)
     ahead.blank(arena[:, 2:], at)
-    triton_drafts.blank(found[:, 2:], at.to(DEVICE))
+    triton_steps.blank(found[:, 2:], at.to(DEVICE))
     assert torch.equal(found.cpu(), arena)
     assert int((arena.flatten(4) == 0).all(dim=-1).sum()) == len(at) * 2 * num_layers

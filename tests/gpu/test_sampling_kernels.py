@@ -17,14 +17,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("NOT TESTED: the sampling kernels need an NVIDIA GPU, and there is none here", allow_module_level=True)
 
-from penstock.engine.execution import triton_moves, triton_noise  # noqa: E402
+from penstock.engine.execution import triton_steps  # noqa: E402
 from penstock.engine.execution.sampler import gumbel_noise  # noqa: E402
 from support.mutation import mutated  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-BLOCK, TILE = triton_noise._BLOCK, triton_moves._TILE
+BLOCK, TILE = triton_steps._BLOCK, triton_steps._TILE
 
 
 def random_keys(num_rows: int) -> Any:
@@ -43,26 +43,26 @@ def check_noise(module: Any, num_rows: int, vocab: int) -> None:
 @pytest.mark.parametrize("vocab", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 @pytest.mark.parametrize("num_rows", [3] if INTERPRETED else [1, 3, 257])
 def test_noise_is_that_of_the_cpu_in_every_row_and_block(num_rows: int, vocab: int) -> None:
-    check_noise(triton_noise, num_rows, vocab)
+    check_noise(triton_steps, num_rows, vocab)
 
 
 def test_noise_takes_keys_that_do_not_lie_in_one_piece() -> None:
     """As views of the parameters of a step do."""
     keys = random_keys(4)
-    assert torch.equal(triton_noise.gumbel_noise(keys[:, ::2], BLOCK), triton_noise.gumbel_noise(keys[:, ::2].clone(), BLOCK))
+    assert torch.equal(triton_steps.gumbel_noise(keys[:, ::2], BLOCK), triton_steps.gumbel_noise(keys[:, ::2].clone(), BLOCK))
 
 
 @pytest.mark.parametrize("num", [0, 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 7])
 def test_as_many_values_are_moved_as_there_are(num: int) -> None:
     source = torch.arange(1, num + 1, dtype=torch.int32, device=DEVICE)
     room = torch.full((num + 2,), -1, dtype=torch.int32, device=DEVICE)
-    triton_moves.move(room[1 : num + 1], source)
+    triton_steps.move(room[1 : num + 1], source)
     assert room.tolist() == [-1, *range(1, num + 1), -1]
 
 
 def test_what_is_moved_takes_the_type_of_where_it_goes() -> None:
     dest = torch.zeros(5, dtype=torch.int64, device=DEVICE)
-    triton_moves.move(dest, torch.arange(-2, 3, dtype=torch.int32, device=DEVICE))
+    triton_steps.move(dest, torch.arange(-2, 3, dtype=torch.int32, device=DEVICE))
     assert dest.tolist() == [-2, -1, 0, 1, 2]
 
 
@@ -75,5 +75,5 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
-    with mutated(triton_noise, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
+    with mutated(triton_steps, *FAULTS[fault], tmp_path) as mutant, pytest.raises(AssertionError):
         check_noise(mutant, 3, 3 * BLOCK + 5)

@@ -429,9 +429,9 @@ def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor) -> Attention:
 
 def _noise(device: torch.device) -> Noise:
     if device.type == "cuda":
-        from penstock.engine.execution import triton_noise
+        from penstock.engine.execution import triton_steps
 
-        return triton_noise.gumbel_noise
+        return triton_steps.gumbel_noise
     return gumbel_noise
 
 
@@ -448,9 +448,9 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
 
 def _kept(device: torch.device) -> Kept:
     if device.type == "cuda":
-        from penstock.engine.execution import triton_drafts
+        from penstock.engine.execution import triton_steps
 
-        return triton_drafts.kept_tokens
+        return triton_steps.kept_tokens
     return kept_tokens
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 Clock = dict[str, int]
@@ -99,9 +99,9 @@ class Clocks:
 
     def __init__(self) -> None:
         self._actors = _Actors()
-        self._lanes: dict[str, Clock] = {}
-        self._changes: dict[str, _Changes] = {}  # by lane: what its items were submitted with
-        self._seen: dict[str, _Changes] = {}  # by lane: what its items saw while they ran, of lanes where that is more
+        self._lanes: defaultdict[str, Clock] = defaultdict(dict)
+        self._changes: defaultdict[str, _Changes] = defaultdict(_Changes)  # by lane: what its items were submitted with
+        self._seen: defaultdict[str, _Changes] = defaultdict(_Changes)  # by lane: what its items saw while they ran, where that is more
         self._newest: Clock = {}  # work submitted, by lane
 
     @property
@@ -112,9 +112,9 @@ class Clocks:
 
     def submit(self, lane: str, number: int) -> Known:
         """Work `number` comes on `lane`, from the acting one. Returns what happens before it; good until the next call."""
-        clock = self._clock(lane)
+        clock = self._lanes[lane]
         if join(clock, self.actor.clock):
-            self._note(lane, number, clock)
+            self._changes[lane].note(number, dict(clock))
         self._newest[lane] = number
         return clock
 
@@ -130,11 +130,11 @@ class Clocks:
 
     def wait(self, lane: str, on_lane: str, fence: int) -> None:
         """A wait is an item of `lane` like any other, with the next number. Whoever asks for it has its say as with any other."""
-        clock = self._clock(lane)
+        clock = self._lanes[lane]
         self._newest[lane] = number = self._newest.get(lane, 0) + 1
         grew = join(clock, self.actor.clock)
         if self._learn(clock, on_lane, fence) or grew:
-            self._note(lane, number, clock)
+            self._changes[lane].note(number, dict(clock))
 
     def see(self, on_lane: str, fence: int) -> None:
         actor = self.actor
@@ -154,8 +154,8 @@ class Clocks:
             return  # it was skipped, or only launched here
         actor = stack.pop()
         if actor.learned:
-            self._seen.setdefault(lane, _Changes()).note(number, actor.shown())
-            join(self._clock(lane), actor.clock)
+            self._seen[lane].note(number, actor.shown())
+            join(self._lanes[lane], actor.clock)
 
     # -------------------------------------------------------------------------------------------------------- knowledge
 
@@ -175,12 +175,3 @@ class Clocks:
     def _known_at(changes: dict[str, _Changes], lane: str, number: int) -> Known:
         found = changes.get(lane)
         return _NOTHING if found is None else found.at(number)
-
-    def _clock(self, lane: str) -> Clock:
-        clock = self._lanes.get(lane)
-        if clock is None:
-            clock = self._lanes[lane] = {}
-        return clock
-
-    def _note(self, lane: str, number: int, clock: Clock) -> None:
-        self._changes.setdefault(lane, _Changes()).note(number, dict(clock))

@@ -17,13 +17,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from penstock.contract import Access, Fence, Mode
 from penstock.sanitizer.arena import Arenas, ArenaWatch
-from penstock.sanitizer.clock import Clocks
+from penstock.sanitizer.clock import Clocks, Known
 from penstock.sanitizer.report import Deed, Findings, Kind, Report
 
 STALL_S = 1e-3  # a shorter wait is what a lock or a busy machine costs anyway
@@ -74,17 +73,12 @@ class Turns:
         self._findings.tell(Report(Kind.STALL, "", (), sentence, stack=stack), on_lane, stack[:3])
 
 
-class _Copy(NamedTuple):
-    key: bytes
-    digest: int
-
-
 class Checksums:
     """Implements `observe.ContentObserver`. Any thread may call."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
-        self._copies: dict[str, dict[int, _Copy]] = {}  # by tier and slot
+        self._copies: dict[str, dict[int, tuple[bytes, int]]] = {}  # by tier and slot: key and digest
 
     def __len__(self) -> int:
         return sum(map(len, self._copies.values()))
@@ -93,21 +87,19 @@ class Checksums:
         with self._findings.lock:
             copies = self._copies.setdefault(tier, {})
             known = copies.get(slot)
-            copies[slot] = _Copy(key, digest)
-            if known is not None and known.key == key and known.digest != digest:
-                self._tell(
-                    tier, slot, key, "key published over different bytes", f"its slot held {known.digest:x} and now holds {digest:x}"
-                )
+            copies[slot] = key, digest
+            if known is not None and known[0] == key and known[1] != digest:
+                self._tell(tier, slot, key, "key published over different bytes", f"its slot held {known[1]:x} and now holds {digest:x}")
 
     def promoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
         with self._findings.lock:
             known = self._copies.get(tier, {}).get(slot)
             if known is None:
                 return  # it was made before anybody looked, or has been forgotten
-            if known.key != key:
-                self._tell(tier, slot, key, "bytes of another key promoted", f"they were demoted under {known.key.hex()[:16]}")
-            elif known.digest != digest:
-                changed = f"{known.digest:x} was demoted, {digest:x} came back"
+            if known[0] != key:
+                self._tell(tier, slot, key, "bytes of another key promoted", f"they were demoted under {known[0].hex()[:16]}")
+            elif known[1] != digest:
+                changed = f"{known[1]:x} was demoted, {digest:x} came back"
                 self._tell(tier, slot, key, "bytes changed between demote and promote", changed)
 
     def forget(self, tier: str, slots: Iterable[int]) -> None:
@@ -142,13 +134,7 @@ class Sanitizer:
 
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         with self._lock:
-            clock = self._clocks.submit(lane, ticket)
-            if not accesses:
-                return
-            stack = self._findings.stacks.here()
-            for access in accesses:
-                deed = Deed(lane, ticket, label, access.mode is Mode.WRITE, access.layers, stack)
-                self._arenas[access.arena].touch(deed, _slots_of(access), clock)
+            self._judge(lane, ticket, label, accesses, self._clocks.submit(lane, ticket))
 
     def recorded(self, lane: str, fence: int) -> None:
         """A fence is its lane and number; what it covers is worked out when somebody waits for it."""
@@ -169,10 +155,7 @@ class Sanitizer:
     def touched(self, label: str, accesses: Sequence[Access]) -> None:
         with self._lock:
             thread, number, clock = self._clocks.act()
-            stack = self._findings.stacks.here()
-            for access in accesses:
-                deed = Deed(thread, number, label, access.mode is Mode.WRITE, access.layers, stack)
-                self._arenas[access.arena].touch(deed, _slots_of(access), clock)
+            self._judge(thread, number, label, accesses, clock)
 
     def started(self, lane: str, ticket: int) -> None:
         with self._lock:
@@ -182,6 +165,12 @@ class Sanitizer:
         """That work is over orders nothing by itself: whoever acts on it has waited or polled. But the thread acts as itself again."""
         with self._lock:
             self._clocks.finish(lane, ticket)
+
+    def _judge(self, lane: str, number: int, label: str, accesses: Sequence[Access], clock: Known) -> None:
+        stack = self._findings.stacks.here() if accesses else ()
+        for access in accesses:
+            deed = Deed(lane, number, label, access.mode is Mode.WRITE, access.layers, stack)
+            self._arenas[access.arena].touch(deed, _slots_of(access), clock)
 
     # ------------------------------------------------------------------------------------------------------------ pools
 

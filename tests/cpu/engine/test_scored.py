@@ -596,7 +596,7 @@ def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
     engine.step()
     engine._parts.lanes[0].drain()
     num_parts, num_layers = len(kept.place), scores.num_layers
-    low, high = scores._in(kept.place, scores._new(1).values(1)).unbind(3)
+    low, high = scores._in(kept.place, scores._make(1, scores.arena).values(1)).unbind(3)
     pin = engine.cache.loads.host.pin_run(kept.keys, "test")
     assert pin is not None and len(pin.run) == len(kept.keys)
     keys = host[pin.array.tolist(), :num_layers, 0].transpose(0, 1).reshape(num_layers, num_parts, 64, *host.shape[4:])

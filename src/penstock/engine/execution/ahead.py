@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -78,9 +78,9 @@ class HeadGuesser:
     def note(self, flow: Flow) -> None:
         inputs, write = flow.bound_inputs(), note
         if self._noted.is_cuda:
-            from penstock.engine.execution import triton_drafts
+            from penstock.engine.execution import triton_steps
 
-            write = triton_drafts.note
+            write = triton_steps.note
         assert flow.hidden is not None and flow.residual is not None
         write(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
         _leave_blank(self._own, inputs)
@@ -205,9 +205,9 @@ def blank(arena: Tensor, write_at: Tensor) -> None:
 
 def _leave_blank(arena: Tensor, inputs: StepInputs) -> None:
     if arena.is_cuda:
-        from penstock.engine.execution import triton_drafts
+        from penstock.engine.execution import triton_steps
 
-        triton_drafts.blank(arena, inputs.write_at)
+        triton_steps.blank(arena, inputs.write_at)
     else:
         blank(arena, inputs.write_at)
 
@@ -253,7 +253,7 @@ def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
 
 def _joined(inputs: StepInputs, place: StepInputs) -> StepInputs:
     """The rows of a step that only decodes, and those of `place` behind them."""
-    both = {name: torch.cat((getattr(inputs, name), getattr(place, name))) for name in _BY_ROW}
+    both: dict[str, Any] = {name: torch.cat((getattr(inputs, name), getattr(place, name))) for name in _BY_ROW}
     num = len(both["tokens"])
     q_starts = torch.arange(num + 1, dtype=torch.int32, device=place.tokens.device)
     return dataclasses.replace(place, **both, q_starts=q_starts, num_decodes=num)

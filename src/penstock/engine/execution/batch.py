@@ -28,7 +28,7 @@ Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens 
 
 @dataclass(slots=True)
 class StepInputs:
-    """Device-side inputs of a step of T tokens in B chunks. All int32.
+    """Device-side inputs of a step of T tokens in B chunks. All int32, in the order in which they are packed.
 
     Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of kv_lens[b] tokens.
     Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)]; behind them are entries for the places of drafts that may
@@ -47,10 +47,10 @@ class StepInputs:
     q_starts: Tensor  # [B + 1]
     kv_lens: Tensor  # [B]
     table_starts: Tensor  # [B]
-    tables: Tensor  # [at least the sum of all table lengths] slots
     rows: Tensor  # [B] row of per-request device state
     sample_at: Tensor  # [S] indices into the T tokens whose logits are wanted
     sample_rows: Tensor  # [S] rows of the requests they belong to
+    tables: Tensor  # [at least the sum of all table lengths] slots
     num_decodes: int
     max_q_len: int
     max_kv_len: int
@@ -113,26 +113,8 @@ class Shape:
         spans: Spans = (),
         paged: tuple[PagedChunk, ...] = (),
     ) -> StepInputs:
-        ends = self.cuts()
-        parts = [packed[start:end] for start, end in zip((0, *ends[:-1]), ends, strict=True)]
-        tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows = parts
-        return StepInputs(
-            tokens=tokens,
-            positions=positions,
-            write_at=write_at,
-            q_starts=q_starts,
-            kv_lens=kv_lens,
-            table_starts=table_starts,
-            tables=packed[ends[-1] :],
-            rows=rows,
-            sample_at=sample_at,
-            sample_rows=sample_rows,
-            num_decodes=num_decodes,
-            max_q_len=max_q_len,
-            max_kv_len=max_kv_len,
-            spans=spans,
-            paged=paged,
-        )
+        parts = [packed[start:end] for start, end in pairwise((0, *self.cuts(), len(packed)))]
+        return StepInputs(*parts, num_decodes, max_q_len, max_kv_len, spans, paged)  # type: ignore[arg-type,call-arg]  # ten parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +152,10 @@ class Drafted(NamedTuple):
     num_drafts: int  # of the group that has most
     num_unsure: int  # most of any chunk
 
-    def views(self, packed: Tensor) -> DraftedInputs:
-        parts = packed[self.at : self.at + self.num_ints(self.num_samples, self.num_groups)].split(self._sizes())
-        return DraftedInputs(*parts)
-
-    def _sizes(self) -> list[int]:
-        return [self.num_samples, self.num_samples, self.num_groups, self.num_groups]
+    def views(self, packed: Tensor, tokens: Tensor) -> DraftedInputs:
+        sizes = [self.num_samples, self.num_samples, self.num_groups, self.num_groups]
+        unsure, group_of, starts, lengths = packed[self.at : self.at + sum(sizes)].split(sizes)
+        return DraftedInputs(unsure, group_of, starts, lengths, tokens, self.num_drafts, self.num_unsure)
 
     @staticmethod
     def num_ints(num_samples: int, num_groups: int) -> int:
@@ -189,6 +169,9 @@ class DraftedInputs(NamedTuple):
     group_of: Tensor  # [S]
     starts: Tensor  # [G] the first sample of each group
     lengths: Tensor  # [G] its drafts
+    tokens: Tensor  # of the step: where a sample has a draft behind it, that is the next of them
+    num_drafts: int
+    num_unsure: int
 
 
 class _Rows(NamedTuple):
@@ -248,28 +231,29 @@ class Packer:
         if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or num_paged):
             raise InvariantBroken(f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}")
         padding = slice(num_decodes, num_decodes + gap)
-        own: NDArray[np.intp] | slice = slice(num)  # where the chunks stand among those of the shape
+        # Where the chunks stand among those of the shape, and their tokens.
+        own: NDArray[np.intp] | slice = slice(num)
+        own_tokens: NDArray[np.intp] | slice = slice(num_tokens)
         is_apart = gap > 0 and num > num_decodes  # padding stands between them
         if is_apart:
-            own = np.r_[:num_decodes, padding.stop : num + gap]
+            own, own_tokens = (np.r_[:num_decodes, padding.stop : end + gap] for end in (num, num_tokens))
         table_starts = np.cumsum(table_lens) - table_lens + self.num_padding
         widths = np.zeros(shape.num_chunks, np.int32)
         widths[own], widths[padding] = rows.lens, 1
         q_starts[0] = 0
         np.cumsum(widths, out=q_starts[1:])
         starts_of = table_starts[rows.of_chunk]
-        for part, values, blank in (
-            (kv_lens, rows.resident + rows.lens, 1),
-            (tables_at, starts_of, 0),
-            (row_of, _column(chunks, "row")[rows.of_chunk], self.padding_row),
+        ids, places, written = self._by_token(chunks, rows, starts_of, tables)
+        for part, at, end, values, blank in (
+            (kv_lens, own, num + gap, rows.resident + rows.lens, 1),
+            (tables_at, own, num + gap, starts_of, 0),
+            (row_of, own, num + gap, _column(chunks, "row")[rows.of_chunk], self.padding_row),
+            (tokens, own_tokens, num_tokens + gap, ids, 0),
+            (positions, own_tokens, num_tokens + gap, places, 0),
+            (write_at, own_tokens, num_tokens + gap, written, self._padding_slot * self.block_tokens),
         ):
-            part[padding] = part[num + gap :] = blank
-            part[own] = values
-        last_slots = tables[tables_at[:num_decodes] + (kv_lens[:num_decodes] - 1) // self.block_tokens]
-        self._pack_decodes(chunks[:num_single], rows.starts, last_slots, (tokens, positions, write_at))
-        at = num_decodes + gap
-        tokens[num_decodes:at], positions[num_decodes:at], write_at[num_decodes:at] = 0, 0, self._padding_slot * self.block_tokens
-        self._pack_prompts(chunks[num_single:], rows, starts_of, tables, (tokens[at:], positions[at:], write_at[at:]))
+            part[padding] = part[end:] = blank
+            part[at] = values
         if bucket:
             sample_at[:] = np.maximum(q_starts[1:] - 1, 0)
             if is_apart:
@@ -285,9 +269,7 @@ class Packer:
         if num_nexts:
             _pack_nexts(chunks, num_single, gap, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
         drafted = _pack_drafted(chunks, bucket is not None, shape.num_samples, ints, nexts_at + num_nexts) if is_drafted else None
-        write_slots = write_at[:num_tokens] // self.block_tokens
-        if is_apart:
-            write_slots = np.concatenate([write_at[:num_decodes], write_at[padding.stop : num_tokens + gap]]) // self.block_tokens
+        write_slots = written // self.block_tokens
         num_decodes += gap
         if drafted is not None and drafted.num_unsure:  # what the device knows better may be written before where the host has it
             write_slots = np.concatenate([write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
@@ -343,40 +325,19 @@ class Packer:
         first, end = (chunk.start - chunk.num_unsure) // self.block_tokens, -(-chunk.start // self.block_tokens)
         return chunk.slots[first - chunk.num_elsewhere : end - chunk.num_elsewhere]
 
-    def _pack_decodes(
-        self, decodes: Sequence[Chunk], starts: NDArray[np.int32], last_slots: NDArray[np.int32], out: tuple[NDArray[np.int32], ...]
-    ) -> None:
-        """They have a row for each token, and a step has hundreds of them: filled at once. `starts` and `last_slots` are by row."""
-        tokens, positions, write_at = out
-        block, at = self.block_tokens, len(last_slots)
-        tokens[:at] = [token for chunk in decodes for token in chunk.tokens]
-        positions[:at] = starts[:at]
-        write_at[:at] = last_slots * block + starts[:at] % block
-        if not all(map(_WRITES_OF, decodes)):
-            unwritten = np.repeat([not c.writes for c in decodes], [len(c.tokens) for c in decodes])
-            write_at[:at][unwritten] = self._padding_slot * block
-
-    def _pack_prompts(
-        self,
-        prompts: Sequence[Chunk],
-        rows: _Rows,
-        table_starts: NDArray[np.int32],
-        tables: NDArray[np.int32],
-        out: tuple[NDArray[np.int32], ...],
-    ) -> None:
-        """All behind the decodes, and padding behind them. `table_starts` are by row."""
-        tokens, positions, write_at = out
-        block, padding_at, at = self.block_tokens, self._padding_slot * self.block_tokens, 0
-        if prompts:
-            owners, places = _numbered(rows.lens[rows.num_decodes :])
-            owners, at = owners + rows.num_decodes, len(owners)
-            where = rows.resident[owners] + places
-            tokens[:at] = np.fromiter(itertools.chain.from_iterable(map(TOKENS_OF, prompts)), np.int32, at)
-            positions[:at] = rows.starts[owners] + places
-            write_at[:at] = tables[table_starts[owners] + where // block] * block + where % block
-            if not all(map(_WRITES_OF, prompts)):
-                write_at[:at][np.repeat([not c.writes for c in prompts], rows.lens[rows.num_decodes :])] = padding_at
-        tokens[at:], positions[at:], write_at[at:] = 0, 0, padding_at
+    def _by_token(
+        self, chunks: Sequence[Chunk], rows: _Rows, table_starts: NDArray[np.int32], tables: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Its id, its position, and where its KV is written. There may be hundreds of chunks: all at once. `table_starts` are by row."""
+        is_one_each = (rows.lens == 1).all()
+        owners, places = (slice(None), np.int32(0)) if is_one_each else _numbered(rows.lens)
+        where = rows.resident[owners] + places
+        ids = np.fromiter(itertools.chain.from_iterable(map(TOKENS_OF, chunks)), np.int32, len(where))
+        write_at = tables[table_starts[owners] + where // self.block_tokens] * self.block_tokens + where % self.block_tokens
+        if not all(map(_WRITES_OF, chunks)):
+            unwritten = np.repeat([not chunk.writes for chunk in chunks], [len(chunk.tokens) for chunk in chunks])
+            write_at[unwritten] = self._padding_slot * self.block_tokens
+        return ids, rows.starts[owners] + places, write_at
 
 
 def _column(chunks: Sequence[Chunk], name: str) -> NDArray[np.int32]:

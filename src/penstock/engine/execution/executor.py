@@ -29,7 +29,6 @@ from penstock.engine.execution.running_step import LateSample, Outputs, RunningS
 from penstock.engine.execution.sampler import (
     NUM_PARAMS,
     Allowed,
-    Drafting,
     Rows,
     SamplePlan,
     Sampler,
@@ -388,13 +387,14 @@ class Executor:
             return
 
         def place() -> None:
-            unsure = drafted.views(ints()).unsure[: packed.num_decodes]
+            inputs = flow.bound_inputs()
+            unsure = drafted.views(ints(), inputs.tokens).unsure[: packed.num_decodes]
             place_rows = place_unsure
             if self._device.type == "cuda":
-                from penstock.engine.execution import triton_drafts
+                from penstock.engine.execution import triton_steps
 
-                place_rows = triton_drafts.place_unsure
-            place_rows(flow.bound_inputs(), unsure, self._sampler.rejected, self.limits.block_tokens)
+                place_rows = triton_steps.place_unsure
+            place_rows(inputs, unsure, self._sampler.rejected, self.limits.block_tokens)
 
         chain.submit(place, "place", [self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.WRITE)])
 
@@ -455,8 +455,7 @@ class Executor:
         if plan.params is not None:
             params_at = len(packed.ints)
             params = ints[params_at : params_at + plan.params.size].view(plan.params.shape)
-        drafted = packed.drafted
-        drafting = None if drafted is None else Drafting(drafted, drafted.views(ints), inputs.tokens)
+        drafting = None if packed.drafted is None else packed.drafted.views(ints, inputs.tokens)
         allowed = None
         if masks is not None:
             words = move(torch.empty(len(masks.host), dtype=torch.int32, device=self._device), masks.host)
@@ -500,12 +499,12 @@ class Executor:
             ahead.attempt(ahead.run, flow, nexts, lasts, rows, *drafting)
 
         def fill() -> None:
-            from penstock.engine.execution import triton_drafts
+            from penstock.engine.execution import triton_steps
 
             made, outputs.made = outputs.made, None
             assert made is not None and captured is not None
             into = captured.nexts, captured.lasts, captured.rows
-            triton_drafts.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into)
+            triton_steps.fill_pass(made.tokens, made.lasts, flow.bound_inputs().sample_rows, into)
 
         self._wait_for(arriving, chain, layers[1])
         if drafting[0] and drafting[1] is not DrawKind.LIKELIEST and self._has_new_draws:

@@ -4,7 +4,7 @@ piece at a time, and their order: a buffer is filled again behind the attention 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +13,11 @@ from torch import Tensor
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.batch import PagedChunk
+from penstock.kv.memory import HostArena
 from penstock.lanes.lane import Lane, Ticket
 
 NUM_BUFFERS = 3  # one is read, one is being filled, and one is next: neither lane waits for the other at once
 _BUFFERS = "pieces of paged KV"  # as they are called in declared accesses
-
-
-class HostBlocks(Protocol):
-    """The arena that paged-out blocks lie in."""
-
-    name: str
-    tensor: Tensor  # [num_slots, layers, 2, block_tokens, kv_heads, head_dim]
 
 
 class Piece(NamedTuple):
@@ -37,7 +31,7 @@ class Piece(NamedTuple):
 class PagedReads:
     """`piece_tokens` are fetched at a time."""
 
-    def __init__(self, host: HostBlocks, attention: Attention, lane: Lane, piece_tokens: int) -> None:
+    def __init__(self, host: HostArena, attention: Attention, lane: Lane, piece_tokens: int) -> None:
         block_tokens = attention.arena.shape[3]
         self.lane = lane
         self._host = host
@@ -67,16 +61,13 @@ class PagedReads:
 
         ticket = self.lane.submit(copy, accesses, label=f"fetch layer {layer}")
         compute.wait(self.lane.record())
-        return Fetched(self, turn, buffer, ticket)
-
-    def read_until(self, turn: int, fence: Fence) -> None:
-        self._free[turn] = fence
+        return Fetched(self._free, turn, buffer, ticket)
 
 
 class Fetched(NamedTuple):
     """A buffer that is being filled."""
 
-    reads: PagedReads
+    free: list[Fence | None]  # of all buffers
     turn: int
     buffer: Tensor
     ticket: Ticket
@@ -93,4 +84,4 @@ class Fetched(NamedTuple):
 
     def read_until(self, fence: Fence) -> None:
         """Whoever reads it has done so when `fence` passes."""
-        self.reads.read_until(self.turn, fence)
+        self.free[self.turn] = fence

@@ -15,7 +15,7 @@ from penstock.contract import StepPlan
 from penstock.engine.execution.batch import DEEP_TOKENS, Packer, Shape, StepInputs
 from penstock.engine.execution.forward import Flow, Forward
 from penstock.errors import InvariantBroken
-from penstock.lanes.lane import Lane, Replay
+from penstock.lanes.lane import Lane, Op, Replay
 
 MOST_DEEP = 16  # decodes for which there is a replay of long sequences as well: more of them keep every multiprocessor busy by their number
 # Prompt tokens over a long sequence for which a replay is the fastest: for more, fused attention over pieces of the prefix is worth the
@@ -160,12 +160,9 @@ class Replays:
 
             self._lane.submit(make, label="padding").wait_done()
             nexts, rows, lasts = made
-            if device.type == "cuda":
-                self._lane.drain()
-                self._lane.submit(lambda: run(flow, nexts, lasts, rows), label="padding").wait_done()
-            with self._lane.capture(f"drafts of {bucket.num_tokens}{' deep' if bucket.deep else ''}") as capture:
-                self._lane.submit(lambda: run(flow, nexts, lasts, rows), label="draft")
-            found = self._passes[bucket, kind] = CapturedPass(capture.replay, nexts, lasts, rows)
+            ops = [("draft", lambda: run(flow, nexts, lasts, rows))]
+            replay = self._record(f"drafts of {bucket.num_tokens}{' deep' if bucket.deep else ''}", ops)
+            found = self._passes[bucket, kind] = CapturedPass(replay, nexts, lasts, rows)
         return found
 
     def get_catch_up(self, num_requests: int, run: Callable[[StepInputs, Tensor, Tensor], None]) -> CapturedCatchUp:
@@ -194,12 +191,8 @@ class Replays:
                 run(inputs, rows, torch.where(given < 0, known, given))
 
             self._lane.submit(pad, label="padding")
-            if ints.is_cuda:
-                self._lane.drain()
-                self._lane.submit(catch_up, label="padding").wait_done()
-            with self._lane.capture(f"catching up with {size}") as capture:
-                self._lane.submit(catch_up, label="missed")
-            found = self._catch_ups[size] = CapturedCatchUp(capture.replay, shape, ints)
+            replay = self._record(f"catching up with {size}", [("missed", catch_up)])
+            found = self._catch_ups[size] = CapturedCatchUp(replay, shape, ints)
         return found
 
     def catch_up_ints(self, num_requests: int) -> int:
@@ -210,19 +203,24 @@ class Replays:
         return (self.inputs.data_ptr(), *(tensor.data_ptr() for tensor in self._others()))
 
     def _capture(self, bucket: Shape) -> Captured:
-        """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
         host = np.empty(bucket.fixed_ints + self._packer.num_padding + bucket.num_tokens, np.int32)
         packed = self._packer.pack((), 0, bucket, host)
         max_kv_len = DEEP_TOKENS + 1 if bucket.deep else 0
         flow = Flow(packed.shape.views(self.inputs, bucket.num_decodes, max_q_len=0, max_kv_len=max_kv_len))
-        ops = self._forward.ops(flow, bucket.is_decode)
         if self.inputs.device.type == "cuda":
-            self._lane.drain()
             ints = torch.from_numpy(packed.ints)
             self._lane.submit(lambda: self.inputs[: len(ints)].copy_(ints), label="padding").wait_done()
-            for op, _, label in ops:
+        ops = [(label, op) for op, _, label in self._forward.ops(flow, bucket.is_decode)]
+        replay = self._record(f"step {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}", ops)
+        return Captured(replay, flow, self._addresses())
+
+    def _record(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:
+        """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
+        if self.inputs.device.type == "cuda":
+            self._lane.drain()
+            for label, op in ops:
                 self._lane.submit(op, label=label).wait_done()
-        with self._lane.capture(f"step {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}") as capture:
-            for op, _, label in ops:
+        with self._lane.capture(name) as capture:
+            for label, op in ops:
                 self._lane.submit(op, label=label)
-        return Captured(capture.replay, flow, self._addresses())
+        return capture.replay

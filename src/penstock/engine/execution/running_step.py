@@ -116,20 +116,12 @@ class RunningStep:
         if self.outputs.sampled is None:
             return []
         output = self.outputs.sampled.numpy()
-        if any(c.num_logits > 1 for c in self.chunks):
+        if output.ndim > 1 or any(c.num_logits > 1 for c in self.chunks):
             return self._several_sampled(output)
-        if output.ndim == 1:
-            tokens = output.tolist()
-            return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, tokens, strict=False) if c.num_logits]
-        found = zip(self.chunks, _scores(output).entries(), self.num_logprobs, strict=False)
-        return [
-            Sampled(c.request_id, (row.token,), None if num < 0 else (row._replace(top=row.top[:num]),))
-            for c, row, num in found
-            if c.num_logits
-        ]
+        return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, output.tolist(), strict=False) if c.num_logits]
 
     def _several_sampled(self, output: NDArray[np.int32]) -> list[Sampled]:
-        """Of a request's entries, in order, those that were kept."""
+        """Of a request's entries, in order, those that were kept, and what was asked for of each."""
         found: dict[str, list[TokenLogprob]] = {}
         wanted = {c.request_id: num for c, num in zip(self.chunks, self.num_logprobs, strict=False) if c.num_logits}
         if output.ndim == 1:

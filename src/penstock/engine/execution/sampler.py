@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.contract import MAX_LOGIT_BIAS, SamplingParams, Start
-from penstock.engine.execution.batch import Drafted, DraftedInputs
+from penstock.engine.execution.batch import DraftedInputs
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
@@ -164,22 +164,6 @@ class Allowed(NamedTuple):
         return logits.index_copy(0, self.at, logits[self.at].masked_fill(forbidden, -torch.inf))
 
 
-class Drafting(NamedTuple):
-    """The drafts of a step that is sampled."""
-
-    shape: Drafted
-    inputs: DraftedInputs
-    tokens: Tensor  # int32 of the step: where a sample has a draft behind it, that is the next of them
-
-    def drafts(self) -> Tensor:
-        return drafts_of(self.tokens, self.inputs.starts, self.shape.num_drafts)
-
-    def places(self) -> Tensor:
-        """Of each sample in its group."""
-        at = torch.arange(len(self.inputs.group_of), device=self.tokens.device)
-        return at - self.inputs.starts[self.inputs.group_of]
-
-
 def drafts_of(step_tokens: Tensor, starts: Tensor, num_drafts: int) -> Tensor:
     """int32 [G, num_drafts]: what stands in the step behind the first token of each group. Behind a group's own there may be anything."""
     at = starts.long()[:, None] + torch.arange(1, num_drafts + 1, device=starts.device)
@@ -266,7 +250,7 @@ class Sampler:
         plan: SamplePlan,
         params: Tensor | None,
         allowed: Allowed | None = None,
-        drafting: Drafting | None = None,
+        drafting: DraftedInputs | None = None,
     ) -> SampleOutput:
         """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice in `last_tokens`. Where there
         are drafts, a row behind the first that was rejected has no token."""
@@ -289,25 +273,25 @@ class Sampler:
             _add_logprobs(output, logits, tokens if drafting is None else tokens.clamp(min=0), num_top)
         return output
 
-    def _keep(self, drafting: Drafting, rows: Tensor, chosen: Tensor, counts_tokens: bool) -> tuple[Tensor, Tensor]:
+    def _keep(self, drafting: DraftedInputs, rows: Tensor, chosen: Tensor, counts_tokens: bool) -> tuple[Tensor, Tensor]:
         """Of each request its drafts as far as they were chosen, and the token behind them: [S], or `NO_TOKEN`. And which is the last."""
-        inputs = drafting.inputs
-        tokens, lasts = self._kept(
-            inputs.starts, inputs.lengths, drafting.shape.num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected
-        )
+        starts, lengths, num_drafts = drafting.starts, drafting.lengths, drafting.num_drafts
+        tokens, lasts = self._kept(starts, lengths, num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected)
         if counts_tokens:
             kept = (tokens >= 0).to(torch.int32)
             self._counts.index_put_((rows.long(), tokens.long().clamp(min=0)), kept, accumulate=True)
         return tokens.long(), lasts
 
-    def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor, drafting: Drafting | None = None) -> Tensor:
+    def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor, drafting: DraftedInputs | None = None) -> Tensor:
         floats = params[:NUM_FLOATS].view(torch.float32)
         temperature, top_p, min_p, presence, frequency, repetition, biased = (f[:, None] for f in floats)
         if plan.penalties:
             counts = None
-            if drafting is not None and drafting.shape.num_drafts:  # drafts before a row count there as if they had been emitted
-                before = counts_before(drafting.drafts(), logits.shape[-1])
-                counts = self._counts[rows.long()] + before[drafting.inputs.group_of.long(), drafting.places()]
+            if drafting is not None and drafting.num_drafts:  # drafts before a row count there as if they had been emitted
+                group_of, starts = drafting.group_of.long(), drafting.starts
+                before = counts_before(drafts_of(drafting.tokens, starts, drafting.num_drafts), logits.shape[-1])
+                places = torch.arange(len(rows), device=rows.device) - starts[group_of]  # of each sample in its group
+                counts = self._counts[rows.long()] + before[group_of, places]
             logits = self._penalise(logits, rows, presence, frequency, repetition, counts)
         if plan.biases:
             # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are added.
@@ -330,12 +314,12 @@ class Sampler:
         best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
         return ids.gather(1, best)[:, 0]
 
-    def _keys(self, params: Tensor, rows: Tensor, drafting: Drafting | None) -> Tensor:
+    def _keys(self, params: Tensor, rows: Tensor, drafting: DraftedInputs | None) -> Tensor:
         """int32 [2, S] of the draws, by the positions that the rows turned out to have."""
         keys = params[NUM_FLOATS + 1 :]
-        if drafting is None or drafting.shape.num_unsure == 0:
+        if drafting is None or drafting.num_unsure == 0:
             return keys
-        shift = (self.rejected[rows] * drafting.inputs.unsure).long()
+        shift = (self.rejected[rows] * drafting.unsure).long()
         return keys.view(-1, 2, len(rows)).gather(0, shift.expand(1, 2, -1))[0]
 
     def _penalise(

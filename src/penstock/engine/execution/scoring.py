@@ -43,19 +43,10 @@ class PartKeys(Protocol):
         """View of what is kept of the first so many parts: as many values of each."""
 
 
-class KeySizes(NamedTuple):
-    """Of what is kept for one request."""
-
-    num_layers: int
-    num_parts: int
-    num_kv_heads: int
-    head_dim: int
-
-
 class Recency:
     """`lru`: the later a part, the better. Looks at nothing."""
 
-    def __init__(self, sizes: KeySizes, like: Tensor) -> None:
+    def __init__(self, num_parts: int, arena: Tensor) -> None:
         pass
 
     def sum_up(self, layer: int, part: int, keys: Tensor) -> None:
@@ -77,10 +68,10 @@ class KeyBounds:
     and layers are added up: a head that looks far back is not lost among those that do not, and one that looks everywhere decides little.
     """
 
-    def __init__(self, sizes: KeySizes, like: Tensor) -> None:
-        """`like`: of whose type the keys are, and on which device."""
-        shape = sizes.num_layers, sizes.num_parts, sizes.num_kv_heads, 2, sizes.head_dim
-        self._bounds = like.new_empty(shape)
+    def __init__(self, num_parts: int, arena: Tensor) -> None:
+        """`arena`: of the shape and type of whose keys they are."""
+        _, num_layers, _, _, num_kv_heads, head_dim = arena.shape
+        self._bounds = arena.new_empty(num_layers, num_parts, num_kv_heads, 2, head_dim)
         self._bounds[..., 0, :] = float("inf")
         self._bounds[..., 1, :] = float("-inf")
 
@@ -100,7 +91,7 @@ class KeyBounds:
         scores += torch.softmax(best * (q.shape[-1] ** -0.5 / LOOSENESS), dim=-1).sum((0, 1))
 
 
-SCORERS: Mapping[str, Callable[[KeySizes, Tensor], PartKeys]] = {"qk": KeyBounds, "lru": Recency}
+SCORERS: Mapping[str, Callable[[int, Tensor], PartKeys]] = {"qk": KeyBounds, "lru": Recency}
 
 
 class _AskedScores(NamedTuple):
@@ -121,13 +112,12 @@ class ContextKeys:
         """`num_kept`: parts for which there is room in host memory, for requests that go on where others have ended."""
         self.lse_nats = attention.lse_nats
         self._make = SCORERS[name]
-        self._arena = attention.arena
+        self.arena = attention.arena
+        self.uploads = uploads
         self._lane = lane
-        self._uploads = uploads
         self._known: dict[str, PartKeys] = {}
-        width = self._new(1).values(1).numel()  # of a part
-        self._kept = torch.empty(num_kept * width, dtype=self._arena.dtype, pin_memory=self._arena.is_cuda)
-        self._width = width
+        self._width = self._make(1, self.arena).values(1).numel()  # of a part
+        self._kept = torch.empty(num_kept * self._width, dtype=self.arena.dtype, pin_memory=self.arena.is_cuda)
 
     def forget(self, left: Sequence[tuple[str, range]]) -> None:
         """These requests have left: behind all that was launched for them. What is known of their keys is kept in its place, if it has
@@ -149,10 +139,6 @@ class ContextKeys:
         kept = self._kept[place.start * self._width : place.stop * self._width]
         return kept.view(like.shape[0], len(place), *like.shape[2:])
 
-    def _new(self, num_parts: int) -> PartKeys:
-        _, num_layers, _, _, num_kv_heads, head_dim = self._arena.shape
-        return self._make(KeySizes(num_layers, num_parts, num_kv_heads, head_dim), self._arena)
-
     def for_step(self, chunks: Sequence[Chunk], packed: Packed, room: Callable[[str, Scoring], Tensor]) -> StepScores | None:
         """`room`: host memory for what a request asks for. None: no chunk asks."""
         if not any(chunk.scoring is not None for chunk in chunks):
@@ -169,23 +155,16 @@ class ContextKeys:
 
     @property
     def num_layers(self) -> int:
-        return self._arena.shape[1]
+        return self.arena.shape[1]
 
     def keys_of(self, asked: _AskedScores) -> PartKeys:
         known = self._known.get(asked.request_id)
         if known is None:
-            known = self._known[asked.request_id] = self._new(asked.scoring.most_parts)
+            known = self._known[asked.request_id] = self._make(asked.scoring.most_parts, self.arena)
             if (kept := asked.scoring.kept) is not None:
                 values = known.values(kept.num_used)
                 values.copy_(self._in(range(kept.first, kept.end), values)[:, : kept.num_used], non_blocking=True)
         return known
-
-    def blocks(self, slots: Tensor, layer: int) -> Tensor:
-        """Their keys: [blocks, tokens, kv_heads, head_dim]."""
-        return self._arena[slots, layer, 0]
-
-    def sent(self, slots: Sequence[int]) -> Tensor:
-        return self._uploads.send(slots).long()
 
 
 class StepScores:
@@ -198,8 +177,8 @@ class StepScores:
         self._scores: list[Tensor] = []  # with the share behind them
         self._resident: Tensor | None = None  # log-sum-exp of a layer's scores over what is on the device, where recall is asked for
 
-    def accesses(self, layers: tuple[int, int], mode: Mode = Mode.WRITE) -> list[Access]:
-        accesses = [Access(_SUMS, (one.row,), layers, mode) for one in self._asked]
+    def accesses(self, layers: tuple[int, int]) -> list[Access]:
+        accesses = [Access(_SUMS, (one.row,), layers, Mode.WRITE) for one in self._asked]
         kept = [part for one in self._asked if one.scoring.kept for part in range(*one.scoring.kept[:2])] if layers[0] == 0 else []
         return [*accesses, Access(_KEPT, kept, (0, self._known.num_layers), Mode.READ)] if kept else accesses
 
@@ -211,14 +190,12 @@ class StepScores:
         """In an op of `layer`, behind its writes and the pieces that stream past it. `q` [tokens, heads, head_dim] are its queries, `lse`
         is over all that was read."""
         if layer == 0:
-            self._slots = [
-                self._known.sent(one.scoring.slots.tolist()) if len(one.scoring.slots) else q.new_empty(0) for one in self._asked
-            ]
+            self._slots = [self._known.uploads.send(one.scoring.slots) for one in self._asked]
             self._scores = [torch.zeros(one.scoring.num_parts + 1, device=q.device) for one in self._asked]
         for one, slots, scores in zip(self._asked, self._slots, self._scores, strict=True):
             keys = self._known.keys_of(one)
             if len(slots):
-                _sum_up(keys, layer, one.scoring, one.scoring.first, self._known.blocks(slots, layer))
+                _sum_up(keys, layer, one.scoring, one.scoring.first, self._known.arena[slots, layer, 0])
             last = one.rows[1] - 1
             if one.scoring.num_parts:
                 keys.add_scores(layer, q[last], scores[:-1])

@@ -80,7 +80,7 @@ def move(dest: Tensor, source: Tensor) -> Tensor:
     """Copy between host and device without waiting, on the current lane; returns `dest`."""
     if "cuda" not in (dest.device.type, source.device.type):
         return dest.copy_(source)
-    from penstock.engine.execution import triton_moves
+    from penstock.engine.execution import triton_steps
 
-    triton_moves.move(dest, source)
+    triton_steps.move(dest, source)
     return dest

@@ -65,7 +65,7 @@ def test_each_token_of_a_decode_with_drafts_is_a_row(bucket: Shape | None) -> No
     assert x.sample_at.tolist() == list(range(num)) and packed.num_decodes == num
     assert set(packed.write_slots.tolist()) >= {*first, second[1]}, "it may begin three tokens earlier, in its first block"
     assert packed.drafted is not None and (packed.drafted.num_drafts, packed.drafted.num_unsure) == (2, 3)
-    found = packed.drafted.views(ints)
+    found = packed.drafted.views(ints, x.tokens)
     assert found.unsure.tolist() == [1, 1, 1, 0, 0, 0][:num] and found.group_of.tolist() == [0, 0, 0, 1, 2, 3][:num]
     assert found.starts.tolist() == [0, 3, 4, 5][: num - 2] and found.lengths.tolist() == [2, 0, 0, 0][: num - 2]
 
@@ -297,7 +297,7 @@ def check_drafted(packed: Packed, ints: torch.Tensor, chunks: tuple[Chunk, ...],
         return
     assert packed.drafted is not None
     assert packed.drafted.num_unsure == max(one.num_unsure for one in chunks)
-    found, at, groups = packed.drafted.views(ints), 0, []
+    found, at, groups = packed.drafted.views(ints, ints), 0, []
     for one in chunks:
         size = max(one.num_logits, is_bucket)
         if size:

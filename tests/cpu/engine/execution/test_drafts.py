@@ -10,9 +10,9 @@ import torch
 from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
-from penstock.engine.execution.batch import Drafted, DraftedInputs
+from penstock.engine.execution.batch import DraftedInputs
 from penstock.engine.execution.draws import DrawKind, RowDraws, draw_keys
-from penstock.engine.execution.sampler import NUM_FLOATS, Drafting, Rows, Sampler, counts_before, gumbel_noise, kept_tokens
+from penstock.engine.execution.sampler import NUM_FLOATS, Rows, Sampler, counts_before, gumbel_noise, kept_tokens
 from penstock.engine.execution.sampler import draw_keys as host_keys
 from penstock.engine.execution.staging import Uploads
 from penstock.lanes.cpu import CpuLane
@@ -45,7 +45,7 @@ def test_places_behind_a_rejected_draft_count_for_no_token(num_right: int) -> No
     rows.start(start)
     sampler.start(start)
 
-    def sampled(logits: torch.Tensor, first: int, drafting: Drafting | None = None) -> list[int]:
+    def sampled(logits: torch.Tensor, first: int, drafting: DraftedInputs | None = None) -> list[int]:
         num = len(logits)
         plan = rows.sample_plan(np.zeros(num, np.int32), np.arange(first, first + num, dtype=np.int32))
         assert plan.params is not None
@@ -54,8 +54,7 @@ def test_places_behind_a_rejected_draft_count_for_no_token(num_right: int) -> No
 
     step = [5, *[1, 2][:num_right], *[4, 4][num_right:]]  # the last token and two drafts
     zero, two = torch.zeros(3, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    inputs = DraftedInputs(zero, zero, zero[:1], two)
-    drafting = Drafting(Drafted(0, 3, 1, 2, 0), inputs, torch.tensor(step, dtype=torch.int32))
+    drafting = DraftedInputs(zero, zero, zero[:1], two, torch.tensor(step, dtype=torch.int32), num_drafts=2, num_unsure=0)
     kept = [1, 2, 3][: num_right + 1]
     assert sampled(torch.eye(6)[[1, 2, 3]] * 9, 0, drafting) == kept + [-1] * (2 - num_right)
     level = torch.full((1, 6), 3.0) - torch.arange(6) / 10  # the lowest of equals in what they were counted

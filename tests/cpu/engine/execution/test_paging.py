@@ -26,7 +26,7 @@ class Streaming:
         self.compute, self.fetching = CpuLane("compute"), CpuLane("paged")
         self.tables = torch.arange(100) % SLOTS  # slots, as they were uploaded
         shape = SLOTS, LAYERS, 2, TOKENS, HEADS, WIDTH
-        host = SimpleNamespace(name="host", tensor=torch.arange(int(np.prod(shape)), dtype=torch.float32).view(shape))
+        host: Any = SimpleNamespace(name="host", tensor=torch.arange(int(np.prod(shape)), dtype=torch.float32).view(shape))
         self.host = host
         self.error: Exception | None = None
         attention: Any = SimpleNamespace(arena=torch.zeros(1, LAYERS, 2, TOKENS, HEADS, WIDTH), fetch=self._fetch)

@@ -16,11 +16,11 @@ import torch
 from penstock.contract import Chunk, KeptSums, Scoring
 from penstock.engine.execution.batch import PagedChunk
 from penstock.engine.execution.paging import Piece
-from penstock.engine.execution.scoring import ContextKeys, KeyBounds, KeySizes, Recency, _parts, _sum_up
+from penstock.engine.execution.scoring import ContextKeys, KeyBounds, Recency, _parts, _sum_up
 from penstock.errors import InvariantBroken
 from penstock.lanes.cpu import CpuLane
 
-SIZES = KeySizes(num_layers=2, num_parts=5, num_kv_heads=2, head_dim=8)
+ARENA = torch.empty(0, 2, 2, 16, 2, 8)  # 2 layers, blocks of 16 tokens, 2 KV heads of 8
 SCORING = Scoring(part_blocks=4, most_parts=5, first=0, slots=np.empty(0, np.int32), paged=False, num_parts=5)
 
 
@@ -30,7 +30,7 @@ def random_blocks(num: int = 20) -> torch.Tensor:
 
 @pytest.mark.parametrize("cuts", [(), (4,), (1, 2, 3), (3, 9, 14), (7, 8, 9), (19,)])
 def test_blocks_may_come_in_any_pieces(cuts: tuple[int, ...]) -> None:
-    blocks, whole, cut = random_blocks(), KeyBounds(SIZES, torch.empty(0)), KeyBounds(SIZES, torch.empty(0))
+    blocks, whole, cut = random_blocks(), KeyBounds(5, ARENA), KeyBounds(5, ARENA)
     _sum_up(whole, 1, SCORING, 0, blocks)
     for first, end in reversed(list(itertools.pairwise((0, *cuts, 20)))):
         _sum_up(cut, 1, SCORING, first, blocks[first:end])
@@ -55,7 +55,7 @@ def test_the_part_with_the_best_key_gets_the_vote() -> None:
     query = torch.zeros(4, 8)
     query[:, 3] = 4.0
     blocks[9, 5, :, 3], blocks[9, 6, :, 3] = 20.0, -20.0
-    bounds, scores = KeyBounds(SIZES, torch.empty(0)), torch.zeros(5)
+    bounds, scores = KeyBounds(5, ARENA), torch.zeros(5)
     for layer in range(2):
         _sum_up(bounds, layer, SCORING, 0, blocks)
         bounds.add_scores(layer, query, scores)
@@ -65,7 +65,7 @@ def test_the_part_with_the_best_key_gets_the_vote() -> None:
 
 def test_bounds_are_never_below_any_key() -> None:
     blocks, query = random_blocks(), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    bounds = KeyBounds(SIZES, torch.empty(0))
+    bounds = KeyBounds(5, ARENA)
     _sum_up(bounds, 0, SCORING, 0, blocks)
     low, high = bounds._bounds[0].unbind(2)
     heads = query.view(2, 2, 8)
@@ -79,7 +79,7 @@ def test_bounds_are_never_below_any_key() -> None:
 
 
 def test_recency_looks_at_nothing() -> None:
-    recency, scores = Recency(SIZES, torch.empty(0)), torch.zeros(5)
+    recency, scores = Recency(5, ARENA), torch.zeros(5)
     for layer in range(2):
         recency.add_scores(layer, torch.randn(4, 8), scores)
     assert scores.tolist() == [1, 2, 3, 4, 5]
@@ -260,7 +260,7 @@ def test_what_is_known_of_its_keys_is_kept_in_its_place_and_taken_up_by_the_next
 @pytest.mark.parametrize(("scorer", "width"), [("qk", LAYERS * HEADS * 2 * WIDTH), ("lru", 0)])
 def test_whatever_scores_keeps_as_much_of_each_part(scorer: str, width: int, lane: CpuLane) -> None:
     known = Stepped(lane, num_kept=5, scorer=scorer).known
-    known._known["one"] = known._new(3)
+    known._known["one"] = known._make(3, known.arena)
     known.forget([("one", range(1, 3))])
     lane.record().wait_passed(60.0)
     assert len(known._kept) == 5 * width and not known._known

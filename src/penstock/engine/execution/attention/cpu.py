@@ -76,7 +76,8 @@ class _Several(NamedTuple):
 
 
 class _Short(NamedTuple):
-    """Short chunks of equal q_len and similar kv_len, attended in one call."""
+    """Short chunks of equal q_len and similar kv_len, attended in one call. Or some tokens of a longer one, in a layer with a window that
+    leaves out keys."""
 
     rows: Tensor | slice  # [C * q_len] tokens of the step; a slice where they are adjacent
     gather: Tensor  # [2 * C * padded kv_len] rows of the arena at layer 0: all keys, then all values
@@ -115,23 +116,12 @@ class _Long(NamedTuple):
     space: Tensor  # where they are gathered
 
 
-class _Band(NamedTuple):
-    """Some tokens of a longer chunk in a layer with a window that leaves out keys."""
-
-    begin: int
-    end: int
-    gather: Tensor  # [2 * keys] rows of the arena at layer 0: keys, then values
-    space: Tensor  # where they are gathered
-    mask: Tensor  # [tokens, keys], added to the scores
-
-
 class _Plan(NamedTuple):
     """How the tokens of a step attend in layers of one window."""
 
     lone: list[_Lone]
     short: list[_Short]
     long: list[_Long]
-    bands: list[_Band]
     only: _Lone | _Short | None  # what covers all tokens in their order, so that nothing is put together
 
 
@@ -175,19 +165,19 @@ class _Preparation:
         alone: list[_Span] = []
         batched: list[_Span] = []
         long: list[_Long] = []
-        bands: list[_Band] = []
+        bands: list[_Span] = []
         for span in spans:
-            if span.q_len > SHORT_TOKENS:
-                if window and span.kv_len > window:
-                    bands += self._bands(span, window)
-                else:
-                    long.append(self._long(span))
-            else:
+            if span.q_len <= SHORT_TOKENS:
                 seen = span.within(window, self._sizes.block_tokens)
                 (alone if self._is_lone(seen, num_tokens) else batched).append(seen)
+            elif window and span.kv_len > window:
+                bands += self._bands(span, window)
+            else:
+                long.append(self._long(span))
         lone = [self._lone(span) for span in alone]
         short = [self._short(group, window) for group in self._grouped(batched)]
-        return _Plan(lone, short, long, bands, _only(num_tokens, lone, short))
+        short += [self._short([band], window) for band in bands]
+        return _Plan(lone, short, long, _only(num_tokens, lone, short))
 
     def _single(self, inputs: StepInputs) -> _Single:
         half, size = self._sizes.head_dim // 2, self._sizes.block_tokens
@@ -282,13 +272,7 @@ class _Preparation:
         gather[1] = gather[0] + sizes.block_tokens
         mask = None
         if q_len > 1 or any(span.kv_len != longest for span in group):
-            last_visible = torch.tensor([s.kv_len for s in group])[:, None] - q_len + torch.arange(q_len)
-            last_visible = last_visible[:, None, :, None].expand(-1, sizes.group, -1, -1)
-            hidden = torch.arange(longest) > last_visible
-            if window:
-                hidden |= torch.arange(longest) <= last_visible - window
-            mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-            mask = mask.view(len(group), 1, sizes.group * q_len, longest)
+            mask = _mask(tuple(span.kv_len for span in group), q_len, window, sizes.group, self._dtype)
         return _Short(_rows_of(group), gather.flatten(), self._space(gather.numel(), self._token_width), mask, len(group), q_len)
 
     def _long(self, span: _Span) -> _Long:
@@ -297,17 +281,13 @@ class _Preparation:
         space = self._space(2 * len(keys), self._sizes.block_tokens * self._token_width)
         return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]), space)
 
-    def _bands(self, span: _Span, window: int) -> Iterator[_Band]:
+    def _bands(self, span: _Span, window: int) -> Iterator[_Span]:
         """A few tokens at a time, each over the keys that one of them sees."""
-        size = self._sizes.block_tokens
         for begin in range(0, span.q_len, BAND_TOKENS):
             num = min(BAND_TOKENS, span.q_len - begin)
             kv_len = span.kv_len - span.q_len + begin + num
-            part = _Span(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)]).within(window, size)
-            keys = self.key_rows(part)
-            gather = torch.cat([keys, keys + size])
-            mask = _band_mask(num, part.kv_len, window, self._dtype)
-            yield _Band(part.q_begin, part.q_begin + num, gather, self._space(len(gather), self._token_width), mask)
+            band = _Span(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)])
+            yield band.within(window, self._sizes.block_tokens)
 
     def _space(self, num_rows: int, width: int) -> Tensor:
         """Room to gather into, the same for all: each is read before the next is gathered."""
@@ -373,8 +353,6 @@ class CpuAttention:
         for chunk in plan.long:
             own = slice(chunk.begin, chunk.end)
             out[own] = self._attend_long(layer, q[own], k[own], v[own], chunk)
-        for band in plan.bands:
-            out[band.begin : band.end] = self._attend_band(layer, q[band.begin : band.end], band)
         return out.flatten(1)
 
     def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
@@ -382,11 +360,7 @@ class CpuAttention:
         partial = Partial(q.new_empty(len(q), sizes.num_heads * sizes.head_dim, dtype=torch.float32), q.new_empty(q.shape[:2]).float())
         for span in self._preparation.spans(inputs):
             own = slice(span.q_begin, span.q_begin + span.q_len)
-            queries, keys, values = (x[own].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            heads = (x.repeat_interleave(sizes.group, dim=1) for x in (keys, values))
-            out, lse = _flash(queries, *heads, is_causal=True, scale=sizes.scale)
-            partial.out[own] = out.squeeze(0).transpose(0, 1).flatten(1).float()
-            partial.lse[own] = lse.squeeze(0).t().float()
+            partial.out[own], partial.lse[own] = self._attend_own(q[own], k[own], v[own])
             num_past = span.kv_len - span.q_len
             if num_past:
                 rows = self._preparation.key_rows(span)[:num_past]
@@ -456,34 +430,25 @@ class CpuAttention:
     def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Tensor:
         """[q_len, heads, head_dim]. A prefix is attended apart and joined by log-sum-exp, so that no mask is ever built."""
         sizes = self._sizes
-        queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if chunk.prefix_len == 0:
+            queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             own = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True, scale=sizes.scale)
             return own.squeeze(0).transpose(0, 1)
         kv = torch.index_select(self._layers[layer].blocks, 0, chunk.gather, out=chunk.space)
-        past = kv.view(2, 1, -1, sizes.num_kv_heads, sizes.head_dim)[:, :, : chunk.prefix_len].transpose(2, 3)
+        past = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim)[:, : chunk.prefix_len]
         if layer >= self.blank_from:
-            past = past[:, :, :, ~_is_blank(past[0, 0, 0])]
-        own, own_lse = _flash(
-            queries, *(x.repeat_interleave(sizes.group, dim=1) for x in (keys, values)), is_causal=True, scale=sizes.scale
-        )
-        if past.shape[3] == 0:  # nothing is left of it
-            return own.squeeze(0).transpose(0, 1)
-        grouped = queries.reshape(1, sizes.num_kv_heads, -1, sizes.head_dim)
-        before, before_lse = _flash(grouped, past[0], past[1], scale=sizes.scale)
-        weight = torch.sigmoid(before_lse.reshape(own_lse.shape) - own_lse).unsqueeze(-1)
-        joined = torch.lerp(own.float(), before.reshape(own.shape).float(), weight)
-        return joined.squeeze(0).transpose(0, 1)
+            past = past[:, ~_is_blank(past[0, :, 0])]
+        partial = self._attend_own(q, k, v)
+        if past.shape[1]:  # something is left of it
+            self.add_piece(partial, q, (0, len(q)), past)
+        return partial.out.view(q.shape)
 
-    def _attend_band(self, layer: int, q: Tensor, band: _Band) -> Tensor:
-        """[tokens, heads, head_dim]. The query heads of a KV head are a batch over the same keys, so that one mask serves all."""
-        sizes = self._sizes
-        kv = torch.index_select(self._layers[layer].rows, 0, band.gather, out=band.space)
-        keys, values = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2).unsqueeze(1).expand(-1, sizes.group, -1, -1, -1)
-        queries = q.view(len(q), sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(2, 1, 0, 3)
-        mask = band.mask if layer < self.blank_from else _without(_is_blank(keys[0, 0]), band.mask, q.dtype)
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=sizes.scale)
-        return out.permute(2, 1, 0, 3).reshape(q.shape)
+    def _attend_own(self, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+        """Of tokens among themselves, each over those before it."""
+        queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        heads = (x.repeat_interleave(self._sizes.group, dim=1) for x in (keys, values))
+        out, lse = _flash(queries, *heads, is_causal=True, scale=self._sizes.scale)
+        return Partial(out.squeeze(0).transpose(0, 1).flatten(1).float(), lse.squeeze(0).t().float())
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp of the scores as well
@@ -514,12 +479,16 @@ def _rows_of(group: list[_Span]) -> Tensor | slice:
 
 
 @functools.lru_cache(maxsize=KEPT_MASKS)
-def _band_mask(num_tokens: int, num_keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """[num_tokens, num_keys] where the last token is the last key."""
-    last_visible = torch.arange(num_keys - num_tokens, num_keys)[:, None]
-    keys = torch.arange(num_keys)
-    hidden = (keys > last_visible) | (keys <= last_visible - window)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+def _mask(kv_lens: tuple[int, ...], q_len: int, window: int, group: int, dtype: torch.dtype) -> Tensor:
+    """[chunks, 1, group * q_len, longest] of chunks whose last token is the last of so many keys."""
+    last_visible = torch.tensor(kv_lens)[:, None] - q_len + torch.arange(q_len)
+    last_visible = last_visible[:, None, :, None].expand(-1, group, -1, -1)
+    keys = torch.arange(max(kv_lens))
+    hidden = keys > last_visible
+    if window:
+        hidden |= keys <= last_visible - window
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return mask.view(len(kv_lens), 1, group * q_len, -1)
 
 
 def _is_blank(keys: Tensor) -> Tensor:

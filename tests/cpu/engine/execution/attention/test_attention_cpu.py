@@ -247,7 +247,7 @@ FAULTS = {
     "no mask behind a shorter sequence": ("if q_len > 1 or any(span.kv_len != longest for span in group):", "if q_len > 1:"),
     "padding that reads behind the end": ("keys[span.kv_len :] = rows[0]", "keys[span.kv_len :] = rows[-1] + 1"),
     "one token too many of the prefix": ("prefix_len = span.kv_len - span.q_len", "prefix_len = span.kv_len - span.q_len + 1"),
-    "a prefix and its chunk joined the wrong way round": ("torch.sigmoid(before_lse", "torch.sigmoid(-before_lse"),
+    "a prefix and its chunk joined the wrong way round": ("torch.sigmoid(lse", "torch.sigmoid(-lse"),
     "values in place of keys": ("index_copy_(0, tokens.value_rows", "index_copy_(0, tokens.key_rows"),
     "the layer before": ("rows = self._layers[layer].rows", "rows = self._layers[0].rows"),
     "rotation the other way": ("sin, value=-1.0)", "sin, value=1.0)"),
@@ -329,9 +329,9 @@ def test_windows_that_hide_nothing_are_computed_as_if_there_were_none() -> None:
 
 WINDOW_FAULTS = {
     "a token sees one key more": ("first = self.kv_len - self.q_len + 1 - window", "first = self.kv_len - self.q_len - window"),
-    "a token of a short chunk sees one key more": ("torch.arange(longest) <= last_visible", "torch.arange(longest) < last_visible"),
-    "a token of a long chunk sees one key more": ("(keys <= last_visible - window)", "(keys < last_visible - window)"),
-    "a token of a long chunk sees one key less": ("(keys <= last_visible - window)", "(keys <= last_visible - window + 1)"),
+    "a token of a short chunk sees one key more": ("hidden |= keys <= last_visible", "hidden |= keys < last_visible"),
+    "a token of a long chunk sees one key more": ("self._short([band], window)", "self._short([band], window + 1)"),
+    "a token of a long chunk sees one key less": ("self._short([band], window)", "self._short([band], window - 1)"),
     "a window of one layer in all": ("[plans[window] for window in windows]", "[plans[windows[0]] for window in windows]"),
     "what is hidden of a first block is seen": ("begin, skipped = 0, span.skipped", "begin, skipped = 0, 0"),
 }  # fmt: skip

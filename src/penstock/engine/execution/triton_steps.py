@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""What drafts need between the passes of a step, in one launch each: a step of a small model takes a millisecond, a launch microseconds.
-The rules are those of `executor.place_unsure`, `sampler.kept_tokens`, `ahead.note` and `ahead.blank`, which say what tensors mean."""
+"""What a step does besides its layers, in one launch each: a step of a small model takes a millisecond, a launch microseconds. The rules
+are those of `sampler.gumbel_noise`, up to the last bits of `log`, `sampler.kept_tokens`, `executor.place_unsure`, `ahead.note` and
+`ahead.blank`, which say what tensors mean."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from penstock.config import MAX_DRAFTS
 from penstock.engine.execution.batch import StepInputs
 
+_TILE = 1024
+_BLOCK = 1024
 _ROWS = 128
 _PLACES = triton.next_power_of_2(MAX_DRAFTS + 1)  # of the drafts of a request, and of the token behind them
 
@@ -161,3 +164,49 @@ def blank(arena: Tensor, write_at: Tensor) -> None:
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
     )
+
+
+@triton.jit(do_not_specialize=["dest_ptr", "source_ptr", "num"])  # so that one compiled kernel serves every length and offset
+def _move_kernel(dest_ptr, source_ptr, num, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(dest_ptr + at, tl.load(source_ptr + at, mask=at < num), mask=at < num)
+
+
+def move(dest: Tensor, source: Tensor) -> None:
+    """A small copy between pinned and device memory; both contiguous and of one length. Values are converted to `dest`'s type. A copy
+    engine serves one direction in order, so that a few bytes on it wait for gigabytes of KV that another lane sends the same way; loads
+    and stores of a kernel share the link with them instead."""
+    num = source.numel()
+    if num:
+        _move_kernel[(triton.cdiv(num, _TILE),)](dest, source, num, TILE=_TILE, num_warps=4)
+
+
+@triton.jit
+def _mix32(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return x
+
+
+@triton.jit(do_not_specialize=["num_rows", "vocab"])
+def _noise_kernel(keys_ptr, out_ptr, num_rows, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
+    high = tl.load(keys_ptr + num_rows + row).to(tl.uint32, bitcast=True)
+    x = _mix32(_mix32(at.to(tl.uint32) ^ low) ^ high)
+    uniform = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # log1p is not in every Triton: for small u the series -log(1 - u) = u + u^2/2 keeps the digits that 1 - u would lose
+    exponential = tl.where(uniform < 1e-3, uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)), -tl.log(1.0 - uniform))
+    tl.store(out_ptr + row.to(tl.int64) * vocab + at, -tl.log(exponential), mask=at < vocab)
+
+
+def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
+    """float32 [S, vocab]; `keys` is int32 [2, S]."""
+    num_rows = keys.shape[1]
+    out = torch.empty((num_rows, vocab), dtype=torch.float32, device=keys.device)
+    _noise_kernel[(triton.cdiv(vocab, _BLOCK), num_rows)](keys.contiguous(), out, num_rows, vocab, BLOCK=_BLOCK)
+    return out
