@@ -34,7 +34,7 @@ def random_keys(num_rows: int) -> Any:
 
 def check_noise(module: Any, num_rows: int, vocab: int) -> None:
     keys = random_keys(num_rows)
-    found, expected = module.gumbel_noise(keys, vocab), gumbel_noise(keys, vocab)
+    found, expected = module.gumbel_noise(keys, vocab), gumbel_noise(keys.cpu(), vocab).to(DEVICE)
     assert found.shape == (num_rows, vocab) and found.dtype == torch.float32
     # float32 rounds uniform numbers close to 1 to steps of 6e-8: there, and only there, their logarithms differ by more than a few bits.
     torch.testing.assert_close(found.clamp(min=-2.5), expected.clamp(min=-2.5), rtol=1e-5, atol=2e-5)

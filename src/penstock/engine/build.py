@@ -27,7 +27,7 @@ from penstock.engine.execution.forward import Forward
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import cuda_buckets, decode_sizes
-from penstock.engine.execution.sampler import Kept, Noise, Sampler, gumbel_noise, kept_tokens
+from penstock.engine.execution.sampler import Sampler
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
@@ -150,7 +150,7 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
         executor.draft_attention = _attention(draft_arena(arena.tensor, model.config, own), own, draft.model.rope)
         guesser = ModelGuesser(draft, executor.draft_attention)
     if guesser is not None and speculation is not None:
-        draws = RowDraws(limits.max_batch + 1, dims.vocab, executor.uploads, _noise(device))
+        draws = RowDraws(limits.max_batch + 1, dims.vocab, executor.uploads)
         passes = Passes(guesser, draws, executor.pending, limits.block_tokens)
         executor.draft_with(passes)
         speculation.has_failed = lambda: passes.failed
@@ -236,15 +236,7 @@ def _executor(
     grammars: Grammars,
 ) -> Executor:
     uploads = Uploads(model.device, lane)
-    sampler = Sampler(
-        limits.max_batch,
-        model.config.vocab,
-        lane,
-        uploads,
-        _noise(model.device),
-        _kept(model.device),
-        limits.num_ahead,
-    )
+    sampler = Sampler(limits.max_batch, model.config.vocab, lane, uploads, limits.num_ahead)
     return Executor(Forward(model, attention, sampler.pending), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
 
 
@@ -427,14 +419,6 @@ def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor) -> Attention:
     return CpuAttention(arena, dims, rope)
 
 
-def _noise(device: torch.device) -> Noise:
-    if device.type == "cuda":
-        from penstock.engine.execution import triton_steps
-
-        return triton_steps.gumbel_noise
-    return gumbel_noise
-
-
 def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Speculation | None:
     """With step costs that are a guess: what a machine does with memory, not with arithmetic."""
     if config.speculation.proposer is None:
@@ -444,14 +428,6 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
     costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes), bookkeeping_s=_BOOKKEEPING_S)
     kind = config.speculation.kind
     return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=kind != "ngram")
-
-
-def _kept(device: torch.device) -> Kept:
-    if device.type == "cuda":
-        from penstock.engine.execution import triton_steps
-
-        return triton_steps.kept_tokens
-    return kept_tokens
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

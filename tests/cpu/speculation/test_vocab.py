@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from penstock.engine.execution.draws import DrawKind, RowDraws
-from penstock.engine.execution.sampler import gumbel_noise
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import ModelError
 from penstock.lanes.cpu import CpuLane
@@ -50,7 +49,7 @@ def test_the_target_over_a_part_of_its_vocabulary_is_kept_exactly_where_it_choos
     draft vocabulary. So the share that is kept is what the vocabulary covers."""
     num, vocab = 20_000, 12
     lane = CpuLane("compute", around=torch.inference_mode)
-    draws = RowDraws(num, vocab, Uploads(torch.device("cpu"), lane), gumbel_noise)
+    draws = RowDraws(num, vocab, Uploads(torch.device("cpu"), lane))
     draws._floats[:] = torch.tensor([0.9, 1.0, 0.0])[:, None]
     draws._seeds[:] = torch.arange(num)
     lane.close(30)

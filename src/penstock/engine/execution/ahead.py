@@ -76,14 +76,10 @@ class HeadGuesser:
         self._head.fill(_hidden_of(flow), nexts, self._kv(flow.bound_inputs()))
 
     def note(self, flow: Flow) -> None:
-        inputs, write = flow.bound_inputs(), note
-        if self._noted.is_cuda:
-            from penstock.engine.execution import triton_steps
-
-            write = triton_steps.note
+        inputs = flow.bound_inputs()
         assert flow.hidden is not None and flow.residual is not None
-        write(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
-        _leave_blank(self._own, inputs)
+        note(flow.hidden, flow.residual, inputs.rows, inputs.positions, self._noted)
+        blank(self._own, inputs.write_at)
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         self._head.fill(self._noted[_places(rows, inputs.positions, self._noted)], nexts, self._kv(inputs))
@@ -116,7 +112,7 @@ class ModelGuesser:
         self._run(flow.bound_inputs(), _NO_TOKENS)
 
     def note(self, flow: Flow) -> None:
-        _leave_blank(self._attention.arena, flow.bound_inputs())
+        blank(self._attention.arena, flow.bound_inputs().write_at)
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
         self._run(inputs, _NO_TOKENS)
@@ -194,22 +190,23 @@ class Passes:
 
 def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
     """The hidden state of each token goes to its request's row of `noted` [rows, places, width], at the place that its position has."""
+    if noted.is_cuda:
+        from penstock.engine.execution import triton_steps
+
+        triton_steps.note(hidden, residual, rows, positions, noted)
+        return
     noted.index_put_(_places(rows, positions, noted), _state(hidden, residual).to(noted.dtype))
 
 
 def blank(arena: Tensor, write_at: Tensor) -> None:
     """Zeros in all layers of `arena` at these places."""
-    size = arena.shape[3]
-    arena[(write_at // size).long(), :, :, (write_at % size).long()] = 0.0
-
-
-def _leave_blank(arena: Tensor, inputs: StepInputs) -> None:
     if arena.is_cuda:
         from penstock.engine.execution import triton_steps
 
-        triton_steps.blank(arena, inputs.write_at)
-    else:
-        blank(arena, inputs.write_at)
+        triton_steps.blank(arena, write_at)
+        return
+    size = arena.shape[3]
+    arena[(write_at // size).long(), :, :, (write_at % size).long()] = 0.0
 
 
 def _places(rows: Tensor, positions: Tensor, noted: Tensor) -> tuple[Tensor, Tensor]:

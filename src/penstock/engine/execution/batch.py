@@ -59,9 +59,9 @@ class StepInputs:
 
 
 class PagedChunk(NamedTuple):
-    """A chunk whose sequence begins with blocks that are in host memory."""
+    """Blocks in host memory that a chunk's sequence begins with, or a piece of these."""
 
-    rows: tuple[int, int]  # [first, end) of the step's tokens
+    rows: tuple[int, int]  # [first, end) of the step's tokens, which see all of it
     slots: NDArray[np.int32]  # of host memory
     table_at: int  # where in `StepInputs.tables` these slots begin
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.engine.execution.sampler import LEAST_NOISE, LEAST_TEMPERATURE, Noise
+from penstock.engine.execution.sampler import LEAST_NOISE, LEAST_TEMPERATURE, gumbel_noise
 from penstock.engine.execution.staging import Uploads
 
 _CANDIDATES = 256  # likeliest tokens among which top-k and top-p cut; a cut further down is not made
@@ -32,12 +32,12 @@ class DrawKind(enum.IntEnum):
 class RowDraws:
     """Temperature, filters and seed of the request in each row; all start as greedy."""
 
-    def __init__(self, num_rows: int, vocab: int, uploads: Uploads, noise: Noise) -> None:
+    def __init__(self, num_rows: int, vocab: int, uploads: Uploads) -> None:
         device = uploads.device
         self._floats = torch.zeros((3, num_rows), dtype=torch.float32, device=device)  # temperature, top-p, min-p
         self._top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._vocab, self._uploads, self._noise = vocab, uploads, noise
+        self._vocab, self._uploads = vocab, uploads
 
     def load(self, words: NDArray[np.int32]) -> None:
         """Those of all rows, as `Rows.draw_words` has them: work of the lane."""
@@ -54,7 +54,7 @@ class RowDraws:
         temperature, top_p, min_p = self._floats[:, rows.long(), None]
         is_random = temperature >= LEAST_TEMPERATURE
         scores = logits.float() / torch.where(is_random, temperature, 1.0)
-        noise = self._noise(draw_keys(self._seeds[rows.long()], positions), self._vocab).clamp(min=LEAST_NOISE)
+        noise = gumbel_noise(draw_keys(self._seeds[rows.long()], positions), self._vocab).clamp(min=LEAST_NOISE)
         if target_ids is not None:
             noise = noise.index_select(1, target_ids)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)

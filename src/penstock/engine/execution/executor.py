@@ -389,12 +389,7 @@ class Executor:
         def place() -> None:
             inputs = flow.bound_inputs()
             unsure = drafted.views(ints(), inputs.tokens).unsure[: packed.num_decodes]
-            place_rows = place_unsure
-            if self._device.type == "cuda":
-                from penstock.engine.execution import triton_steps
-
-                place_rows = triton_steps.place_unsure
-            place_rows(inputs, unsure, self._sampler.rejected, self.limits.block_tokens)
+            place_unsure(inputs, unsure, self._sampler.rejected, self.limits.block_tokens)
 
         chain.submit(place, "place", [self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.WRITE)])
 
@@ -575,17 +570,14 @@ class Executor:
                 outputs.prompts.append((chunk.request_id, room))
                 for first in range(0, len(targets), _LOGPROB_ROWS):
                     part = targets[first : first + _LOGPROB_ROWS], room[first : first + _LOGPROB_ROWS], num_top
-                    chain.submit(self._prompt_part(flow, at + first, *part), "prompt logprobs", [self._results.access(Mode.WRITE)])
+                    chain.submit(partial(self._echo, flow, at + first, *part), "prompt logprobs", [self._results.access(Mode.WRITE)])
             at += chunk.num_tokens
 
-    def _prompt_part(self, flow: Flow, at: int, targets: Sequence[int], room: Tensor, num_top: int) -> Op:
-        def run() -> None:
-            assert flow.hidden is not None and flow.residual is not None
-            rows = slice(at, at + len(targets))
-            logits = self._forward.model.head(flow.hidden[..., rows, :], flow.residual[rows])
-            move(room, token_logprobs(logits, self.uploads.send(targets), num_top).packed())
-
-        return run
+    def _echo(self, flow: Flow, at: int, targets: Sequence[int], room: Tensor, num_top: int) -> None:
+        assert flow.hidden is not None and flow.residual is not None
+        rows = slice(at, at + len(targets))
+        logits = self._forward.model.head(flow.hidden[..., rows, :], flow.residual[rows])
+        move(room, token_logprobs(logits, self.uploads.send(targets), num_top).packed())
 
 
 def _wait_step(step: RunningStep) -> None:
@@ -602,6 +594,11 @@ def _more_s(plain: Sequence[float], others: Sequence[float], counts: tuple[int, 
 def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:
     """Move the rows of requests whose last drafts are only now decided to where they belong. Decodes are the first rows, and each has a
     sample, so that rows and samples have the same numbers."""
+    if unsure.is_cuda:
+        from penstock.engine.execution import triton_steps
+
+        triton_steps.place_unsure(inputs, unsure, rejected, block_tokens)
+        return
     num = len(unsure)
     shift = rejected[inputs.rows[:num]] * unsure
     inputs.positions[:num] -= shift

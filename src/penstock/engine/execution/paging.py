@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.contract import Access, Fence, Mode
@@ -18,14 +16,6 @@ from penstock.lanes.lane import Lane, Ticket
 
 NUM_BUFFERS = 3  # one is read, one is being filled, and one is next: neither lane waits for the other at once
 _BUFFERS = "pieces of paged KV"  # as they are called in declared accesses
-
-
-class Piece(NamedTuple):
-    """Some paged-out blocks of a chunk's sequence."""
-
-    rows: tuple[int, int]  # [first, end) of the step's tokens, which see all of it
-    slots: NDArray[np.int32]
-    table_at: int
 
 
 class PagedReads:
@@ -42,12 +32,12 @@ class PagedReads:
         self._free: list[Fence | None] = [None] * NUM_BUFFERS
         self._turn = 0
 
-    def pieces(self, chunks: tuple[PagedChunk, ...]) -> Iterator[Piece]:
+    def pieces(self, chunks: tuple[PagedChunk, ...]) -> Iterator[PagedChunk]:
         for rows, slots, table_at in chunks:
             for first in range(0, len(slots), self._piece_blocks):
-                yield Piece(rows, slots[first : first + self._piece_blocks], table_at + first)
+                yield PagedChunk(rows, slots[first : first + self._piece_blocks], table_at + first)
 
-    def fetch(self, layer: int, piece: Piece, tables: Callable[[], Tensor], compute: Lane) -> Fetched:
+    def fetch(self, layer: int, piece: PagedChunk, tables: Callable[[], Tensor], compute: Lane) -> Fetched:
         """Put the copy of one layer of `piece` on its lane, and have `compute` wait for it."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
         turn = self._turn

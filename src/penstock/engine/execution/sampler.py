@@ -3,7 +3,6 @@ device the last token, counts for penalties, biases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,9 +24,6 @@ _MASK32 = 0xFFFFFFFF
 NO_TOKEN = -1  # of a row behind the first draft that was rejected
 LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
 LEAST_TEMPERATURE = 1e-5  # a lower one is none
-
-Noise = Callable[[Tensor, int], Tensor]
-Kept = Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +131,10 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
 
     -log(E) with E = -log1p(-u) keeps full relative precision where it matters: the winner is the smallest E.
     """
+    if keys.is_cuda:
+        from penstock.engine.execution import triton_steps
+
+        return triton_steps.gumbel_noise(keys, vocab)
     words = keys.to(torch.int64) & _MASK32
     index = torch.arange(vocab, device=keys.device, dtype=torch.int64)
     x = _mix32(_mix32(index[None, :] ^ words[0][:, None]) ^ words[1][:, None])
@@ -176,6 +176,10 @@ def kept_tokens(
     """Of each group its drafts as far as they were `chosen` [S], and the token behind them: int32 [S], `NO_TOKEN` behind that; and int64
     [G], which sample is the last. Leaves the last token in column 0 of `pending` and the number of drafts that were not kept in
     `rejected`, by the `rows` of the samples."""
+    if chosen.is_cuda:
+        from penstock.engine.execution import triton_steps
+
+        return triton_steps.kept_tokens(starts, lengths, num_drafts, step_tokens, chosen, rows, pending, rejected)
     at, places = starts.long(), torch.arange(len(chosen), device=chosen.device)
     drafts = drafts_of(step_tokens, starts, num_drafts)
     target = drafts_of(chosen, starts - 1, num_drafts)  # the target's own choice at the place of each
@@ -198,22 +202,11 @@ def counts_before(drafts: Tensor, vocab: int) -> Tensor:
 class Sampler:
     """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
 
-    def __init__(
-        self,
-        max_batch: int,
-        vocab: int,
-        lane: Lane,
-        uploads: Uploads,
-        noise: Noise = gumbel_noise,
-        kept: Kept = kept_tokens,
-        num_pending: int = 0,
-    ) -> None:
+    def __init__(self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, num_pending: int = 0) -> None:
         """`num_pending`: drafts of each request that wait on the device for the next step."""
         num_rows, device = max_batch + 1, uploads.device  # one more for padding
         self._lane = lane
         self._uploads = uploads
-        self._noise = noise
-        self._kept = kept
         self.pending = torch.zeros((num_rows, 1 + num_pending), dtype=torch.int32, device=device)  # the last token, and drafts behind it
         self.last_tokens = self.pending[:, 0]
         self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)  # drafts of the last step, where that had drafts
@@ -276,7 +269,7 @@ class Sampler:
     def _keep(self, drafting: DraftedInputs, rows: Tensor, chosen: Tensor, counts_tokens: bool) -> tuple[Tensor, Tensor]:
         """Of each request its drafts as far as they were chosen, and the token behind them: [S], or `NO_TOKEN`. And which is the last."""
         starts, lengths, num_drafts = drafting.starts, drafting.lengths, drafting.num_drafts
-        tokens, lasts = self._kept(starts, lengths, num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected)
+        tokens, lasts = kept_tokens(starts, lengths, num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected)
         if counts_tokens:
             kept = (tokens >= 0).to(torch.int32)
             self._counts.index_put_((rows.long(), tokens.long().clamp(min=0)), kept, accumulate=True)
@@ -299,7 +292,7 @@ class Sampler:
         random = temperature >= LEAST_TEMPERATURE
         scores = logits / torch.where(random, temperature, 1.0)
         # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be NaN, and win.
-        noise = self._noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=LEAST_NOISE)
+        noise = gumbel_noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=LEAST_NOISE)
         noise = torch.where(random, noise, 0.0)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if not plan.filters:

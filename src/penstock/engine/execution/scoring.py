@@ -17,8 +17,7 @@ from torch import Tensor
 
 from penstock.contract import Access, Chunk, Mode, Scoring
 from penstock.engine.execution.attention import Attention
-from penstock.engine.execution.batch import Packed
-from penstock.engine.execution.paging import Piece
+from penstock.engine.execution.batch import Packed, PagedChunk
 from penstock.engine.execution.staging import Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op
@@ -203,7 +202,7 @@ class StepScores:
                 shares = torch.exp((self._resident[last] - lse[last]) * self._known.lse_nats)
                 scores[-1] += shares.mean() / self._known.num_layers
 
-    def piece(self, layer: int, piece: Piece, landed: Callable[[], Tensor]) -> Op | None:
+    def piece(self, layer: int, piece: PagedChunk, landed: Callable[[], Tensor]) -> Op | None:
         """The op that sums up `piece`; None where nobody asks for it."""
         one = next((one for one in self._asked if one.rows == piece.rows and one.table_at >= 0), None)
         if one is None:

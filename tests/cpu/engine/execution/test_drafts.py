@@ -12,7 +12,7 @@ from sampler_on_lane import OnLane
 from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.execution.batch import DraftedInputs
 from penstock.engine.execution.draws import DrawKind, RowDraws, draw_keys
-from penstock.engine.execution.sampler import NUM_FLOATS, Rows, Sampler, counts_before, gumbel_noise, kept_tokens
+from penstock.engine.execution.sampler import NUM_FLOATS, Rows, Sampler, counts_before, kept_tokens
 from penstock.engine.execution.sampler import draw_keys as host_keys
 from penstock.engine.execution.staging import Uploads
 from penstock.lanes.cpu import CpuLane
@@ -92,7 +92,7 @@ def test_a_draft_is_drawn_as_the_sampler_draws(option: str, vocab: int) -> None:
     plan = rows.sample_plan(np.zeros(num, np.int32), np.arange(num, dtype=np.int32))
     lane = CpuLane("compute", around=torch.inference_mode)
     uploads = Uploads(torch.device("cpu"), lane)
-    sampler, draws = Sampler(1, vocab, lane, uploads), RowDraws(2, vocab, uploads, gumbel_noise)
+    sampler, draws = Sampler(1, vocab, lane, uploads), RowDraws(2, vocab, uploads)
     at, found = torch.zeros(num, dtype=torch.int32), []
 
     def both() -> None:

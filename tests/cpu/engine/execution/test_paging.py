@@ -13,7 +13,7 @@ import torch
 
 from penstock.contract import Access, Mode
 from penstock.engine.execution.batch import PagedChunk
-from penstock.engine.execution.paging import NUM_BUFFERS, PagedReads, Piece
+from penstock.engine.execution.paging import NUM_BUFFERS, PagedReads
 from penstock.lanes.cpu import CpuLane
 
 LAYERS, TOKENS, HEADS, WIDTH, SLOTS = 2, 4, 1, 2, 32
@@ -40,7 +40,7 @@ class Streaming:
         slots = tables[table_at : table_at + buffer.shape[1] // TOKENS]
         buffer.copy_(host[slots, layer].transpose(0, 1).flatten(1, 2))
 
-    def stream(self, layer: int, piece: Piece) -> Any:
+    def stream(self, layer: int, piece: PagedChunk) -> Any:
         """As a step does it: fetched, read, and free again behind that."""
         fetched = self.reads.fetch(layer, piece, lambda: self.tables, self.compute)
         ticket = self.compute.submit(lambda: self.found.append(fetched.landed().clone()), [fetched.access], label="attention")
@@ -65,7 +65,7 @@ class Streaming:
             lane.submit = noted  # type: ignore[assignment]
         return seen
 
-    def expected(self, layer: int, piece: Piece) -> torch.Tensor:
+    def expected(self, layer: int, piece: PagedChunk) -> torch.Tensor:
         return self.host.tensor[piece.slots.tolist(), layer].transpose(0, 1).flatten(1, 2)
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from penstock.contract import Chunk, KeptSums, Scoring
 from penstock.engine.execution.batch import PagedChunk
-from penstock.engine.execution.paging import Piece
 from penstock.engine.execution.scoring import ContextKeys, KeyBounds, Recency, _parts, _sum_up
 from penstock.errors import InvariantBroken
 from penstock.lanes.cpu import CpuLane
@@ -165,7 +164,7 @@ class Stepped:
                 for at in range(0, len(one.slots), 3):
                     slots = one.slots[at : at + 3]
                     buffer = torch.stack([request.blocks[layer, slots].flatten(0, 1)] * 2)
-                    op = step.piece(layer, Piece(one.rows, slots, one.table_at + at), lambda buffer=buffer: buffer)  # type: ignore[misc]
+                    op = step.piece(layer, PagedChunk(one.rows, slots, one.table_at + at), lambda buffer=buffer: buffer)  # type: ignore[misc]
                     if op is not None:
                         op()
             lse += resident  # what streams in is added to the same tensor

@@ -27,7 +27,7 @@ LONE_TOKENS = 512  # a single token that attends to at least so many is computed
 LONE_GROUP = 4  # unless more query heads than this share a KV head, since each of them reads the values again
 KEY_BYTES = 768 << 10  # keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
 BAND_TOKENS = 128  # of a longer chunk that attend together in a layer with a window: every key that one of them sees is read for all
-KEPT_MASKS = 16  # behind the first window all full bands have the same
+KEPT_MASKS = 4  # behind the first window all full bands have the same
 SCORE_ALIGN = 256  # MKL multiplies 4 rows and more several times faster into a matrix whose rows are a multiple of so many floats apart
 INT32_ROWS = 1 << 31  # an arena of at most so many rows has indices of half the width, which saves a third of the time that values take
 
