@@ -1,4 +1,4 @@
-"""Needles in haystacks: how many of them a model finds whose recall is exact by construction (`penstock.testing.retrieval`), and what
+"""Needles in haystacks: how many of them a model finds whose recall is exact by construction (`retrieval.py`), and what
 prefill and decoding take at each length. Any engine option may be given; a needle that is not found was lost by the engine.
 
     PYTHONPATH=src python3 benchmarks/needles.py --lengths 8192,32768 [--device cuda --dtype bfloat16 ...] [--json FILE]
@@ -24,7 +24,7 @@ from penstock.contract import FinishReason, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, PenstockError, StepFailed
-from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
+from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 
 WARM_TOKENS = 2048
 WAIT_S = 0.1  # at most, before a turn looks again

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.build import build
-from penstock.testing.retrieval import Retrieval, haystack, write_retrieval_model
+from retrieval import Retrieval, haystack, write_retrieval_model
 from support.driving import generate
 
 pytestmark = pytest.mark.gpu

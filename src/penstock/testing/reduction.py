@@ -12,11 +12,11 @@ not commute, and only for those the other way is tried.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.contract import Access, Mode
-from penstock.testing.sequencer import HOST, Decision, Failure, Program, Sequencer, shrink
+from penstock.testing.sequencer import HOST, Decision, Failure, Program, Sequencer, run_on, shrink
 
 
 class _Pruned(BaseException):
@@ -74,9 +74,10 @@ def explore_all(program: Program, max_runs: int = 20_000) -> tuple[int, Failure 
     choice: str | None = None
     for num_runs in range(1, max_runs + 1):
         sequencer = _Guided(path, choice)
-        failure = _run(sequencer, program)
-        if failure is not None:
-            return num_runs, shrink(program, failure)
+        with suppress(_Pruned):
+            failure = run_on(sequencer, program)[1]
+            if failure is not None:
+                return num_runs, shrink(program, failure)
         path = _extended(path, sequencer)
         _want_reversals(path, sequencer.code())
         while path and (choice := path[-1].next_choice()) is None:
@@ -86,18 +87,6 @@ def explore_all(program: Program, max_runs: int = 20_000) -> tuple[int, Failure 
         if not path:
             return num_runs, None
     return max_runs, None
-
-
-def _run(sequencer: Sequencer, program: Program) -> Failure | None:
-    with closing(sequencer):
-        try:
-            program(sequencer)
-            sequencer.run_all()
-        except _Pruned:
-            return None
-        except Exception as error:
-            return Failure(dict(sequencer.schedule), error, sequencer.trace)
-    return None
 
 
 def _extended(path: list[_Node], sequencer: _Guided) -> list[_Node]:

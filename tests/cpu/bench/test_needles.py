@@ -11,7 +11,7 @@ import torch
 
 import needles
 from penstock.engine.engine import Engine
-from penstock.testing.retrieval import haystack
+from retrieval import haystack
 
 OPTIONS = ["--device", "cpu", "--device-kv-gib", "0.05", "--lengths", "1024,3000", "--prefill-chunk", "256"]
 

@@ -25,8 +25,8 @@ from penstock.engine.pace import ScoringCost
 from penstock.engine.scheduling import residency
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.testing.retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 from penstock.testing.sanitized import build_sanitized, check_silent
+from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
 from support.driving import Collected, generate, run_all, settle_all, submit
 from support.recording import recorded
 

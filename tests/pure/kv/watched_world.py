@@ -16,7 +16,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import SavedLease
 from penstock.kv.transfer import Copier, Layers, Mover, Slots, Transfer
-from penstock.testing.sequenced_lanes import SequencedFence
+from penstock.testing.sequencer import SequencedFence
 
 LEASE_ENDS_S = 2e9  # later than any lease's time
 

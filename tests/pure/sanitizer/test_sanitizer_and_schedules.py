@@ -15,8 +15,7 @@ from penstock.contract import Access, Fence, Mode
 from penstock.sanitizer.clock import Clocks
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
-from penstock.testing.sequenced_lanes import SequencedLane
-from penstock.testing.sequencer import Sequencer, run
+from penstock.testing.sequencer import SequencedLane, Sequencer, run
 
 LANES = ("a", "b")  # the program's own
 LAUNCHED = {"launch-c": "c", "launch-d": "d"}  # only the launcher submits to its lane

@@ -15,8 +15,7 @@ from penstock.lanes.lane import Ticket
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing import sequencer as sequencer_module
-from penstock.testing.sequenced_lanes import SequencedLane
-from penstock.testing.sequencer import Deadlock, Sequencer, explore, run, shrink, walk
+from penstock.testing.sequencer import Deadlock, SequencedLane, Sequencer, explore, run, shrink, walk
 
 
 def reload_behind_a_captured_step(wait: str) -> object:
