@@ -71,8 +71,7 @@ class ColdRig:
         self.device = DeviceArena(layout, num_blocks, device)
         self.host = HostArena(layout, 2 * num_blocks, device)
         scope = Scope(secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none")
-        self.store = open_store(Space(scope.digest(), layout.block_bytes))
-        self.tier = open_cold(self.store, self.host)
+        self.tier = open_cold(open_store(Space(scope.digest(), layout.block_bytes, self.host.bytes)), self.host)
         self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
         pool = BlockPool(num_blocks, self.device.name)
         self.cache = KvCache(pool, scope, loads=self._loads(pool))
@@ -218,7 +217,7 @@ class TierWrite(TransferWay):
     def launch(self) -> Wait:
         rig = self._rig
         slots, pin = rig.slots.pin_each(rig.keys, OWNER)
-        writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, must=True)
+        writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, (), must=True)
         if writing is None:
             raise StoreFailed(f"the {rig.tier.name} tier takes no blocks")
         sync = rig.tier.persist() if self._persist else None
@@ -247,13 +246,11 @@ class TierRead(TransferWay):
         self._room.take(spoil)
 
     def launch(self) -> Wait:
-        tier, keys, slots = self._rig.tier, self._rig.keys, self._room.slots
-        parts = [slice(first, first + tier.group_blocks) for first in range(0, len(keys), tier.group_blocks)]
-        groups = [tier.read(keys[part], slots[part], (), OWNER) for part in parts]
+        reading = self._rig.tier.read(self._rig.keys, self._room.slots, (), OWNER)
 
         def wait() -> None:
-            self._rig.wait_until(lambda: all(group.over() for group in groups))
-            _require_done([outcome for group in groups for outcome in group.take_outcomes()], self.direction)
+            self._rig.wait_until(lambda: reading.over)
+            _require_done([outcome for group in reading.take_arrived() for outcome in group.outcomes], self.direction)
 
         return wait
 

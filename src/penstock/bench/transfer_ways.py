@@ -23,10 +23,10 @@ from penstock.bench.run import WARM_UP, runs
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.inbox import Inbox
 from penstock.errors import ConfigError, InvariantBroken
+from penstock.kv.build import make_movers
 from penstock.kv.memory import BlockLayout, DeviceArena, HostArena, free_bytes
-from penstock.kv.transfer import Group, Mover, Transfer, make_copier
-from penstock.lanes.cuda import make_lane, make_launcher
-from penstock.lanes.lane import Lane, Op, Ticket
+from penstock.kv.transfer import Group, Transfer
+from penstock.lanes.lane import Ticket
 from penstock.models.progress import Progress
 
 PROMOTE, DEMOTE = "promote", "demote"
@@ -140,17 +140,14 @@ class Case(NamedTuple):
 
 
 class HostRig:
-    """Two arenas full of random bytes, a lane and a mover for each direction, and which scattered slots go where."""
+    """Two arenas full of random bytes, a mover for each direction, and which scattered slots go where."""
 
     def __init__(self, layout: BlockLayout, most_blocks: int, device: torch.device, seed: int) -> None:
         self.layout = layout
         self.device = DeviceArena(layout, 2 * most_blocks, device)
         self.host = HostArena(layout, 2 * most_blocks, device)
-        self.lanes = {name: make_lane(name, device, priority=priority) for name, priority in ((PROMOTE, -1), (DEMOTE, 0))}
-        self.copiers = {name: make_copier(*self.tensors(name), layout) for name in self.lanes}
+        self.movers = dict(zip((PROMOTE, DEMOTE), make_movers(self.device, self.host), strict=True))
         self.inbox = Inbox(sharp=device.type == "cuda")
-        self._launchers = {name: make_launcher(lane) for name, lane in self.lanes.items()}
-        self.movers = {name: Mover(self.names(name), self.copiers[name], self.lanes[name], self._launchers[name]) for name in self.lanes}
         for mover in self.movers.values():
             mover.wake = self.inbox.wake
         random = np.random.default_rng(seed)
@@ -173,27 +170,25 @@ class HostRig:
         device, host = self._device_slots[half, :blocks], self._host_slots[half, :blocks]
         return (host, device) if direction == PROMOTE else (device, host)
 
-    def tensors(self, direction: str) -> tuple[Tensor, Tensor]:
-        return (self.host.tensor, self.device.tensor) if direction == PROMOTE else (self.device.tensor, self.host.tensor)
-
-    def names(self, direction: str) -> tuple[str, str]:
-        return (self.host.name, self.device.name) if direction == PROMOTE else (self.device.name, self.host.name)
+    def arenas(self, direction: str) -> tuple[HostArena | DeviceArena, HostArena | DeviceArena]:
+        """(source, dest)."""
+        return (self.host, self.device) if direction == PROMOTE else (self.device, self.host)
 
     def spoil(self, case: Case) -> None:
         """Nothing of what is to arrive is there yet."""
         for direction in DIRECTIONS[case.direction]:
-            dest = self.tensors(direction)[1]
+            dest = self.arenas(direction)[1].tensor
             for slot in self.slots(direction, case.blocks)[1].tolist():
                 dest[slot].zero_()
         if self.device.device.type == "cuda":
             self.device.tensor[0, 0, 0, 0, 0, 0].item()  # what was launched outside the lanes is over, too
-        for lane in self.lanes.values():
-            lane.drain()
+        for mover in self.movers.values():
+            mover.lane.drain()
 
     def check(self, case: Case, way: str) -> None:
         """Every byte has arrived."""
         for direction in DIRECTIONS[case.direction]:
-            source, dest = (tensor.view(len(tensor), -1).view(torch.int32) for tensor in self.tensors(direction))
+            source, dest = (arena.tensor.view(len(arena.tensor), -1).view(torch.int32) for arena in self.arenas(direction))
             for source_slot, dest_slot in zip(*(slots.tolist() for slots in self.slots(direction, case.blocks)), strict=True):
                 if not torch.equal(source[source_slot].to(self.device.device), dest[dest_slot].to(self.device.device)):
                     raise InvariantBroken(f"{way}, {case}: slot {dest_slot} does not hold what slot {source_slot} did ({direction})")
@@ -202,8 +197,8 @@ class HostRig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for lane in (*self._launchers.values(), *self.lanes.values()):
-            lane.close(CLOSE_S)
+        for mover in self.movers.values():
+            mover.close(CLOSE_S)
         self.host.close()
 
 
@@ -249,14 +244,15 @@ class RawCopy(_HostWay):
         """It touches none of the slots."""
 
     def launch(self) -> Wait:
-        rig, launched = self._rig, _Launched()
+        rig, launched = self._rig, []
         num_bytes = self._case.blocks * rig.layout.block_bytes
         for direction in DIRECTIONS[self.direction]:
             first = 0 if direction == PROMOTE else len(rig.pieces[0]) // 2
             host, device = (piece[first : first + num_bytes] for piece in rig.pieces)
             ends = (host, device) if direction == PROMOTE else (device, host)
-            launched.submit(rig.lanes[direction], partial(_copy_piece, *ends), (), direction)
-        return launched.wait
+            lane = rig.movers[direction].lane
+            launched.append((lane.submit(partial(_copy_piece, *ends), label=direction), lane.record()))
+        return partial(_wait_over, launched)
 
     def finish(self, check: bool) -> None:
         """There is nothing to check."""
@@ -268,14 +264,15 @@ class BlockCopy(_HostWay):
     name = "blocks"
 
     def launch(self) -> Wait:
-        rig, launched = self._rig, _Launched()
+        rig, launched = self._rig, []
         for layers in self._groups():
             for direction in DIRECTIONS[self.direction]:
-                source, dest = rig.slots(direction, self._case.blocks)
-                source_name, dest_name = rig.names(direction)
-                accesses = Access(source_name, source, layers, Mode.READ), Access(dest_name, dest, layers, Mode.WRITE)
-                launched.submit(rig.lanes[direction], partial(rig.copiers[direction].copy, source, dest, layers), accesses, direction)
-        return launched.wait
+                (source, dest), mover = rig.slots(direction, self._case.blocks), rig.movers[direction]
+                read_from, written_to = rig.arenas(direction)
+                accesses = Access(read_from.name, source, layers, Mode.READ), Access(written_to.name, dest, layers, Mode.WRITE)
+                ticket = mover.lane.submit(partial(mover.copier.copy, source, dest, layers), accesses, label=direction)
+                launched.append((ticket, mover.lane.record()))
+        return partial(_wait_over, launched)
 
 
 class MovedCopy(_HostWay):
@@ -306,23 +303,12 @@ class MovedCopy(_HostWay):
 HOST_WAYS: tuple[type[_HostWay], ...] = (RawCopy, BlockCopy, MovedCopy)  # the first is what the others are compared with
 
 
-class _Launched:
-    """What is on its way, and its end."""
-
-    def __init__(self) -> None:
-        self._tickets: list[Ticket] = []
-        self._ends: dict[str, Fence] = {}  # by lane, the newest
-
-    def submit(self, lane: Lane, op: Op, accesses: Sequence[Access], label: str) -> None:
-        self._tickets.append(lane.submit(op, accesses, label=label))
-        self._ends[lane.name] = lane.record()
-
-    def wait(self) -> None:
-        for end in self._ends.values():
-            end.wait_passed()
-        for ticket in self._tickets:
-            if (error := ticket.error()) is not None:
-                raise error
+def _wait_over(launched: Sequence[tuple[Ticket, Fence]]) -> None:
+    for _, end in launched:
+        end.wait_passed()
+    for ticket, _ in launched:
+        if (error := ticket.error()) is not None:
+            raise error
 
 
 def _copy_piece(source: Tensor, dest: Tensor) -> None:

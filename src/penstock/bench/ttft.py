@@ -7,7 +7,7 @@ import multiprocessing
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,23 +25,15 @@ from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, St
 from penstock.models.progress import Progress
 
 NEW_TOKENS = 16  # of the follow-up: the cached prompt, then so many that nobody has seen
-NAMES = {
-    "cold": "nothing cached",
-    "device": "prefix on the device",
-    "device_new": f"prefix on the device, {NEW_TOKENS} new tokens",
-    "host": "prefix in host memory",
-    "host_new": f"prefix in host memory, {NEW_TOKENS} new tokens",
-    "ssd": "prefix on the disk",
-    "ssd_new": f"prefix on the disk, {NEW_TOKENS} new tokens",
-    "remote": "prefix in the shared store",
-    "remote_new": f"prefix in the shared store, {NEW_TOKENS} new tokens",
-}
+PLACES = {"device": "on the device", "host": "in host memory", "ssd": "on the disk", "remote": "in the shared store"}
+NAMES = {"cold": "nothing cached"}
+for _tier, _place in PLACES.items():
+    NAMES |= {_tier: f"prefix {_place}", f"{_tier}_new": f"prefix {_place}, {NEW_TOKENS} new tokens"}
 SCAN_S = 120.0  # for the index of what was there before
 SCAN_POLL_S = 0.005
 FRESH = 1 << 16  # added to a run's number: prompts that nobody has seen
 CLOSE_S = 60.0
 END_S = 60.0  # for a process that has said everything
-TIERS = ("device", "host", "ssd", "remote")
 
 
 class Sample(NamedTuple):
@@ -71,7 +63,7 @@ class TtftBench:
     columns = (
         figure("prompt tokens", "tokens"),
         *(_cell(f"{case.replace('_new', f' + {NEW_TOKENS}')} ms", case) for case in NAMES),
-        *(figure(f"cold / {tier}", _ratio_name(tier), 1) for tier in TIERS),
+        *(figure(f"cold / {tier}", _ratio_name(tier), 1) for tier in PLACES),
         Column("blocks promoted", lambda row: f"{max(row['promoted_blocks'].values())}"),
     )
 
@@ -128,7 +120,7 @@ def row_of(length: int, samples: dict[str, list[Sample]]) -> dict[str, Any]:
         "ttft_ms": {case: {"median": medians[case], "all": [sample.ttft_s * 1000 for sample in taken]} for case, taken in samples.items()},
         "source": {case: asdict(taken[-1].source) for case, taken in samples.items()},
         "promoted_blocks": {case: taken[-1].promoted_blocks for case, taken in samples.items()},
-        **{_ratio_name(tier): medians["cold"] / medians[tier] for tier in TIERS if tier in medians},
+        **{_ratio_name(tier): medians["cold"] / medians[tier] for tier in PLACES if tier in medians},
     }
 
 
@@ -191,19 +183,6 @@ def _bytes_read(stats: EngineStats, tier: str) -> int:
 # --------------------------------------------------------------------------------------------------------- across a restart
 
 
-class RestartJob(NamedTuple):
-    """What both processes work on."""
-
-    config: Config
-    lengths: tuple[int, ...]
-    repeat: int
-    seed: int
-    salt: str
-
-    def prompt(self, length: int, run: int, vocab: int) -> list[int]:
-        return random_prompts(1, length, vocab, (self.seed, length, run))[0]
-
-
 class BeforeRestart(NamedTuple):
     """What the first process leaves behind."""
 
@@ -244,11 +223,12 @@ class RestartBench:
 
     def measure(self, config: Config, progress: Progress) -> tuple[str, Results]:
         """With the model's name. The disk's directory is to be empty."""
-        job = RestartJob(config, self.lengths, self.repeat, self.seed, secrets.token_hex(8))
-        before: BeforeRestart = run_in_process(_compute, (job,), progress)
+        salt = secrets.token_hex(8)
+        before: BeforeRestart = run_in_process(self.compute, (config, salt), progress)
         if not before.cold:
             return before.model, Results([], before.refused)
-        after: AfterRestart = run_in_process(_ask_again, (job._replace(lengths=tuple(before.cold)), before.num_blocks), progress)
+        found = replace(self, lengths=tuple(before.cold))
+        after: AfterRestart = run_in_process(found.ask_again, (config, salt, before.num_blocks), progress)
         rows = []
         for length, samples in after.samples.items():
             row = row_of(length, {**samples, "cold_before": before.cold[length]})
@@ -258,61 +238,63 @@ class RestartBench:
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         _draw(axes, rows, {"cold": NAMES["cold"], "ssd": f"{NAMES['ssd']}, after a restart"})
 
+    def _prompt(self, driver: Driver, length: int, run: int) -> list[int]:
+        return random_prompts(1, length, driver.engine.tokenizer.vocab_size, (self.seed, length, run))[0]
 
-def _compute(job: RestartJob, progress: Progress) -> BeforeRestart:
-    engine = _built(job.config, progress)
-    driver, vocab = Driver(engine, job.salt), engine.tokenizer.vocab_size
-    driver.wait_ready(progress)
-    cold: dict[int, list[Sample]] = {}
-    fits, refused = _that_fit(job, engine)
-    for length in fits:
-        for run in runs(f"before the restart, {length} tokens", job.repeat, progress):
-            taken = sample(driver, job.prompt(length, run, vocab), "device", 0)
-            if run != WARM_UP:
-                cold.setdefault(length, []).append(taken)
-            driver.flush("persisted")
-    num_blocks = engine.stats().kv_blocks["ssd"]["used"]
-    engine.close(timeout_s=CLOSE_S)
-    return BeforeRestart(engine.name, cold, refused, num_blocks)
+    def compute(self, config: Config, salt: str, progress: Progress) -> BeforeRestart:
+        """What the first process does. Requests of both have the same `salt`."""
+        engine = _built(config, progress)
+        driver = Driver(engine, salt)
+        driver.wait_ready(progress)
+        cold: dict[int, list[Sample]] = {}
+        fits, refused = self._that_fit(engine, config)
+        for length in fits:
+            for run in runs(f"before the restart, {length} tokens", self.repeat, progress):
+                taken = sample(driver, self._prompt(driver, length, run), "device", 0)
+                if run != WARM_UP:
+                    cold.setdefault(length, []).append(taken)
+                driver.flush("persisted")
+        num_blocks = engine.stats().kv_blocks["ssd"]["used"]
+        engine.close(timeout_s=CLOSE_S)
+        return BeforeRestart(engine.name, cold, refused, num_blocks)
 
-
-def _that_fit(job: RestartJob, engine: Engine) -> tuple[list[int], list[str]]:
-    """Lengths, and why others are left out. The disk has to hold all that the first process writes and beside it, until the last prompt
-    is asked for again, all that the second one computes."""
-    fits: list[int] = []
-    refused = []
-    num_prompts, on_disk = 2 * (1 + job.repeat), 0
-    for length in job.lengths:
-        full = length // job.config.kv.block_tokens
-        refusal = refusal_of(length, engine, job.config, {"host": full, "ssd": on_disk + (num_prompts - 1) * full})
-        if refusal is None:
-            fits.append(length)
-            on_disk += num_prompts * full
-        else:
-            refused.append(f"{length} tokens, {num_prompts} prompts: {refusal}")
-    return fits, refused
-
-
-def _ask_again(job: RestartJob, num_blocks: int, progress: Progress) -> AfterRestart:
-    engine = _built(job.config, progress)
-    scan_s = _wait_scanned(engine, num_blocks)
-    driver, vocab = Driver(engine, job.salt), engine.tokenizer.vocab_size
-    driver.wait_ready(progress)
-    after = AfterRestart({length: {"cold": [], "ssd": []} for length in job.lengths}, {}, scan_s)
-    for length in job.lengths:
-        expected = reusable(length, length, job.config.kv.block_tokens)
-        for run in runs(f"after the restart, {length} tokens", job.repeat, progress):
-            restored = sample(driver, job.prompt(length, run, vocab), "ssd", expected)
-            computed = sample(driver, job.prompt(length, run + FRESH, vocab), "device", 0)
-            driver.flush("persisted")  # nothing of this run is written beside the next,
-            driver.reset_cache("device", "host")  # which begins as the first one did: with nothing in memory
-            if run == WARM_UP:
-                after.first[length] = restored
+    def _that_fit(self, engine: Engine, config: Config) -> tuple[list[int], list[str]]:
+        """Lengths, and why others are left out. The disk has to hold all that the first process writes and beside it, until the last prompt
+        is asked for again, all that the second one computes."""
+        fits: list[int] = []
+        refused = []
+        num_prompts, on_disk = 2 * (1 + self.repeat), 0
+        for length in self.lengths:
+            full = length // config.kv.block_tokens
+            refusal = refusal_of(length, engine, config, {"host": full, "ssd": on_disk + (num_prompts - 1) * full})
+            if refusal is None:
+                fits.append(length)
+                on_disk += num_prompts * full
             else:
-                after.samples[length]["ssd"].append(restored)
-                after.samples[length]["cold"].append(computed)
-    engine.close(timeout_s=CLOSE_S)
-    return after
+                refused.append(f"{length} tokens, {num_prompts} prompts: {refusal}")
+        return fits, refused
+
+    def ask_again(self, config: Config, salt: str, num_blocks: int, progress: Progress) -> AfterRestart:
+        """What the second process does. `num_blocks`: on disk."""
+        engine = _built(config, progress)
+        scan_s = _wait_scanned(engine, num_blocks)
+        driver = Driver(engine, salt)
+        driver.wait_ready(progress)
+        after = AfterRestart({length: {"cold": [], "ssd": []} for length in self.lengths}, {}, scan_s)
+        for length in self.lengths:
+            expected = reusable(length, length, config.kv.block_tokens)
+            for run in runs(f"after the restart, {length} tokens", self.repeat, progress):
+                restored = sample(driver, self._prompt(driver, length, run), "ssd", expected)
+                computed = sample(driver, self._prompt(driver, length, run + FRESH), "device", 0)
+                driver.flush("persisted")  # nothing of this run is written beside the next,
+                driver.reset_cache("device", "host")  # which begins as the first one did: with nothing in memory
+                if run == WARM_UP:
+                    after.first[length] = restored
+                else:
+                    after.samples[length]["ssd"].append(restored)
+                    after.samples[length]["cold"].append(computed)
+        engine.close(timeout_s=CLOSE_S)
+        return after
 
 
 def _built(config: Config, progress: Progress) -> Engine:

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.bench import ttft
 from penstock.bench.run import Driver, scratch_ssd
-from penstock.bench.ttft import NEW_TOKENS, RestartBench, RestartJob, TtftBench, run_in_process
+from penstock.bench.ttft import NEW_TOKENS, RestartBench, TtftBench, run_in_process
 from penstock.cli import main
 from penstock.config import GIB, OffloadConfig
 from penstock.contract import KvSource
@@ -137,57 +137,55 @@ def test_a_hit_on_disk_for_which_nothing_was_read_is_noticed(make_engine, ssd_co
 # ------------------------------------------------------------------------------------------------------------------ restart
 
 
-@pytest.fixture
-def job(ssd_config):
-    return RestartJob(ssd_config, (64, 20), repeat=1, seed=0, salt="bench")
+BENCH = RestartBench((64, 20), repeat=1, seed=0)
+LONGER = RestartBench((64, 320), repeat=1, seed=0)
 
 
-def test_what_one_engine_computed_the_next_reads_from_disk(job):
-    before = ttft._compute(job, silent)
+def test_what_one_engine_computed_the_next_reads_from_disk(ssd_config):
+    before = BENCH.compute(ssd_config, "bench", silent)
     assert before.num_blocks == 2 * (4 + 1) and before.refused == []
-    after = ttft._ask_again(job, before.num_blocks, silent)
+    after = BENCH.ask_again(ssd_config, "bench", before.num_blocks, silent)
     for length, from_disk in ((64, 63), (20, 16)):
         (computed,), (restored,) = after.samples[length]["cold"], after.samples[length]["ssd"]
         assert computed.source == KvSource(computed=length)
         assert restored.source == after.first[length].source == KvSource(ssd=from_disk, computed=length - from_disk)
 
 
-def test_prompts_that_the_disk_does_not_hold_together_are_refused_before_a_process_computes_them(job, monkeypatch):
+def test_prompts_that_the_disk_does_not_hold_together_are_refused_before_a_process_computes_them(ssd_config, monkeypatch):
     """Of 64 tokens, two runs: two prompts of 4 blocks that the first process computes, and one that the second does before the last is
     asked for. Those of 320 are as many of 20, and the disk has 8 + 8 for the others."""
-    small = job._replace(config=with_disk(job.config, 0.0003), lengths=(64, 320))
+    small = with_disk(ssd_config, 0.0003)
     monkeypatch.setattr(ttft, "sample", lambda *_: pytest.fail("something was measured"))
-    refused = ttft._compute(small._replace(lengths=(320,)), silent).refused
+    refused = RestartBench((320,), repeat=1, seed=0).compute(small, "bench", silent).refused
     (said,) = refused
     assert said.startswith("320 tokens, 4 prompts: they need 60 KV blocks on the disk, which holds ")
     monkeypatch.undo()
-    before = ttft._compute(small, silent)
+    before = LONGER.compute(small, "bench", silent)
     (said,) = before.refused
     assert list(before.cold) == [64] and said.startswith("320 tokens, 4 prompts: they need 76 KV blocks on the disk, which holds ")
 
 
-def test_the_size_that_a_refusal_proposes_is_enough_for_a_restart(job):
-    small = job._replace(config=with_disk(job.config, 0.0003), lengths=(64, 320))
-    (said,) = ttft._compute(small, silent).refused
-    enough = small._replace(config=with_disk(job.config, proposed(said)), salt="again")
-    before = ttft._compute(enough, silent)
-    assert before.refused == [] and set(ttft._ask_again(enough, before.num_blocks, silent).samples) == {64, 320}
+def test_the_size_that_a_refusal_proposes_is_enough_for_a_restart(ssd_config):
+    (said,) = LONGER.compute(with_disk(ssd_config, 0.0003), "bench", silent).refused
+    enough = with_disk(ssd_config, proposed(said))
+    before = LONGER.compute(enough, "again", silent)
+    assert before.refused == [] and set(LONGER.ask_again(enough, "again", before.num_blocks, silent).samples) == {64, 320}
 
 
-def test_a_restart_needs_host_memory_for_each_prompt(job):
-    config = dataclasses.replace(job.config, offload=dataclasses.replace(job.config.offload, host_gib=3.5 * 8192 / GIB))
-    before = ttft._compute(job._replace(config=config), silent)
+def test_a_restart_needs_host_memory_for_each_prompt(ssd_config):
+    config = dataclasses.replace(ssd_config, offload=dataclasses.replace(ssd_config.offload, host_gib=3.5 * 8192 / GIB))
+    before = BENCH.compute(config, "bench", silent)
     (said,) = before.refused
     assert list(before.cold) == [20] and "64 tokens, 4 prompts: they need 4 KV blocks in host memory, which holds 3 (48 tokens)" in said
 
 
-def test_a_directory_that_lost_its_files_is_no_restart(job, monkeypatch, tmp_path):
-    before = ttft._compute(job, silent)
+def test_a_directory_that_lost_its_files_is_no_restart(ssd_config, monkeypatch, tmp_path):
+    before = BENCH.compute(ssd_config, "bench", silent)
     for file in (tmp_path / "ssd").glob("*.kv"):
         file.unlink()
     monkeypatch.setattr(ttft, "SCAN_S", 0.1)
     with pytest.raises(DeadlineExceeded, match="0 of 10 blocks"):
-        ttft._ask_again(job, before.num_blocks, silent)
+        BENCH.ask_again(ssd_config, "bench", before.num_blocks, silent)
 
 
 def test_the_command_restarts_in_new_processes_and_leaves_no_directory(tmp_path, capsys):
