@@ -93,12 +93,6 @@ class Agenda:
                 self._schedule(self._answered.get(timeout=due_s))
         return None
 
-    def try_next(self) -> tuple[int, int] | None:
-        """The same without waiting; None: nothing is due."""
-        while not self._answered.empty():
-            self._schedule(self._answered.get())
-        return self._take() if self._due and self._due[0][0] <= self._clock() else None
-
     def _schedule(self, answered: tuple[float, int] | None) -> None:
         if answered is None:
             return
@@ -154,14 +148,6 @@ class EngineReplay:
         self._turn_s = None
         if not self._engine.step():
             self._engine.wait_work(IDLE_S)
-
-    def submit_due(self) -> bool:
-        """For a caller that both submits and steps: sends what is due, says whether any is open, and raises where one has failed."""
-        if self._error is not None:
-            raise self._error
-        while (due := self._agenda.try_next()) is not None:
-            self._submit(*due)
-        return self._num_open > 0
 
     def _submit_all(self) -> None:
         try:

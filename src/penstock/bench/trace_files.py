@@ -273,26 +273,20 @@ def _keys(conversation: RecordedConversation) -> list[list[bytes]]:
     step, rest = divmod(BLOCK_TOKENS, conversation.block_tokens)
     if rest or not step:
         raise ConfigError(f"{conversation.id}: blocks of {conversation.block_tokens} tokens do not make up blocks of {BLOCK_TOKENS}")
+    width = step * np.dtype(np.int64).itemsize
+    known: dict[tuple[bytes, bytes], bytes] = {}  # a prompt begins as the one before it does
     prompts: list[list[bytes]] = []
-    before: tuple[bytes, list[bytes]] = b"", []
     for one in conversation.requests:
-        raw, width = one.blocks.tobytes(), step * one.blocks.itemsize
-        shared = _num_shared(raw, before[0], width)
-        keys = before[1][:shared]
-        for depth in range(shared, len(one.blocks) // step):
+        raw = one.blocks.tobytes()
+        keys: list[bytes] = []
+        for depth in range(len(one.blocks) // step):
             last = keys[-1] if keys else conversation.family.encode()
-            keys.append(_key(last, depth, raw[depth * width : (depth + 1) * width]))
+            ids = raw[depth * width : (depth + 1) * width]
+            if (last, ids) not in known:
+                known[last, ids] = _key(last, depth, ids)
+            keys.append(known[last, ids])
         prompts.append(keys)
-        before = raw, keys
     return prompts
-
-
-def _num_shared(one: bytes, other: bytes, width: int) -> int:
-    """Leading pieces of `width` bytes that both have."""
-    num = 0
-    while (num + 1) * width <= min(len(one), len(other)) and one[num * width : (num + 1) * width] == other[num * width : (num + 1) * width]:
-        num += 1
-    return num
 
 
 def _key(*parts: bytes | int) -> bytes:

@@ -123,13 +123,11 @@ class TurnsBench:
 
 
 def _sum(run: list[TakenTurn]) -> TakenTurn:
+    seconds, sources, generated, retractions = zip(*run, strict=True)
     source: Counter[str] = Counter()
-    for turn in run:
-        source.update(turn.prompt_tokens)
-    seconds, generated, retractions = (
-        sum(column) for column in zip(*((t.seconds, t.generated_tokens, t.retractions) for t in run), strict=True)
-    )
-    return TakenTurn(seconds, source, int(generated), int(retractions))
+    for one in sources:
+        source.update(one)
+    return TakenTurn(sum(seconds), source, sum(generated), sum(retractions))
 
 
 def _row(turn: int | str, runs: list[TakenTurn]) -> dict[str, Any]:

@@ -62,9 +62,21 @@ def roomy():
 # ------------------------------------------------------------------------------------------------------- order and reuse
 
 
+def try_next(agenda: Agenda) -> tuple[int, int] | None:
+    """As `wait_next`, without waiting; None: nothing is due."""
+    while not agenda._answered.empty():
+        agenda._schedule(agenda._answered.get())
+    return agenda._take() if agenda._due and agenda._due[0][0] <= agenda._clock() else None
+
+
 def run_by_hand(replay: EngineReplay) -> None:
-    while replay.submit_due():
+    """This thread both submits and steps."""
+    while replay._num_open:
+        while (due := try_next(replay._agenda)) is not None:
+            replay._submit(*due)
         replay.step()
+        if replay._error is not None:
+            raise replay._error
 
 
 @cache
@@ -212,13 +224,13 @@ def test_the_next_request_is_due_after_the_answer_and_its_pause():
         return User("a", tuple(Question(np.zeros(1, np.int32), 1, pause) for pause in pauses))
 
     agenda = Agenda([user(0.0, 5.0), user(0.0, 1.0, 0.0)], lambda: now[0])
-    assert [agenda.try_next(), agenda.try_next(), agenda.try_next()] == [(0, 0), (1, 0), None]
+    assert [try_next(agenda), try_next(agenda), try_next(agenda)] == [(0, 0), (1, 0), None]
     agenda.answered(0, 0.0)
     agenda.answered(1, 2.0)
     now[0] = 2.9
-    assert agenda.try_next() is None
+    assert try_next(agenda) is None
     now[0] = 5.5
-    assert [agenda.try_next(), agenda.try_next(), agenda.try_next()] == [(1, 1), (0, 1), None]
+    assert [try_next(agenda), try_next(agenda), try_next(agenda)] == [(1, 1), (0, 1), None]
     agenda.answered(0, 6.0)
     agenda.answered(1, 5.0)
     assert [agenda.wait_next(), agenda.wait_next()] == [(1, 2), None], "nobody has anything left to ask"
