@@ -10,26 +10,18 @@ import argparse
 import json
 import subprocess
 import sys
-from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.bench.report import save_picture
 from penstock.bench.trace import best_hits, next_uses
-from penstock.bench.trace_files import Asking, Tokens, read_conversations, select
+from penstock.bench.trace_files import Asking, block_keys, read_conversations, select
 
 BLOCK = 16
 SHARES = (0.25, 0.5, 1.0, 2.0, 4.0)
 ON_DEVICE = 0.31  # of all memory, as with 262k tokens on the device and 583k in host memory
 WAYS = {"cost": ("--scheduling", "cost"), "fifo, lru": ("--scheduling", "fifo", "--eviction", "lru")}
-
-
-def keys_of(prompt: Tokens) -> list[bytes]:
-    key, keys = b"", []
-    for first in range(0, len(prompt) // BLOCK * BLOCK, BLOCK):
-        key = blake2b(key + prompt[first : first + BLOCK].tobytes(), digest_size=16).digest()
-        keys.append(key)
-    return keys
 
 
 def modelled(options: argparse.Namespace, num_blocks: int, how: tuple[str, ...]) -> dict[str, Any]:
@@ -53,7 +45,7 @@ def main() -> None:
     # In order of arrival users take turns.
     turns = max(len(user.asks) for user in users)
     prompts = [user.asks[turn].prompt for turn in range(turns) for user in users if turn < len(user.asks)]
-    keys = [keys_of(prompt) for prompt in prompts]
+    keys = [block_keys(prompt, BLOCK) for prompt in prompts]
     total, needed = sum(map(len, prompts)), len({key for some in keys for key in some})
     uses = next_uses(SimpleNamespace(prompts=keys))  # type: ignore[arg-type]
     rows = []
@@ -72,16 +64,11 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps({"users": options.users, "needed_blocks": needed, "rows": rows}, indent=1) + "\n")
     if options.plot:
-        plot(options, rows)
+        title = f"{options.users} recorded coding agents at once, an H200 in modelled time"
+        save_picture(options.plot, title, lambda axes: draw(axes, rows))
 
 
-def plot(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8.4, 4.8))
+def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     shares = [row["share"] for row in rows]
     axes.plot(shares, [100 * row["cost"]["reused"] for row in rows], "o-", label="--scheduling cost (default)")
     axes.plot(shares, [100 * row["fifo, lru"]["reused"] for row in rows], "o-", label="--scheduling fifo --eviction lru")
@@ -91,10 +78,7 @@ def plot(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     axes.set_ylim(0, 100)
     axes.set_xlabel("device and host memory, of what the conversations need in all")
     axes.set_ylabel("prompt tokens reused, %")
-    axes.set_title(f"{options.users} recorded coding agents at once, an H200 in modelled time")
     axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(options.plot, dpi=100)
 
 
 if __name__ == "__main__":

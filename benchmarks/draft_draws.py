@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +75,12 @@ class Overlaps:
         ahead.draws.choose, executor._sample = note, compare  # type: ignore[method-assign,assignment]
 
 
-def made(model: str, proposer: str, num_drafts: int) -> Engine:
+def made(model: str, proposer: str, num_drafts: int, max_len: int = 512) -> Engine:
+    """One that always drafts as much as it may."""
     config = Config(
         ModelSource(model=model, device="cpu", weights="float32"),
-        KvConfig(device_blocks=512),
-        EngineConfig(max_batch=12, max_model_len=512),
+        KvConfig(device_blocks=max_len),
+        EngineConfig(max_batch=len(ASKED), max_model_len=max_len),
         speculation=SpeculationConfig(proposer, num_drafts),
     )
     engine = build(config)
@@ -85,7 +89,8 @@ def made(model: str, proposer: str, num_drafts: int) -> Engine:
     return engine
 
 
-def answered(engine: Engine, temperature: float, num_tokens: int) -> list[list[int]]:
+def asked(engine: Engine, temperature: float, num_tokens: int) -> list[list[int]]:
+    """Submits all of them; the answers, which grow with each step."""
     found: list[list[int]] = []
     for seed, text in enumerate(ASKED):
         tokens: list[int] = []
@@ -96,16 +101,23 @@ def answered(engine: Engine, temperature: float, num_tokens: int) -> list[list[i
 
         prompt = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
         engine.submit(prompt, SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True), listen)
-    while engine.has_work():
-        if not engine.step():
-            engine.wait_work(1.0)
     return found
 
 
-def rates(nums: list[int], kept: list[float]) -> list[float]:
-    """By place, of those whose drafts before were all kept."""
-    reached = [nums[0], *kept[:-1]]
-    return [have / max(1, num) for have, num in zip(kept, reached, strict=True)]
+def step(engine: Engine) -> None:
+    if not engine.step():
+        engine.wait_work(1.0)
+
+
+def rates(engine: Engine) -> list[float]:
+    """Of drafts that are kept: by place, of those whose drafts before were all kept."""
+    stats = engine.stats()
+    reached = [stats.drafted[0], *stats.accepted[:-1]]
+    return [have / max(1, num) for have, num in zip(stats.accepted, reached, strict=True)]
+
+
+def tokens_per_step(rates: Iterable[float]) -> float:
+    return 1.0 + sum(accumulate(rates, mul))
 
 
 def measured(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
@@ -119,10 +131,11 @@ def measured(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
             draw = ahead.draws.choose
             ahead.draws.choose = lambda *given, draw=draw: draw(*given[:4], DrawKind.LIKELIEST)  # type: ignore[method-assign]
         overlaps = Overlaps(engine, temperature, args.drafts)
-        answers.append(answered(engine, temperature, args.tokens))
-        stats = engine.stats()
-        found[name] = rates(list(stats.drafted), [float(num) for num in stats.accepted])
-        found[f"{name}_drafted"] = sum(stats.drafted)
+        answers.append(asked(engine, temperature, args.tokens))
+        while engine.has_work():
+            step(engine)
+        found[name] = rates(engine)
+        found[f"{name}_drafted"] = sum(engine.stats().drafted)
         engine.close(timeout_s=30.0)
     found["rejection"] = [share / max(1, num) for share, num in zip(overlaps.shares, overlaps.nums, strict=True)]
     assert answers[0] == answers[1], "drafts have changed an answer"
@@ -142,11 +155,7 @@ def main() -> None:
     found = [measured(args, float(one)) for one in args.temperatures.split(",")]
     for one in found:
         for name in ("likeliest", "drawn", "rejection"):
-            shares, chain = "  ".join(f"{rate:6.1%}" for rate in one[name]), 1.0
-            expected = 1.0
-            for rate in one[name]:
-                chain *= rate
-                expected += chain
+            shares, expected = "  ".join(f"{rate:6.1%}" for rate in one[name]), tokens_per_step(one[name])
             num = one.get(f"{name}_drafted", one["drawn_drafted"])
             print(f"temperature {one['temperature']}  {name:>10}  {shares}   {expected:.2f} tokens a step   {num:,} drafts")
     if args.json is not None:

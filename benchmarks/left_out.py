@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from draft_draws import ASKED, rates
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, SpeculationConfig
-from penstock.contract import SamplingParams, TokenEvent
-from penstock.engine.build import build
+from draft_draws import asked, made, rates, step, tokens_per_step
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.switched import switched
@@ -28,46 +25,22 @@ BEFORE = 8 + max(left_out + behind for left_out, behind in CASES)  # tokens of a
 
 
 def measured(args: argparse.Namespace, num_left_out: int, num_behind: int) -> dict[str, Any]:
-    config = Config(
-        ModelSource(model=args.model, device="cpu", weights="float32"),
-        KvConfig(device_blocks=1024),
-        EngineConfig(max_batch=len(ASKED), max_model_len=1024),
-        speculation=SpeculationConfig(args.speculate, args.drafts),
-    )
-    engine = build(config)
-    assert engine._parts.speculation is not None
-    engine._parts.speculation.force = lambda most: most
+    engine = made(args.model, args.speculate, args.drafts, 1024)
     speculation = switched(engine)
-    answers: list[list[int]] = []
-    for seed, text in enumerate(ASKED):
-        tokens: list[int] = []
-        answers.append(tokens)
-
-        def listen(event: TokenEvent, tokens: list[int] = tokens) -> None:
-            tokens.extend(event.tokens)
-
-        prompt = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
-        sampling = SamplingParams(max_tokens=BEFORE + args.tokens, temperature=args.temperature, seed=seed, ignore_eos=True)
-        engine.submit(prompt, sampling, listen)
+    answers = asked(engine, args.temperature, BEFORE + args.tokens)
     while engine.has_work():
         num = len(answers[0])
         speculation.leaves_out = BEFORE - num_behind - num_left_out <= num < BEFORE - num_behind
         speculation.is_on = num >= BEFORE
-        if not engine.step():
-            engine.wait_work(1.0)
-    stats = engine.stats()
-    kept, chain = rates(list(stats.drafted), [float(num) for num in stats.accepted]), 1.0
-    tokens_per_step = 1.0
-    for rate in kept:
-        chain *= rate
-        tokens_per_step += chain
+        step(engine)
+    kept, drafted = rates(engine), sum(engine.stats().drafted)
     engine.close(timeout_s=30.0)
     return {
         "left_out": num_left_out,
         "behind": num_behind,
         "kept": kept,
-        "drafted": sum(stats.drafted),
-        "tokens_per_step": tokens_per_step,
+        "drafted": drafted,
+        "tokens_per_step": tokens_per_step(kept),
         "answers": answers,
     }
 

@@ -382,11 +382,17 @@ def reusable(prompts: list[Tokens], block_tokens: int) -> list[int]:
     seen: set[bytes] = set()
     found: list[int] = []
     for prompt in prompts:
-        key, num, leading = b"", 0, True
-        for first in range(0, len(prompt) // block_tokens * block_tokens, block_tokens):
-            key = blake2b(key + prompt[first : first + block_tokens].tobytes(), digest_size=16).digest()
-            leading = leading and key in seen
-            num += leading * block_tokens
-            seen.add(key)
+        keys = block_keys(prompt, block_tokens)
+        num = block_tokens * sum(1 for _ in takewhile(seen.__contains__, keys))
         found.append(min(num, len(prompt) - 1))
+        seen.update(keys)
     return found
+
+
+def block_keys(prompt: Tokens, block_tokens: int) -> list[bytes]:
+    """Of its full blocks, each standing for its own tokens and all before it."""
+    key, keys = b"", []
+    for first in range(0, len(prompt) // block_tokens * block_tokens, block_tokens):
+        key = blake2b(key + prompt[first : first + block_tokens].tobytes(), digest_size=16).digest()
+        keys.append(key)
+    return keys
