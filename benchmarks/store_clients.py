@@ -15,8 +15,9 @@ import os
 import secrets
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,8 @@ from rich.console import Console
 
 from penstock.bench.report import BenchReport, Results
 from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
-from penstock.bench.transfer_cold import OWNER, READ_REMOTE, WRITE_REMOTE, ColdRig, EachBlock, TierRead, TierWrite, TransferShape
-from penstock.bench.transfer_ways import TransferWay, take_turns
+from penstock.bench.transfer_cold import READ_REMOTE, WRITE_REMOTE, ColdRig, TierRead, TierWrite, TransferShape, start_each
+from penstock.bench.transfer_ways import Launch, TransferWay, Wait, take_turns
 from penstock.commands.arguments import Parser, counts, device_flag, model_flag, new_file, positive, remote_flags
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config, ModelSource, OffloadConfig
@@ -73,10 +74,8 @@ class ClientValues:
         self.rig = rig
         self.client = client
         self.names: list[str] = []
-        slots, pin = rig.slots.pin_each(rig.keys, OWNER)
-        views = [rig.host.view(slot) for slot in slots]
-        self.values = [pack(key, bytes(SCOPE_BYTES), view) + bytes(view) for key, view in zip(rig.keys, views, strict=True)]
-        rig.slots.end_handles([pin] if pin is not None else [])
+        with rig.pinned() as views:
+            self.values = [pack(key, bytes(SCOPE_BYTES), view) + bytes(view) for key, view in zip(rig.keys, views, strict=True)]
         self.threads = ThreadPoolExecutor(max(client.at_once), "bench-client")
 
     def rename(self) -> None:
@@ -98,15 +97,20 @@ class ClientValues:
         self.client.close()
 
 
-class _ClientWay(EachBlock):
+class _ClientWay(TransferWay):
     """One value, one call."""
 
+    beside = ()
+
     def __init__(self, values: ClientValues, num_threads: int) -> None:
-        super().__init__(values.rig, values.threads, num_threads)
         self.name = f"client, {num_threads} thread{'s' if num_threads > 1 else ''}"
         self._values = values
+        self._num_threads = num_threads
 
-    def call(self, number: int) -> None:
+    def _launch(self) -> Wait:
+        return start_each(self._call, len(self._values.values), self._values.threads, self._num_threads)
+
+    def _call(self, number: int) -> None:
         """What a client raises may have its settings in it."""
         try:
             self._ask(self._values.names[number], number)
@@ -124,8 +128,10 @@ class ClientWrite(_ClientWay):
 
     direction = WRITE_REMOTE
 
-    def prepare(self, spoil: bool) -> None:
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
         self._values.rename()
+        yield self._launch
 
     def _ask(self, name: str, number: int) -> None:
         self._values.client.write(name, self._values.values[number])
@@ -136,25 +142,20 @@ class ClientRead(_ClientWay):
 
     direction = READ_REMOTE
 
-    def __init__(self, values: ClientValues, num_threads: int) -> None:
-        super().__init__(values, num_threads)
-        self._came: dict[int, bytes | memoryview] = {}
-        self._keep = False
-
-    def prepare(self, spoil: bool) -> None:
-        self._keep = spoil
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
+        self._came: dict[int, bytes | memoryview] | None = {} if checked else None
+        yield self._launch
+        if checked and self._came != dict(enumerate(self._values.values)):
+            raise InvariantBroken(f"{self.direction}, {self.name}: other bytes came than were written")
+        self._came = None
 
     def _ask(self, name: str, number: int) -> None:
         value = self._values.client.read(name)
         if value is None or len(value) != len(self._values.values[number]):
             raise StoreFailed("the store does not have what its own client wrote")
-        if self._keep:
+        if self._came is not None:
             self._came[number] = value
-
-    def finish(self, check: bool) -> None:
-        if check and self._came != dict(enumerate(self._values.values)):
-            raise InvariantBroken(f"{self.direction}, {self.name}: other bytes came than were written")
-        self._came = {}
 
 
 # ----------------------------------------------------------------------------------------------------------------- clients

@@ -10,8 +10,9 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +22,10 @@ import numpy as np
 import torch
 
 from penstock.bench.report import Results
-from penstock.bench.transfer_ways import CLOSE_S, TransferSize, TransferWay, Wait, pin_all, take_turns, too_large
+from penstock.bench.transfer_ways import CLOSE_S, Launch, TransferSize, TransferWay, Wait, pin_all, take_turns, too_large
 from penstock.config import OffloadConfig
 from penstock.contract import Prefix, Table
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
-from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.build import make_movers, open_cold
@@ -124,6 +124,26 @@ class ColdRig:
             if checksum(view) != expected:
                 raise InvariantBroken(f"{what}: block {number} is not what was written")
 
+    @contextmanager
+    def pinned(self) -> Iterator[list[memoryview]]:
+        """The blocks where they are in host memory."""
+        slots, pin = self.slots.pin_each(self.keys, OWNER)
+        yield [self.host.view(slot) for slot in slots]
+        self.slots.end_handles([pin])
+
+    @contextmanager
+    def room(self, checked_as: str | None) -> Iterator[Sequence[int]]:
+        """Host slots to read the blocks into. `checked_as`: they are empty before, and hold the blocks afterwards."""
+        reservation = self.slots.take_private(len(self.keys), OWNER)
+        if reservation is None:
+            raise InvariantBroken("there is no room to read into")
+        for slot in reservation.slots if checked_as is not None else ():
+            self.host.tensor[slot].zero_()
+        yield reservation.slots
+        if checked_as is not None:
+            self.check([self.host.view(slot) for slot in reservation.slots], checked_as)
+        self.slots.end_handles([reservation])
+
     # ----------------------------------------------------------------------------------------------------------------- waits
 
     def wait_until(self, over: Callable[[], bool]) -> None:
@@ -170,37 +190,6 @@ class ColdRig:
 # ----------------------------------------------------------------------------------------------------------------- ways
 
 
-class ReadRoom:
-    """Host slots to read into, while there is need of them."""
-
-    def __init__(self, rig: ColdRig) -> None:
-        self._rig = rig
-        self._reservation: Reservation | None = None
-
-    @property
-    def slots(self) -> Sequence[int]:
-        if self._reservation is None:
-            raise InvariantBroken("there is no room to read into")
-        return self._reservation.slots
-
-    @property
-    def views(self) -> list[memoryview]:
-        return [self._rig.host.view(slot) for slot in self.slots]
-
-    def take(self, spoil: bool) -> None:
-        self._reservation = self._rig.slots.take_private(len(self._rig.keys), OWNER)
-        if spoil:
-            for slot in self.slots:
-                self._rig.host.tensor[slot].zero_()
-
-    def give_back(self, checked_as: str | None) -> None:
-        if checked_as is not None:
-            self._rig.check(self.views, checked_as)
-        if self._reservation is not None:
-            self._rig.slots.end_handles([self._reservation])
-            self._reservation = None
-
-
 class TierWrite(TransferWay):
     """From host slots into a store that has none of it, on the tier's lanes; over when the tier says so, or when it is safe as well."""
 
@@ -211,10 +200,12 @@ class TierWrite(TransferWay):
         self._rig = rig
         self._persist = persist
 
-    def prepare(self, spoil: bool) -> None:
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
         self._rig.empty_store()
+        yield self._launch
 
-    def launch(self) -> Wait:
+    def _launch(self) -> Wait:
         rig = self._rig
         slots, pin = rig.slots.pin_each(rig.keys, OWNER)
         writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, (), must=True)
@@ -240,22 +231,20 @@ class TierRead(TransferWay):
         self.direction = direction
         self.beside = tuple((direction, name) for name in beside)
         self._rig = rig
-        self._room = ReadRoom(rig)
 
-    def prepare(self, spoil: bool) -> None:
-        self._room.take(spoil)
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
+        with self._rig.room(f"{self.direction}, {self.name}" if checked else None) as slots:
+            yield partial(self._launch, slots)
 
-    def launch(self) -> Wait:
-        reading = self._rig.tier.read(self._rig.keys, self._room.slots, (), OWNER)
+    def _launch(self, slots: Sequence[int]) -> Wait:
+        reading = self._rig.tier.read(self._rig.keys, slots, (), OWNER)
 
         def wait() -> None:
             self._rig.wait_until(lambda: reading.over)
             _require_done([outcome for group in reading.take_arrived() for outcome in group.outcomes], self.direction)
 
         return wait
-
-    def finish(self, check: bool) -> None:
-        self._room.give_back(f"{self.direction}, {self.name}" if check else None)
 
 
 class Promoted(TransferWay):
@@ -267,15 +256,25 @@ class Promoted(TransferWay):
         self.direction = direction
         self.beside = (beside,)
         self._rig = rig
-        self._table: Table | None = None
 
-    def prepare(self, spoil: bool) -> None:
-        self._rig.wait_idle()
-        self._rig.cache.reset(("device", "host"))
-        if spoil:
-            self._rig.spoil()
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
+        rig, opened = self._rig, list[Table]()
+        rig.wait_idle()
+        rig.cache.reset(("device", "host"))
+        if checked:
+            rig.spoil()
+        yield partial(self._launch, opened)
+        for table in opened:
+            if checked:
+                slots = table.slots(len(rig.keys) * rig.layout.block_tokens).tolist()
+                fetched = (rig.device.tensor[slot].cpu().flatten().view(torch.uint8) for slot in slots)
+                rig.check([memoryview(block.numpy().tobytes()) for block in fetched], self.direction)
+            rig.cache.release(table, None)
+        rig.wait_idle()
 
-    def launch(self) -> Wait:
+    def _launch(self, opened: list[Table]) -> Wait:
+        """The table that the blocks come into is put into `opened`."""
         rig, num = self._rig, len(self._rig.keys)
         lease = rig.cache.lease(OWNER, rig.prefix)
         if lease is None:
@@ -283,8 +282,8 @@ class Promoted(TransferWay):
         rig.wait_until(lambda: lease.ready)
         if (found := rig.cache.match(rig.keys, lease).num_colder) != num:
             raise InvariantBroken(f"the {rig.tier.name} tier has {found} of {num} blocks that were written")
-        table = self._table = rig.cache.open(OWNER, rig.prefix, 0)
-        load = rig.cache.promote(table, lease, num, 1)
+        opened.append(rig.cache.open(OWNER, rig.prefix, 0))
+        load = rig.cache.promote(opened[0], lease, num, 1)
 
         def wait() -> None:
             rig.wait_until(lambda: load.settled)
@@ -293,16 +292,6 @@ class Promoted(TransferWay):
 
         return wait
 
-    def finish(self, check: bool) -> None:
-        if self._table is not None:
-            if check:
-                slots = self._table.slots(len(self._rig.keys) * self._rig.layout.block_tokens).tolist()
-                fetched = (self._rig.device.tensor[slot].cpu().flatten().view(torch.uint8) for slot in slots)
-                self._rig.check([memoryview(block.numpy().tobytes()) for block in fetched], self.direction)
-            self._rig.cache.release(self._table, None)
-            self._table = None
-        self._rig.wait_idle()
-
 
 def _require_done(outcomes: Sequence[Outcome], direction: str, why: BaseException | None = None) -> None:
     num_lost = sum(outcome is not Outcome.DONE for outcome in outcomes)
@@ -310,35 +299,20 @@ def _require_done(outcomes: Sequence[Outcome], direction: str, why: BaseExceptio
         raise StoreFailed(f"{direction}: {num_lost} of {len(outcomes)} blocks did not come across") from why
 
 
-class EachBlock(TransferWay):
-    """A call for every block, on some threads, each one after the other."""
+def start_each(call: Callable[[int], None], num: int, pool: ThreadPoolExecutor, num_threads: int) -> Wait:
+    """`call` for every number below `num`, on some threads, each one after the other."""
 
-    beside = ()
+    def run(first: int) -> None:
+        for number in range(first, num, num_threads):
+            call(number)
 
-    def __init__(self, rig: ColdRig, pool: ThreadPoolExecutor, num_threads: int) -> None:
-        self._rig = rig
-        self._pool = pool
-        self._num_threads = num_threads
+    started = [pool.submit(run, first) for first in range(num_threads)]
 
-    def call(self, number: int) -> None:
-        raise NotImplementedError
+    def wait() -> None:
+        for one in started:
+            one.result()
 
-    def launch(self) -> Wait:
-        started = [self._pool.submit(self._run, first) for first in range(self._num_threads)]
-
-        def wait() -> None:
-            for one in started:
-                one.result()
-            self.ended()
-
-        return wait
-
-    def ended(self) -> None:
-        """All calls have returned; what this does is timed."""
-
-    def _run(self, first: int) -> None:
-        for number in range(first, len(self._rig.keys), self._num_threads):
-            self.call(number)
+    return wait
 
 
 # ---------------------------------------------------------------------------------------------------------------- the disk
@@ -402,85 +376,76 @@ class RawFile:
         self._path = folder / "raw"
         flags, num_bytes = os.O_RDWR | os.O_CREAT | os.O_EXCL, rig.size.num_bytes
         try:
-            self.fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
+            self._fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
         except OSError:
             self.direct = False
-            self.fd = os.open(self._path, flags & ~os.O_EXCL, 0o600)
+            self._fd = os.open(self._path, flags & ~os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(self.fd, 0, num_bytes)
+            os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as error:
             self._close()
             raise ConfigError(f"a file of {num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}") from error
-        self.threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
+        self._threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
 
-    def move(self, call: Callable[[int, Sequence[memoryview], int], int], view: memoryview, number: int) -> None:
-        """`call`: descriptor, buffer, offset -> bytes moved."""
+    def start(self, call: Callable[[int, Sequence[memoryview], int], int], views: Sequence[memoryview], synced: bool = False) -> Wait:
+        """`call`: descriptor, buffer, offset -> bytes moved. `synced`: over when the disk says that it has them."""
         size = self.rig.layout.block_bytes
-        if call(self.fd, [view], number * size) != size:
-            raise InvariantBroken(f"the system moved less than the {size} bytes of block {number}")
+
+        def move(number: int) -> None:
+            if call(self._fd, [views[number]], number * size) != size:
+                raise InvariantBroken(f"the system moved less than the {size} bytes of block {number}")
+
+        wait_moved = start_each(move, len(views), self._threads, RAW_THREADS)
+
+        def wait_synced() -> None:
+            wait_moved()
+            os.fdatasync(self._fd)
+
+        return wait_synced if synced else wait_moved
 
     def __enter__(self) -> RawFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.threads.shutdown()
+        self._threads.shutdown()
         self._close()
 
     def _close(self) -> None:
-        os.close(self.fd)
+        os.close(self._fd)
         self._path.unlink()
 
 
-class RawWrite(EachBlock):
+class RawWrite(TransferWay):
     """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it has them."""
 
     direction = WRITE
+    beside = ()
 
     def __init__(self, file: RawFile, synced: bool = False) -> None:
-        super().__init__(file.rig, file.threads, RAW_THREADS)
         self.name = SYNCED if synced else RAW
         self._file = file
-        self._pin: Pin | None = None
-        self._views: list[memoryview] = []
 
-    def prepare(self, spoil: bool) -> None:
-        slots, self._pin = self._rig.slots.pin_each(self._rig.keys, OWNER)
-        self._views = [self._rig.host.view(slot) for slot in slots]
-
-    def call(self, number: int) -> None:
-        self._file.move(os.pwritev, self._views[number], number)
-
-    def ended(self) -> None:
-        if self.name == SYNCED:
-            os.fdatasync(self._file.fd)
-
-    def finish(self, check: bool) -> None:
-        if self._pin is not None:
-            self._rig.slots.end_handles([self._pin])
-            self._pin = None
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
+        with self._file.rig.pinned() as views:
+            yield partial(self._file.start, os.pwritev, views, self.name == SYNCED)
 
 
-class RawRead(EachBlock):
+class RawRead(TransferWay):
     """The ceiling of a read: the same bytes into the same kind of slots."""
 
     direction = READ
     name = RAW
+    beside = ()
 
     def __init__(self, file: RawFile) -> None:
-        super().__init__(file.rig, file.threads, RAW_THREADS)
         self._file = file
-        self._room = ReadRoom(file.rig)
-        self._views: list[memoryview] = []
 
-    def prepare(self, spoil: bool) -> None:
-        self._room.take(spoil)
-        self._views = self._room.views
-
-    def call(self, number: int) -> None:
-        self._file.move(os.preadv, self._views[number], number)
-
-    def finish(self, check: bool) -> None:
-        self._room.give_back(f"{self.direction}, {self.name}" if check else None)
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
+        rig = self._file.rig
+        with rig.room(f"{self.direction}, {self.name}" if checked else None) as slots:
+            yield partial(self._file.start, os.preadv, [rig.host.view(slot) for slot in slots])
 
 
 # ----------------------------------------------------------------------------------------------------------------- a store

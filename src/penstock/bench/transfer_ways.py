@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -33,7 +34,8 @@ PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
 CLOSE_S = 60.0
 
-Wait = Callable[[], None]
+Wait = Callable[[], None]  # blocks until what was launched is over, and raises what went wrong
+Launch = Callable[[], Wait]  # submits all of it
 Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before
 
 
@@ -45,15 +47,10 @@ class TransferWay:
     layers: int | None = None  # that it moves at a time; None: all
     beside: Beside | None = None  # what it is compared with, the fastest of them; (): with nothing; None: with the first way of all
 
-    def prepare(self, spoil: bool) -> None:
-        """Untimed. `spoil`: nothing of what is to arrive is there yet."""
-
-    def launch(self) -> Wait:
-        """Submit all of it; what is returned blocks until it is over, and raises what went wrong."""
+    def turn(self, checked: bool) -> AbstractContextManager[Launch]:
+        """What comes before the launch and after its end is not timed. `checked`: before, nothing of what is to arrive is there; after,
+        every byte is."""
         raise NotImplementedError
-
-    def finish(self, check: bool) -> None:
-        """Untimed. `check`: every byte has arrived."""
 
 
 class Timed(NamedTuple):
@@ -85,13 +82,12 @@ def take_turns(
 
 
 def _timed(way: TransferWay, checked: bool) -> Timed:
-    way.prepare(checked)
-    started = perf_counter()
-    wait = way.launch()
-    submitted = perf_counter()
-    wait()
-    ended = perf_counter()
-    way.finish(checked)
+    with way.turn(checked) as launch:
+        started = perf_counter()
+        wait = launch()
+        submitted = perf_counter()
+        wait()
+        ended = perf_counter()
     return Timed(submitted - started, ended - started)
 
 
@@ -222,13 +218,16 @@ class _HostWay(TransferWay):
         self._rig = rig
         self._case = case
 
-    def prepare(self, spoil: bool) -> None:
-        if spoil:
+    @contextmanager
+    def turn(self, checked: bool) -> Iterator[Launch]:
+        if checked:
             self._rig.spoil(self._case)
-
-    def finish(self, check: bool) -> None:
-        if check:
+        yield self._launch
+        if checked:
             self._rig.check(self._case, self.name)
+
+    def _launch(self) -> Wait:
+        raise NotImplementedError
 
     def _groups(self) -> list[tuple[int, int]]:
         num_layers = self._rig.layout.num_layers
@@ -240,10 +239,11 @@ class RawCopy(_HostWay):
 
     name = "raw"
 
-    def prepare(self, spoil: bool) -> None:
-        """It touches none of the slots."""
+    def turn(self, checked: bool) -> AbstractContextManager[Launch]:
+        """It touches none of the slots: there is nothing to check."""
+        return nullcontext(self._launch)
 
-    def launch(self) -> Wait:
+    def _launch(self) -> Wait:
         rig, launched = self._rig, []
         num_bytes = self._case.blocks * rig.layout.block_bytes
         for direction in DIRECTIONS[self.direction]:
@@ -254,16 +254,13 @@ class RawCopy(_HostWay):
             launched.append((lane.submit(partial(_copy_piece, *ends), label=direction), lane.record()))
         return partial(_wait_over, launched)
 
-    def finish(self, check: bool) -> None:
-        """There is nothing to check."""
-
 
 class BlockCopy(_HostWay):
     """Scattered blocks, as transfers copy them: an op and a fence for each group of layers."""
 
     name = "blocks"
 
-    def launch(self) -> Wait:
+    def _launch(self) -> Wait:
         rig, launched = self._rig, []
         for layers in self._groups():
             for direction in DIRECTIONS[self.direction]:
@@ -280,7 +277,7 @@ class MovedCopy(_HostWay):
 
     name = "moved"
 
-    def launch(self) -> Wait:
+    def _launch(self) -> Wait:
         groups = [Group(layers) for layers in self._groups()]
         transfers = []
         for direction in DIRECTIONS[self.direction]:
