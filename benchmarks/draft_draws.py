@@ -10,7 +10,6 @@ import argparse
 import json
 from collections.abc import Iterable
 from itertools import accumulate
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def rates(engine: Engine) -> list[float]:
 
 
 def tokens_per_step(rates: Iterable[float]) -> float:
-    return 1.0 + sum(accumulate(rates, mul))
+    return 1.0 + sum(accumulate(rates, lambda chain, rate: chain * rate))
 
 
 def measured(args: argparse.Namespace, temperature: float) -> dict[str, Any]:

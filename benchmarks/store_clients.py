@@ -28,7 +28,7 @@ from rich.console import Console
 
 from penstock.bench.report import BenchReport, Results
 from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
-from penstock.bench.transfer_cold import READ_REMOTE, WRITE_REMOTE, ColdRig, TierRead, TierWrite, TransferShape, start_each
+from penstock.bench.transfer_cold import READ_REMOTE, TIER, WRITE_REMOTE, ColdRig, TransferShape, read_tier, start_each, write_tier
 from penstock.bench.transfer_ways import Launch, TransferWay, Wait, take_turns
 from penstock.commands.arguments import Parser, counts, device_flag, model_flag, new_file, positive, remote_flags
 from penstock.commands.progress import ProgressBar
@@ -61,101 +61,78 @@ def measure(offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, 
 
 def store_ways(rig: ColdRig, values: ClientValues) -> list[TransferWay]:
     """A client may be faster on one thread than on several, where they are in each other's way."""
-    readers, writers = (sorted({1, num}) for num in values.client.at_once)
-    writes, reads = [ClientWrite(values, num) for num in writers], [ClientRead(values, num) for num in readers]
-    tier_write = TierWrite(rig, WRITE_REMOTE, [way.name for way in writes])
-    return [*writes, tier_write, *reads, TierRead(rig, READ_REMOTE, [way.name for way in reads])]
+    readers, writers = (
+        {f"client, {num} thread{'s' if num > 1 else ''}": num for num in sorted({1, most})} for most in values.client.at_once
+    )
+    return [
+        *(TransferWay(WRITE_REMOTE, name, partial(values.write, num), ()) for name, num in writers.items()),
+        TransferWay(WRITE_REMOTE, TIER, partial(write_tier, rig, WRITE_REMOTE), tuple((WRITE_REMOTE, name) for name in writers)),
+        *(TransferWay(READ_REMOTE, name, partial(values.read, num, name), ()) for name, num in readers.items()),
+        TransferWay(READ_REMOTE, TIER, partial(read_tier, rig, READ_REMOTE), tuple((READ_REMOTE, name) for name in readers)),
+    ]
 
 
 class ClientValues:
     """The rig's blocks as the client gets them, header and bytes in one piece, and its threads."""
 
     def __init__(self, rig: ColdRig, client: StoreClient) -> None:
-        self.rig = rig
         self.client = client
-        self.names: list[str] = []
+        self._names: list[str] = []
         with rig.pinned() as views:
-            self.values = [pack(key, bytes(SCOPE_BYTES), view) + bytes(view) for key, view in zip(rig.keys, views, strict=True)]
-        self.threads = ThreadPoolExecutor(max(client.at_once), "bench-client")
+            self._values = [pack(key, bytes(SCOPE_BYTES), view) + bytes(view) for key, view in zip(rig.keys, views, strict=True)]
+        self._threads = ThreadPoolExecutor(max(client.at_once), "bench-client")
 
-    def rename(self) -> None:
+    @contextmanager
+    def write(self, num_threads: int, checked: bool) -> Iterator[Launch]:
+        """From memory in one piece, one value a call."""
+        self._rename()
+        yield partial(self._start, num_threads, lambda number: self.client.write(self._names[number], self._values[number]))
+
+    @contextmanager
+    def read(self, num_threads: int, way: str, checked: bool) -> Iterator[Launch]:
+        """Into memory that the client brings."""
+        came: dict[int, bytes | memoryview] = {}
+
+        def read(number: int) -> None:
+            value = self.client.read(self._names[number])
+            if value is None or len(value) != len(self._values[number]):
+                raise StoreFailed("the store does not have what its own client wrote")
+            if checked:
+                came[number] = value
+
+        yield partial(self._start, num_threads, read)
+        if checked and came != dict(enumerate(self._values)):
+            raise InvariantBroken(f"{READ_REMOTE}, {way}: other bytes came than were written")
+
+    def _start(self, num_threads: int, ask: Callable[[int], object]) -> Wait:
+        def call(number: int) -> None:
+            """What a client raises may have its settings in it."""
+            try:
+                ask(number)
+            except PenstockError:
+                raise
+            except Exception as error:
+                raise StoreFailed(f"the store's own client failed ({type(error).__name__})") from None
+
+        return start_each(call, len(self._values), self._threads, num_threads)
+
+    def _rename(self) -> None:
         """Other names for the same values, which the store has nothing under; what was there before is removed."""
-        self.remove()
+        self._remove()
         run = secrets.token_hex(8)
-        self.names = [f"penstock-bench:{run}:{number}" for number in range(len(self.values))]
+        self._names = [f"penstock-bench:{run}:{number}" for number in range(len(self._values))]
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         with contextlib.suppress(Exception):  # a store that has gone away has forgotten them, or will
-            self.client.remove(self.names)
+            self.client.remove(self._names)
 
     def __enter__(self) -> ClientValues:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.threads.shutdown()
-        self.remove()
+        self._threads.shutdown()
+        self._remove()
         self.client.close()
-
-
-class _ClientWay(TransferWay):
-    """One value, one call."""
-
-    beside = ()
-
-    def __init__(self, values: ClientValues, num_threads: int) -> None:
-        self.name = f"client, {num_threads} thread{'s' if num_threads > 1 else ''}"
-        self._values = values
-        self._num_threads = num_threads
-
-    def _launch(self) -> Wait:
-        return start_each(self._call, len(self._values.values), self._values.threads, self._num_threads)
-
-    def _call(self, number: int) -> None:
-        """What a client raises may have its settings in it."""
-        try:
-            self._ask(self._values.names[number], number)
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise StoreFailed(f"the store's own client failed ({type(error).__name__})") from None
-
-    def _ask(self, name: str, number: int) -> None:
-        raise NotImplementedError
-
-
-class ClientWrite(_ClientWay):
-    """From memory in one piece."""
-
-    direction = WRITE_REMOTE
-
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        self._values.rename()
-        yield self._launch
-
-    def _ask(self, name: str, number: int) -> None:
-        self._values.client.write(name, self._values.values[number])
-
-
-class ClientRead(_ClientWay):
-    """Into memory that the client brings."""
-
-    direction = READ_REMOTE
-
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        self._came: dict[int, bytes | memoryview] | None = {} if checked else None
-        yield self._launch
-        if checked and self._came != dict(enumerate(self._values.values)):
-            raise InvariantBroken(f"{self.direction}, {self.name}: other bytes came than were written")
-        self._came = None
-
-    def _ask(self, name: str, number: int) -> None:
-        value = self._values.client.read(name)
-        if value is None or len(value) != len(self._values.values[number]):
-            raise StoreFailed("the store does not have what its own client wrote")
-        if self._came is not None:
-            self._came[number] = value
 
 
 # ----------------------------------------------------------------------------------------------------------------- clients

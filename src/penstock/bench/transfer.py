@@ -12,7 +12,7 @@ import torch
 
 from penstock.bench.report import Column, Results, draw_bars, figure
 from penstock.bench.transfer_cold import TransferShape, measure_remote, measure_ssd
-from penstock.bench.transfer_ways import DIRECTIONS, HOST_WAYS, Case, HostRig, RawCopy, TransferSize, take_turns, too_large
+from penstock.bench.transfer_ways import DIRECTIONS, HostRig, TransferSize, host_ways, take_turns, too_large
 from penstock.config import Config
 from penstock.engine.build import device_for, layout_for
 from penstock.errors import ModelError
@@ -75,9 +75,8 @@ class TransferBench:
         return results
 
     def _rows(self, rig: HostRig, direction: str, blocks: int, groups: Sequence[int], progress: Progress) -> list[dict[str, Any]]:
-        ways = [kind(rig, Case(direction, blocks, layers)) for kind in HOST_WAYS for layers in (groups[:1] if kind is RawCopy else groups)]
         size = TransferSize(blocks, blocks * rig.layout.block_bytes * len(DIRECTIONS[direction]))
-        return take_turns(direction, ways, size, self.repeat, progress)
+        return take_turns(direction, host_ways(rig, direction, blocks, groups), size, self.repeat, progress)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         groups = list(dict.fromkeys((row["direction"], row["blocks"]) for row in rows))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from penstock.bench.report import Results
-from penstock.bench.transfer_ways import CLOSE_S, Launch, TransferSize, TransferWay, Wait, pin_all, take_turns, too_large
+from penstock.bench.transfer_ways import CLOSE_S, RAW, Launch, TransferSize, TransferWay, Wait, pin_all, take_turns, too_large
 from penstock.config import OffloadConfig
 from penstock.contract import Prefix, Table
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
@@ -43,7 +43,7 @@ from penstock.kv.tiers.store import BlockStore, Outcome, Space, checksum
 from penstock.models.progress import Progress
 
 OWNER = "bench"
-RAW, TIER, PERSISTED = "raw", "tier", "tier, persisted"
+TIER, PERSISTED = "tier", "tier, persisted"
 WRITE, READ, PROMOTE = "host to ssd", "ssd to host", "ssd to device"
 WRITE_REMOTE, READ_REMOTE = "host to remote", "remote to host"
 SYNCED = "raw, synced"
@@ -190,93 +190,57 @@ class ColdRig:
 # ----------------------------------------------------------------------------------------------------------------- ways
 
 
-class TierWrite(TransferWay):
+@contextmanager
+def write_tier(rig: ColdRig, direction: str, checked: bool, persist: bool = False) -> Iterator[Launch]:
     """From host slots into a store that has none of it, on the tier's lanes; over when the tier says so, or when it is safe as well."""
+    rig.empty_store()
 
-    def __init__(self, rig: ColdRig, direction: str, beside: Sequence[str], persist: bool = False) -> None:
-        self.direction = direction
-        self.name = PERSISTED if persist else TIER
-        self.beside = tuple((direction, name) for name in beside)
-        self._rig = rig
-        self._persist = persist
-
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        self._rig.empty_store()
-        yield self._launch
-
-    def _launch(self) -> Wait:
-        rig = self._rig
+    def launch() -> Wait:
         slots, pin = rig.slots.pin_each(rig.keys, OWNER)
         writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, (), must=True)
         if writing is None:
             raise StoreFailed(f"the {rig.tier.name} tier takes no blocks")
-        sync = rig.tier.persist() if self._persist else None
+        sync = rig.tier.persist() if persist else None
 
         def wait() -> None:
             rig.wait_until(lambda: writing.settled and (sync is None or sync.settled))
             if sync is not None and sync.error is not None:
                 raise sync.error
-            _require_done(writing.outcomes, self.direction, writing.error)
+            _require_done(writing.outcomes, direction, writing.error)
 
         return wait
 
+    yield launch
 
-class TierRead(TransferWay):
+
+@contextmanager
+def read_tier(rig: ColdRig, direction: str, checked: bool) -> Iterator[Launch]:
     """From the store into host slots, on the tier's lanes."""
+    with rig.room(f"{direction}, {TIER}" if checked else None) as slots:
 
-    name = TIER
+        def launch() -> Wait:
+            reading = rig.tier.read(rig.keys, slots, (), OWNER)
 
-    def __init__(self, rig: ColdRig, direction: str, beside: Sequence[str]) -> None:
-        self.direction = direction
-        self.beside = tuple((direction, name) for name in beside)
-        self._rig = rig
+            def wait() -> None:
+                rig.wait_until(lambda: reading.over)
+                _require_done([outcome for group in reading.take_arrived() for outcome in group.outcomes], direction)
 
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        with self._rig.room(f"{self.direction}, {self.name}" if checked else None) as slots:
-            yield partial(self._launch, slots)
+            return wait
 
-    def _launch(self, slots: Sequence[int]) -> Wait:
-        reading = self._rig.tier.read(self._rig.keys, slots, (), OWNER)
-
-        def wait() -> None:
-            self._rig.wait_until(lambda: reading.over)
-            _require_done([outcome for group in reading.take_arrived() for outcome in group.outcomes], self.direction)
-
-        return wait
+        yield launch
 
 
-class Promoted(TransferWay):
+@contextmanager
+def promote(rig: ColdRig, checked: bool) -> Iterator[Launch]:
     """From the store to the device, through host memory, as a request's prefix comes: leased, promoted block by block, settled."""
+    opened: list[Table] = []
+    rig.wait_idle()
+    rig.cache.reset(("device", "host"))
+    if checked:
+        rig.spoil()
 
-    name = "pipelined"
-
-    def __init__(self, rig: ColdRig, direction: str, beside: tuple[str, str]) -> None:
-        self.direction = direction
-        self.beside = (beside,)
-        self._rig = rig
-
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        rig, opened = self._rig, list[Table]()
-        rig.wait_idle()
-        rig.cache.reset(("device", "host"))
-        if checked:
-            rig.spoil()
-        yield partial(self._launch, opened)
-        for table in opened:
-            if checked:
-                slots = table.slots(len(rig.keys) * rig.layout.block_tokens).tolist()
-                fetched = (rig.device.tensor[slot].cpu().flatten().view(torch.uint8) for slot in slots)
-                rig.check([memoryview(block.numpy().tobytes()) for block in fetched], self.direction)
-            rig.cache.release(table, None)
-        rig.wait_idle()
-
-    def _launch(self, opened: list[Table]) -> Wait:
-        """The table that the blocks come into is put into `opened`."""
-        rig, num = self._rig, len(self._rig.keys)
-        lease = rig.cache.lease(OWNER, rig.prefix)
+    def launch() -> Wait:
+        num, lease = len(rig.keys), rig.cache.lease(OWNER, rig.prefix)
         if lease is None:
             raise InvariantBroken(f"the {rig.tier.name} tier has nothing of what was written")
         rig.wait_until(lambda: lease.ready)
@@ -291,6 +255,15 @@ class Promoted(TransferWay):
                 raise error
 
         return wait
+
+    yield launch
+    for table in opened:
+        if checked:
+            slots = table.slots(len(rig.keys) * rig.layout.block_tokens).tolist()
+            fetched = (rig.device.tensor[slot].cpu().flatten().view(torch.uint8) for slot in slots)
+            rig.check([memoryview(block.numpy().tobytes()) for block in fetched], PROMOTE)
+        rig.cache.release(table, None)
+    rig.wait_idle()
 
 
 def _require_done(outcomes: Sequence[Outcome], direction: str, why: BaseException | None = None) -> None:
@@ -335,14 +308,15 @@ def measure_ssd(folder: Path, sizes: Sequence[int], shape: TransferShape, progre
 
 
 def _disk_ways(rig: ColdRig, file: RawFile) -> list[TransferWay]:
+    """What comes across is compared with the raw file; promotions with reading it."""
     return [
-        RawWrite(file),
-        TierWrite(rig, WRITE, [RAW]),
-        RawWrite(file, synced=True),
-        TierWrite(rig, WRITE, [SYNCED], persist=True),
-        RawRead(file),
-        TierRead(rig, READ, [RAW]),
-        Promoted(rig, PROMOTE, (READ, RAW)),
+        TransferWay(WRITE, RAW, file.write, ()),
+        TransferWay(WRITE, TIER, partial(write_tier, rig, WRITE), ((WRITE, RAW),)),
+        TransferWay(WRITE, SYNCED, partial(file.write, synced=True), ()),
+        TransferWay(WRITE, PERSISTED, partial(write_tier, rig, WRITE, persist=True), ((WRITE, SYNCED),)),
+        TransferWay(READ, RAW, file.read, ()),
+        TransferWay(READ, TIER, partial(read_tier, rig, READ), ((READ, RAW),)),
+        TransferWay(PROMOTE, "pipelined", partial(promote, rig), ((READ, RAW),)),
     ]
 
 
@@ -387,7 +361,19 @@ class RawFile:
             raise ConfigError(f"a file of {num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}") from error
         self._threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
 
-    def start(self, call: Callable[[int, Sequence[memoryview], int], int], views: Sequence[memoryview], synced: bool = False) -> Wait:
+    @contextmanager
+    def write(self, checked: bool, synced: bool = False) -> Iterator[Launch]:
+        """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it has them."""
+        with self.rig.pinned() as views:
+            yield partial(self._start, os.pwritev, views, synced)
+
+    @contextmanager
+    def read(self, checked: bool) -> Iterator[Launch]:
+        """The ceiling of a read: the same bytes into the same kind of slots."""
+        with self.rig.room(f"{READ}, {RAW}" if checked else None) as slots:
+            yield partial(self._start, os.preadv, [self.rig.host.view(slot) for slot in slots])
+
+    def _start(self, call: Callable[[int, Sequence[memoryview], int], int], views: Sequence[memoryview], synced: bool = False) -> Wait:
         """`call`: descriptor, buffer, offset -> bytes moved. `synced`: over when the disk says that it has them."""
         size = self.rig.layout.block_bytes
 
@@ -415,39 +401,6 @@ class RawFile:
         self._path.unlink()
 
 
-class RawWrite(TransferWay):
-    """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it has them."""
-
-    direction = WRITE
-    beside = ()
-
-    def __init__(self, file: RawFile, synced: bool = False) -> None:
-        self.name = SYNCED if synced else RAW
-        self._file = file
-
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        with self._file.rig.pinned() as views:
-            yield partial(self._file.start, os.pwritev, views, self.name == SYNCED)
-
-
-class RawRead(TransferWay):
-    """The ceiling of a read: the same bytes into the same kind of slots."""
-
-    direction = READ
-    name = RAW
-    beside = ()
-
-    def __init__(self, file: RawFile) -> None:
-        self._file = file
-
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        rig = self._file.rig
-        with rig.room(f"{self.direction}, {self.name}" if checked else None) as slots:
-            yield partial(self._file.start, os.preadv, [rig.host.view(slot) for slot in slots])
-
-
 # ----------------------------------------------------------------------------------------------------------------- a store
 
 
@@ -459,7 +412,10 @@ def measure_remote(offload: OffloadConfig, sizes: Sequence[int], shape: Transfer
     for blocks in sizes:
         with ColdRig(shape, blocks, partial(open_store, url, timeout_s=offload.remote_timeout_s)) as rig:
             rig.fill(progress)
-            ways = [TierWrite(rig, WRITE_REMOTE, []), TierRead(rig, READ_REMOTE, [])]
+            ways = [
+                TransferWay(WRITE_REMOTE, TIER, partial(write_tier, rig, WRITE_REMOTE), ()),
+                TransferWay(READ_REMOTE, TIER, partial(read_tier, rig, READ_REMOTE), ()),
+            ]
             rows = take_turns(rig.tier.name, ways, rig.size, shape.repeat, progress, turning=True)
             results.rows.extend({**row, "percent_of_raw": None} for row in rows)
     return results

@@ -1,7 +1,7 @@
 """Ways of getting blocks from one place to another, taking turns so that all meet the same machine; and those between device and host
 memory. Owns the turns, arenas, lanes and slots; which ways are measured is the measurement's choice.
 
-A way that launches copies in another manner is one class more, and one entry more in `HOST_WAYS`.
+A way that launches copies in another manner is one function more, and one entry more in `HOST_WAYS`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -30,27 +31,26 @@ from penstock.kv.transfer import Group, Transfer
 from penstock.lanes.lane import Ticket
 from penstock.models.progress import Progress
 
+RAW = "raw"
 PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
 CLOSE_S = 60.0
 
 Wait = Callable[[], None]  # blocks until what was launched is over, and raises what went wrong
 Launch = Callable[[], Wait]  # submits all of it
-Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before
+Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before it
 
 
+@dataclass(frozen=True, slots=True)
 class TransferWay:
-    """One way of getting blocks across."""
+    """One way of getting blocks across. `turn` is asked whether it is checked that nothing of what is to arrive was there before, and that
+    every byte is afterwards. What it does before the launch and after its end is not timed."""
 
     direction: str
     name: str
-    layers: int | None = None  # that it moves at a time; None: all
+    turn: Callable[[bool], AbstractContextManager[Launch]]
     beside: Beside | None = None  # what it is compared with, the fastest of them; (): with nothing; None: with the first way of all
-
-    def turn(self, checked: bool) -> AbstractContextManager[Launch]:
-        """What comes before the launch and after its end is not timed. `checked`: before, nothing of what is to arrive is there; after,
-        every byte is."""
-        raise NotImplementedError
+    layers: int | None = None  # that it moves at a time; None: all
 
 
 class Timed(NamedTuple):
@@ -170,6 +170,11 @@ class HostRig:
         """(source, dest)."""
         return (self.host, self.device) if direction == PROMOTE else (self.device, self.host)
 
+    def groups(self, case: Case) -> list[tuple[int, int]]:
+        """Layers that are moved at a time."""
+        num_layers = self.layout.num_layers
+        return [(first, min(first + case.layers, num_layers)) for first in range(0, num_layers, case.layers)]
+
     def spoil(self, case: Case) -> None:
         """Nothing of what is to arrive is there yet."""
         for direction in DIRECTIONS[case.direction]:
@@ -209,95 +214,74 @@ def pin_all(arena: HostArena, progress: Progress) -> None:
         raise ConfigError("the host memory that this needs could not be pinned; lower --blocks")
 
 
-class _HostWay(TransferWay):
-    """One of them for one case."""
-
-    def __init__(self, rig: HostRig, case: Case) -> None:
-        self.direction = case.direction
-        self.layers = case.layers if case.layers < rig.layout.num_layers else None
-        self._rig = rig
-        self._case = case
-
-    @contextmanager
-    def turn(self, checked: bool) -> Iterator[Launch]:
-        if checked:
-            self._rig.spoil(self._case)
-        yield self._launch
-        if checked:
-            self._rig.check(self._case, self.name)
-
-    def _launch(self) -> Wait:
-        raise NotImplementedError
-
-    def _groups(self) -> list[tuple[int, int]]:
-        num_layers = self._rig.layout.num_layers
-        return [(first, min(first + self._case.layers, num_layers)) for first in range(0, num_layers, self._case.layers)]
+def host_ways(rig: HostRig, direction: str, blocks: int, groups: Sequence[int]) -> list[TransferWay]:
+    """`groups`: layers that are moved at a time, all of them first."""
+    cases = [(name, Case(direction, blocks, layers)) for name in HOST_WAYS for layers in (groups[:1] if name == RAW else groups)]
+    return [
+        TransferWay(direction, name, partial(_take_turn, rig, name, case), layers=case.layers if case.layers < groups[0] else None)
+        for name, case in cases
+    ]
 
 
-class RawCopy(_HostWay):
+@contextmanager
+def _take_turn(rig: HostRig, name: str, case: Case, checked: bool) -> Iterator[Launch]:
+    checked = checked and name != RAW  # which touches none of the slots
+    if checked:
+        rig.spoil(case)
+    yield partial(HOST_WAYS[name], rig, case)
+    if checked:
+        rig.check(case, name)
+
+
+def copy_raw(rig: HostRig, case: Case) -> Wait:
     """The ceiling: one copy of as many bytes that lie in one piece on both sides, pinned on the host's."""
-
-    name = "raw"
-
-    def turn(self, checked: bool) -> AbstractContextManager[Launch]:
-        """It touches none of the slots: there is nothing to check."""
-        return nullcontext(self._launch)
-
-    def _launch(self) -> Wait:
-        rig, launched = self._rig, []
-        num_bytes = self._case.blocks * rig.layout.block_bytes
-        for direction in DIRECTIONS[self.direction]:
-            first = 0 if direction == PROMOTE else len(rig.pieces[0]) // 2
-            host, device = (piece[first : first + num_bytes] for piece in rig.pieces)
-            ends = (host, device) if direction == PROMOTE else (device, host)
-            lane = rig.movers[direction].lane
-            launched.append((lane.submit(partial(_copy_piece, *ends), label=direction), lane.record()))
-        return partial(_wait_over, launched)
+    launched, num_bytes = [], case.blocks * rig.layout.block_bytes
+    for direction in DIRECTIONS[case.direction]:
+        first = 0 if direction == PROMOTE else len(rig.pieces[0]) // 2
+        host, device = (piece[first : first + num_bytes] for piece in rig.pieces)
+        ends = (host, device) if direction == PROMOTE else (device, host)
+        lane = rig.movers[direction].lane
+        launched.append((lane.submit(partial(_copy_piece, *ends), label=direction), lane.record()))
+    return partial(_wait_over, launched)
 
 
-class BlockCopy(_HostWay):
+def copy_blocks(rig: HostRig, case: Case) -> Wait:
     """Scattered blocks, as transfers copy them: an op and a fence for each group of layers."""
-
-    name = "blocks"
-
-    def _launch(self) -> Wait:
-        rig, launched = self._rig, []
-        for layers in self._groups():
-            for direction in DIRECTIONS[self.direction]:
-                (source, dest), mover = rig.slots(direction, self._case.blocks), rig.movers[direction]
-                read_from, written_to = rig.arenas(direction)
-                accesses = Access(read_from.name, source, layers, Mode.READ), Access(written_to.name, dest, layers, Mode.WRITE)
-                ticket = mover.lane.submit(partial(mover.copier.copy, source, dest, layers), accesses, label=direction)
-                launched.append((ticket, mover.lane.record()))
-        return partial(_wait_over, launched)
+    launched = []
+    for layers in rig.groups(case):
+        for direction in DIRECTIONS[case.direction]:
+            (source, dest), mover = rig.slots(direction, case.blocks), rig.movers[direction]
+            read_from, written_to = rig.arenas(direction)
+            accesses = Access(read_from.name, source, layers, Mode.READ), Access(written_to.name, dest, layers, Mode.WRITE)
+            ticket = mover.lane.submit(partial(mover.copier.copy, source, dest, layers), accesses, label=direction)
+            launched.append((ticket, mover.lane.record()))
+    return partial(_wait_over, launched)
 
 
-class MovedCopy(_HostWay):
+def move_blocks(rig: HostRig, case: Case) -> Wait:
     """The same through movers, as the engine does it: submitted in one call, launched on another thread, over when polling says so."""
+    groups = [Group(layers) for layers in rig.groups(case)]
+    transfers = []
+    for direction in DIRECTIONS[case.direction]:
+        transfer = Transfer(direction, groups)
+        transfer.source_slots, transfer.dest_slots = rig.slots(direction, case.blocks)
+        rig.movers[direction].submit(transfer)
+        transfers.append(transfer)
 
-    name = "moved"
-
-    def _launch(self) -> Wait:
-        groups = [Group(layers) for layers in self._groups()]
-        transfers = []
-        for direction in DIRECTIONS[self.direction]:
-            transfer = Transfer(direction, groups)
-            transfer.source_slots, transfer.dest_slots = self._rig.slots(direction, self._case.blocks)
-            self._rig.movers[direction].submit(transfer)
-            transfers.append(transfer)
-        return partial(self._wait, transfers)
-
-    def _wait(self, transfers: list[Transfer]) -> None:
-        movers = self._rig.movers.values()
+    def wait() -> None:
+        movers = rig.movers.values()
         while not all(transfer.settled for transfer in transfers):
             if not any(mover.settle() for mover in movers):
-                self._rig.inbox.wait(min(mover.look_again_s() for mover in movers))
+                rig.inbox.wait(min(mover.look_again_s() for mover in movers))
         for transfer in transfers:
             if (error := transfer.error()) is not None:
                 raise error
 
+    return wait
 
-HOST_WAYS: tuple[type[_HostWay], ...] = (RawCopy, BlockCopy, MovedCopy)  # the first is what the others are compared with
+
+# By name; the first is what the others are compared with.
+HOST_WAYS: dict[str, Callable[[HostRig, Case], Wait]] = {RAW: copy_raw, "blocks": copy_blocks, "moved": move_blocks}
 
 
 def _wait_over(launched: Sequence[tuple[Ticket, Fence]]) -> None:
