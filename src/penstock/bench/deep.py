@@ -13,7 +13,7 @@ import torch
 
 from penstock.bench.report import Column, Results, draw_bars, figure
 from penstock.bench.run import Driver, Reader, Stepped, random_prompts
-from penstock.config import Config
+from penstock.config import Config, ResidencyName
 from penstock.engine.build import device_for
 from penstock.engine.engine import Engine
 from penstock.lanes.cuda import make_lane
@@ -71,12 +71,7 @@ class DeepBench:
         vocab = driver.engine.tokenizer.vocab_size
         sizes = length, *(NEXT_TOKENS,) * 3
         prompt, *more = (random_prompts(1, num, vocab, (self.seed, num, n))[0] for n, num in enumerate(sizes))
-        first = driver.submit(prompt, self.tokens, "exact")
-        decode_ms = _decode_ms(driver.run_all())
-        driver.flush()
-        prompt += first.tokens + more[0]
-        second = driver.submit(prompt, 2, "exact")
-        driver.run_all()
+        first, decode_ms, second = self._two_turns(driver, prompt, more[0], "exact")
         is_deep = length + self.tokens > resident
         token_bytes = driver.engine.cache.saves.layout.block_bytes / driver.engine.cache.block_tokens
         num_bytes = token_bytes * max(0, length - resident)
@@ -96,15 +91,20 @@ class DeepBench:
             return [row]
         driver.flush()
         prompt += second.tokens + more[1]
-        third = driver.submit(prompt, self.tokens, "scored")
-        decode_ms = _decode_ms(driver.run_all())
-        driver.flush()
-        prompt += third.tokens + more[2]
-        fourth = driver.submit(prompt, 2, "scored")
-        driver.run_all()
+        _, decode_ms, fourth = self._two_turns(driver, prompt, more[2], "scored")
         least_s = token_bytes * resident / link + self._new_s(driver, resident) if link else None
         scored = {"mode": "scored", "prefill_s": None, "decode_ms": decode_ms, "link_ms": None, "least_s": least_s}
         return [row, row | scored | {"next_s": fourth.ttft_s, "restored": _restored(fourth, prompt)}]
+
+    def _two_turns(self, driver: Driver, prompt: list[int], more: list[int], mode: ResidencyName) -> tuple[Reader, float, Reader]:
+        """An answer to `prompt`, its time per token, and a short answer when `more` was said, too; `prompt` has it all then."""
+        first = driver.submit(prompt, self.tokens, mode)
+        decode_ms = _decode_ms(driver.run_all())
+        driver.flush()
+        prompt += first.tokens + more
+        second = driver.submit(prompt, 2, mode)
+        driver.run_all()
+        return first, decode_ms, second
 
     def _new_s(self, driver: Driver, resident: int) -> float:
         """What the tokens of a short turn take behind as many as are resident, all on the device."""
