@@ -38,6 +38,7 @@ from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer import Mover
+from penstock.testing.stores import HandClock
 
 BLOCK = 16
 LAYOUT = BlockLayout(36, 8, 128, BLOCK, "bfloat16")
@@ -52,21 +53,11 @@ STEPS_VARY = 0.05
 CLIENT_VARIES = 0.7
 
 
-class Clock:
-    """Modelled seconds."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @dataclass(eq=False)
 class ModelFence:
     lane: str
     end_s: float
-    clock: Clock
+    clock: HandClock
     number: int = field(default_factory=itertools.count().__next__)
 
     def passed(self) -> bool:
@@ -91,7 +82,7 @@ class DoneTicket:
 class ModelLane:
     """Work that takes modelled time, one piece after the other."""
 
-    def __init__(self, name: str, clock: Clock) -> None:
+    def __init__(self, name: str, clock: HandClock) -> None:
         self.name = name
         self.clock = clock
         self.busy_s = 0.0  # until then
@@ -139,7 +130,7 @@ class Model:
 
     users: Sequence[User]
     options: argparse.Namespace
-    clock: Clock = field(default_factory=Clock)
+    clock: HandClock = field(default_factory=HandClock)  # modelled seconds
 
     def __post_init__(self) -> None:
         o = self.options
