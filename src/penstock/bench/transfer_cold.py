@@ -71,7 +71,7 @@ class ColdRig:
         self.device = DeviceArena(layout, num_blocks, device)
         self.host = HostArena(layout, 2 * num_blocks, device)
         scope = Scope(secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none")
-        self.tier = open_cold(open_store(Space(scope.digest(), layout.block_bytes, self.host.bytes)), self.host)
+        self.tier = open_cold(open_store(Space(scope.digest(), layout.block_bytes)), self.host)
         self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
         pool = BlockPool(num_blocks, self.device.name)
         self.cache = KvCache(pool, scope, loads=self._loads(pool))
@@ -197,7 +197,7 @@ def write_tier(rig: ColdRig, direction: str, checked: bool, persist: bool = Fals
 
     def launch() -> Wait:
         slots, pin = rig.slots.pin_each(rig.keys, OWNER)
-        writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, (), must=True)
+        writing = None if pin is None else rig.tier.try_write(rig.keys, rig.depths, slots, pin, must=True)
         if writing is None:
             raise StoreFailed(f"the {rig.tier.name} tier takes no blocks")
         sync = rig.tier.persist() if persist else None
@@ -219,11 +219,13 @@ def read_tier(rig: ColdRig, direction: str, checked: bool) -> Iterator[Launch]:
     with rig.room(f"{direction}, {TIER}" if checked else None) as slots:
 
         def launch() -> Wait:
-            reading = rig.tier.read(rig.keys, slots, (), OWNER)
+            size = rig.tier.group_blocks
+            parts = [slice(first, first + size) for first in range(0, len(rig.keys), size)]
+            groups = [rig.tier.read(rig.keys[part], slots[part], (), OWNER) for part in parts]
 
             def wait() -> None:
-                rig.wait_until(lambda: reading.over)
-                _require_done([outcome for group in reading.take_arrived() for outcome in group.outcomes], direction)
+                rig.wait_until(lambda: all(group.over() for group in groups))
+                _require_done([outcome for group in groups for outcome in group.take_outcomes()], direction)
 
             return wait
 
