@@ -37,7 +37,6 @@ class PoolShadow:
     """One pool. Slots behind its last, such as the padding block, are not its business."""
 
     def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
         self.is_closed = False
         self.counts: Counter[str] = Counter({FREE: num_slots})
         self.key_of: dict[int, bytes] = {}  # of sealed slots

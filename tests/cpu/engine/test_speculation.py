@@ -13,6 +13,7 @@ import pytest
 
 from penstock.contract import FinishReason, StepPlan
 from penstock.engine.engine import Engine
+from penstock.engine.execution import sampler
 from penstock.engine.pace import Pace
 from penstock.engine.scheduling.drafts import Decoding
 from penstock.engine.scheduling.track import Track
@@ -365,13 +366,14 @@ def test_a_proposer_that_fails_costs_its_request_the_drafts_alone(
     assert sum(event.drafted for event in found[1].events) > 0
 
 
-def test_a_step_that_fails_over_drafts_ends_its_requests_and_no_others(make_engine: Make, prompts: Prompts) -> None:
+def test_a_step_that_fails_over_drafts_ends_its_requests_and_no_others(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = make_engine()
     engine, script = scripted(make_engine, ahead=True)
     right = generate(plain, prompts(20), max_tokens=30)
     first = answered(engine, script, prompts(20), right, max_tokens=30)
-    sampler = engine._parts.executor._sampler
-    kept, calls = sampler._kept, []
+    kept, calls = sampler.kept_tokens, []
 
     def fail(*args: Any) -> Any:
         calls.append(1)
@@ -379,7 +381,7 @@ def test_a_step_that_fails_over_drafts_ends_its_requests_and_no_others(make_engi
             raise RuntimeError("broken")
         return kept(*args)
 
-    sampler._kept = fail
+    monkeypatch.setattr(sampler, "kept_tokens", fail)
     run_all(engine)
     assert first.finish is FinishReason.ERROR and "broken" in (first.error or "")
     second = answered(engine, script, prompts(20), right, max_tokens=30)
