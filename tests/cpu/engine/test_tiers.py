@@ -536,13 +536,14 @@ def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
     """The fault: a step that claims one token more than its KV has. Nobody declared anything wrong, but the bytes tell."""
     engine = make_engine(blocks=64, capture=False)
     expected = generate(engine, prompts(30), logprobs=1)
-    pack = Packer._pack_decodes
+    by_token = Packer._by_token
 
-    def misplaced(self: Packer, decodes: Any, starts: Any, last_slots: Any, out: Any) -> None:
-        pack(self, decodes, starts, last_slots, out)
-        out[2][: len(decodes)] = self._padding_slot * self.block_tokens  # the newest token's KV goes nowhere
+    def misplaced(self: Packer, chunks: Any, rows: Any, table_starts: Any, tables: Any) -> Any:
+        ids, places, written = by_token(self, chunks, rows, table_starts, tables)
+        written[: rows.num_decodes] = self._padding_slot * self.block_tokens  # the newest token's KV goes nowhere
+        return ids, places, written
 
-    monkeypatch.setattr(Packer, "_pack_decodes", misplaced)
+    monkeypatch.setattr(Packer, "_by_token", misplaced)
     found = generate(engine, prompts(30, seed=1), logprobs=1)
     assert not any(math.isnan(entry.logprob) for entry in expected.logprobs)
     assert any(math.isnan(entry.logprob) for entry in found.logprobs)
