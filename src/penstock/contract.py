@@ -485,8 +485,8 @@ class Prefetch(Protocol):
 
 
 class Lease(Protocol):
-    """Copies of a request's blocks in colder tiers. They are wanted until it ends, that is forgotten last, and stay from `KvLedger.claim`
-    on. It is promoted from, or given up: it ends exactly once; its time-to-live is a backstop, after which it covers nothing."""
+    """Copies of a request's blocks in colder tiers. They are wanted until it ends, that is forgotten last, and stay from `claim` on. It is
+    promoted from, or given up: it ends exactly once; its time-to-live is a backstop, after which it covers nothing."""
 
     @property
     def ready(self) -> bool:
@@ -508,6 +508,9 @@ class Lease(Protocol):
 
     def set_rank(self, rank: float) -> None:
         """How late its request is going to run: where room is short, the blocks of whoever runs last are forgotten first."""
+
+    def claim(self, first: int, num_blocks: int) -> bool:
+        """What it has of these blocks stays from now on. False: some of it has gone since the last match."""
 
     def end(self) -> None:
         """Give it up."""
@@ -725,7 +728,8 @@ class StepResult:
 
 
 class Table(Protocol):
-    """A request's slots in token order. Ends exactly once, by `KvLedger.release`."""
+    """A request's slots in token order, and what is done to them. Ends exactly once, by `release` or `retract`; then it refuses every
+    call."""
 
     @property
     def num_slots(self) -> int:
@@ -753,10 +757,43 @@ class Table(Protocol):
     def take_after(self) -> tuple[Fence, ...]:
         """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""
 
+    def try_extend(self, num_blocks: int) -> bool:
+        """Draw `num_blocks` more slots, or change nothing and say False."""
+
+    def promote(self, lease: Lease, num_blocks: int, num_next: int) -> Load:
+        """Draw slots for the next `num_blocks` blocks and have them filled from `lease`, which ends with the load. `num_next` tokens are
+        computed over them first: where that takes long, it can begin with the first layers."""
+
+    def seal(self, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
+        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.
+        `fence` lies behind the step that computed it."""
+
+    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
+        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory has them; returns how many.
+        `fence` lies behind all steps launched."""
+
+    def fetch(self, firsts: Sequence[int], num_blocks: int) -> Sequence[FetchedBlocks]:
+        """Have runs of its paged-out blocks, each of so many from one of `firsts` on, copied together into slots that are drawn for it.
+        Nothing is where there are not enough for all of them."""
+
+    def close_scope(self, num_tokens: int) -> None:
+        """What follows its first `num_tokens` is computed over a part of its context: nobody finds it who does not know its keys, and it is
+        forgotten with the table."""
+
+    def keep_closed(self, name: bytes, first: int, end: int) -> None:
+        """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host memory: somebody knows their keys.
+        Whoever has the key `name` forgotten, which the last of them would have otherwise, has them forgotten as well."""
+
+    def retract(self, num_tokens: int, fence: Fence | None) -> Lease | None:
+        """End it, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
+
+    def release(self, fence: Fence | None) -> None:
+        """End it. `fence` covers the last use of its slots and travels with them."""
+
 
 class FetchedBlocks(Protocol):
     """A run of a table's paged-out blocks that was, or is being, copied back into slots of the device, beside those that the table has
-    there. It ends with its table, or by `KvLedger.drop_fetched`."""
+    there. It ends with its table, or before it."""
 
     @property
     def slots(self) -> NDArray[np.int32]: ...
@@ -767,6 +804,9 @@ class FetchedBlocks(Protocol):
 
     @property
     def failed(self) -> bool: ...
+
+    def end(self, fence: Fence | None) -> None:
+        """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
 
 
 class Match(NamedTuple):
@@ -786,6 +826,9 @@ class Want(Protocol):
 
     @property
     def num_blocks(self) -> int: ...
+
+    def end(self) -> None:
+        """Idempotent."""
 
 
 class KvLedger(Protocol):
@@ -825,15 +868,9 @@ class KvLedger(Protocol):
         """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`. None: nothing is
         kept for others here."""
 
-    def end_want(self, want: Want) -> None:
-        """Idempotent."""
-
     def start_s(self, num_tokens: int, match: Match) -> float | None:
         """How long a prompt of `num_tokens` takes to its first token when nothing else runs, by what was measured: loading what is
         colder, computing the rest. None: nothing was measured."""
-
-    def claim(self, lease: Lease, first: int, num_blocks: int) -> bool:
-        """What `lease` has of these blocks stays from now on. False: some of it has gone since the last match."""
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
         """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to a colder tier, with
@@ -866,46 +903,10 @@ class KvLedger(Protocol):
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> Table | None:
         """A table whose first blocks may be paged out. It starts with what matched; None where that has gone meanwhile."""
 
-    def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:
-        """Give back the slots of up to `num_blocks` of the table's first blocks on the device, as far as host memory has them; returns how
-        many. `fence` lies behind all steps launched."""
-
-    def fetch(self, table: Table, firsts: Sequence[int], num_blocks: int) -> Sequence[FetchedBlocks]:
-        """Have runs of a table's paged-out blocks, each of so many from one of `firsts` on, copied together into slots that are drawn for
-        it. Nothing is where there are not enough for all of them."""
-
-    def drop_fetched(self, table: Table, fetched: FetchedBlocks, fence: Fence | None) -> None:
-        """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
-
-    def close_scope(self, table: Table, num_tokens: int) -> None:
-        """What follows the first `num_tokens` of the table is computed over a part of its context: nobody finds it who does not know its
-        keys, and it is forgotten with the table."""
-
-    def keep_closed(self, table: Table, name: bytes, first: int, end: int) -> None:
-        """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host memory: somebody knows their keys.
-        Whoever has the key `name` forgotten, which the last of them would have otherwise, has them forgotten as well."""
-
     def forget_closed(self, keys: Sequence[bytes]) -> None:
-        """Nobody knows these keys of such blocks any more."""
-
-    def try_extend(self, table: Table, num_blocks: int) -> bool:
-        """Draw `num_blocks` more slots, or change nothing and say False."""
-
-    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> Load:
-        """Draw slots for the next `num_blocks` blocks of `table` and have them filled from `lease`, which ends with the load.
-        `num_next` tokens are computed over them first: where that takes long, it can begin with the first layers."""
+        """Nobody knows these keys any more, of blocks that tables kept of a closed scope."""
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Load | None:
         """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free slots, before `owner` has a
         table for them; None where host memory has none of them, or nothing is shared on the device. Nothing is evicted for it, and no
         lease ends. When it has landed they are matched like any other block."""
-
-    def seal(self, table: Table, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
-        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.
-        `fence` lies behind the step that computed it."""
-
-    def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
-        """End the table, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
-
-    def release(self, table: Table, fence: Fence | None) -> None:
-        """End the table. `fence` covers the last use of its slots and travels with them."""

@@ -166,7 +166,7 @@ class ColdRig:
             raise resetting.error
 
     def wait_idle(self) -> None:
-        self.wait_until(lambda: not (self.cache.num_in_flight or self.cache.num_cold_in_flight))
+        self.wait_until(lambda: not self.cache.num_in_flight)
 
     # ------------------------------------------------------------------------------------------------------------------- end
 
@@ -249,7 +249,7 @@ def promote(rig: ColdRig, checked: bool) -> Iterator[Launch]:
         if (found := rig.cache.match(rig.keys, lease).num_colder) != num:
             raise InvariantBroken(f"the {rig.tier.name} tier has {found} of {num} blocks that were written")
         opened.append(rig.cache.open(OWNER, rig.prefix, 0))
-        load = rig.cache.promote(opened[0], lease, num, 1)
+        load = opened[0].promote(lease, num, 1)
 
         def wait() -> None:
             rig.wait_until(lambda: load.settled)
@@ -264,7 +264,7 @@ def promote(rig: ColdRig, checked: bool) -> Iterator[Launch]:
             slots = table.slots(len(rig.keys) * rig.layout.block_tokens).tolist()
             fetched = (rig.device.tensor[slot].cpu().flatten().view(torch.uint8) for slot in slots)
             rig.check([memoryview(block.numpy().tobytes()) for block in fetched], PROMOTE)
-        rig.cache.release(table, None)
+        table.release(None)
     rig.wait_idle()
 
 

@@ -108,11 +108,13 @@ class Engine:
         self._num_host_steps = 0
         self._reads_host_s = 0.0  # monotonic; from then on a step may do so, where others run
         cache = parts.cache
-        num_blocks = sum(sum(counts) for counts in cache.stats().slots.values())
+        stats = cache.stats()
+        self.tiers = (*stats.slots, *stats.cold)  # where KV can be, hottest first
+        num_blocks = sum(sum(counts) for counts in stats.slots.values())
         self._sessions = Sessions(cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
         # Host memory that is promised to deep requests is not pinned.
         may_be_deep = parts.max_model_len > parts.scheduler.deep_blocks * cache.block_tokens
-        most_in_host = cache.loads.host.num_slots - cache.num_pageable if may_be_deep else None
+        most_in_host = sum(stats.slots.get("host", ())) - cache.num_pageable if may_be_deep else None
         self.snapshots = EngineSnapshots(self, self._sessions, self._inbox.put, most_in_host)
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         parts.cache.call_when_launched(self._inbox.wake)
@@ -217,11 +219,6 @@ class Engine:
         """Where its KV is: on which device, in which layout."""
         return self._parts.arena
 
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """Where KV can be, hottest first."""
-        return self._parts.cache.tiers
-
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
         """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine thread has done it, and
         until disks and stores have. Raises StoreFailed where one could not."""
@@ -260,7 +257,7 @@ class Engine:
         cache = self._parts.cache
         if level == "persisted" and not cache.cold_tiers:
             raise InvalidRequest("nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level")
-        done = self._begin(cache.persist if level == "persisted" else cache.newest_save)
+        done = self._begin(cache.persist if level == "persisted" else cache.submit_saves)
         try:
             done.result(timeout=timeout_s)
         except TimeoutError:
@@ -296,7 +293,7 @@ class Engine:
                 "duplicate_seals": cache.duplicate_seals_total,
                 "promoted": cache.promoted_total,
             },
-            traffic=self._parts.cache.traffic(),
+            traffic=cache.traffic,
             resume=self._outbox.resume.copy(),
             load_exposed_s=self._load_exposed_s,
             sessions=self._sessions.figures(),
@@ -315,7 +312,7 @@ class Engine:
     def wait_work(self, timeout_s: float) -> None:
         """Block until somebody asks for something or a transfer has got further."""
         cache = self._parts.cache
-        if not cache.num_in_flight and not cache.num_cold_in_flight:
+        if not cache.num_in_flight:
             self._inbox.wait(timeout_s)
             return
         started = time.monotonic()
@@ -335,14 +332,14 @@ class Engine:
         cache = self._parts.cache
         table = cache.open("warm-up", None, 0)
         try:
-            if cache.try_extend(table, 1):
+            if table.try_extend(1):
                 slot = int(table.slots(1)[0])
                 self._parts.executor.warm(slot, self.max_model_len, progress)
                 if self._parts.speculation is not None:
                     books = self._parts.speculation.books
                     books.costs = self._parts.executor.measured_costs(slot, books.costs)
         finally:
-            cache.release(table, self._parts.lanes[0].record())
+            table.release(self._parts.lanes[0].record())
 
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""
@@ -399,7 +396,7 @@ class Engine:
 
     def is_transferring(self) -> bool:
         """Whether KV is on its way between tiers."""
-        return self._parts.cache.num_in_flight + self._parts.cache.num_cold_in_flight > 0
+        return self._parts.cache.num_in_flight > 0
 
     def check(self) -> None:
         """Recount; raises InvariantBroken where the books do not add up. For the engine thread, or for anybody after `close`."""

@@ -55,7 +55,7 @@ class SessionStorage(Protocol):
     @property
     def block_tokens(self) -> int: ...
 
-    def newest_save(self) -> Settling | None: ...
+    def submit_saves(self) -> Settling | None: ...
 
     def retain(self, prefix: Prefix, rank: float) -> Retained:
         """Of wanted blocks those of the greatest rank are forgotten first."""
@@ -410,7 +410,7 @@ class Sessions:
         found, keys = session.found or 0, session.keys
         self._drop(session)
         self._counts["releases"] += 1
-        after = self._storage.newest_save()
+        after = self._storage.submit_saves()
         if not keys.startswith(keys_before):
             self._releases.append(_Release(keys_before, found, after))
         self._releases.append(_Release(keys, found, after))

@@ -34,6 +34,7 @@ from penstock.figures import SnapshotFigures
 from penstock.kv.blocks.key import Tokens, tenant_of
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.cold import ColdTier
+from penstock.kv.tiers.host import HOST
 from penstock.kv.tiers.manifest import Manifest, check_scope, check_space, pack, snapshot_id, token_bytes, unpack, words_of
 from penstock.kv.tiers.store import ManifestStore, PinningStore
 from penstock.lanes.cpu import CpuLane
@@ -73,7 +74,7 @@ class PinnedBlocks:
     @property
     def num_slots(self) -> int:
         tier = self._cache.cold_tiers.get(self.tier)
-        return self._cache.loads.host.num_slots if tier is None else tier.usage().num_slots or 0
+        return self._cache.host.num_slots if tier is None else tier.usage().num_slots or 0
 
     @property
     def most(self) -> int:
@@ -172,7 +173,7 @@ class ManifestPlaces:
         manifest = unpack(data)
         if manifest.id != id:
             raise SnapshotRefused("the manifest lies under another snapshot's name")
-        check_space(manifest, self._cache.scope_of())
+        check_space(manifest, self._cache.scope.of())
         return manifest
 
 
@@ -187,7 +188,7 @@ class Snapshots:
         self._damaged: dict[str, str] = {}  # by id: why its manifest cannot be used
         self._due_s = _NEVER  # when the next one expires
         self._counts: Counter[str] = Counter()
-        last = cache.last_evicting
+        last = _last_evicting(cache)
         self._pinned = None if last is None else PinnedBlocks(cache, *last, most_in_host)
         self._lane = None if last is None else CpuLane("snapshots")
         if self._lane is not None:
@@ -331,7 +332,7 @@ class Snapshots:
 
     def _open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
         manifest = self._find(name, salt)
-        check_scope(manifest, self._cache.scope_of(salt, adapter))
+        check_scope(manifest, self._cache.scope.of(salt, adapter))
         self._counts["continued"] += 1
         return SnapshotContent(manifest.tokens, manifest.messages)
 
@@ -407,7 +408,7 @@ class Snapshots:
     def _num_kept(self, manifest: Manifest) -> int:
         """How many of its first blocks one tier has, as far as they say."""
         keys = manifest.block_keys
-        num = max(self._cache.loads.host.num_leading(keys), self._own_pins.last.num_leading(keys))
+        num = max(self._cache.host.num_leading(keys), self._own_pins.last.num_leading(keys))
         for tier in self._cache.cold_tiers.values() if num < len(keys) else ():
             num = max(num, tier.calls.find(keys))
         return num
@@ -427,12 +428,12 @@ class Snapshots:
             raise InvalidRequest(f"a snapshot needs a full block of {block_tokens} tokens, and these are {num}", "tokens")
         if asked.ttl_s is not None and not 0 < asked.ttl_s < _NEVER:
             raise InvalidRequest(f"ttl_s must be above 0 and finite, got {asked.ttl_s}", "ttl_s")
-        scope, now = self._cache.scope_of(asked.cache_salt, asked.adapter), self._clock()
+        scope, now = self._cache.scope.of(asked.cache_salt, asked.adapter), self._clock()
         prefix = self._cache.prefix_of(tokens[:num], asked.cache_salt, asked.adapter)
         manifest = Manifest(
             name=asked.name,
             tenant=tenant_of(asked.cache_salt),
-            space=self._cache.scope_of().digest(),
+            space=self._cache.scope.of().digest(),
             scope=scope.digest(),
             made_with=words_of(scope),
             block_tokens=block_tokens,
@@ -446,6 +447,15 @@ class Snapshots:
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
             raise SnapshotSpace(f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is the most")
         return manifest
+
+
+def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:
+    """The coldest tier whose evictions are ours: there blocks can be pinned for good. None: there is only the device, which requests need
+    for themselves. A shared store forgets by rules of its own."""
+    for name, tier in reversed(cache.cold_tiers.items()):
+        if isinstance(tier.calls.store, PinningStore):
+            return name, tier.calls.store
+    return (HOST, cache.host) if cache.host.num_slots else None
 
 
 def _remove(store: ManifestStore, id: str, own: Manifest | None) -> None:

@@ -59,7 +59,7 @@ def test_only_a_wait_for_a_load_is_exposed(make_engine: MakeEngine, prompts: Pro
     settle_all(engine)
 
 
-@pytest.mark.parametrize("name", ["num_in_flight", "num_cold_in_flight"])
+@pytest.mark.parametrize("name", ["_num_flying", "_num_cold"])
 def test_a_wait_for_transfers_of_any_kind_is_short_and_exposed(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     engine, waits = make_engine(host_blocks=8), list[float]()
     monkeypatch.setattr(engine._inbox, "wait", waits.append)

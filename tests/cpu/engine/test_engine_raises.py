@@ -15,6 +15,7 @@ from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
+from penstock.kv.table import BlockTable
 from support.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
@@ -47,7 +48,7 @@ def test_a_warm_up_that_fails_gives_back_its_block_and_the_adapters(
 
 def test_a_warm_up_goes_without_a_block_where_there_is_none(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    monkeypatch.setattr(engine.cache, "try_extend", lambda table, num: False)
+    monkeypatch.setattr(BlockTable, "try_extend", lambda table, num: False)
     monkeypatch.setattr(engine._parts.executor, "warm", burst)
     engine.warm()
     assert nothing_held(engine)
@@ -144,14 +145,14 @@ def test_what_can_be_waited_for_depends_on_the_tiers(make_engine: MakeEngine, tm
         engine.wait_flushed("persisted", 1.0)
     durable = make_engine(host_blocks=16, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.1)
     begun: list[str] = []
-    for name in ("persist", "newest_save"):
+    for name in ("persist", "submit_saves"):
         monkeypatch.setattr(durable.cache, name, lambda name=name: begun.append(name))  # None: there is nothing to wait for
     loop = EngineLoop(durable)
     loop.start()
     for level in ("captured", "visible", "persisted"):
         durable.wait_flushed(level, 30.0)  # type: ignore[arg-type]
     loop.close(20.0)
-    assert begun == ["newest_save", "newest_save", "persist"]
+    assert begun == ["submit_saves", "submit_saves", "persist"]
 
 
 def test_a_prefetch_that_nobody_waits_for_any_more_is_not_begun(

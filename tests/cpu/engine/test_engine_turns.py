@@ -105,8 +105,8 @@ def test_transfers_of_every_kind_count_as_transfers(make_engine: MakeEngine, mon
     engine = make_engine()
     for in_flight, cold in ((0, 0), (1, 0), (0, 1)):
         with monkeypatch.context() as patched:
-            patched.setattr(type(engine.cache), "num_in_flight", property(lambda self, num=in_flight: num))
-            patched.setattr(type(engine.cache), "num_cold_in_flight", property(lambda self, num=cold: num))
+            patched.setattr(type(engine.cache), "_num_flying", property(lambda self, num=in_flight: num))
+            patched.setattr(type(engine.cache), "_num_cold", property(lambda self, num=cold: num))
             assert engine.is_transferring() == bool(in_flight + cold)
 
 

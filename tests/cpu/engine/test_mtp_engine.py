@@ -290,7 +290,7 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
     _, engine = pair()
     cache, executor, seen = engine._parts.cache, engine._parts.executor, list[str]()
     table = cache.open("warm-up", None, 0)
-    assert cache.try_extend(table, 1)
+    assert table.try_extend(1)
     plan = warm.decode_plan(2, int(table.slots(1)[0]), executor.limits.block_tokens, executor.limits.num_ahead)
     launch, wait = Executor.launch, executor_module._wait_step
 
@@ -311,7 +311,7 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
     seen.clear()
     executor._step_s(plan)
     assert seen == ["launch and set up", "read"], "a slow one is run once"
-    cache.release(table, engine._parts.lanes[0].record())
+    table.release(engine._parts.lanes[0].record())
 
 
 def test_passes_over_what_was_decoded_are_measured_by_the_token(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_a_reset_takes_what_was_queued_for_writing_before_it(
     engine = make_engine(host_blocks=64, remote="memory://")
     with held(shared, "write"):
         generate(engine, prompts(SIX))
-        until(engine, lambda: engine.cache.num_in_flight == 0 and engine.cache.num_cold_in_flight > 0)
+        until(engine, lambda: engine.cache._num_flying == 0 and engine.cache._num_cold > 0)
         shared.gate.wait_came()
         reset = resetting(engine, "remote")
         turn(engine, 20)

@@ -16,6 +16,7 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import SanitizerStop
+from penstock.kv.table import BlockTable
 from penstock.sanitizer.report import Kind
 from penstock.testing.sanitized import build_sanitized, check_silent
 from support.driving import generate, run_all, submit, tiny_config
@@ -61,13 +62,13 @@ def test_a_step_over_slots_that_were_given_back_is_reported(prompts: Prompts, mo
 
 def lose_the_table(engine: Engine, request_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: a request's table ends while a plan that uses it is on its way to the lane."""
-    executor, scheduler, cache = engine._parts.executor, engine._parts.scheduler, engine._parts.cache
+    executor, scheduler = engine._parts.executor, engine._parts.scheduler
     whole = executor.launch
 
     def launch(plan: StepPlan, waits: Waits) -> Any:
-        cache.release(scheduler._tracks[request_id].held_table(), None)
-        monkeypatch.setattr(cache, "release", lambda *_: None)
-        monkeypatch.setattr(cache, "seal", lambda *_: None)
+        scheduler._tracks[request_id].held_table().release(None)
+        monkeypatch.setattr(BlockTable, "release", lambda *_: None)
+        monkeypatch.setattr(BlockTable, "seal", lambda *_: None)
         monkeypatch.setattr(executor, "launch", whole)
         return whole(plan, waits)
 

@@ -232,10 +232,10 @@ def test_a_step_waits_for_what_another_lane_still_writes_into_its_slots(make_eng
     gate = threading.Event()
     other = CpuLane("copies", engine._parts.sanitizer)
     table = cache.open("earlier user", None, 0)
-    assert cache.try_extend(table, cache.num_blocks)
+    assert table.try_extend(cache.num_blocks)
     accesses = [Access(arena.name, table.hold.slots, (0, arena.layout.num_layers), Mode.WRITE)]  # type: ignore[attr-defined]
     other.submit(lambda: gate.wait(30), accesses, label="copy")
-    cache.release(table, other.record())
+    table.release(other.record())
     found = submit(engine, prompts(20), max_tokens=2)
     engine.step()
     gate.set()

@@ -199,7 +199,7 @@ def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
     running._num_promised += 64
     left = 64  # as if the room had been needed; what is not saved yet follows
     while left:
-        left -= engine.cache.page_out(track.table, left, fence)
+        left -= track.table.page_out(left, fence)
         engine._settle()
     while len(track.resident._chosen) < 16:  # no step in between
         running.rearrange(track, 1, fence)
@@ -513,7 +513,7 @@ def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: 
         assert bool(engine.cache.saves._unshared) != release
     for _ in range(5):
         engine.step()
-    assert engine.stats().kv_blocks["host"]["idle"] == 0 and not engine.cache._kept
+    assert engine.stats().kv_blocks["host"]["idle"] == 0 and not engine.cache._tables.kept
     assert engine.stats().sessions.released_blocks >= 1344 // 16
     assert generate(engine, prompt[:1500], max_tokens=2).source.host == 0  # type: ignore[union-attr]
 

@@ -58,7 +58,7 @@ class Storage:
     fetches: list[Under] = field(default_factory=list)
     forgets: list[int] = field(default_factory=list)  # how many keys each call named
 
-    def newest_save(self) -> Under | None:
+    def submit_saves(self) -> Under | None:
         return self.save
 
     def retain(self, prefix: Prefix, rank: float) -> Wanted:

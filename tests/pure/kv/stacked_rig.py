@@ -10,8 +10,8 @@ from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.config import AdmissionName
 from penstock.contract import Access, Fence, Mode, Prefix
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import KEY_BYTES
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import Persisting
@@ -91,12 +91,12 @@ class Stacked(Rig):
         assert lease is not None and lease.ready
         match = self.cache.match(prefix.keys, lease)
         table = self.cache.open(owner, prefix, match.num_blocks)
-        return table, self.cache.promote(table, lease, match.num_colder, 1)
+        return table, table.promote(lease, match.num_colder, 1)
 
     def fill(self, table: BlockTable, num_blocks: int, name: str = "a") -> None:
         """Its blocks up to there are computed, after whom they have to wait for, and sealed."""
         if table.num_slots < num_blocks:
-            assert self.cache.try_extend(table, num_blocks - table.num_slots)
+            assert table.try_extend(num_blocks - table.num_slots)
         fences = table.take_after()
         while not all(fence.passed() for fence in fences):
             assert self.compute.step(), "it waits for something else than steps"
@@ -104,7 +104,7 @@ class Stacked(Rig):
         slots = table.hold.slots[table.num_keyed : num_blocks]
         self.lanes.touch(Access("device", slots, ALL, Mode.WRITE), table.owner)
         self.device.write(slots, ALL, [[key] * LAYERS for key in keys[table.num_keyed :]])
-        self.cache.seal(table, [ord(name)] * (num_blocks * BLOCK), num_blocks * BLOCK, None)
+        table.seal([ord(name)] * (num_blocks * BLOCK), num_blocks * BLOCK, None)
         self.cache.submit_saves()
 
     def ran(self, num_blocks: int, name: str = "a", owner: str = "earlier") -> BlockTable:
@@ -119,7 +119,7 @@ class Stacked(Rig):
 
     def remembered(self, num_blocks: int, name: str = "a", tiers: Sequence[str] = ("host",)) -> None:
         """In those of the colder tiers and in no other."""
-        self.cache.release(self.ran(num_blocks, name), None)
+        self.ran(num_blocks, name).release(None)
         self.flow()
         self.forget_device()
         if "host" not in tiers:
@@ -197,7 +197,7 @@ class Stacked(Rig):
     def end(self, *tables: BlockTable, fence: Fence | None = None) -> None:
         """Nothing is left of anything, but blocks that nobody needs."""
         for table in tables:
-            self.cache.release(table, fence)
+            table.release(fence)
         self.flow()
         assert not self.loads.reads
         assert self.host.num_leases == 0 and not self.host._arriving and not self.saves._writing

@@ -71,9 +71,9 @@ def gives_keys_behind_a_part_that_failed(patch: Patch) -> None:
     """To the next blocks of the table, which are others."""
 
     def faulty(self: KvCache, copy: Copy) -> None:
-        own = copy.load.table
-        if own in self._tables:
-            self._give_keys(own, own.num_keyed, copy.keys)
+        table = self._tables.open.get(copy.load.hold)
+        if table is not None:
+            table.give_keys(copy.keys)
 
     patch.setattr(KvCache, "_land", faulty)
 
@@ -97,7 +97,7 @@ def lets_go_of_what_it_read_when_its_table_ends(patch: Patch) -> None:
     advance = Loads._advance
 
     def faulty(self: Loads, load: BlockLoad) -> None:
-        if load.table.hold.ended:
+        if load.hold.ended:
             self.host.end_handles(load.kept)
             load.kept.clear()
         advance(self, load)
@@ -109,7 +109,7 @@ def reads_into_slots_that_it_gives_back_with_its_table(patch: Patch) -> None:
     advance = Loads._advance
 
     def faulty(self: Loads, load: BlockLoad) -> None:
-        while load.table.hold.ended and load.staged:
+        while load.hold.ended and load.staged:
             self.host.drop(load.staged.popleft().taken)
         advance(self, load)
 
@@ -219,7 +219,7 @@ def promotes_into_slots_of_a_table_that_has_ended(patch: Patch) -> None:
 
     def faulty(self: Loads, copy: Copy) -> None:
         submit(self, copy)
-        copy.load.table.hold.run_pins.discard(copy.pins[0])  # type: ignore[arg-type]
+        copy.load.hold.run_pins.discard(copy.pins[0])  # type: ignore[arg-type]
 
     patch.setattr(Loads, "_submit", faulty)
 

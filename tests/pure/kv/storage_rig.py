@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.config import AdmissionName
-from penstock.kv.blocks.handles import BlockTable, Hold
+from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
@@ -111,7 +111,7 @@ class Rig:
         return self.load_from(hold, first, lease, (), num_next=num_next)
 
     def load_from(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], num_next: int = 1) -> BlockLoad:
-        return self.loads.begin(BlockTable(hold, BLOCK, None, 0), first, lease, keys, (), num_next)
+        return self.loads.begin(hold, first, lease, keys, (), num_next)
 
     def in_host(self, keys: list[bytes]) -> list[object]:
         """What lies under each key, None where nothing does; the same in every layer."""

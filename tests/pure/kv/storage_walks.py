@@ -20,7 +20,7 @@ from event_walks import Event, choose_events, told_shortly
 from penstock.config import AdmissionName
 from penstock.contract import Lease, Prefix
 from penstock.kv.blocks.eviction import PoolWant
-from penstock.kv.blocks.handles import BlockTable
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers import loads, saves
 from penstock.kv.tiers.loads import BlockLoad, Fetch
 from penstock.kv.tiers.saves import Persisting
@@ -151,13 +151,13 @@ class Walker:
             self.seen["room is being made"] += 1
             return
         if asked.lease is not None and match.num_colder:
-            assert cache.claim(asked.lease, match.num_blocks, match.num_colder), "nothing has happened since the match"
+            assert asked.lease.claim(match.num_blocks, match.num_colder), "nothing has happened since the match"
         self._end_want(asked)
         asked.table = cache.open(f"request {self.asked.index(asked)}", asked.prefix, match.num_blocks)
         asked.first, asked.num_wanted = match.num_blocks, match.num_colder
         lease, asked.lease = asked.lease, None
         if lease is not None and match.num_colder:
-            asked.load = cache.promote(asked.table, lease, match.num_colder, 1)
+            asked.load = asked.table.promote(lease, match.num_colder, 1)
             self.seen["cold load"] += asked.load.is_cold
             self.seen["cold load that shares a fetch"] += bool(asked.load.awaited)
         elif lease is not None:
@@ -172,7 +172,7 @@ class Walker:
 
     def _end_want(self, asked: Asked) -> None:
         if asked.want is not None:
-            self.rig.cache.end_want(asked.want)
+            asked.want.end()
 
     def a_prefix_comes_back(self, r: random.Random) -> None:
         """It was computed, and hotter tiers have forgotten it."""
@@ -211,7 +211,7 @@ class Walker:
                 asked.lease.end()
             if asked.table is not None:
                 self.seen["cancelled while loading"] += asked.load is not None and asked.load.is_cold and not asked.load.settled
-                self.rig.cache.release(asked.table, self.rig.step() if r.random() < 0.5 else None)
+                asked.table.release(self.rig.step() if r.random() < 0.5 else None)
 
     # ---------------------------------------------------------------------------------------------------------------- lanes
 

@@ -8,11 +8,11 @@ from kv_fakes import FakeLane
 
 from penstock.contract import TOKEN_IN_FLIGHT, KvLedger, Match, Prefix
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import Scope, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -27,8 +27,8 @@ def run(cache: KvCache, owner: str, tokens: list[int], num_prompt: int | None = 
     """A request that has computed all of `tokens`, of which the first `num_prompt` were its prompt."""
     prefix = cache.prefix_of(tokens[:num_prompt])
     table = cache.open(owner, prefix, 0)
-    assert cache.try_extend(table, -(-len(tokens) // BLOCK))
-    cache.seal(table, tokens, len(tokens), None)
+    assert table.try_extend(-(-len(tokens) // BLOCK))
+    table.seal(tokens, len(tokens), None)
     return table
 
 
@@ -46,7 +46,7 @@ def test_a_finished_prompt_is_matched_by_the_next_request():
     first = run(cache, "a", PROMPT)
     assert match(cache, PROMPT) == Match(num_blocks=2, num_idle=0, pending=False)
     slots = first.slots(8).tolist()
-    cache.release(first, None)
+    first.release(None)
     assert match(cache, [*PROMPT[:8], 99]) == Match(num_blocks=2, num_idle=2, pending=False)
     second = cache.open("b", cache.prefix_of(PROMPT), 2)
     assert second.slots(8).tolist() == slots
@@ -57,18 +57,18 @@ def test_a_finished_prompt_is_matched_by_the_next_request():
 def test_a_page_aligned_prompt_can_be_opened_from_the_cache_in_full():
     cache = new_cache()
     tokens = PROMPT[:8]
-    cache.release(run(cache, "a", tokens), None)
+    run(cache, "a", tokens).release(None)
     prefix = cache.prefix_of(tokens)
     assert match(cache, tokens).num_blocks == len(prefix.keys) == 2
     table = cache.open("b", prefix, 2)
     assert table.num_slots == 2
-    assert not cache._announcing
-    cache.seal(table, tokens, 8, None)  # the last token was computed once more; there is nothing new to seal
+    assert not cache._tables.announcing
+    table.seal(tokens, 8, None)  # the last token was computed once more; there is nothing new to seal
     assert cache.stats().duplicate_seals_total == 0
-    assert cache.try_extend(table, 1)
-    cache.seal(table, [*tokens, 20, 21, 22, 23], 12, None)
+    assert table.try_extend(1)
+    table.seal([*tokens, 20, 21, 22, 23], 12, None)
     assert match(cache, [*tokens, 20, 21, 22, 23]).num_blocks == 3
-    cache.release(table, None)
+    table.release(None)
     cache.close()
 
 
@@ -78,13 +78,13 @@ def test_generated_tokens_continue_the_chain_of_the_prompt():
     table = run(cache, "a", tokens, num_prompt=len(PROMPT))
     assert match(cache, tokens).num_blocks == 4
     assert table.num_keyed == 4
-    cache.release(table, None)
+    table.release(None)
 
 
 def test_a_prompt_shorter_than_a_block_starts_the_chain_with_its_first_full_block():
     cache = new_cache()
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    cache.release(run(cache, "a", tokens, num_prompt=1), None)
+    run(cache, "a", tokens, num_prompt=1).release(None)
     assert match(cache, tokens).num_blocks == 2
 
 
@@ -92,22 +92,22 @@ def test_keys_of_an_unfinished_prompt_are_pending_until_sealed_or_released():
     cache = new_cache()
     tokens = list(range(12))
     table = cache.open("a", cache.prefix_of(tokens), 0)
-    cache.try_extend(table, 3)
+    table.try_extend(3)
     assert match(cache, tokens) == Match(0, 0, pending=True)
-    cache.seal(table, tokens, 5, None)
+    table.seal(tokens, 5, None)
     assert match(cache, tokens) == Match(1, 0, pending=True)
     assert match(cache, [*tokens[:4], 7, 7, 7, 7]) == Match(1, 0, pending=False)
-    cache.release(table, None)
+    table.release(None)
     assert match(cache, tokens) == Match(1, 1, pending=False)
-    assert not cache._announcing
+    assert not cache._tables.announcing
 
 
 def test_a_key_announced_twice_stays_pending_until_the_second_gives_up():
     cache = new_cache()
     one, two = (cache.open(owner, cache.prefix_of(PROMPT), 0) for owner in ("one", "two"))
-    cache.release(one, None)
+    one.release(None)
     assert match(cache, PROMPT).pending
-    cache.release(two, None)
+    two.release(None)
     assert not match(cache, PROMPT).pending
 
 
@@ -116,16 +116,16 @@ def test_an_identical_prompt_computed_twice_keeps_the_first_copy_and_frees_the_s
     cache = new_cache()
     one, two = run(cache, "one", PROMPT), run(cache, "two", PROMPT)
     assert cache.stats().duplicate_seals_total == 2
-    cache.release(two, None)
+    two.release(None)
     assert cache.stats().slots["device"] == SlotCounts(free=13, reserved=0, active=3, pinned=0, idle=0)
-    cache.release(one, None)
+    one.release(None)
     assert cache.stats().slots["device"] == SlotCounts(free=14, reserved=0, active=0, pinned=0, idle=2)
     cache.check()
 
 
 def test_tenants_with_different_salts_share_nothing():
     cache = new_cache()
-    cache.release(run(cache, "a", PROMPT), None)
+    run(cache, "a", PROMPT).release(None)
     assert cache.match(cache.prefix_of(PROMPT, salt="tenant").keys) == Match(0, 0, False)
     assert cache.match(cache.prefix_of(PROMPT, salt="").keys).num_blocks == 2
 
@@ -133,17 +133,17 @@ def test_tenants_with_different_salts_share_nothing():
 def test_a_table_that_does_not_fit_is_not_extended_at_all():
     cache = new_cache(num_slots=4)
     table = cache.open("a", None, 0)
-    assert not cache.try_extend(table, 5)
+    assert not table.try_extend(5)
     assert (table.num_slots, cache.num_available) == (0, 4)
-    assert cache.try_extend(table, 4)
-    assert not cache.try_extend(table, 1)
-    assert cache.try_extend(table, 0)
+    assert table.try_extend(4)
+    assert not table.try_extend(1)
+    assert table.try_extend(0)
 
 
 def test_a_slot_view_has_exactly_the_blocks_of_its_tokens():
     cache = new_cache()
     table = cache.open("a", None, 0)
-    cache.try_extend(table, 3)
+    table.try_extend(3)
     assert [table.slots(n).size for n in (0, 1, 4, 5, 8, 9, 12)] == [0, 1, 1, 2, 2, 3, 3]
     assert table.slots(12).dtype == np.int32
     assert not table.slots(12).flags.writeable
@@ -154,14 +154,14 @@ def test_a_slot_view_has_exactly_the_blocks_of_its_tokens():
 
 def test_reset_forgets_what_nobody_uses():
     cache = new_cache()
-    cache.release(run(cache, "a", PROMPT), None)
+    run(cache, "a", PROMPT).release(None)
     held = run(cache, "b", [90, 91, 92, 93])
     assert cache.reset().forgotten == {"device": 2}
     assert match(cache, PROMPT).num_blocks == 0
     assert match(cache, [90, 91, 92, 93]).num_blocks == 1
     assert cache.stats().evictions_total == 2
     assert cache.reset().forgotten == {"device": 0}
-    cache.release(held, None)
+    held.release(None)
 
 
 def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
@@ -170,11 +170,11 @@ def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
     scope = SCOPE.digest()
     prefix = Prefix(scope, prefix_keys(PROMPT, BLOCK, scope))
     table = cache.open("a", prefix, 0)
-    cache.try_extend(table, 3)
-    assert not cache._announcing
-    cache.seal(table, PROMPT, 10, None)
+    table.try_extend(3)
+    assert not cache._tables.announcing
+    table.seal(PROMPT, 10, None)
     assert cache.match(prefix.keys) == Match(0, 0, False)
-    cache.release(table, None)
+    table.release(None)
     assert cache.stats().slots["device"].free == 16
     with pytest.raises(InvariantBroken):
         cache.open("b", prefix, 1)
@@ -183,16 +183,16 @@ def test_with_the_prefix_cache_off_nothing_is_matched_sealed_or_announced():
 def test_a_request_without_a_prefix_leaves_nothing_behind():
     cache = new_cache()
     table = cache.open("a", None, 0)
-    cache.try_extend(table, 3)
-    cache.seal(table, PROMPT, 10, None)
-    cache.release(table, None)
+    table.try_extend(3)
+    table.seal(PROMPT, 10, None)
+    table.release(None)
     assert cache.stats().num_keys == 0
     assert cache.num_available == 16
 
 
 def test_opening_with_blocks_that_are_not_here_changes_nothing():
     cache = new_cache()
-    cache.release(run(cache, "a", PROMPT[:4]), None)
+    run(cache, "a", PROMPT[:4]).release(None)
     before = cache.stats()
     for prefix, num in ((cache.prefix_of(PROMPT), 2), (None, 1), (cache.prefix_of(PROMPT), 3)):
         with pytest.raises(InvariantBroken, match="of which"):
@@ -203,7 +203,7 @@ def test_opening_with_blocks_that_are_not_here_changes_nothing():
 
 def test_a_prefix_that_names_a_block_twice_is_refused_without_a_leak():
     cache = new_cache()
-    cache.release(run(cache, "a", PROMPT), None)
+    run(cache, "a", PROMPT).release(None)
     scope, keys = cache.prefix_of(PROMPT)
     with pytest.raises(InvariantBroken, match="twice"):
         cache.open("b", Prefix(scope, (keys[0], keys[0])), 2)
@@ -214,14 +214,14 @@ def test_a_prefix_that_names_a_block_twice_is_refused_without_a_leak():
 def test_sealing_more_than_is_there_raises_and_changes_nothing():
     cache = new_cache()
     table = cache.open("a", cache.prefix_of(PROMPT), 0)
-    cache.try_extend(table, 2)
+    table.try_extend(2)
     before = cache.stats()
     for tokens, num_computed in (
         (list(range(12)), 12),  # three full blocks where the table has two
         (PROMPT[:6], 8),  # fewer tokens than are said to be computed
     ):
         with pytest.raises(InvariantBroken):
-            cache.seal(table, tokens, num_computed, None)
+            table.seal(tokens, num_computed, None)
     assert cache.stats() == before
     assert table.num_keyed == 0
 
@@ -230,11 +230,11 @@ def test_sealing_more_than_is_there_raises_and_changes_nothing():
 def test_a_block_with_a_token_in_flight_is_not_sealed():
     cache = new_cache()
     table = cache.open("a", cache.prefix_of(PROMPT), 0)
-    cache.try_extend(table, 3)
+    table.try_extend(3)
     with pytest.raises(InvariantBroken):
-        cache.seal(table, [*PROMPT, 11, TOKEN_IN_FLIGHT], 12, None)
+        table.seal([*PROMPT, 11, TOKEN_IN_FLIGHT], 12, None)
     assert cache.stats().num_keys == 0
-    cache.seal(table, [*PROMPT, 11, 12], 12, None)
+    table.seal([*PROMPT, 11, 12], 12, None)
     assert cache.stats().num_keys == 3
 
 
@@ -243,8 +243,8 @@ def test_sealing_where_no_block_became_full_does_no_work(monkeypatch):
     table = run(cache, "a", PROMPT)
     monkeypatch.setattr(BlockTable, "next_keys", lambda *_: pytest.fail("no key is wanted"))
     keyed = cache.stats().num_keys
-    cache.seal(table, PROMPT, 10, None)
-    cache.seal(table, PROMPT, 3, None)
+    table.seal(PROMPT, 10, None)
+    table.seal(PROMPT, 3, None)
     assert cache.stats().num_keys == keyed
 
 
@@ -252,13 +252,13 @@ def test_sealing_where_no_block_became_full_does_no_work(monkeypatch):
 def test_a_released_table_is_of_no_use(use):
     cache = new_cache()
     table = cache.open("a", cache.prefix_of(PROMPT), 0)
-    cache.try_extend(table, 3)
-    cache.release(table, None)
+    table.try_extend(3)
+    table.release(None)
     before = cache.stats()
     uses = {
-        "release": lambda: cache.release(table, None),
-        "extend": lambda: cache.try_extend(table, 1),
-        "seal": lambda: cache.seal(table, PROMPT, 10, None),
+        "release": lambda: table.release(None),
+        "extend": lambda: table.try_extend(1),
+        "seal": lambda: table.seal(PROMPT, 10, None),
         "slots": lambda: table.slots(1),
     }
     with pytest.raises(HandleEnded):
@@ -266,22 +266,12 @@ def test_a_released_table_is_of_no_use(use):
     assert cache.stats() == before
 
 
-def test_a_table_of_somebody_else_is_refused():
-    cache = new_cache()
-    with pytest.raises(InvariantBroken, match="no table of this cache"):
-        cache.try_extend(object(), 1)  # type: ignore[arg-type]
-    foreign = new_cache().open("x", None, 0)
-    with pytest.raises(InvariantBroken):
-        cache.try_extend(foreign, 1)
-    cache.close()
-
-
 def test_closing_with_a_table_out_raises_and_names_its_request():
     cache = new_cache()
     table = run(cache, "request-5", PROMPT)
     with pytest.raises(Leaked, match="request-5"):
         cache.close()
-    cache.release(table, None)
+    table.release(None)
     cache.close()
     cache.close()
 
@@ -290,29 +280,29 @@ def test_a_pin_keeps_blocks_of_a_released_table_from_the_next_request():
     cache = new_cache(num_slots=3)
     table = run(cache, "a", PROMPT)
     pin = cache._pool.pin(table.slots(8), "demote")
-    cache.release(table, None)
+    table.release(None)
     assert cache.stats().slots["device"] == SlotCounts(free=1, reserved=0, active=0, pinned=2, idle=0)
     assert match(cache, PROMPT) == Match(num_blocks=2, num_idle=0, pending=False)
     other = cache.open("b", None, 0)
-    assert not cache.try_extend(other, 2)
+    assert not other.try_extend(2)
     pin.end()
-    assert cache.try_extend(other, 2)
+    assert other.try_extend(2)
 
 
 def test_the_fence_of_a_released_table_reaches_the_table_that_draws_its_slots():
     cache, compute, demote = new_cache(num_slots=3), FakeLane("compute"), FakeLane("demote")
     first = cache.open("a", None, 0)
-    cache.try_extend(first, 3)
+    first.try_extend(3)
     pin = cache._pool.pin(first.slots(4), "demote")
     step, copy = compute.record(), demote.record()
-    cache.release(first, step)
+    first.release(step)
     second = cache.open("b", None, 0)
-    cache.try_extend(second, 1)
+    second.try_extend(1)
     assert second.take_after() == (step,)
     assert second.take_after() == ()
     pin.end(copy)
-    cache.try_extend(second, 1)
-    cache.try_extend(second, 1)
+    second.try_extend(1)
+    second.try_extend(1)
     assert set(second.take_after()) == {step, copy}
 
 
@@ -320,25 +310,44 @@ def test_a_table_keeps_no_fence_that_has_passed():
     cache, compute = new_cache(num_slots=2), FakeLane("compute")
     tables = [cache.open(owner, None, 0) for owner in ("a", "b")]
     for table in tables:
-        cache.try_extend(table, 1)
+        table.try_extend(1)
     for table in tables:
-        cache.release(table, compute.record())
+        table.release(compute.record())
     table = cache.open("c", None, 0)
-    cache.try_extend(table, 1)
+    table.try_extend(1)
     compute.num_passed = 1
-    cache.try_extend(table, 1)
+    table.try_extend(1)
     assert [fence.number for fence in table.take_after()] == [2]
 
 
 def test_stats_count_hits_and_misses_in_blocks():
     cache = new_cache()
-    cache.release(run(cache, "a", PROMPT), None)
+    run(cache, "a", PROMPT).release(None)
     table = cache.open("b", cache.prefix_of([*PROMPT[:8], 1, 2, 3, 4]), 2)
     stats = cache.stats()
     assert (stats.hits_total, stats.misses_total, stats.num_tables, stats.num_keys) == (2, 3, 1, 2)
-    cache.release(table, None)
+    table.release(None)
 
 
 def test_a_device_without_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one slot"):
         KvCache(BlockPool(0, "device"), SCOPE)
+
+
+def test_a_table_announces_the_blocks_of_its_prompt_and_none_behind() -> None:
+    keys = tuple(bytes([number]) * 16 for number in range(3))
+    table = new_cache().open("request", Prefix(b"scope", keys[:2]), 0)
+    assert [table.announces(number, key) for number, key in enumerate(keys)] == [True, True, False]
+    table.release(None)
+
+
+def test_the_first_block_that_is_not_shared_has_a_key_under_the_tables_own_scope() -> None:
+    cache = new_cache()
+    table, other = (cache.open("request", Prefix(b"scope", ()), 0) for _ in range(2))
+    assert table.try_extend(2)
+    table.own_scope, table.num_shared = b"own", 1
+    own, shared = table.next_keys(range(8), 2), other.next_keys(range(8), 2)
+    assert own[0] == shared[0] and own[1] != shared[1]
+    table.release(None)
+    other.release(None)
+    cache.close()

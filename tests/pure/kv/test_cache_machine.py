@@ -17,13 +17,14 @@ from kv_fakes import FakeFence, FakeLane
 from penstock.contract import Fence, Match, Prefix
 from penstock.errors import PenstockError
 from penstock.kv import cache as cache_module
-from penstock.kv.blocks import handles as table_module
+from penstock.kv import table as table_module
 from penstock.kv.blocks.eviction import LruOrder
-from penstock.kv.blocks.handles import BlockTable, Pin
+from penstock.kv.blocks.handles import Hold, Pin
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 
 NUM_SLOTS = 10
 BLOCK = 2
@@ -128,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
     def extend(self, which: int, num: int) -> None:
         request = self.requests[which % len(self.requests)]
         fits = num <= self.num_free() + len(self.idle)
-        assert self.cache.try_extend(request.table, num) == fits
+        assert request.table.try_extend(num) == fits
         if fits:
             self.forget(max(0, num - self.num_free()))
             request.blocks += [Block(num_holders=1) for _ in range(num)]
@@ -146,7 +147,7 @@ class CacheMachine(RuleBasedStateMachine):
         request = self.requests[which % len(self.requests)]
         request.tokens += generated
         num_computed = max(0, min(len(request.tokens), len(request.blocks) * BLOCK) - held_back)
-        self.cache.seal(request.table, request.tokens, num_computed, None)
+        request.table.seal(request.tokens, num_computed, None)
         if request.salt is None:
             return
         for block in range(request.num_keyed, num_computed // BLOCK):
@@ -172,7 +173,7 @@ class CacheMachine(RuleBasedStateMachine):
         fence = self.compute.record()
         for slot in request.table.slots(request.table.num_slots * BLOCK).tolist():
             self.last_use[slot].append(fence)
-        self.cache.release(request.table, fence)
+        request.table.release(fence)
         for block in request.blocks:
             block.num_holders -= 1
         self.settle(request.blocks)
@@ -229,9 +230,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.num_tables == len(self.requests)
         assert stats.num_keys == len(self.cached)
         announced = Counter(content for request in self.requests for content in request.announced)
-        tables = self.cache._announcing
+        tables = self.cache._tables.announcing
         assert len({key for table in tables for key in table.prefix.keys[table.num_keyed :]}) == len(announced)
-        assert len(self.cache._announcing) == sum(bool(request.announced) for request in self.requests)
+        assert len(self.cache._tables.announcing) == sum(bool(request.announced) for request in self.requests)
 
     @invariant()
     def every_recent_prompt_matches_as_predicted(self) -> None:
@@ -246,12 +247,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for request in self.requests:
-            self.cache.release(request.table, None)
+            request.table.release(None)
         for pin, _ in self.pins:
             pin.end()
         self.cache.check()
         assert self.cache.num_available == NUM_SLOTS
-        assert not self.cache._announcing
+        assert not self.cache._tables.announcing
         self.cache.close()
 
 
@@ -263,14 +264,14 @@ TestCacheAgainstItsReference = CacheMachine.TestCase
 
 
 def forgets_to_withdraw_what_it_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = KvCache.release
+    release = BlockTable.release
 
-    def faulty(self: KvCache, table: BlockTable, fence: Fence | None) -> None:
-        announcing = set(self._announcing)
-        release(self, table, fence)
-        self._announcing |= announcing
+    def faulty(self: BlockTable, fence: Fence | None) -> None:
+        announcing = set(self._tables.announcing)
+        release(self, fence)
+        self._tables.announcing |= announcing
 
-    monkeypatch.setattr(KvCache, "release", faulty)
+    monkeypatch.setattr(BlockTable, "release", faulty)
 
 
 def looks_for_an_announcement_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,13 +280,13 @@ def looks_for_an_announcement_one_block_off(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def takes_back_what_others_announce(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = KvCache.release
+    release = BlockTable.release
 
-    def faulty(self: KvCache, table: BlockTable, fence: Fence | None) -> None:
-        release(self, table, fence)
-        self._announcing.clear()
+    def faulty(self: BlockTable, fence: Fence | None) -> None:
+        release(self, fence)
+        self._tables.announcing.clear()
 
-    monkeypatch.setattr(KvCache, "release", faulty)
+    monkeypatch.setattr(BlockTable, "release", faulty)
 
 
 def starts_a_new_chain_for_generated_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +295,8 @@ def starts_a_new_chain_for_generated_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def seals_a_block_that_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = KvCache.seal
-    monkeypatch.setattr(KvCache, "seal", lambda self, table, tokens, num, fence: seal(self, table, [*tokens, 0], num + num % BLOCK, fence))
+    seal = BlockTable.seal
+    monkeypatch.setattr(BlockTable, "seal", lambda self, tokens, num, fence: seal(self, [*tokens, 0], num + num % BLOCK, fence))
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +322,7 @@ def frees_the_deepest_block_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drops_the_fences_of_what_it_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockTable, "add_after", lambda self, fences: None)
+    monkeypatch.setattr(Hold, "add_after", lambda self, fences: None)
 
 
 FAULTS = [

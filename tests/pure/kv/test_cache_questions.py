@@ -9,7 +9,7 @@ from test_cache_tiers import BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken
-from penstock.kv.blocks.handles import BlockTable
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.policy import TierLimits
 
 PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
@@ -40,9 +40,9 @@ def test_without_a_device_cache_nobody_waits_for_what_another_computes() -> None
     """It gets a key for colder tiers alone: it will never be found on the device."""
     rig = Cached(prefix_cache=False)
     table = rig.cache.open("first", rig.prefix(), 0)
-    assert rig.cache.try_extend(table, 3)
+    assert table.try_extend(3)
     assert not rig.cache.is_pending(rig.prefix().keys) and rig.cache.match(rig.prefix().keys) == Match(0, 0, False, 0)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -51,7 +51,7 @@ def test_what_lands_for_a_table_that_has_gone_is_kept_only_where_it_can_be_found
     rig = Cached(prefix_cache=prefix_cache)
     rig.remembered()
     table, _ = rig.loading()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.finish()
     stats = rig.cache.stats()
     kept = len(BLOCKS) if prefix_cache else 0
@@ -64,14 +64,14 @@ def test_what_lands_for_a_table_that_has_gone_is_kept_only_where_it_can_be_found
 
 def test_a_retention_that_is_looked_after_often_leaves_nothing_wanted_at_its_end() -> None:
     rig = Cached(num_device=4, num_host=4)
-    rig.cache.release(rig.run("request", PROMPT[:8]), None)
+    rig.run("request", PROMPT[:8]).release(None)
     rig.finish()
     retention = rig.cache.retain(rig.prefix(), 5.0)
     for _ in range(3):
         retention.look_again()
         assert (rig.pool.num_unwanted, rig.host.num_spare) == (2, 2)
     more = rig.run("more", PROMPT[:8] + list(range(50, 58)))  # moves nothing, and lands behind it
-    rig.cache.release(more, None)
+    more.release(None)
     rig.finish()
     retention.look_again()
     retention.end()
@@ -83,7 +83,7 @@ def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
     """Each look finds another number of blocks, so that each makes another want."""
     rig = Cached(num_device=8, num_host=8)
     tokens = list(range(16))
-    rig.cache.release(rig.run("request", tokens), None)
+    rig.run("request", tokens).release(None)
     rig.finish()
     retention = rig.cache.retain(rig.prefix(tokens), 5.0)
     for num_left in (3, 1):
@@ -101,7 +101,7 @@ def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
 
 def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
     rig = Cached(num_device=6, num_host=5)
-    rig.cache.release(rig.run("request", PROMPT[:8]), None)
+    rig.run("request", PROMPT[:8]).release(None)
     rig.finish()
     table = rig.run("running", PROMPT[:4])
     lease = rig.host.lease(rig.prefix(PROMPT[:8]).keys, "other")
@@ -118,7 +118,7 @@ def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
     assert told == {"device": rig.pool.counts._asdict(), "host": rig.host.slots._asdict()}
     assert [sum(counts.values()) for counts in told.values()] == [6, 5] and told["host"]["pinned"] == 1
     lease.end()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.finish()
     rig.end()
 
@@ -144,7 +144,7 @@ def test_what_has_come_to_host_memory_since_a_lease_was_taken_is_matched() -> No
 @pytest.mark.parametrize(("most_resident", "expected"), [(1, Match(0, 0, False)), (2, Match(2, 2, False)), (3, Match(2, 2, False))])
 def test_a_deep_request_begins_with_what_the_device_has_as_far_as_all_of_it_may_stay(most_resident: int, expected: Match) -> None:
     rig = Cached()
-    rig.cache.release(rig.run("earlier"), None)
+    rig.run("earlier").release(None)
     rig.finish()
     rig.cache.reset(["host"])
     assert rig.cache.match_deep(rig.prefix().keys, most_resident) == expected
@@ -157,13 +157,13 @@ def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table
     rig = Cached()
     table = rig.cache.open("request", rig.prefix(), 0)
     table.is_deep = deep
-    rig.cache.close_scope(table, 2 * BLOCK - 1)
-    rig.cache.close_scope(table, 2 * BLOCK)  # it is closed already
-    assert rig.cache.try_extend(table, 2)
-    rig.cache.seal(table, PROMPT, 2 * BLOCK, None)
+    table.close_scope(2 * BLOCK - 1)
+    table.close_scope(2 * BLOCK)  # it is closed already
+    assert table.try_extend(2)
+    table.seal(PROMPT, 2 * BLOCK, None)
     if sent:
         rig.cache.submit_saves()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.cache.settle()
     rig.cache.submit_saves()
     rig.finish()
@@ -176,27 +176,27 @@ def test_keys_that_two_contexts_had_are_forgotten_once() -> None:
     """Both may be dropped at the same time."""
     rig = Cached()
     table = rig.run("request", PROMPT[:4])
-    rig.cache.close_scope(table, 0)
+    table.close_scope(0)
     rig.finish()
     keys = list(table.sealed_keys)
     before = rig.host.slots.free
     rig.cache.forget_closed([*keys, *keys])
     assert rig.host.slots.free == before + len(keys) and rig.host.num_leading(keys) == 0
     rig.cache.check()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
 def test_blocks_of_a_scope_of_their_own_that_have_landed_leave_host_memory_with_their_table() -> None:
     rig = Cached()
     table = rig.cache.open("request", rig.prefix(), 0)
-    rig.cache.close_scope(table, BLOCK)
-    assert rig.cache.try_extend(table, 2)
-    rig.cache.seal(table, PROMPT, 2 * BLOCK, None)
+    table.close_scope(BLOCK)
+    assert table.try_extend(2)
+    table.seal(PROMPT, 2 * BLOCK, None)
     rig.cache.submit_saves()
     rig.finish()
     assert len(list(rig.host.keys())) == 2
-    rig.cache.release(table, None)
+    table.release(None)
     assert list(rig.host.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
     rig.end()
 
@@ -205,17 +205,17 @@ def test_parts_that_are_fetched_are_counted_until_they_are_dropped() -> None:
     rig = Cached()
     table = rig.run("request")
     rig.finish()
-    assert rig.cache.page_out(table, 2, None) == 2
-    one, other = rig.cache.fetch(table, [0, 1], 1)
+    assert table.page_out(2, None) == 2
+    one, other = table.fetch([0, 1], 1)
     assert table.num_fetched == 2 and len(rig.cache.loads.mover.flying) == 1
     with pytest.raises(InvariantBroken, match="still on their way"):
-        rig.cache.drop_fetched(table, one, None)
+        one.end(None)
     rig.finish()
-    rig.cache.drop_fetched(table, one, None)
+    one.end(None)
     assert table.num_fetched == 1 and table.fetched == {other}
     with pytest.raises(InvariantBroken, match="has not fetched"):
-        rig.cache.drop_fetched(table, one, None)
-    rig.cache.release(table, None)
+        one.end(None)
+    table.release(None)
     rig.end()
 
 
@@ -235,14 +235,14 @@ def test_blocks_of_a_deep_request_are_saved_though_host_memory_is_full_and_other
     assert table is not None
     other = rig.cache.open("other", rig.prefix([*range(50, 60)]), 0)
     for one, tokens in ((table, PROMPT), (other, [*range(50, 60)])):
-        assert rig.cache.try_extend(one, 2)
-        rig.cache.seal(one, tokens, 2 * BLOCK, None)
+        assert one.try_extend(2)
+        one.seal(tokens, 2 * BLOCK, None)
     rig.cache.submit_saves()
     rig.finish()
     assert rig.host.absent(rig.prefix().keys) == [False] * 2 and rig.host.absent(rig.prefix([*range(50, 60)]).keys) == [True] * 2
-    assert rig.cache.page_out(table, 2, None) == 2
+    assert table.page_out(2, None) == 2
     for one in (table, other):
-        rig.cache.release(one, None)
+        one.release(None)
     rig.end()
 
 
@@ -253,10 +253,10 @@ def test_what_is_to_be_paged_out_and_was_not_saved_is_saved_though_host_memory_i
     table = rig.run("request")
     rig.finish()
     assert rig.host.absent(rig.prefix().keys) == [True] * 2
-    assert rig.cache.page_out(table, 2, None) == 0
+    assert table.page_out(2, None) == 0
     rig.finish()
-    assert rig.cache.page_out(table, 2, None) == 2
-    rig.cache.release(table, None)
+    assert table.page_out(2, None) == 2
+    table.release(None)
     rig.end()
 
 
@@ -265,11 +265,11 @@ def test_slots_of_fetched_parts_are_drawn_behind_the_step_that_read_them() -> No
     rig = Cached(num_device=3)
     table = rig.run("request")
     rig.finish()
-    assert rig.cache.page_out(table, 2, None) == 2
-    assert len(rig.cache.fetch(table, [0], 2)) == 1
+    assert table.page_out(2, None) == 2
+    assert len(table.fetch([0], 2)) == 1
     rig.finish()
     fence = rig.step()
-    rig.cache.release(table, fence)
+    table.release(fence)
     drawn = [rig.pool.try_reserve(1, owner) for owner in ("one", "two", "three")]
     assert [None if one is None else one.after for one in drawn] == [(fence,)] * 3, "all of them were its own"
     for one in drawn:
@@ -285,7 +285,7 @@ def paged_out(rig: Cached, num_blocks: int = 3) -> BlockTable:
     """A request of three full blocks, the first of them in host memory alone."""
     table = rig.run("request", THREE)
     rig.finish()
-    assert rig.cache.page_out(table, num_blocks, None) == num_blocks
+    assert table.page_out(num_blocks, None) == num_blocks
     return table
 
 
@@ -304,7 +304,7 @@ def test_a_deep_request_begins_with_as_many_blocks_as_were_matched_though_host_m
     rig.remembered()
     table = rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=1))
     assert table is not None and (table.num_paged, table.num_keyed, len(table.paged_slots)) == (1, 1, 1)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -315,23 +315,23 @@ def test_of_what_is_to_be_paged_out_that_is_saved_once_more_which_host_memory_la
     rig.finish()
     keys = rig.prefix(THREE).keys
     rig.host.forget(keys[1:2])
-    assert rig.cache.page_out(table, 3, None) == 1
+    assert table.page_out(3, None) == 1
     rig.finish()
-    assert rig.cache.page_out(table, 3, None) == 2
+    assert table.page_out(3, None) == 2
     assert rig.saves.counts.bytes["device", "host"] == (3 + 1) * LAYOUT.block_bytes
     assert rig.in_host([*keys]) == [tuple(THREE[at : at + BLOCK]) for at in (0, 4, 8)]
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
 def test_a_part_that_is_fetched_is_the_one_that_was_asked_for() -> None:
     rig = Cached()
     table = paged_out(rig)
-    (fetched,) = rig.cache.fetch(table, [1], 1)
+    (fetched,) = table.fetch([1], 1)
     assert fetched is not None
     rig.finish()
     assert [rig.device.cells[slot] for slot in fetched.hold.slots] == [[(4, 5, 6, 7)] * LAYERS]
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -339,12 +339,12 @@ def test_nothing_is_fetched_without_room_nor_what_was_not_paged_out() -> None:
     rig = Cached(num_device=4)
     table = paged_out(rig, 2)
     with pytest.raises(InvariantBroken, match="of which 2 were paged out"):
-        rig.cache.fetch(table, [0, 1], 2)
+        table.fetch([0, 1], 2)
     taken = rig.pool.try_reserve(2, "others")
-    assert taken is not None and rig.cache.fetch(table, [0], 2) == []
+    assert taken is not None and table.fetch([0], 2) == []
     assert rig.host.slots.pinned == 2, "what the table itself has"
     taken.end()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -353,7 +353,7 @@ def test_a_deep_request_that_is_retracted_takes_nothing_along() -> None:
     rig = Cached()
     table = paged_out(rig, 2)
     table.is_deep = True
-    assert rig.cache.retract(table, len(THREE), None) is None
+    assert table.retract(len(THREE), None) is None
     assert rig.cache.num_in_flight == 0
     rig.end()
 
@@ -361,7 +361,7 @@ def test_a_deep_request_that_is_retracted_takes_nothing_along() -> None:
 def test_a_request_that_has_computed_nothing_is_retracted_with_nothing() -> None:
     rig = Cached()
     table = rig.cache.open("request", rig.prefix(), 0)
-    assert rig.cache.try_extend(table, 2)
-    assert rig.cache.retract(table, 0, None) is None
+    assert table.try_extend(2)
+    assert table.retract(0, None) is None
     assert rig.cache.num_in_flight == 0 and rig.host.num_leases == 0
     rig.end()

@@ -11,9 +11,10 @@ from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.contract import Adapter, Match, Prefix
 from penstock.errors import InvariantBroken, LaneClosed, Leaked, PenstockError
-from penstock.kv.blocks.handles import BlockTable
+from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.key import Scope
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy
 
@@ -36,10 +37,10 @@ class Cached(Rig):
     def run(self, owner: str, tokens: list[int] = PROMPT) -> BlockTable:
         """A request that has computed all of `tokens`."""
         table = self.cache.open(owner, self.prefix(tokens), 0)
-        assert self.cache.try_extend(table, -(-len(tokens) // BLOCK))
+        assert table.try_extend(-(-len(tokens) // BLOCK))
         for at, slot in enumerate(table.hold.slots):
             self.device.cells[slot] = [tuple(tokens[at * BLOCK : (at + 1) * BLOCK])] * LAYERS
-        self.cache.seal(table, tokens, len(tokens), None)
+        table.seal(tokens, len(tokens), None)
         self.cache.submit_saves()
         return table
 
@@ -47,7 +48,7 @@ class Cached(Rig):
         """In the host tier, and no longer on the device."""
         table = self.run("earlier", tokens)
         slots = list(table.hold.slots)
-        self.cache.release(table, None)
+        table.release(None)
         self.finish()
         self.cache.reset(["device"])
         self.device.spoil(slots, (0, LAYERS))  # the next to be drawn
@@ -57,7 +58,7 @@ class Cached(Rig):
         match = self.cache.match(prefix.keys, lease := self.cache.lease(owner, prefix))
         assert lease is not None
         table = self.cache.open(owner, prefix, match.num_blocks)
-        return table, self.cache.promote(table, lease, match.num_colder, 1)
+        return table, table.promote(lease, match.num_colder, 1)
 
     def finish(self) -> bool:
         self.lanes.run_all()
@@ -92,7 +93,7 @@ def test_a_save_waits_for_the_step_that_read_its_slots_in_host_memory() -> None:
     rig.remembered()
     deep = rig.cache.open_deep("deep", rig.prefix(), Match(0, 0, False, num_paged=2))
     assert deep is not None
-    rig.cache.release(deep, rig.step())
+    deep.release(rig.step())
     others = list(range(50, 58))
     other = rig.run("other", others)
     while any(lane.step() for lane in rig.lanes if lane.name in ("launch save", "save")):
@@ -100,13 +101,13 @@ def test_a_save_waits_for_the_step_that_read_its_slots_in_host_memory() -> None:
     assert sorted(rig.host_arena.read([slot], (0, 1))[0][0] for slot in range(2)) == BLOCKS, "the step may still read them"
     rig.finish()
     assert rig.cache.num_in_flight == 0 and rig.host.num_leading(rig.prefix(others).keys) == 2
-    rig.cache.release(other, None)
+    other.release(None)
     rig.end()
 
 
 def test_what_is_forgotten_is_neither_on_the_device_nor_in_host_memory() -> None:
     rig = Cached()
-    rig.cache.release(rig.run("request"), None)
+    rig.run("request").release(None)
     rig.finish()
     assert rig.cache.forget(rig.prefix().keys[1:]) == 2
     assert (len(rig.pool.find(rig.prefix().keys)), rig.host.num_keys) == (1, 1)
@@ -121,7 +122,7 @@ def test_what_a_table_holds_is_not_forgotten_in_any_tier() -> None:
     rig.finish()
     assert rig.cache.forget(rig.prefix().keys) == 0
     assert (len(rig.pool.find(rig.prefix().keys)), rig.host.num_keys) == (2, 2)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -135,7 +136,7 @@ def test_what_a_transfer_or_a_lease_reads_can_be_forgotten_and_is_read_to_the_en
     assert rig.finish() and rig.content() == BLOCKS
     lease.end()
     assert rig.host.slots.free == rig.host.num_slots
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -144,14 +145,14 @@ def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_hos
     rig = Cached()
     table = rig.run("request")
     rig.finish()
-    assert rig.cache.page_out(table, 2, None) == 2
+    assert table.page_out(2, None) == 2
     before = rig.pool.counts, rig.host.slots
     rig.lane("launch load").refuses = LaneClosed("the launcher is closed")
     with pytest.raises(LaneClosed):
-        rig.cache.fetch(table, firsts, 1)
+        table.fetch(firsts, 1)
     rig.cache.check()
     assert (rig.pool.counts, rig.host.slots) == before and table.num_fetched == 0
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -164,7 +165,7 @@ def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_i
     assert rig.finish()
     assert rig.content() == BLOCKS and table.num_keyed == 2 and rig.cache.stats().promoted_total == 2
     assert rig.cache.match(rig.prefix().keys) == Match(2, 0, False, 0)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -174,7 +175,7 @@ def test_a_prefix_is_pending_while_it_is_promoted_also_when_its_request_has_gone
     table, promotion = rig.loading()
     lease = rig.cache.lease("second", rig.prefix())
     assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
-    rig.cache.release(table, None)
+    table.release(None)
     assert rig.cache.match(rig.prefix().keys, lease) == Match(0, 0, True, 0)
     assert rig.cache.num_settling == 2
     promotion.deadline_s = 0.0
@@ -196,9 +197,9 @@ def test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute() -> Non
     rig.finish()
     assert promotion.error() is not None and rig.cache.stats().num_keys == 0 and table.num_keyed == 0
     assert rig.cache.match(rig.prefix().keys).pending, "the table announces them still: it is going to compute them"
-    rig.cache.seal(table, PROMPT, 8, None)
+    table.seal(PROMPT, 8, None)
     assert rig.cache.match(rig.prefix().keys).num_blocks == 2
-    rig.cache.release(table, None)
+    table.release(None)
     rig.finish()
     rig.end()
 
@@ -208,15 +209,15 @@ def test_a_table_that_computes_after_a_failed_promotion_waits_for_those_before_i
     rig.remembered()
     fence = rig.step()
     earlier = rig.cache.open("earlier", None, 0)
-    assert rig.cache.try_extend(earlier, 3)
-    rig.cache.release(earlier, fence)
+    assert earlier.try_extend(3)
+    earlier.release(fence)
     table, promotion = rig.loading()
     assert promotion.after == (fence,) and table.take_after() == ()
     promotion.copies[0].prepare = lambda: (_ for _ in ()).throw(OSError("gone"))  # type: ignore[method-assign]
     rig.lane("launch load").step()
     rig.cache.settle()
     assert promotion.settled and table.take_after() == (fence,)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.lanes.run_all()
     rig.end()
 
@@ -231,7 +232,7 @@ def test_what_lands_twice_is_kept_once() -> None:
     rig.finish()
     assert rig.cache.stats().duplicate_seals_total == 2 and rig.content() == BLOCKS
     for each in (table, other):
-        rig.cache.release(each, None)
+        each.release(None)
     assert rig.cache.stats().slots["device"].idle == 2
     rig.end()
 
@@ -240,13 +241,13 @@ def test_nothing_is_sealed_behind_blocks_that_have_not_come() -> None:
     rig = Cached()
     rig.remembered()
     table, _ = rig.loading()
-    assert rig.cache.try_extend(table, 1)
+    assert table.try_extend(1)
     with pytest.raises(InvariantBroken, match="still on their way"):
-        rig.cache.seal(table, [*PROMPT, 10, 11], 12, None)
+        table.seal([*PROMPT, 10, 11], 12, None)
     rig.finish()
-    rig.cache.seal(table, [*PROMPT, 10, 11], 12, None)
+    table.seal([*PROMPT, 10, 11], 12, None)
     assert table.num_keyed == 3
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -255,13 +256,13 @@ def test_a_promotion_without_room_or_tier_is_refused() -> None:
     rig.remembered()
     table = rig.cache.open("request", rig.prefix(), 0)
     lease = rig.cache.lease("request", rig.prefix())
-    assert lease is not None and rig.cache.try_extend(rig.cache.open("greedy", None, 0), 2)
+    assert lease is not None and rig.cache.open("greedy", None, 0).try_extend(2)
     with pytest.raises(InvariantBroken, match="without room"):
-        rig.cache.promote(table, lease, 2, 1)
+        table.promote(lease, 2, 1)
     assert lease.num_from(0) == 2
     alone = KvCache(Rig().pool, SCOPE)
     with pytest.raises(InvariantBroken, match="has no lease of 'request'"):
-        alone.promote(alone.open("request", None, 0), lease, 2, 1)
+        alone.open("request", None, 0).promote(lease, 2, 1)
     lease.end()
 
 
@@ -269,7 +270,7 @@ def test_retracting_while_blocks_are_on_their_way_saves_nothing_of_them() -> Non
     rig = Cached()
     rig.remembered()
     table, _ = rig.loading()
-    assert rig.cache.retract(table, 8, None) is None
+    assert table.retract(8, None) is None
     rig.finish()
     assert rig.content() == BLOCKS
     rig.end()
@@ -279,9 +280,9 @@ def test_a_full_match_is_retracted_to_its_end() -> None:
     """Its last token is to be computed once more, and is there: nobody may take its block for half empty."""
     rig = Cached()
     tokens = PROMPT[:8]
-    rig.cache.release(rig.run("earlier", tokens), None)
+    rig.run("earlier", tokens).release(None)
     table = rig.cache.open("request", rig.prefix(tokens), 2)
-    lease = rig.cache.retract(table, 7, None)
+    lease = table.retract(7, None)
     assert lease is not None and lease.num_tokens == 8
     rig.finish()
     assert lease.num_from(0) == 2
@@ -292,38 +293,38 @@ def test_a_full_match_is_retracted_to_its_end() -> None:
 def test_a_half_saved_block_comes_back_without_a_key() -> None:
     rig = Cached()
     table = rig.cache.open("request", rig.prefix(), 0)
-    assert rig.cache.try_extend(table, 2)
-    rig.cache.seal(table, PROMPT, 4, None)
-    lease = rig.cache.retract(table, 6, None)
+    assert table.try_extend(2)
+    table.seal(PROMPT, 4, None)
+    lease = table.retract(6, None)
     assert lease is not None and isinstance(lease, HostLease)
     rig.finish()
     rig.cache.reset(["device"])
     again = rig.cache.open("request", rig.prefix(), 0)
-    rig.cache.promote(again, lease, 2, 1)
+    again.promote(lease, 2, 1)
     rig.finish()
     assert again.num_keyed == 1 and rig.cache.match(rig.prefix().keys) == Match(1, 0, True, 0)
-    rig.cache.release(again, None)
+    again.release(None)
     rig.end()
 
 
 def test_without_a_device_cache_nothing_stays_and_everything_is_in_the_host_tier() -> None:
     rig = Cached(prefix_cache=False)
-    rig.cache.release(rig.run("earlier"), None)
+    rig.run("earlier").release(None)
     assert rig.cache.stats().slots["device"].pinned == 2, "while the save reads them"
     rig.finish()
     assert rig.cache.stats().slots["device"].free == 8 and rig.cache.stats().num_keys == 0
     table, _ = rig.loading()
     assert rig.cache.match(rig.prefix().keys, rig.cache.lease("second", rig.prefix())).num_colder == 2, "also while another loads it"
-    rig.cache.release(table, None)
+    table.release(None)
     rig.finish()
     assert rig.cache.stats().slots["device"].free == 8
 
 
 def test_reset_forgets_one_tier_or_both() -> None:
     rig = Cached()
-    rig.cache.release(rig.run("earlier"), None)
+    rig.run("earlier").release(None)
     rig.finish()
-    assert rig.cache.tiers == ("device", "host")
+    assert list(rig.cache.stats().slots) == ["device", "host"]
     assert rig.cache.reset(["host"]).forgotten == {"host": 2} and rig.cache.match(rig.prefix().keys).num_blocks == 2
     assert rig.cache.reset().forgotten == {"device": 2, "host": 0}
     rig.end()
@@ -343,7 +344,7 @@ def test_adapter_reloaded_under_the_same_name_hits_stale_kv() -> None:
 
 def test_closing_waits_for_what_is_on_its_way() -> None:
     rig = Cached()
-    rig.cache.release(rig.run("earlier"), None)
+    rig.run("earlier").release(None)
     assert rig.cache.num_in_flight == 1
     rig.end()
     assert rig.host.num_keys == 2
@@ -377,15 +378,15 @@ def knows_adapters_by_name(patch: Patch) -> None:
 
 
 def keys_the_half_saved(patch: Patch) -> None:
-    promote = KvCache.promote
+    promote = BlockTable.promote
 
-    def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> BlockLoad:
-        first = table.num_slots
-        load = promote(self, table, lease, num_blocks, num_next)
-        load.copies[0].keys = table.prefix.keys[first : first + num_blocks]
+    def faulty(self: BlockTable, lease: Any, num_blocks: int, num_next: int) -> BlockLoad:
+        first = self.num_slots
+        load = promote(self, lease, num_blocks, num_next)
+        load.copies[0].keys = self.prefix.keys[first : first + num_blocks]
         return load
 
-    patch.setattr(KvCache, "promote", faulty)
+    patch.setattr(BlockTable, "promote", faulty)
 
 
 def gives_keys_to_what_failed(patch: Patch) -> None:
@@ -393,7 +394,7 @@ def gives_keys_to_what_failed(patch: Patch) -> None:
 
 
 def forgets_what_the_copy_was_to_wait_for(patch: Patch) -> None:
-    patch.setattr(BlockTable, "add_after", lambda self, fences: None)
+    patch.setattr(Hold, "add_after", lambda self, fences: None)
 
 
 def waits_for_what_is_late(patch: Patch) -> None:

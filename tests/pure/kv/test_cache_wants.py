@@ -41,33 +41,32 @@ def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_th
     keys, lease = rig.prefix(LONG).keys, lease_of(rig, rig.prefix(LONG))
     assert rig.cache.match(keys, lease) == Match(0, 0, False, 4)
     rig.host.give_way(keys, 1)
-    assert not rig.cache.claim(lease, 0, 4) and rig.host.slots.pinned == 0, "it was matched with four"
+    assert not lease.claim(0, 4) and rig.host.slots.pinned == 0, "it was matched with four"
     assert rig.cache.match(keys, lease) == Match(0, 0, False, 3)
-    assert rig.cache.claim(lease, 0, 3) and rig.cache.claim(lease, 0, 3) and rig.host.slots.pinned == 3
+    assert lease.claim(0, 3) and lease.claim(0, 3) and rig.host.slots.pinned == 3
     assert fill_host(rig, 4, Displaces.ANYTHING) == 1, "what is claimed is nobody's room"
     table = rig.cache.open("request", rig.prefix(LONG), 0)
-    rig.cache.promote(table, lease, 3, 1)
+    table.promote(lease, 3, 1)
     rig.finish()
     assert rig.content(LONG) == [tuple(LONG[i : i + 4]) for i in (0, 4, 8)] and rig.host.slots.pinned == 0
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
-def test_no_claim_without_a_tier_or_on_what_has_ended() -> None:
+def test_no_claim_on_what_has_ended() -> None:
     rig = Cached()
     rig.remembered()
     lease = lease_of(rig, rig.prefix())
-    assert not KvCache(BlockPool(2, "alone"), SCOPE).claim(lease, 0, 2)
     lease.end()
-    assert not rig.cache.claim(lease, 0, 2) and rig.host.slots.pinned == 0
+    assert not lease.claim(0, 2) and rig.host.slots.pinned == 0
     late = lease_of(rig, rig.prefix())
     rig.now_s += 1e6
     rig.cache.settle()
-    assert late.expired and not rig.cache.claim(late, 0, 2)
+    assert late.expired and not late.claim(0, 2)
     table = rig.cache.open("request", rig.prefix(), 0)
     with pytest.raises((InvariantBroken, IndexError)):
-        rig.cache.promote(table, late, 2, 1)
-    rig.cache.release(table, None)
+        table.promote(late, 2, 1)
+    table.release(None)
     rig.end()
 
 
@@ -82,7 +81,7 @@ def test_a_lease_wants_nothing_any_more(way: str) -> None:
         rig.cache.settle()
         assert rig.host.num_spare == rig.host.num_slots
     elif way == "claim":
-        assert rig.cache.claim(lease, 0, 1) and rig.host.slots.pinned == 1
+        assert lease.claim(0, 1) and rig.host.slots.pinned == 1
         assert rig.host.num_spare == rig.host.num_slots - 1, "what it was not admitted with is nobody's"
     elif way == "take":
         rig.host.end_handles(rig.host.take_lease(lease) or ())
@@ -101,17 +100,17 @@ def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_ag
     lease = lease_of(rig, prefix)
     assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.runs_from(0) == [("host", 2), ("ssd", 2)]
     rig.host.reset()
-    assert not rig.cache.claim(lease, 0, 4) and rig.cache.match(prefix.keys, lease).num_colder == 0
+    assert not lease.claim(0, 4) and rig.cache.match(prefix.keys, lease).num_colder == 0
     lease.end()
     lease = lease_of(rig, prefix)
-    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and rig.cache.claim(lease, 0, 4)
+    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.claim(0, 4)
     table = rig.cache.open("request", prefix, 0)
-    load = rig.cache.promote(table, lease, 4, 1)
+    load = table.promote(lease, 4, 1)
     assert isinstance(load, BlockLoad)
     while not load.settled:
         rig.flow()
     assert load.num_landed == 4 and table.num_keyed == 4
-    rig.cache.release(table, None)
+    table.release(None)
     rig.cache.drain(1.0)
     rig.cache.check()
 
@@ -123,7 +122,7 @@ def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_ag
 def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -> None:
     rig = Cached(num_host=4)
     table = rig.run("request")
-    lease = rig.cache.retract(table, 10, None)
+    lease = table.retract(10, None)
     assert isinstance(lease, HostLease)
     rig.finish()
     rig.cache.reset(["device"])
@@ -133,20 +132,20 @@ def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -
     assert match == Match(0, 0, False, {0: 3, 1: 1, 2: 0}[num_gone])
     again = rig.cache.open("request", rig.prefix(), 0)
     if match.num_colder:
-        assert rig.cache.claim(lease, 0, match.num_colder)
-        rig.cache.promote(again, lease, match.num_colder, 1)
+        assert lease.claim(0, match.num_colder)
+        again.promote(lease, match.num_colder, 1)
         rig.finish()
     else:
         lease.end()
     assert rig.content() == BLOCKS[: 2 - num_gone] and again.num_keyed == 2 - num_gone
     assert rig.host.slots.reserved == 0, "its own half is given back, read or not"
-    rig.cache.release(again, None)
+    again.release(None)
     rig.end()
 
 
 def test_what_is_wanted_of_a_saved_request_ends_with_it() -> None:
     rig = Cached(num_host=4)
-    lease = rig.cache.retract(rig.run("request"), 10, None)
+    lease = rig.run("request").retract(10, None)
     assert lease is not None
     lease.end()  # cancelled while it is saved
     rig.finish()
@@ -159,7 +158,7 @@ def test_what_is_wanted_of_a_saved_request_ends_with_it() -> None:
 
 def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
     rig = Cached(num_device=2, num_host=4)
-    rig.cache.release(rig.run("request", PROMPT[:8]), None)
+    rig.run("request", PROMPT[:8]).release(None)
     rig.finish()
     rig.cache.reset(["host"])
     retention = rig.cache.retain(rig.prefix(), 1e12)
@@ -177,7 +176,7 @@ def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
 
 def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None:
     rig = Cached(num_device=4, num_host=4)
-    rig.cache.release(rig.run("request", PROMPT[:8]), None)
+    rig.run("request", PROMPT[:8]).release(None)
     rig.finish()
     retention = rig.cache.retain(rig.prefix(), 5.0)
     rig.pool.coldest_slots(4)
@@ -197,7 +196,7 @@ def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None
 def test_where_nothing_on_the_device_is_found_again_room_is_always_there(tiers: bool) -> None:
     if tiers:
         rig = Cached(prefix_cache=False, num_device=4)
-        rig.cache.release(rig.run("request"), None)
+        rig.run("request").release(None)
         assert rig.cache.make_room(4, 0) and rig.cache.want(rig.prefix().keys, 1.0) is None
         rig.finish()
         rig.end()

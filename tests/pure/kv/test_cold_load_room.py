@@ -9,7 +9,7 @@ from test_cold_loads import EIGHT, from_ssd
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
-from penstock.kv.blocks.handles import BlockTable
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers import loads
 from penstock.kv.tiers.loads import BlockLoad
 
@@ -91,7 +91,7 @@ def test_what_is_not_being_read_yet_is_not_read_for_a_request_that_has_gone() ->
     rig = from_ssd()
     table, load = rig.load(EIGHT)
     rig.read(0)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.cache.settle()
     assert rig.host.slots.reserved == GROUP and not load.over, "the one group that is being read"
     rig.flow()
@@ -125,7 +125,7 @@ def test_the_second_request_for_the_same_blocks_waits_for_the_first() -> None:
     rig.read(0)
     rig.copy()
     assert rig.cache.match(keys, lease) == Match(GROUP, 0, True, 0)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.cache.settle()
     assert rig.cache.match(keys, lease).pending, "what is being read is about to be in host memory"
     load.deadline_s = 0.0
@@ -134,7 +134,7 @@ def test_the_second_request_for_the_same_blocks_waits_for_the_first() -> None:
     assert rig.cache.match(keys, lease) == Match(GROUP, GROUP, False, EIGHT - GROUP)
     second = rig.cache.open("second", rig.prefix(EIGHT), GROUP)
     assert lease is not None
-    load = rig.cache.promote(second, lease, EIGHT - GROUP, 1)
+    load = second.promote(lease, EIGHT - GROUP, 1)
     assert len(rig.tiers["ssd"].readings) == 0, "it is there by now"
     rig.flow()
     assert load.settled and load.error() is None and rig.device_has(EIGHT) == [True] * EIGHT
@@ -157,11 +157,11 @@ def some_in_host_since_the_match(**rig_of: int) -> tuple[Stacked, BlockTable, Bl
     rig = from_ssd(**rig_of)
     lease = rig.cache.lease("request", rig.prefix(EIGHT))
     assert lease is not None and lease.runs_from(0) == [("ssd", EIGHT)]
-    rig.cache.release(rig.ran(3, owner="other"), None)
+    rig.ran(3, owner="other").release(None)
     rig.flow()
     rig.forget_device()
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    return rig, table, rig.cache.promote(table, lease, EIGHT, 1)
+    return rig, table, table.promote(lease, EIGHT, 1)
 
 
 def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> None:
@@ -190,7 +190,7 @@ def test_a_load_of_more_than_its_lease_has_ends_where_that_does() -> None:
     lease = rig.cache.lease("request", rig.prefix(EIGHT))
     assert lease is not None and lease.num_from(0) == 6
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = rig.cache.promote(table, lease, EIGHT, 1)
+    load = table.promote(lease, EIGHT, 1)
     rig.flow()
     assert load.settled and load.over and load.num_landed == 6 and isinstance(load.error(), TransferFailed)
     rig.end(table)
@@ -229,7 +229,7 @@ def test_a_tier_that_breaks_between_match_and_load_means_computing() -> None:
     rig.tiers["ssd"].find(rig.keys(1), 0.0)
     assert lease is not None and not rig.tiers["ssd"].usable
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = rig.cache.promote(table, lease, EIGHT, 1)
+    load = table.promote(lease, EIGHT, 1)
     rig.flow()
     assert load.settled and load.over and load.num_landed == 0 and not any(rig.host_has(rig.keys(EIGHT)))
     rig.fill(table, EIGHT)
@@ -279,7 +279,7 @@ def test_a_load_that_nothing_came_of_keeps_nobody_waiting() -> None:
     assert taken is not None
     table, load = rig.load(EIGHT)
     assert load.settled and load.over and load.num_landed == 0
-    rig.cache.release(table, None)
+    table.release(None)
     assert not rig.cache.is_pending(rig.keys(EIGHT)), "also before the next turn has taken note of its end"
     taken.rollback()
     rig.end()

@@ -106,7 +106,7 @@ def test_what_the_host_has_comes_first_and_in_between() -> None:
     assert lease.runs_from(3) == [("ssd", 1), ("host", 1), ("remote", 2)]
     assert rig.cache.match(rig.prefix(EIGHT).keys, lease) == Match(0, 0, False, 7)
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = rig.cache.promote(table, lease, 7, 1)
+    load = table.promote(lease, 7, 1)
     rig.cache.settle()
     assert load.num_sent == 2, "what is in host memory need not wait"
     rig.flow()
@@ -128,7 +128,7 @@ def test_a_cancel_at_any_moment_keeps_what_is_under_way_and_brings_nothing_more(
         if copied:
             rig.copy()
     sent = load.num_sent
-    rig.cache.release(table, None)
+    table.release(None)
     rig.cache.settle()
     rig.check()
     assert load.limit == load.num_sent == sent == num_read * GROUP
@@ -145,7 +145,7 @@ def test_a_device_slot_of_a_cancelled_request_is_not_written_by_its_load() -> No
     rig = from_ssd(num_device=EIGHT)
     table, load = rig.load(EIGHT)
     rig.read(0)
-    rig.cache.release(table, None)
+    table.release(None)
     other = rig.ran(6, "b", "other")  # all the slots that no copy has
     rig.flow()
     assert load.over and table.num_slots == EIGHT and rig.device_has(6, "b") == [True] * 6
@@ -157,7 +157,7 @@ def cancelled_with_a_copy_in_flight() -> None:
     table, load = rig.load(4)
     rig.read(0)
     assert load.num_sent == GROUP
-    rig.cache.release(table, None)
+    table.release(None)
     rig.cache.settle()
     rig.cache.reset(["host"])
     other = rig.ran(4, "b", "other")
@@ -215,9 +215,9 @@ def test_a_block_that_is_missing_ends_it_at_once_and_reads_behind_it_go_on() -> 
 def test_what_ended_short_is_computed_behind_the_earlier_users_of_its_slots() -> None:
     rig = from_ssd(4, num_device=4)
     earlier = rig.cache.open("earlier", None, 0)
-    assert rig.cache.try_extend(earlier, 4)
+    assert earlier.try_extend(4)
     fence = rig.step()
-    rig.cache.release(earlier, fence)
+    earlier.release(fence)
     rig.stores["ssd"].fails.add(rig.keys(4)[3])
     table, load = rig.load(4)
     assert load.after == (fence,) and table.take_after() == ()
@@ -233,15 +233,15 @@ def test_what_ended_short_is_computed_behind_the_earlier_users_of_its_slots() ->
 def test_a_table_that_computes_at_once_waits_for_the_earlier_users_itself() -> None:
     rig = from_ssd(2, num_device=2)
     earlier = rig.cache.open("earlier", None, 0)
-    assert rig.cache.try_extend(earlier, 2)
+    assert earlier.try_extend(2)
     fence = rig.step()
-    rig.cache.release(earlier, fence)
+    earlier.release(fence)
     rig.stores["ssd"].lose()
     table = rig.cache.open("request", rig.prefix(2), 0)
     rig.put("ssd", rig.keys(2))
     lease = rig.cache.lease("request", rig.prefix(2))
     assert lease is not None
-    load = rig.cache.promote(table, lease, 2, 1)
+    load = table.promote(lease, 2, 1)
     rig.stores["ssd"].lose()
     rig.read(0)
     assert load.settled and table.take_after() == (fence,), "told once"
@@ -283,7 +283,7 @@ def test_parts_behind_one_that_failed_are_of_use_when_the_table_has_gone() -> No
     table, load = rig.load(4)
     rig.read(0, 1)
     rig.load_copier.fail_next = 1
-    rig.cache.release(table, None)
+    table.release(None)
     rig.flow()
     assert load.over and rig.device_has(4) == [False, False, True, True]
     rig.end()

@@ -18,9 +18,9 @@ from storage_rig import BLOCK, LAYERS, LAYOUT, SCOPE
 
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.calls import StoreGroup
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostLease, HostTier
@@ -69,7 +69,7 @@ class World:
     def run(self, name: str, num_blocks: int = 2, table: BlockTable | None = None) -> tuple[BlockTable, Fence]:
         """A request's prefill: one op that writes the blocks that it does not have yet."""
         own = self.cache.open(name, self.prefix(name, num_blocks), 0) if table is None else table
-        while not self.cache.try_extend(own, num_blocks - own.num_slots):
+        while not own.try_extend(num_blocks - own.num_slots):
             self.cache.drain(20.0)
         for fence in own.take_after():
             self.compute.wait(fence)
@@ -85,9 +85,9 @@ class World:
         """Computed, and on its way down."""
         table, fence = self.run(name, num_blocks)
         fence.wait_passed()
-        self.cache.seal(table, [ord(name)] * (num_blocks * BLOCK), num_blocks * BLOCK, fence)
+        table.seal([ord(name)] * (num_blocks * BLOCK), num_blocks * BLOCK, fence)
         self.cache.submit_saves()
-        self.cache.release(table, fence)
+        table.release(fence)
 
     def bring_to_host(self, name: str, num_blocks: int = 2) -> None:
         self.save(name, num_blocks)
@@ -102,7 +102,7 @@ class World:
         table = self.cache.open(name, prefix, 0)
         if loses:
             self.store.lose()
-        return table, self.cache.promote(table, lease, num_blocks, 1)
+        return table, table.promote(lease, num_blocks, 1)
 
     def fetch(self, name: str, num_blocks: int) -> Fetch | None:
         return self.cache.prefetch(self.prefix(name, num_blocks), name)
@@ -123,7 +123,7 @@ class World:
 
     def finish(self, table: BlockTable, fence: Fence) -> None:
         fence.wait_passed()
-        self.cache.release(table, fence)
+        table.release(fence)
 
     def end(self) -> None:
         self.cache.drain(20.0)
@@ -175,7 +175,7 @@ def read_into_host_slots_that_the_copy_of_a_load_still_reads(sequencer: Sequence
     one, first = world.load("a")
     sequencer.pause("waits for the reads", lambda: world.store.calls.count("read") == 2)
     world.turns(2)
-    world.cache.release(one, world.compute.record())
+    one.release(world.compute.record())
     world.turns(1)
     world.cache.reset(["host"])
     two, second = world.load("b")
@@ -216,7 +216,7 @@ def cancel_while_blocks_are_read(sequencer: Sequencer, sanitizer: Sanitizer | No
     world = World(sequencer, sanitizer, num_host=2)
     world.put("a")
     table, load = world.load("a")
-    world.cache.release(table, world.compute.record())
+    table.release(world.compute.record())
     world.turns(1)
     world.save("b")
     world.cache.drain(20.0)
@@ -229,7 +229,7 @@ def load_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: San
     world.put("a")
     table, _ = world.run("b")
     fence, seen = world.read(table, 2)
-    world.cache.release(table, fence)  # cancelled while its step is on the lane
+    table.release(fence)  # cancelled while its step is on the lane
     table, load = world.load("a")
     world.turns()
     world.cache.drain(20.0)
@@ -247,7 +247,7 @@ def compute_where_a_load_ended_short_into_slots_that_a_step_still_reads(sequence
     fence.wait_passed()
     slots, seen = table.hold.slots, list[Any]()
     other.submit(lambda: seen.extend(world.device.read(slots, ALL)), [Access("device", slots, ALL, Mode.READ)], label="b is read")
-    world.cache.release(table, other.record())
+    table.release(other.record())
     table, load = world.load("a", loses=True)
     world.tier.drain(20.0)
     world.turns(1)

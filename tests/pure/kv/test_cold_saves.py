@@ -37,7 +37,7 @@ def in_host_only(admission: AdmissionName, num_blocks: int = 4, **rig: int) -> S
 
 def test_with_always_a_block_is_written_when_it_lands() -> None:
     rig = Stacked(admission="always")
-    rig.cache.release(rig.ran(4), None)
+    rig.ran(4).release(None)
     rig.run("launch save", "save")
     assert len(rig.tiers["ssd"].writings) == 1 and rig.host.slots.pinned == 4, "protected while they are written"
     rig.run("write ssd")
@@ -68,10 +68,10 @@ def test_with_reuse_host_blocks_of_a_load_were_asked_for_again_as_well() -> None
 def test_blocks_of_a_scope_of_their_own_are_never_written_to_the_disk() -> None:
     rig = Stacked()
     table = rig.cache.open("request", rig.prefix(4), 0)
-    rig.cache.close_scope(table, BLOCK)
-    assert rig.cache.try_extend(table, 4)
+    table.close_scope(BLOCK)
+    assert table.try_extend(4)
     for num in (2, 4):
-        rig.cache.seal(table, [ord("a")] * (num * BLOCK), num * BLOCK, None)
+        table.seal([ord("a")] * (num * BLOCK), num * BLOCK, None)
         rig.device.write(table.hold.slots[:num], ALL, [[key] * LAYERS for key in table.sealed_keys])
         rig.cache.submit_saves()
     rig.flow()
@@ -83,7 +83,7 @@ def test_a_flush_loses_nothing_where_a_copy_to_host_memory_failed_before() -> No
     """Nothing of it is there to be written."""
     rig = Stacked()
     rig.save_copier.fail_next = 1
-    rig.cache.release(rig.ran(4), None)
+    rig.ran(4).release(None)
     rig.flow()
     assert rig.host.num_leading(rig.keys(4)) == 0
     persisting = rig.cache.persist()
@@ -160,7 +160,7 @@ def test_a_second_tier_gets_everything_at_once_and_what_it_gave_is_not_given_bac
     assert lease is not None and lease.runs_from(0) == [("remote", 4)]
     writes = rig.stores["remote"].calls.count("write")
     table = rig.cache.open("request", rig.prefix(4), 0)
-    load = rig.cache.promote(table, lease, 4, 1)
+    load = table.promote(lease, 4, 1)
     rig.flow()
     assert load.num_landed == 4 and rig.stores["remote"].calls.count("write") == writes
     assert set(rig.saves._dirty) == set(rig.keys(4)), "the disk does not have it"
@@ -230,12 +230,12 @@ def test_a_store_that_has_not_answered_a_lease_has_not_said_that_it_has_nothing(
     rig = Stacked("remote")
     rig.put("remote", rig.keys(4))
     lease = rig.cache.lease("request", rig.prefix(4))
-    assert lease is not None and not lease.ready and rig.cache.num_cold_in_flight == 1
+    assert lease is not None and not lease.ready and rig.cache.num_in_flight == 1
     lease.end()
     again = rig.cache.lease("request", rig.prefix(4), lease)
     assert again is not None and not again.ready
     rig.run("ask remote")
-    assert again.ready and again.runs_from(0) == [("remote", 4)] and rig.cache.num_cold_in_flight == 0
+    assert again.ready and again.runs_from(0) == [("remote", 4)] and rig.cache.num_in_flight == 0
     again.end()
     rig.end()
 
@@ -285,7 +285,7 @@ def test_blocks_that_it_was_not_asked_for_are_asked_for() -> None:
     lease = asked(rig)
     assert lease.parts[0].blocks == [2, 3], "the device has the others"
     lease.end()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.flow()
     rig.forget_device()
     rig.cache.reset(["host"])
@@ -480,9 +480,9 @@ def test_blocks_of_a_long_prefix_that_is_asked_for_again_are_written_in_slices(m
     table, _ = rig.promote_all(600)
     assert nums == [256]
     rig.cache.settle()
-    assert nums == [256, 256] and rig.cache.num_cold_in_flight, "nobody goes to sleep over the rest"
+    assert nums == [256, 256] and rig.cache.num_in_flight, "nobody goes to sleep over the rest"
     rig.flow()
-    assert nums == [256, 256, 88] and not rig.cache.num_cold_in_flight
+    assert nums == [256, 256, 88] and not rig.cache.num_in_flight
     rig.end(table)
 
 
@@ -776,8 +776,8 @@ class EndsPinsAtSubmit(Saves):
 class SyncsAtOnce(Saves):
     """It does not wait until what is to be persisted is in host memory."""
 
-    def newest(self) -> None:
-        super().newest()
+    def submit(self) -> None:
+        super().submit()
 
 
 class NeverSyncs(Saves):
@@ -809,7 +809,7 @@ def sealed_by_persist(make: type[Saves]) -> None:
     """A story in which each of them is seen."""
     rig = Stacked(admission="evict", num_host=12)
     rig.saves.__class__ = make
-    rig.cache.release(rig.ran(10), None)
+    rig.ran(10).release(None)
     one = rig.cache.persist()
     assert one is not None
     rig.cache.settle()

@@ -73,7 +73,7 @@ def test_a_save_of_any_kind_is_due_by_the_nearer_of_its_limits(clock: HandClock,
         hold.end()
     else:
         hold.end()
-        assert not rig.saves.make_room(2, 0, ())
+        assert not rig.cache.make_room(2, 0)
     assert only(rig).deadline_s == due_s
     rig.land()
     if lease is not None:
@@ -128,11 +128,11 @@ def test_traffic_and_the_next_look_are_those_of_both_ways(clock: HandClock) -> N
     assert rig.cache.look_again_s == 1.25, "whichever comes first"
     rig.saves.offer(more, 0, KEYS[4:6], None)
     rig.saves.submit()
-    assert rig.cache.traffic().in_flight == {("host", "device"): 0, ("device", "host"): 1}
+    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 0, ("device", "host"): 1}
     rig.promote(hold, lease, 2)
-    assert rig.cache.traffic().in_flight == {("host", "device"): 1, ("device", "host"): 1}
+    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 1, ("device", "host"): 1}
     rig.land()
-    assert rig.cache.traffic().in_flight == {("host", "device"): 0, ("device", "host"): 0}
+    assert rig.cache.stats().traffic.in_flight == {("host", "device"): 0, ("device", "host"): 0}
     hold.end()
     more.end()
     rig.close()

@@ -12,7 +12,7 @@ import pytest
 from stacked_rig import GROUP, Stacked
 
 from penstock.errors import DeadlineExceeded, InvariantBroken
-from penstock.kv.blocks.handles import BlockTable
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers import loads
 
 EIGHT = 8
@@ -75,8 +75,8 @@ def a_launched_demotion(rig: Stacked) -> BlockTable:
 def a_retraction(rig: Stacked) -> BlockTable:
     table = rig.ran(4, owner="request")
     rig.flow()
-    assert rig.cache.try_extend(table, 1)
-    lease = rig.cache.retract(table, 4 * 4 + 2, None)
+    assert table.try_extend(1)
+    lease = table.retract(4 * 4 + 2, None)
     assert lease is not None
     lease.end()
     return table
@@ -134,7 +134,7 @@ def a_load_from_three_tiers(rig: Stacked) -> BlockTable:
     assert lease is not None
     rig.run("ask remote")
     table = rig.cache.open("request", prefix, 0)
-    rig.cache.promote(table, lease, EIGHT, 1)
+    table.promote(lease, EIGHT, 1)
     return table
 
 
@@ -181,7 +181,7 @@ def test_a_drain_of_everything_leaves_nothing_under_way_in_any_tier(story: Story
     persisting = rig.cache.persist()
     rig.cache.drain(1.0)
     assert persisting is not None and persisting.settled, "also what goes from host memory to the disk"
-    assert not touched(rig, rig.flow) and not rig.loads.reads and not rig.cache.num_cold_in_flight and not rig.cache.num_in_flight
+    assert not touched(rig, rig.flow) and not rig.loads.reads and not rig.cache.num_in_flight
     rig.end(*(() if table.hold.ended else (table,)))
 
 
@@ -211,7 +211,7 @@ def test_a_drain_waits_for_no_load_but_that_of_its_slots() -> None:
     rig.run("ask remote")
     assert lease is not None and lease.ready
     other = rig.cache.open("other", prefix, 0)
-    slow = rig.cache.promote(other, lease, 4, 1)
+    slow = other.promote(lease, 4, 1)
     table, load = rig.load(4, "a")
     with held(rig, "read remote"):
         rig.cache.drain(1.0, table.hold.slots)
@@ -224,7 +224,7 @@ def test_a_drain_of_slots_that_nothing_touches_returns_at_once() -> None:
     rig.remembered(EIGHT, tiers=("ssd",))
     table, load = rig.load(EIGHT)
     idle = rig.cache.open("idle", None, 0)
-    assert rig.cache.try_extend(idle, 2)
+    assert idle.try_extend(2)
     with held(rig, "read"):
         rig.cache.drain(0.0, idle.hold.slots)
         assert load.num_sent == 0
@@ -251,7 +251,7 @@ def test_slots_of_a_table_that_has_ended_are_not_the_loads_any_more() -> None:
     table, load = rig.load(EIGHT)
     slots = list(table.hold.slots)
     with held(rig, "read"):
-        rig.cache.release(table, None)
+        table.release(None)
         rig.cache.drain(0.0, slots)
         assert not load.over, "it still reads into host memory"
     assert not touched(rig, rig.flow)

@@ -9,7 +9,6 @@ from kv_fakes import FakeLane
 from penstock.contract import Arrival
 from penstock.figures import Traffic
 from penstock.kv.blocks.eviction import _COSTS, _NUM_CLASSES, TOKENS_TO_DOUBLE, CostOrder, LruOrder
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.calls import Tally, Way
 from penstock.kv.tiers.host import HostTier
@@ -72,13 +71,13 @@ def test_cost_a_short_chain_behind_a_long_one_that_ends_where_it_begins_is_cheap
 def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(num_arrivals: int, num_passed: int, nearly: bool) -> None:
     lane = FakeLane("load")
     pool = BlockPool(1, "device")
-    table = BlockTable(pool.hold("request"), 4, None, 0)
+    hold = pool.hold("request")
     reservation = pool.try_reserve(1, "request")
     assert reservation is not None
-    reservation.commit(table.hold)
-    load = BlockLoad(table, 0, 1, (), (), float("inf"))
+    reservation.commit(hold)
+    load = BlockLoad(hold, 0, 1, (), (), float("inf"))
     groups = [Group((n, n + 1)) for n in range(num_arrivals)]
-    load.copies.append(Copy(load, [pool.pin_run(table.hold, 0, 1, "request")], np.zeros(1, np.int64), groups))
+    load.copies.append(Copy(load, [pool.pin_run(hold, 0, 1, "request")], np.zeros(1, np.int64), groups))
     load.num_sent = 1
     assert not load.nearly_landed(), "before its fences exist nobody knows"
     load.copies[0].launched(None, [Arrival((n, n + 1), lane.record()) for n in range(num_arrivals)])

@@ -56,7 +56,7 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     rig = from_ssd()
     fetch = fetching(rig)
     assert not fetch.settled and fetch.num_blocks == EIGHT and fetch.error() is None
-    assert rig.cache.num_cold_in_flight == 3, "itself, and two groups that are being read"
+    assert rig.cache.num_in_flight == 3, "itself, and two groups that are being read"
     assert rig.host.slots.reserved == EIGHT and not any(rig.host_has(rig.keys(EIGHT))), "nothing is found before it has landed"
     rig.read(0)
     assert rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6 and fetch.num_came == GROUP
@@ -64,7 +64,7 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     assert fetch.settled and fetch.error() is None and fetch.num_came == EIGHT
     assert rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT and not any(rig.device_has(EIGHT))
     assert rig.host.slots.idle == EIGHT and rig.host.slots.pinned == rig.host.slots.reserved == 0, "ordinary blocks"
-    assert rig.cache.num_cold_in_flight == 0
+    assert rig.cache.num_in_flight == 0
     reads = count_reads(rig)
     table, load = rig.promote_all(EIGHT)
     assert isinstance(load, BlockLoad), "it comes from host memory alone"
@@ -76,10 +76,10 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
 def test_what_it_brings_is_counted_like_any_other_read() -> None:
     rig = from_ssd()
     fetching(rig)
-    traffic = rig.cache.traffic()
+    traffic = rig.cache.stats().traffic
     assert traffic is not None and traffic.in_flight["ssd", "host"] == 2
     rig.flow()
-    traffic = rig.cache.traffic()
+    traffic = rig.cache.stats().traffic
     assert traffic is not None and traffic.bytes["ssd", "host"] == EIGHT * BLOCK_BYTES and traffic.in_flight["ssd", "host"] == 0
     rig.end()
 
@@ -103,7 +103,7 @@ def test_where_nothing_is_to_be_read_there_is_none() -> None:
     assert rig.cache.prefetch(rig.prefix(4), "reader") is None, "the device has it"
     assert not rig.loads.reads and len(rig.tiers["ssd"].readings) == 0
     rig.end(table)
-    assert KvCache(Stacked().pool, rig.cache._scope).prefetch(rig.prefix(4), "reader") is None, "there are no other tiers"
+    assert KvCache(Stacked().pool, rig.cache.scope).prefetch(rig.prefix(4), "reader") is None, "there are no other tiers"
 
 
 def test_what_host_memory_has_in_between_is_not_read() -> None:
@@ -509,7 +509,7 @@ def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back()
 def test_a_drain_of_everything_waits_for_it_and_one_of_slots_does_not() -> None:
     rig = from_ssd()
     table = rig.cache.open("idle", None, 0)
-    assert rig.cache.try_extend(table, 2)
+    assert table.try_extend(2)
     fetch = fetching(rig)
     assert rig.cache._is_touched() and not rig.cache._is_touched(table.hold.slots)
     with held(rig, "read"):
@@ -518,7 +518,7 @@ def test_a_drain_of_everything_waits_for_it_and_one_of_slots_does_not() -> None:
         with pytest.raises(DeadlineExceeded):
             rig.cache.drain(0.1)
     rig.cache.drain(1.0)
-    assert fetch.settled and fetch.num_came == EIGHT and rig.cache.num_cold_in_flight == 0
+    assert fetch.settled and fetch.num_came == EIGHT and rig.cache.num_in_flight == 0
     rig.end(table)
 
 
@@ -619,7 +619,7 @@ def test_a_load_over_a_reset_computes_what_is_not_published(when: str) -> None:
     if when == "before":
         rig.cache.reset(["host"])
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
-    load = rig.cache.promote(table, lease, EIGHT, 1)
+    load = table.promote(lease, EIGHT, 1)
     if when == "after":
         rig.cache.reset(["host"])
     rig.flow()
@@ -632,7 +632,7 @@ def test_a_request_that_goes_while_it_shares_a_fetch_keeps_nothing() -> None:
     rig = from_ssd()
     fetching(rig)
     table, load = rig.load(EIGHT)
-    rig.cache.release(table, None)
+    table.release(None)
     rig.flow()
     assert load.over and rig.host.slots.pinned == 0
     rig.end()

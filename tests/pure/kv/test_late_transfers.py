@@ -35,8 +35,8 @@ def test_slots_of_a_late_load_are_not_waited_for_while_a_save_is_late_too() -> N
     rig.remembered(2, "a")
     table, load = rig.promote_all(2, "a")
     assert isinstance(load, BlockLoad)
-    rig.cache.release(table, None)
-    rig.cache.release(rig.ran(1, "b"), None)
+    table.release(None)
+    rig.ran(1, "b").release(None)
     assert rig.cache.num_settling == 3
     save = rig.saves.mover.flying[0]
     assert save is not None
@@ -51,7 +51,7 @@ def test_slots_of_an_open_table_are_not_expected_back_whether_its_load_is_late_o
     rig = Stacked()
     rig.remembered(2, "a")
     table, load = rig.promote_all(2, "a")
-    rig.cache.release(rig.ran(1, "b"), None)
+    rig.ran(1, "b").release(None)
     assert rig.cache.num_settling == 1, "the one that is being saved"
     load.deadline_s, in_time_s = 0.0, load.deadline_s
     assert rig.cache.num_settling == 1
@@ -71,8 +71,8 @@ def test_slots_of_parts_that_have_come_are_not_expected_back_once_more() -> None
     rig.copy()
     rig.read(1)
     assert load.num_landed == 2 and load.num_sent == 4
-    rig.cache.release(table, None)
-    rig.cache.release(rig.ran(1, "b"), None)
+    table.release(None)
+    rig.ran(1, "b").release(None)
     save = rig.saves.mover.flying[0]
     assert save is not None
     save.deadline_s = 0.0

@@ -10,7 +10,7 @@ from storage_rig import BLOCK, KEYS, LAYOUT, Rig
 from test_cache_tiers import Cached
 
 from penstock.kv import transfer as mover
-from penstock.kv.blocks.handles import BlockTable
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers import loads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
@@ -55,7 +55,7 @@ class Timed(Cached):
 
     def end(self) -> None:
         for table in self.loaded:
-            self.cache.release(table, None)
+            table.release(None)
         super().end()
 
 
@@ -71,11 +71,11 @@ def test_a_part_of_a_context_that_is_fetched_says_nothing_about_the_link(clock: 
     rig = Timed(clock)
     table = rig.run("deep", list(range(200, 208)))
     rig.finish()
-    assert rig.cache.page_out(table, 2, None) == 2
-    (fetched,) = rig.cache.fetch(table, [0], 2)
+    assert table.page_out(2, None) == 2
+    (fetched,) = table.fetch([0], 2)
     rig.over(2.0)
     assert fetched.settled and rig.loads.link.bytes_per_s is None
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -113,11 +113,11 @@ def test_an_end_that_nobody_saw_in_time_says_nothing_about_the_link(clock: HandC
 
 def test_one_that_fails_says_nothing_about_the_link_and_is_counted_as_a_failure(clock: HandClock) -> None:
     rig = Timed(clock)
-    before = rig.cache.traffic()
+    before = rig.cache.stats().traffic
     rig.begin(FIRST)
     rig.load_copier.fail_next = 1
     rig.over(4.0)
-    traffic = rig.cache.traffic()
+    traffic = rig.cache.stats().traffic
     assert before is not None and traffic is not None and rig.loads.link.bytes_per_s is None
     assert traffic.failures == {("host", "copy"): 1} and traffic.bytes == before.bytes and traffic.seconds == before.seconds
     rig.end()
@@ -149,13 +149,13 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
 def test_a_save_that_copies_nothing_is_not_timed() -> None:
     rig = Rig()
     rig.save(KEYS[:2]).end()
-    before = rig.cache.traffic()
+    before = rig.cache.stats().traffic
     again = rig.computed(KEYS[2:3])
     rig.saves.offer(again, 0, KEYS[:1], None)  # host memory has it
     rig.saves.submit()
     assert rig.cache.num_in_flight == 1
     rig.land()
-    after = rig.cache.traffic()
+    after = rig.cache.stats().traffic
     assert rig.cache.num_in_flight == 0 and (after.bytes, after.seconds, after.failures) == (before.bytes, before.seconds, {})
     again.end()
     rig.close()
@@ -170,7 +170,7 @@ def test_what_could_not_be_launched_is_a_failure_under_its_own_name() -> None:
     assert first is not None
     first.prepare = lambda: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
     rig.land()
-    traffic = rig.cache.traffic()
+    traffic = rig.cache.stats().traffic
     assert traffic.failures == {("host", "MemoryError"): 1} and not traffic.bytes and not traffic.seconds
     hold.end()
     rig.close()

@@ -75,16 +75,16 @@ def test_requests_give_way_in_host_memory_by_as_much_as_is_needed_and_no_more(nu
     """Device and host memory are full, and two running requests have copies in host memory that they do not need."""
     rig = Full(num_device=8, num_host=4)
     rig.idle(KEYS[:4])
-    tables, holds = zip(*(rig.table(KEYS[first : first + 2]) for first in (0, 2)), strict=True)
+    tables = [rig.table(KEYS[first : first + 2]) for first in (0, 2)]
     rig.alone(KEYS[10:14])
     assert rig.host.num_keys == 4 and rig.pool.num_free == 0
-    assert not rig.saves.make_room(num_needed, 0, tables)
+    assert not rig.cache.make_room(num_needed, 0)
     assert rig.host.num_keys == 4 - num_needed, "what is not needed stays where it is"
     rig.land()
-    assert rig.pool.num_free == num_needed and rig.saves.make_room(num_needed, 0, tables)
+    assert rig.pool.num_free == num_needed and rig.cache.make_room(num_needed, 0)
     assert len(rig.everywhere()) == 8, "nothing was lost"
-    for hold in holds:
-        hold.end()
+    for table in tables:
+        table.release(None)
     rig.close()
 
 
@@ -96,7 +96,7 @@ def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bo
     rig.device.write(hold.slots, (0, LAYERS), [[key] * LAYERS for key in KEYS[:4]])
     rig.pool.seal(hold.slots, KEYS[:4], [7, 8, 9, 10])
     hold.end()
-    assert not rig.saves.make_room(3, 0, ())
+    assert not rig.cache.make_room(3, 0)
     rig.land()
     moved = [(key, depth) for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True) if rig.host.has(key)]
     assert len(moved) == 3

@@ -79,7 +79,7 @@ def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
     promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2)
     rig.load_copier.fail_next = 1
     assert rig.land() == [promotion]
-    assert isinstance(promotion.error(), TransferFailed) and rig.cache.traffic().failures == {("host", "copy"): 1}
+    assert isinstance(promotion.error(), TransferFailed) and rig.cache.stats().traffic.failures == {("host", "copy"): 1}
     assert rig.host.slots.idle == 2 and rig.host.num_leases == 0
     hold.end()
     assert rig.pool.counts.free == 8
@@ -324,9 +324,9 @@ def test_behind_a_save_that_is_overdue_nothing_is_sent_and_no_slot_is_kept() -> 
     stuck, other = overdue_save(rig), rig.computed(KEYS[1:3], "other", num_more=1)
     rig.saves.offer(other, 0, KEYS[1:3], None)
     rig.saves.submit()
-    assert len(rig.saves.mover.flying) == 1 and rig.cache.traffic().skipped["late"] == 2
+    assert len(rig.saves.mover.flying) == 1 and rig.cache.stats().traffic.skipped["late"] == 2
     assert rig.saves.retract(other, 3, KEYS[1:3], 2 * BLOCK + 1, None) is None
-    assert rig.cache.traffic().skipped["late"] == 3
+    assert rig.cache.stats().traffic.skipped["late"] == 3
     for hold in (stuck, other):
         hold.end()
     assert rig.pool.counts.pinned == 1, "what is on the lane keeps what it reads"

@@ -9,7 +9,7 @@ import pytest
 from storage_rig import KEYS, LAYERS, Rig, leased
 
 from penstock.contract import Prefix
-from penstock.kv.blocks.handles import BlockTable, Hold
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import Displaces
 from penstock.kv.tiers.policy import TierLimits
@@ -30,16 +30,15 @@ class Full(Rig):
         """Blocks that only the device has."""
         self.computed(keys).end()
 
-    def table(self, keys: list[bytes]) -> tuple[BlockTable, Hold]:
+    def table(self, keys: list[bytes]) -> BlockTable:
         """A running request that found `keys` on the device."""
-        hold = self.pool.hold("runs", self.pool.find_each(keys))
-        return BlockTable(hold, 4, Prefix(b"scope", tuple(keys)), len(keys)), hold
+        return self.cache.open("runs", Prefix(b"scope", tuple(keys)), len(keys))
 
-    def make_room(self, num: int, floor: int = 0, tables: tuple[BlockTable, ...] = ()) -> int:
+    def make_room(self, num: int, floor: int = 0) -> int:
         """Until there is; returns how many times it was asked."""
         for turn in range(50):
             self.check_bytes()
-            if self.saves.make_room(num, floor, tables):
+            if self.cache.make_room(num, floor):
                 return turn
             assert self.pool.num_available >= floor, "what others were promised can be drawn meanwhile"
             self.land()
@@ -60,29 +59,29 @@ class Full(Rig):
 def test_blocks_that_only_the_device_has_are_saved_before_their_room_is_given_away() -> None:
     rig = Full(num_device=4)
     rig.alone(KEYS[:4])
-    assert not rig.saves.make_room(3, 0, ()) and rig.pool.counts.pinned == 3 and rig.pool.num_available == 1
+    assert not rig.cache.make_room(3, 0) and rig.pool.counts.pinned == 3 and rig.pool.num_available == 1
     assert rig.in_host(KEYS[:4]) == [None] * 4
-    assert not rig.saves.make_room(3, 0, ()), "what is under way comes first"
+    assert not rig.cache.make_room(3, 0), "what is under way comes first"
     assert rig.cache.num_in_flight == 1
     rig.land()
     assert rig.pool.num_free == 3 and rig.pool.find_each(KEYS[:1]) != [-1], "the first of a prefix leaves last"
-    assert rig.in_host(KEYS[:4]) == [None, *KEYS[1:4]] and rig.saves.make_room(3, 0, ())
+    assert rig.in_host(KEYS[:4]) == [None, *KEYS[1:4]] and rig.cache.make_room(3, 0)
     rig.close()
 
 
 def test_what_host_memory_has_leaves_the_device_at_once() -> None:
     rig = Full(num_device=4)
     rig.idle(KEYS[:4])
-    assert rig.saves.make_room(4, 0, ()) and rig.cache.num_in_flight == 0 and rig.pool.counts.idle == 4
+    assert rig.cache.make_room(4, 0) and rig.cache.num_in_flight == 0 and rig.pool.counts.idle == 4
     rig.close()
 
 
 def test_those_that_would_be_next_leave_with_the_first_that_has_to() -> None:
     rig = Full(num_device=6)
     rig.alone(KEYS[:6])
-    assert not rig.saves.make_room(1, 0, (), 3) and rig.pool.counts.pinned == 4
+    assert not rig.cache.make_room(1, 0, 3) and rig.pool.counts.pinned == 4
     rig.land()
-    assert rig.pool.num_free == 4 and rig.saves.make_room(1, 0, (), 3) and rig.cache.num_in_flight == 0
+    assert rig.pool.num_free == 4 and rig.cache.make_room(1, 0, 3) and rig.cache.num_in_flight == 0
     rig.close()
 
 
@@ -90,8 +89,8 @@ def test_nothing_leaves_early_where_the_first_can_be_forgotten() -> None:
     rig = Full(num_device=6)
     rig.idle(KEYS[:2])
     rig.alone(KEYS[2:6])
-    assert rig.saves.make_room(2, 0, (), 4) and rig.cache.num_in_flight == 0
-    assert not rig.saves.make_room(3, 2, (), 3) and rig.pool.counts.pinned == 4, "what host memory has need not leave"
+    assert rig.cache.make_room(2, 0, 4) and rig.cache.num_in_flight == 0
+    assert not rig.cache.make_room(3, 2, 3) and rig.pool.counts.pinned == 4, "what host memory has need not leave"
     rig.land()
     rig.close()
 
@@ -108,17 +107,17 @@ def test_what_can_be_forgotten_ends_before_the_first_that_only_the_device_has() 
 def test_what_was_promised_stays_available_and_nobody_waits_where_there_is_no_more() -> None:
     rig = Full(num_device=4)
     rig.alone(KEYS[:4])
-    assert not rig.saves.make_room(4, 3, ())
+    assert not rig.cache.make_room(4, 3)
     assert (rig.pool.counts.pinned, rig.pool.num_available) == (1, 3)
     rig.land()
-    assert rig.saves.make_room(4, 4, ()), "all that is left was promised: it is drawn, whatever it holds"
+    assert rig.cache.make_room(4, 4), "all that is left was promised: it is drawn, whatever it holds"
     rig.close()
 
 
 def test_where_more_was_promised_than_there_is_nothing_leaves() -> None:
     rig = Full(num_device=4)
     rig.alone(KEYS[:4])
-    assert rig.saves.make_room(4, 5, ()) and rig.pool.counts.pinned == 0
+    assert rig.cache.make_room(4, 5) and rig.pool.counts.pinned == 0
     rig.close()
 
 
@@ -126,15 +125,15 @@ def test_many_blocks_leave_in_parts_and_the_first_are_free_before_the_last_are_c
     monkeypatch.setattr(saves_module, "_MOVE_BLOCKS", 2)
     rig = Full(num_device=6)
     rig.alone(KEYS[:6])
-    assert not rig.saves.make_room(6, 0, ()) and rig.cache.num_in_flight == 3
+    assert not rig.cache.make_room(6, 0) and rig.cache.num_in_flight == 3
     assert rig.lane("launch save").step() and rig.lane("save").step()
     while rig.lane("save").step():
         pass
     rig.settle()
     assert rig.pool.num_free == rig.pool.num_available == 2 and rig.cache.num_in_flight == 2
-    assert rig.saves.make_room(2, 0, ()), "there is room for somebody smaller"
+    assert rig.cache.make_room(2, 0), "there is room for somebody smaller"
     rig.land()
-    assert rig.pool.num_free == 6 and rig.saves.make_room(6, 0, ())
+    assert rig.pool.num_free == 6 and rig.cache.make_room(6, 0)
     rig.close()
 
 
@@ -150,14 +149,14 @@ def test_slots_come_back_when_a_move_comes_to_nothing(trouble: str) -> None:
         rig.host.land(taken)
         lease = leased(rig, KEYS[10:12])
         assert rig.host.claim(lease, 0, 2)
-    assert not rig.saves.make_room(2, 0, ())
+    assert not rig.cache.make_room(2, 0)
     if trouble == "late":
         rig.saves.mover.flying[0].deadline_s = 0.0
-        assert rig.saves.make_room(1, 0, ()), "nobody waits for what is overdue"
+        assert rig.cache.make_room(1, 0), "nobody waits for what is overdue"
         assert rig.pool.num_available == 1, "its slots stay with it"
     rig.land()
     assert rig.pool.num_free == 2 and rig.saves._num_moving == 0
-    assert rig.saves.make_room(2, 0, ())
+    assert rig.cache.make_room(2, 0)
     if lease is not None:
         assert set(rig.host.keys()) == {*KEYS[10:12]} and rig.host.slots.pinned == 2, "what is claimed stays"
         lease.end()
@@ -174,7 +173,7 @@ def test_a_move_that_cannot_be_submitted_holds_nothing(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(rig.lane("launch save"), "submit", refuse)
         with pytest.raises(OSError, match="no"):
-            rig.saves.make_room(2, 0, ())
+            rig.cache.make_room(2, 0)
     assert rig.pool.counts.idle == 2 and rig.saves._num_moving == 0
     rig.make_room(2)
     assert rig.in_host(KEYS[:2]) == KEYS[:2]
@@ -184,7 +183,7 @@ def test_a_move_that_cannot_be_submitted_holds_nothing(monkeypatch: pytest.Monke
 def test_a_block_that_somebody_shares_while_it_is_moved_stays() -> None:
     rig = Full(num_device=2)
     rig.alone(KEYS[:2])
-    assert not rig.saves.make_room(2, 0, ())
+    assert not rig.cache.make_room(2, 0)
     hold = rig.pool.hold("came", rig.pool.find_each(KEYS[:1]))
     rig.land()
     assert rig.pool.find_each(KEYS[:1]) == hold.slots and rig.pool.num_free == 1 and rig.in_host(KEYS[:2]) == KEYS[:2]
@@ -195,11 +194,11 @@ def test_a_block_that_somebody_shares_while_it_is_moved_stays() -> None:
 def test_a_block_that_is_wanted_again_while_it_is_moved_is_found_in_host_memory() -> None:
     rig = Full(num_device=2)
     rig.alone(KEYS[:2])
-    assert not rig.saves.make_room(2, 0, ())
+    assert not rig.cache.make_room(2, 0)
     want = rig.pool.want_found(tuple(KEYS[:2]), 1.0)
     rig.land()
     assert rig.pool.num_free == 2 and rig.in_host(KEYS[:2]) == KEYS[:2] and rig.pool.gone_of(want).all()
-    assert rig.saves.make_room(2, 0, ())
+    assert rig.cache.make_room(2, 0)
     rig.pool.end_want(want)
     rig.close()
 
@@ -222,7 +221,7 @@ def test_nobody_waits_for_ever_where_all_is_wanted_and_host_memory_is_full() -> 
     lease = leased(rig, KEYS[10:12])  # one slot is to be had, and two are needed
     rig.alone(KEYS[:2])
     want, num_asked = rig.pool.want_found(tuple(KEYS[:2]), 9.0), 0
-    while not rig.saves.make_room(2, 0, ()):
+    while not rig.cache.make_room(2, 0):
         num_asked += 1
         assert num_asked < 3, "whoever waits for the room waits for ever"
         want = rig.pool.want_found(tuple(KEYS[:2]), 9.0, want)
@@ -236,15 +235,15 @@ def test_host_memory_gives_way_only_with_what_running_requests_hold() -> None:
     rig = Full(num_device=6, num_host=4)
     rig.idle(KEYS[10:12])  # used longer ago than those that are to give way
     rig.idle(KEYS[:2])  # host memory is full
-    table, hold = rig.table(KEYS[:2])
+    table = rig.table(KEYS[:2])
     rig.pool.evict_these(rig.pool.find_each(KEYS[10:12]))  # host memory alone has them
     rig.alone(KEYS[20:24])
     assert rig.pool.num_free == 0
-    rig.make_room(2, 0, (table,))
+    rig.make_room(2)
     assert rig.in_host(KEYS[10:12]) == KEYS[10:12], "nobody has them but host memory"
     assert rig.in_host(KEYS[:2]) == [None, None] and rig.in_host(KEYS[20:24]).count(None) == 2
     assert rig.everywhere() == {*KEYS[:2], *KEYS[10:12], *KEYS[20:24]}, "nothing is lost"
-    hold.end()
+    table.release(None)
     assert rig.make_room(6) > 0, "what gave way is saved again before it leaves"
     rig.close()
 
@@ -253,13 +252,13 @@ def test_host_memory_keeps_what_a_deep_request_is_about_to_have_there_alone() ->
     rig = Full(num_device=8, num_host=4)
     rig.idle(KEYS[:2])
     rig.idle(KEYS[2:4])  # host memory is full
-    (deep, held), (other, other_held) = rig.table(KEYS[:2]), rig.table(KEYS[2:4])
+    deep, other = rig.table(KEYS[:2]), rig.table(KEYS[2:4])
     deep.is_deep = True
     rig.alone(KEYS[20:24])
-    rig.make_room(2, 0, (deep, other))
+    rig.make_room(2)
     assert rig.in_host(KEYS[:4]) == [*KEYS[:2], None, None]
-    held.end()
-    other_held.end()
+    deep.release(None)
+    other.release(None)
     rig.close()
 
 
@@ -267,32 +266,32 @@ def test_host_memory_gives_way_by_what_it_lacks_and_by_more_when_more_is_needed(
     rig = Full(num_device=8, num_host=5)
     rig.idle(KEYS[10:11])  # used longer ago than those that are to give way
     rig.idle(KEYS[:3])
-    table, hold = rig.table(KEYS[:3])
+    table = rig.table(KEYS[:3])
     rig.pool.evict_these(rig.pool.find_each(KEYS[10:11]))  # host memory alone has it
     rig.alone(KEYS[20:25])
-    rig.make_room(1, 0, (table,))
+    rig.make_room(1)
     assert rig.in_host(KEYS[:3]) == KEYS[:3] and rig.in_host(KEYS[20:25]).count(None) == 4, "one slot was free"
-    rig.make_room(2, 0, (table,))
+    rig.make_room(2)
     assert rig.in_host(KEYS[:3]).count(None) == 1 and rig.in_host(KEYS[20:25]).count(None) == 3
-    rig.make_room(3, 0, (table,))
+    rig.make_room(3)
     assert rig.in_host(KEYS[:3]).count(None) == 2 and rig.in_host(KEYS[20:25]).count(None) == 2
     assert rig.in_host(KEYS[10:11]) == KEYS[10:11]
-    hold.end()
+    table.release(None)
     rig.close()
 
 
 def test_what_gave_way_is_not_looked_through_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Full(num_device=8, num_host=2)
     rig.idle(KEYS[:2])
-    table, hold = rig.table(KEYS[:2])
+    table = rig.table(KEYS[:2])
     asked: list[int] = []
     give_way = rig.host.give_way
     monkeypatch.setattr(rig.host, "give_way", lambda keys, most: asked.append(len(keys)) or give_way(keys, most))
     rig.alone(KEYS[20:26])
-    rig.make_room(3, 0, (table,))
-    rig.make_room(6, 0, (table,))
+    rig.make_room(3)
+    rig.make_room(6)
     assert asked[0] == 2 and not any(asked[1:])
-    hold.end()
+    table.release(None)
     rig.close()
 
 
@@ -319,10 +318,10 @@ def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
             break
         running = r.choice(known) if known and r.random() < 0.5 else []
         running = running if -1 not in rig.pool.find_each(running) and len(running) + num <= num_device else []
-        table, hold = rig.table(running)
+        table = rig.table(running)
         before = rig.everywhere()
         num_twice = len({*rig.pool.keys(), *running} & set(rig.host.keys()) - set(running))  # idle here, and there: those take two places
-        rig.make_room(num, 0, (table,))
+        rig.make_room(num)
         lost = before - rig.everywhere()
         assert len(lost) <= num_twice, "room was made, and something was lost"
         known = [[key for key in keys if key not in lost] for keys in known]
@@ -335,7 +334,7 @@ def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
         if r.random() < 0.7:
             rig.land()
         new.end()
-        hold.end()
+        table.release(None)
         rig.land()
         known.append(keys)
     assert known and rig.everywhere() == {key for keys in known for key in keys}

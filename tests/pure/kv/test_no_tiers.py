@@ -10,9 +10,9 @@ from storage_rig import BLOCK, SCOPE
 
 from penstock.contract import Match, Prefix
 from penstock.errors import InvariantBroken
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 from penstock.kv.transfer import NoMover, Transfer
 
 TOKENS = list(range(4 * BLOCK))
@@ -26,8 +26,8 @@ def prefix_of(cache: KvCache) -> Prefix:
 
 def computed(cache: KvCache, num_blocks: int = 4) -> BlockTable:
     table = cache.open("request", prefix_of(cache), 0)
-    assert cache.try_extend(table, num_blocks)
-    cache.seal(table, TOKENS, num_blocks * BLOCK, None)
+    assert table.try_extend(num_blocks)
+    table.seal(TOKENS, num_blocks * BLOCK, None)
     cache.submit_saves()
     return table
 
@@ -41,7 +41,7 @@ def test_there_is_one_tier_and_no_thread_for_another() -> None:
     before = threading.active_count()
     cache = KvCache(BlockPool(4, "device"), SCOPE)
     assert threading.active_count() == before
-    assert cache.tiers == ("device",) and list(cache.stats().slots) == ["device"] and cache.traffic() is None
+    assert list(cache.stats().slots) == ["device"] and not cache.stats().cold and cache.stats().traffic is None
     assert cache.reset(["device", "host", "ssd"]).forgotten == {"device": 0}
     cache.close()
 
@@ -49,10 +49,10 @@ def test_there_is_one_tier_and_no_thread_for_another() -> None:
 def test_what_is_sealed_is_saved_nowhere_and_found_on_the_device_alone(cache: KvCache) -> None:
     table = computed(cache)
     assert cache._pool.counts.pinned == 0 and cache.num_in_flight == 0 and not cache.settle()
-    assert cache.newest_save() is None and cache.persist() is None
+    assert cache.submit_saves() is None and cache.persist() is None
     cache.drain(0.0)
     cache.check()
-    cache.release(table, None)
+    table.release(None)
     assert cache.match(prefix_of(cache).keys) == Match(4, 4, False, 0)
     assert cache.lease("other", prefix_of(cache)) is None and cache.prefetch(prefix_of(cache), "other") is None
     cache.reset()
@@ -62,19 +62,19 @@ def test_what_is_sealed_is_saved_nowhere_and_found_on_the_device_alone(cache: Kv
 
 def test_a_retracted_request_keeps_nothing(cache: KvCache) -> None:
     fence = FakeLane("compute").record()
-    assert cache.retract(computed(cache, 2), 2 * BLOCK, fence) is None
+    assert computed(cache, 2).retract(2 * BLOCK, fence) is None
     assert cache._pool.counts.pinned == 0 and cache._pool.counts.idle == 2
     cache.close()
 
 
 def test_room_is_there_and_no_want_is_dropped_for_it(cache: KvCache) -> None:
     """Whatever is evicted is lost in any case: nobody waits for it to be saved, and nothing is evicted before it has to be."""
-    cache.release(computed(cache), None)
+    computed(cache).release(None)
     want = cache.want(prefix_of(cache).keys, 1.0)
     assert want is not None and cache.make_room(4, 0, 2)
     cache.free_up(4)
     assert cache._pool.protects(want) and cache.num_free == 0 and cache._pool.counts.idle == 4
-    cache.end_want(want)
+    want.end()
     cache.close()
 
 

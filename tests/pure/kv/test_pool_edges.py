@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from kv_fakes import FakeLane
 
-from penstock.contract import Prefix
 from penstock.errors import InvariantBroken
-from penstock.kv.blocks.handles import BlockTable, Hold
+from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import FEW, Run, as_run
 
@@ -166,23 +165,4 @@ def test_the_fence_of_a_pin_that_ends_under_its_hold_reaches_the_next_owner(num:
     reservation = pool.try_reserve(num, "next")
     assert reservation is not None and reservation.after == (fence,)
     reservation.rollback()
-    pool.close()
-
-
-def test_a_table_announces_the_blocks_of_its_prompt_and_none_behind() -> None:
-    pool = BlockPool(1, "device")
-    table = BlockTable(pool.hold("request"), 4, Prefix(b"scope", tuple(keys(2))), 0)
-    assert [table.announces(number, key) for number, key in enumerate(keys(3))] == [True, True, False]
-    table.hold.end()
-    pool.close()
-
-
-def test_the_first_block_that_is_not_shared_has_a_key_under_the_tables_own_scope() -> None:
-    pool = BlockPool(1, "device")
-    table, other = (BlockTable(pool.hold("request"), 4, Prefix(b"scope", ()), 0) for _ in range(2))
-    table.own_scope, table.num_shared = b"own", 1
-    own, shared = table.next_keys(range(8), 2), other.next_keys(range(8), 2)
-    assert own[0] == shared[0] and own[1] != shared[1]
-    table.hold.end()
-    other.hold.end()
     pool.close()

@@ -50,10 +50,10 @@ def test_the_lease_of_whoever_waits_is_left_alone() -> None:
     match = rig.cache.match(rig.prefix(LONG).keys, lease)
     assert match == Match(2, 2, pending=False, num_colder=2)
     table = rig.cache.open("request", rig.prefix(LONG), 2)
-    rig.cache.promote(table, lease, 2, 1)
+    table.promote(lease, 2, 1)
     rig.finish()
     assert rig.content(LONG) == [tuple(LONG[i : i + BLOCK]) for i in range(0, 16, BLOCK)]
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -73,7 +73,7 @@ def test_they_follow_what_the_device_has() -> None:
 def test_only_free_slots_are_filled() -> None:
     rig = remembering(num_device=4)
     other = rig.run("other", list(range(20, 32)))
-    rig.cache.release(other, None)
+    other.release(None)
     rig.finish()
     assert (rig.pool.num_free, rig.pool.counts.idle) == (1, 3)
     assert ahead(rig).num_blocks == 1
@@ -105,9 +105,9 @@ def test_there_is_nothing_to_copy_where_nothing_is_shared(prefix_cache: bool) ->
 def test_they_are_written_after_the_last_step_that_used_their_slots() -> None:
     rig = remembering(num_device=3)
     other = rig.cache.open("other", None, 0)
-    assert rig.cache.try_extend(other, 3)
+    assert other.try_extend(3)
     fence = rig.step()
-    rig.cache.release(other, fence)
+    other.release(fence)
     assert ahead(rig).after == (fence,)
     for lane in ("launch load", "load"):
         while rig.lane(lane).step():
@@ -150,7 +150,7 @@ def test_a_block_that_somebody_computes_meanwhile_is_not_there_twice() -> None:
     rig.finish()
     assert rig.content() == BLOCKS and rig.cache.stats().duplicate_seals_total == 2
     assert rig.pool.counts.active == 3 and rig.pool.counts.pinned == rig.pool.counts.idle == 0
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 
@@ -180,7 +180,7 @@ def test_a_reset_of_the_device_is_not_undone_by_what_was_on_its_way(tiers: tuple
 def test_a_reset_is_not_undone_by_the_load_of_a_table_that_has_ended_either() -> None:
     rig = remembering()
     table, _ = rig.loading()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.cache.reset(["device"])
     rig.finish()
     assert rig.content() == [] and rig.pool.num_free == rig.pool.num_slots
@@ -193,7 +193,7 @@ def test_a_reset_leaves_the_load_of_an_open_table_alone() -> None:
     rig.cache.reset(["device"])
     rig.finish()
     assert rig.content() == BLOCKS and table.num_keyed == 2
-    rig.cache.release(table, None)
+    table.release(None)
     rig.end()
 
 

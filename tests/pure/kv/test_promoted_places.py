@@ -10,7 +10,7 @@ from test_transfer_races import BLOCK
 from watched_world import WatchedWorld
 
 from penstock.contract import Fence, Prefix
-from penstock.kv.blocks.handles import BlockTable
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.saves import SavedLease
 from penstock.testing.sequencer import Sequencer, run
 
@@ -21,13 +21,13 @@ def numbered(world: WatchedWorld, num_blocks: int) -> tuple[BlockTable, Prefix, 
     prefix = world.cache.prefix_of(tokens)
     assert prefix is not None
     table = world.cache.open("a", prefix, 0)
-    assert world.cache.try_extend(table, num_blocks)
+    assert table.try_extend(num_blocks)
     for fence in table.take_after():
         world.compute.wait(fence)
     for number, slot in enumerate(table.hold.slots):
         fence = world.write([slot], number)
     fence.wait_passed()
-    world.cache.seal(table, tokens, num_blocks * BLOCK, fence)
+    table.seal(tokens, num_blocks * BLOCK, fence)
     return table, prefix, fence
 
 
@@ -48,7 +48,7 @@ def behind_a_prefix_on_the_device(sequencer: Sequencer) -> None:
     world.finish(table, fence)
     assert found(world, prefix) == [0]
     table = world.cache.open("a", prefix, 1)
-    load = world.cache.promote(table, lease, 2, num_next=1)
+    load = table.promote(lease, 2, num_next=1)
     world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
     world.settle(load)
     assert found(world, prefix) == [0, 1, 2]
@@ -64,16 +64,16 @@ def a_tail_that_was_saved_half_full(sequencer: Sequencer) -> None:
     prefix = world.cache.prefix_of(tokens)
     assert prefix is not None
     table = world.cache.open("a", prefix, 0)
-    assert world.cache.try_extend(table, 2)
+    assert table.try_extend(2)
     fence = world.write(table.hold.slots, "half")
     fence.wait_passed()
-    world.cache.seal(table, tokens, BLOCK + 3, fence)
-    lease = world.cache.retract(table, BLOCK + 3, fence)
+    table.seal(tokens, BLOCK + 3, fence)
+    lease = table.retract(BLOCK + 3, fence)
     assert isinstance(lease, SavedLease)
     world.cache.drain(1.0)
     world.cache.reset(("device",))
     table = world.cache.open("a", prefix, 0)
-    load = world.cache.promote(table, lease, 2, num_next=1)
+    load = table.promote(lease, 2, num_next=1)
     world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
     world.settle(load)
     assert len(world.cache.saves.pool.find(prefix.keys)) == 1
@@ -86,7 +86,7 @@ def nobody_waits_for_a_load_that_is_late(sequencer: Sequencer) -> None:
     world.bring_to_host("a", 2)
     keys = world.prefix("a", 2).keys
     table, load = world.promote("a", 2)
-    world.cache.release(table, world.compute.record())  # whoever asked for it is gone
+    table.release(world.compute.record())  # whoever asked for it is gone
     assert world.cache.match(keys).pending
     load.deadline_s = 0.0
     assert not world.cache.match(keys).pending

@@ -11,7 +11,7 @@ def test_a_block_that_is_being_written_is_not_written_again_for_the_next_who_ask
     for _ in range(3):
         table, _ = rig.promote_all(2)
         rig.copy()
-        rig.cache.release(table, None)
+        table.release(None)
         rig.forget_device()
     assert rig.first.calls.count("write") == 0, "the lane has not come to it"
     rig.flow()

@@ -204,7 +204,7 @@ def test_a_save_that_finds_the_host_full_is_skipped_and_counted() -> None:
     rig.save(KEYS[:2], "first").end()
     lease = leased(rig, KEYS[:2])
     rig.save(KEYS[2:4], "second").end()
-    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.cache.traffic().skipped == {"full": 2, "late": 0}
+    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.cache.stats().traffic.skipped == {"full": 2, "late": 0}
     assert rig.cache.num_in_flight == 0 and rig.saves.counts.failures == {}
     lease.end()
     rig.close()
@@ -241,7 +241,7 @@ def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(failing:
     rig.save_copier.fail_next = 1
     rig.land()
     assert rig.in_host(KEYS[:5]) == [*KEYS[: 2 * failing], *[None] * (5 - 2 * failing)]
-    assert rig.cache.traffic().failures == {("host", "copy"): 1} and rig.host.slots.reserved == 0
+    assert rig.cache.stats().traffic.failures == {("host", "copy"): 1} and rig.host.slots.reserved == 0
     rig.saves.offer(hold, 0, KEYS[:5], None)  # and it can be tried again
     rig.saves.submit()
     rig.land()
@@ -259,8 +259,7 @@ def test_transfers_settle_in_the_order_of_their_submission() -> None:
     saves: list[Transfer] = []
     for block in range(3):
         rig.saves.offer(hold, block, [KEYS[block]], None)
-        rig.saves.submit()
-        newest = rig.saves.newest()
+        newest = rig.saves.submit()
         assert newest is not None
         saves.append(newest)
     order: list[list[bool]] = []
@@ -269,7 +268,7 @@ def test_transfers_settle_in_the_order_of_their_submission() -> None:
         rig.settle()
         order.append([save.settled for save in saves])
     assert order == sorted(order) and [True, False, False] in order and [True, True, False] in order
-    assert rig.saves.newest() is None
+    assert rig.saves.submit() is None
     hold.end()
     rig.close()
 
@@ -281,10 +280,10 @@ def test_metrics_that_read_zero() -> None:
     lease, other = leased(rig, KEYS[:2]), leased(rig, KEYS[:1])
     hold = rig.hold(2)
     rig.promote(hold, lease, 2)
-    flying = rig.cache.traffic()
+    flying = rig.cache.stats().traffic
     assert flying.in_flight == {("host", "device"): 1, ("device", "host"): 0} and flying.leases_open == 1
     rig.land()
-    traffic = rig.cache.traffic()
+    traffic = rig.cache.stats().traffic
     assert traffic.bytes == dict.fromkeys(BOTH, 2 * LAYOUT.block_bytes)
     assert {pair: sum(histogram.counts) for pair, histogram in traffic.seconds.items()} == dict.fromkeys(BOTH, 1)
     assert sum(traffic.in_flight.values()) == 0 and traffic.failures == {}
@@ -306,7 +305,7 @@ def fails_on_the_launcher() -> None:
         rig.saves.offer(hold, 0, KEYS[:1], None)
         rig.saves.submit()
         rig.land()
-    assert rig.cache.num_in_flight == 0 and rig.cache.traffic().failures == {("host", "MemoryError"): 1}
+    assert rig.cache.num_in_flight == 0 and rig.cache.stats().traffic.failures == {("host", "MemoryError"): 1}
     rig.saves.offer(hold, 0, KEYS[:2], None)
     rig.saves.submit()
     rig.land()
@@ -538,7 +537,7 @@ def test_a_defect_in_a_copy_is_not_taken_for_a_failure_of_the_tier(monkeypatch: 
     rig.lanes.run_all()
     with pytest.raises(InvariantBroken, match="no such slot"):
         rig.settle()
-    assert rig.cache.traffic().failures == {}
+    assert rig.cache.stats().traffic.failures == {}
 
 
 # Holds invariant 9: what was enqueued ends first.
@@ -554,7 +553,7 @@ def test_a_launch_that_raised_behind_its_copies_is_waited_for_and_gives_everythi
     rig.saves.submit()
     rig.cache.drain(5.0)
     rig.settle()
-    assert rig.cache.num_in_flight == 0 and rig.cache.traffic().failures == {("host", "RuntimeError"): 1}
+    assert rig.cache.num_in_flight == 0 and rig.cache.stats().traffic.failures == {("host", "RuntimeError"): 1}
     rig.cache.call_when_launched(lambda: None)
     hold.end()
     assert rig.pool.counts.pinned == 0 and rig.host.slots.reserved == rig.host.slots.pinned == 0
@@ -593,7 +592,7 @@ def test_a_retraction_whose_launch_fails_halfway_drops_what_it_took(monkeypatch:
         rig.land()
     assert lease.ready and lease.num_from(0) == 0 and rig.host.slots.reserved == 0 and not rig.host._arriving
     lease.end()
-    assert rig.cache.traffic().failures == {("host", "MemoryError"): 1}
+    assert rig.cache.stats().traffic.failures == {("host", "MemoryError"): 1}
     again = rig.saves.retract(hold, 3, KEYS[:2], 2 * 4 + 1, None)
     rig.land()
     assert again is not None and again.num_from(0) == 3, "the same can be saved again"

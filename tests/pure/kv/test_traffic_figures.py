@@ -27,7 +27,7 @@ def test_a_transfer_took_as_long_as_from_its_submit_to_its_end(monkeypatch: pyte
     rig.settle()
     clock.advance(1.0)
     rig.land()
-    assert rig.cache.traffic().seconds["device", "host"].total == 3.0
+    assert rig.cache.stats().traffic.seconds["device", "host"].total == 3.0
     hold.end()
     rig.close()
 
@@ -35,11 +35,11 @@ def test_a_transfer_took_as_long_as_from_its_submit_to_its_end(monkeypatch: pyte
 def test_a_snapshot_of_the_traffic_stays_as_it_was() -> None:
     rig = Rig()
     rig.save(BLOCKS[:1]).end()
-    before = rig.cache.traffic()
+    before = rig.cache.stats().traffic
     seconds = before.seconds["device", "host"].copy()
     rig.save(BLOCKS[1:3]).end()
     assert before.seconds["device", "host"] == seconds and sum(seconds.counts) == 1
-    assert sum(rig.cache.traffic().seconds["device", "host"].counts) == 2
+    assert sum(rig.cache.stats().traffic.seconds["device", "host"].counts) == 2
     rig.close()
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Loads
 from penstock.kv.tiers.policy import TierLimits
@@ -70,7 +70,7 @@ class World:
     def compute_blocks(self, name: str, num_blocks: int) -> tuple[BlockTable, Fence]:
         """A request's prefill: one op per layer that writes its name into its slots."""
         table = self.cache.open(name, self.prefix(name, num_blocks), 0)
-        while not self.cache.try_extend(table, num_blocks):
+        while not table.try_extend(num_blocks):
             self.cache.drain(20.0)
         for fence in table.take_after():
             self.compute.wait(fence)
@@ -103,9 +103,9 @@ class World:
     def bring_to_host(self, name: str, num_blocks: int) -> None:
         table, fence = self.compute_blocks(name, num_blocks)
         fence.wait_passed()
-        self.cache.seal(table, self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
+        table.seal(self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
         slots = list(table.hold.slots)
-        self.cache.release(table, fence)
+        table.release(fence)
         self.cache.drain(20.0)
         self.cache.reset(("device",))
         for slot in slots:  # the next to be drawn
@@ -116,7 +116,7 @@ class World:
         lease = self.cache.lease(name, prefix)
         assert lease is not None and lease.num_from(0) == num_blocks
         table = self.cache.open(name, prefix, 0)
-        load = self.cache.promote(table, lease, num_blocks, num_next=1)
+        load = table.promote(lease, num_blocks, num_next=1)
         self.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
         return table, load
 
@@ -137,7 +137,7 @@ class World:
     def leave(self, table: BlockTable, fence: Fence) -> None:
         fence.wait_passed()
         self.cache.settle()
-        self.cache.release(table, fence)
+        table.release(fence)
         self.cache.drain(20.0)
 
     def _fill(self, slots: Sequence[int], layer: int, name: str) -> None:
@@ -152,7 +152,7 @@ class World:
 def demote_while_the_producer_runs(sequencer: Sequencer) -> None:
     world = World(sequencer)
     table, fence = world.compute_blocks("a", 2)
-    world.cache.seal(table, world.tokens("a", 2), 2 * BLOCK, fence)  # earlier than an engine would: the step has not been read
+    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)  # earlier than an engine would: the step has not been read
     world.cache.submit_saves()
     world.finish(table, fence)
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
@@ -165,7 +165,7 @@ def promote_into_slots_that_a_step_still_reads(sequencer: Sequencer) -> None:
     table, fence = world.compute_blocks("b", 2)
     seen: list[object] = []
     fence = world.read_blocks(table, 2, seen)
-    world.cache.release(table, fence)  # a request that is cancelled while its step is on the lane
+    table.release(fence)  # a request that is cancelled while its step is on the lane
     table, load = world.promote("a", 2)
     fence = world.read_blocks(table, 2, [], Arriving([load]))
     world.finish(table, fence)
@@ -177,9 +177,9 @@ def reuse_slots_while_they_are_demoted(sequencer: Sequencer) -> None:
     world = World(sequencer, num_slots=2)
     table, fence = world.compute_blocks("a", 2)
     fence.wait_passed()
-    world.cache.seal(table, world.tokens("a", 2), 2 * BLOCK, fence)
+    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)
     world.cache.submit_saves()
-    world.cache.release(table, fence)
+    table.release(fence)
     table, fence = world.compute_blocks("b", 2)
     world.finish(table, fence)
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
@@ -206,7 +206,7 @@ def flush_between_submit_and_launch(sequencer: Sequencer) -> None:
     world = World(sequencer, num_slots=2)
     table, fence = world.compute_blocks("a", 2)
     fence.wait_passed()
-    world.cache.seal(table, world.tokens("a", 2), 2 * BLOCK, fence)
+    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)
     world.cache.submit_saves()
     slots = list(table.hold.slots)
     world.cache.drain(20.0, slots)
@@ -221,9 +221,9 @@ def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
     """Blocks that were never saved leave the device for another request, which gets their slots."""
     world = World(sequencer, num_slots=2)
     table, fence = world.compute_blocks("a", 2)
-    world.cache.seal(table, world.tokens("a", 2), 2 * BLOCK, fence)  # earlier than an engine would: the step has not been read
+    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)  # earlier than an engine would: the step has not been read
     world.never_save()
-    world.cache.release(table, fence)
+    table.release(fence)
     assert not world.cache.make_room(2, 0)
     while not world.cache.make_room(2, 0):
         world.cache.drain(20.0)
@@ -241,8 +241,8 @@ def no_fence_of_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_fence_of_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = KvCache.release
-    monkeypatch.setattr(KvCache, "release", lambda self, table, fence: release(self, table, None))
+    release = BlockTable.release
+    monkeypatch.setattr(BlockTable, "release", lambda self, fence: release(self, None))
 
 
 def no_wait_before_writing(monkeypatch: pytest.MonkeyPatch) -> None:

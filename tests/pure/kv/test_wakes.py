@@ -18,9 +18,9 @@ def test_a_read_that_is_over_wakes_who_waits_for_it(tier: str) -> None:
     assert lease.ready and len(woken) == (0 if tier == "ssd" else 1), "an answer from memory is there at once"
     woken.clear()
     table = rig.cache.open("request", rig.prefix(2), 0)
-    rig.cache.promote(table, lease, 2, 1)
+    table.promote(lease, 2, 1)
     rig.lanes.run_all()
-    assert rig.cache.num_cold_in_flight and len(woken) == 1
+    assert rig.cache.num_in_flight and len(woken) == 1
     rig.flow()
     woken.clear()
     rig.cache.persist()

@@ -16,5 +16,5 @@ def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing
     keys = [*rig.keys(2, "a"), *rig.keys(2, "b"), *rig.keys(2, "c")]
     rig.saves.landed(keys, range(6))  # those in the middle have left host memory since
     rig.cache.drain(10.0)
-    assert rig.cache.num_cold_in_flight == 0 and rig.store_has(keys) == [True, True, False, False, True, True]
+    assert rig.cache.num_in_flight == 0 and rig.store_has(keys) == [True, True, False, False, True, True]
     rig.end()

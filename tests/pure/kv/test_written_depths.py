@@ -14,7 +14,7 @@ def test_a_block_is_written_with_its_depth(reset: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         rig.first, "write", lambda keys, depths, blocks: written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
     )
-    rig.cache.release(rig.ran(3), None)
+    rig.ran(3).release(None)
     rig.flow()
     assert not written
     if reset:
@@ -53,7 +53,7 @@ def test_what_a_store_has_behind_a_prefix_on_the_device_is_written_to_the_disk_w
     assert lease is not None
     rig.run("ask remote")
     table = rig.cache.open("request", prefix, 2)
-    rig.cache.promote(table, lease, 4, 1)
+    table.promote(lease, 4, 1)
     rig.flow()
     assert written == {key: depth for depth, key in enumerate(prefix.keys) if depth >= 2}
     rig.end(first, table)

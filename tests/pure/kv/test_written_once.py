@@ -31,7 +31,7 @@ def promoted(rig: Stacked) -> None:
     """A request comes for the prefix, gets it from host memory and goes."""
     table, _ = rig.promote_all(SIX)
     rig.copy()
-    rig.cache.release(table, None)
+    table.release(None)
     rig.forget_device()
 
 

@@ -34,7 +34,7 @@ def give_slots_to_another_while_they_are_demoted(sequencer: Sequencer) -> None:
     fence.wait_passed()
     world.seal(table, "a", 2, fence)
     world.cache.submit_saves()
-    world.cache.release(table, fence)
+    table.release(fence)
     world.finish(*world.compute_blocks("b", 2))
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
     world.close()
@@ -69,7 +69,7 @@ def close_while_a_demotion_is_in_flight(sequencer: Sequencer) -> None:
     fence.wait_passed()
     world.seal(table, "a", 2, fence)
     world.cache.submit_saves()
-    world.cache.release(table, fence)
+    table.release(fence)
     world.cache.close(1.0)
 
 
@@ -127,7 +127,7 @@ def promote_into_the_slots_of_a_cancelled_request(sequencer: Sequencer) -> None:
     table, fence = world.compute_blocks("b", 2)
     seen: list[object] = []
     fence = world.read_blocks(table, 2, seen)
-    world.cache.release(table, fence)
+    table.release(fence)
     table, load = world.promote("a", 2)
     world.finish(table, world.read_blocks(table, 2, [], Arriving([load])))
     assert seen == ["b"] * 2 * LAYERS, seen
@@ -138,7 +138,7 @@ def cancel_during_a_promotion(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer, num_slots=2)
     world.bring_to_host("a", 2)
     table, _ = world.promote("a", 2)
-    world.cache.release(table, world.compute.record())
+    table.release(world.compute.record())
     table, _ = world.compute_blocks("b", 2)
     seen: list[object] = []
     world.finish(table, world.read_blocks(table, 2, seen))
@@ -151,7 +151,7 @@ def a_promotion_that_nobody_waits_for_any_longer(sequencer: Sequencer) -> None:
     world.bring_to_host("a", 2)
     table, load = world.promote("a", 2)
     load.deadline_s = 0.0
-    world.cache.release(table, world.compute.record())
+    table.release(world.compute.record())
     world.cache.settle()
     table, _ = world.compute_blocks("b", 2)
     seen: list[object] = []
@@ -198,7 +198,7 @@ def a_promotion_of_which_only_the_first_copy_could_be_launched(sequencer: Sequen
     world.refuse_copy(1)
     table, load = world.promote("a", 2)
     assert isinstance(load.error(), OSError) and len(load.arrivals or ()) == 1
-    world.cache.release(table, world.compute.record())
+    table.release(world.compute.record())
     world.settle(load)
     assert world.cache.match(world.prefix("a", 2).keys).num_blocks == 0
     table, _ = world.compute_blocks("b", 2)
@@ -215,12 +215,12 @@ def promote_what_was_claimed_under_pressure(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer)
     world.bring_to_host("a", 2)
     lease = world.cache.lease("a", world.prefix("a", 2))
-    assert lease is not None and world.cache.claim(lease, 0, 2)
+    assert lease is not None and lease.claim(0, 2)
     world.cache.reset(("host",))  # everything that is not protected is forgotten, and its slots go to others
     world.bring_to_host("b", 4)
     world.bring_to_host("c", 4)
     table = world.cache.open("a", world.prefix("a", 2), 0)
-    load = world.cache.promote(table, lease, 2, num_next=1)
+    load = table.promote(lease, 2, num_next=1)
     world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
     seen: list[object] = []
     world.finish(table, world.read_blocks(table, 2, seen, Arriving([load])))
@@ -238,14 +238,14 @@ def promote_what_was_wanted_under_pressure(sequencer: Sequencer) -> None:
         table, fence = world.compute_blocks(name, 2)
         fence.wait_passed()
         world.seal(table, name, 2, fence)
-        world.cache.release(table, fence)
+        table.release(fence)
         world.cache.submit_saves()
-    assert world.cache.claim(lease, 0, 2)
+    assert lease.claim(0, 2)
     world.cache.reset(("host",))
     table = world.cache.open("a", world.prefix("a", 2), 0)
     while world.cache.num_available < 2:
         world.cache.drain(1.0)
-    load = world.cache.promote(table, lease, 2, num_next=1)
+    load = table.promote(lease, 2, num_next=1)
     world.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
     seen: list[object] = []
     world.finish(table, world.read_blocks(table, 2, seen, Arriving([load])))
@@ -277,7 +277,7 @@ def a_lease_whose_time_ends_before_it_is_used(sequencer: Sequencer) -> None:
     num_colder = world.cache.match(prefix.keys, lease).num_colder
     table = world.cache.open("a", prefix, 0)
     if num_colder:  # as the scheduler would
-        world.settle(world.cache.promote(table, lease, num_colder, num_next=1))
+        world.settle(table.promote(lease, num_colder, num_next=1))
     world.finish(table, world.compute.record())
     assert num_colder == 0, "it covers nothing any more"
     world.close()
@@ -291,11 +291,11 @@ def a_promotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     table = world.cache.open("a", world.prefix("a", 2), 0)
     world.refuse_launch(world.cache.loads.mover)
     try:
-        world.cache.promote(table, lease, 2, num_next=1)
+        table.promote(lease, 2, num_next=1)
     except OSError:
         world.cache.reset(("host",))
         assert lease.num_from(0) == 2 and world.in_host("a", 2) == ["a"] * 2 * LAYERS, "the lease is as it was"
-    world.cache.release(table, world.compute.record())
+    table.release(world.compute.record())
     lease.end()
     world.close()
 
@@ -313,7 +313,7 @@ def keep_on_the_device_alone(world: WatchedWorld, name: str, num_blocks: int) ->
     world.cache.drain(1.0)
     world.cache.reset(("host",))
     fence = world.read_blocks(table, num_blocks, seen)
-    world.cache.release(table, fence)
+    table.release(fence)
     return seen
 
 
@@ -402,11 +402,11 @@ def retract_behind_a_step_that_still_writes(sequencer: Sequencer) -> None:
     fence.wait_passed()
     world.seal(table, "a", 1, fence)
     fence = world.write(table.hold.slots[1:], "tail")
-    lease = world.cache.retract(table, 2 * BLOCK - 3, fence)
+    lease = table.retract(2 * BLOCK - 3, fence)
     assert isinstance(lease, SavedLease)
     world.finish(*world.compute_blocks("b", 2))
     assert lease.ready and lease.num_from(0) == 2, "both are kept for it"
-    assert world.cache.claim(lease, 0, 2)
+    assert lease.claim(0, 2)
     world.cache.reset()  # but not what nobody has come for
     seen = world.resume("a", lease, 2)
     assert sorted(map(str, seen)) == ["a"] * LAYERS + ["tail"] * LAYERS, seen
@@ -421,7 +421,7 @@ def retract_behind_two_demotions(sequencer: Sequencer) -> None:
     for num_blocks in (1, 2):
         world.seal(table, "a", num_blocks, fence)
         world.cache.submit_saves()
-    lease = world.cache.retract(table, 2 * BLOCK, fence)
+    lease = table.retract(2 * BLOCK, fence)
     assert isinstance(lease, SavedLease)
     world.cache.drain(1.0)
     world.cache.settle()
@@ -435,7 +435,7 @@ def a_retraction_that_could_not_be_submitted(sequencer: Sequencer) -> None:
     table, fence = world.compute_blocks("a", 2)
     world.refuse_launch(world.cache.saves.mover)
     with contextlib.suppress(OSError):
-        world.cache.retract(table, 2 * BLOCK, fence)
+        table.retract(2 * BLOCK, fence)
     world.finish(table, fence)
     world.close()
 
@@ -443,7 +443,7 @@ def a_retraction_that_could_not_be_submitted(sequencer: Sequencer) -> None:
 def cancel_during_a_retraction(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer)
     table, fence = world.compute_blocks("a", 2)
-    lease = world.cache.retract(table, 2 * BLOCK, fence)
+    lease = table.retract(2 * BLOCK, fence)
     assert lease is not None
     lease.end()
     world.close()
@@ -453,7 +453,7 @@ def a_retraction_that_fails(sequencer: Sequencer) -> None:
     world = WatchedWorld(sequencer)
     world.demotions.num = 1
     table, fence = world.compute_blocks("a", 2)
-    lease = world.cache.retract(table, 2 * BLOCK, fence)
+    lease = table.retract(2 * BLOCK, fence)
     assert lease is not None
     world.cache.drain(1.0)
     assert lease.ready and lease.num_from(0) == 0, "what did not arrive is not there"

@@ -11,8 +11,8 @@ from test_transfer_races import BLOCK, LAYERS, SCOPE, World
 
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.arriving import Arriving
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import SavedLease
 from penstock.kv.transfer import Copier, Layers, Mover, Slots, Transfer
@@ -60,13 +60,13 @@ class WatchedWorld(World):
         return self.compute.record()
 
     def seal(self, table: BlockTable, name: str, num_blocks: int, fence: Fence) -> None:
-        self.cache.seal(table, self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
+        table.seal(self.tokens(name, num_blocks), num_blocks * BLOCK, fence)
 
     def resume(self, name: str, lease: SavedLease, num_blocks: int) -> list[object]:
         """A retracted request comes back with what was saved for it: what it then reads."""
         seen: list[object] = []
         table = self.cache.open(name, self.prefix(name, num_blocks), 0)
-        load = self.cache.promote(table, lease, num_blocks, num_next=1)
+        load = table.promote(lease, num_blocks, num_next=1)
         self.sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
         self.finish(table, self.read_blocks(table, num_blocks, seen, Arriving([load])))
         return seen

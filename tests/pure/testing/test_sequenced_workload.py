@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.contract import Access, Fence, Load, Mode
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.memory import BlockLayout
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
@@ -81,7 +81,7 @@ class Shop:
         load: Load | None = None
         if lease is not None and (num_colder := lease.num_from(num_here)):
             self._make_room(num_colder)
-            load = cache.promote(table, lease, num_colder, num_next=1)
+            load = table.promote(lease, num_colder, num_next=1)
             self.num_promoted += num_colder
             self._sequencer.pause("waits for the launch", lambda: load.arrivals is not None)
         elif lease is not None:
@@ -90,9 +90,9 @@ class Shop:
         if not visit.hasty:
             fence.wait_passed()
             cache.settle()
-            cache.seal(table, tokens, len(tokens), fence)
+            table.seal(tokens, len(tokens), fence)
             cache.submit_saves()
-        cache.release(table, fence)
+        table.release(fence)
         for tier, counts in cache.stats().slots.items():
             self.sanitizer.turns.balanced(tier, counts._asdict())
 
@@ -108,7 +108,7 @@ class Shop:
     def _step(self, visit: Visit, table: BlockTable, load: Load | None) -> Fence:
         first = table.num_slots
         self._make_room(visit.num_blocks - first)
-        assert self._cache.try_extend(table, visit.num_blocks - first)
+        assert table.try_extend(visit.num_blocks - first)
         for fence in table.take_after():
             self._compute.wait(fence)
         slots = table.slots(BLOCK * visit.num_blocks).tolist()
@@ -180,14 +180,14 @@ def no_wait_for_what_arrives(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_fence_with_a_table(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KvCache, "release", lambda self, table, fence, whole=KvCache.release: whole(self, table, None))
+    patch.setattr(BlockTable, "release", lambda self, fence, whole=BlockTable.release: whole(self, None))
 
 
 def keys_before_the_step_was_read(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: Shop, visit: Visit, table: BlockTable, load: Load | None, whole: Callable[..., Fence] = Shop._step) -> Fence:
         fence = whole(self, visit, table, load)
         if load is None:
-            self._cache.seal(table, [ord(visit.prompt)] * (BLOCK * visit.num_blocks), BLOCK * visit.num_blocks, fence)
+            table.seal([ord(visit.prompt)] * (BLOCK * visit.num_blocks), BLOCK * visit.num_blocks, fence)
         return fence
 
     patch.setattr(Shop, "_step", hasty)

@@ -67,7 +67,7 @@ class Conversations:
     def begin_plan(self) -> None:
         self._num_plans += 1
         while self._kept and self._kept[0].until <= self._num_plans:
-            self._ledger.end_want(self._kept.popleft().want)
+            self._kept.popleft().want.end()
 
     def step_planned(self, prefills: bool) -> None:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if prefills else 1))
@@ -88,7 +88,7 @@ class Conversations:
     def forget(self) -> None:
         """Nobody is left who would take the place of those that were answered."""
         while self._kept:
-            self._ledger.end_want(self._kept.popleft().want)
+            self._kept.popleft().want.end()
         self._middles.clear()
 
     @property

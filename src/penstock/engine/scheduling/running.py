@@ -116,13 +116,13 @@ class Running:
         if match.num_colder and track.lease is not None:
             num_next = min(len(track.tokens) - track.num_planned, self._budget.prefill_chunk)
             lease, track.lease = track.lease, None
-            track.load = self._ledger.promote(track.table, lease, match.num_colder, num_next)
+            track.load = track.table.promote(lease, match.num_colder, num_next)
             track.move(State.LOADING)
             self.num_loading += 1
         else:
             track.end_lease()
         if track.want is not None:  # the table has its blocks
-            self._ledger.end_want(track.want)
+            track.want.end()
             track.want = None
         self._draw_first(track)
         self._num_promised += self._may_draw(track)
@@ -139,7 +139,7 @@ class Running:
         num_blocks = blocks_for(len(track.tokens), self._ledger.block_tokens) - track.held_table().num_slots
         if self._budget.overcommit > 1.0 or num_blocks <= 0 or track.is_deep:
             return
-        if not self._ledger.try_extend(track.held_table(), num_blocks):
+        if not track.held_table().try_extend(num_blocks):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its prompt")
 
     def set_off(self, track: Track) -> None:
@@ -149,7 +149,7 @@ class Running:
 
     def try_draw(self, track: Track, num_blocks: int) -> bool:
         """Some of what is promised to it, or nothing: promises may exceed memory."""
-        if not self._ledger.try_extend(track.held_table(), num_blocks):
+        if not track.held_table().try_extend(num_blocks):
             return False
         self._num_promised -= num_blocks
         return True
@@ -166,7 +166,7 @@ class Running:
             num_short = resident.num_making_way(table, num_short, most)
         if num_short > 0:
             num_before = self._ledger.num_available
-            num_paged = self._ledger.page_out(table, num_short, fence)
+            num_paged = table.page_out(num_short, fence)
             num_free = self._ledger.num_available - num_before
             self._num_promised += num_free  # and no more: others were promised what is there
             track.num_lent += num_paged - num_free
@@ -181,12 +181,12 @@ class Running:
             return 0
         for fetched in (*resident.take_landed(), *resident.take_surplus(table)):
             self._num_promised += len(fetched.slots)
-            self._ledger.drop_fetched(table, fetched, fence)
+            fetched.end(fence)
         size = resident.division.part_blocks
         next_blocks = max(0, blocks_for(track.num_planned + num_tokens, self._ledger.block_tokens) - table.num_slots)
         room = min(resident.division.most_fetched - track.num_lent - table.num_fetched, self._may_draw(track) - next_blocks)
         parts = resident.wanted(table)[: max(0, room // size)]
-        coming = self._ledger.fetch(table, [part * size for part in parts], size) if parts else ()
+        coming = table.fetch([part * size for part in parts], size) if parts else ()
         for part, one in zip(parts, coming, strict=False):
             self._num_promised -= size
             resident.coming(part, one)
@@ -228,7 +228,7 @@ class Running:
         context = resident.kept(name, tuple(table.sealed_keys[:num_blocks]))
         forgotten = self.kept.keep(context, resident.context)
         if context.place:
-            self._ledger.keep_closed(table, name, context.num_open, num_blocks)
+            table.keep_closed(name, context.num_open, num_blocks)
         self._ledger.forget_closed(forgotten)
         return context.place
 
@@ -241,9 +241,9 @@ class Running:
         track.num_lent = 0
         self.num_scored -= track.resident is not None
         if saves and track.request.may_match and not track.computes:
-            track.lease = self._ledger.retract(track.held_table(), num_tokens, fence)
+            track.lease = track.held_table().retract(num_tokens, fence)
         else:
-            self._ledger.release(track.held_table(), fence)
+            track.held_table().release(fence)
         heapq.heappush(self.free_rows, track.row)
         del self.tracks[track.request.id]
         track.table, track.row, track.resident = None, -1, None

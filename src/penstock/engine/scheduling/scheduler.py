@@ -272,7 +272,7 @@ class Scheduler:
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
         if (resident := track.deciding) is not None:
             resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
-            self._ledger.close_scope(track.held_table(), track.num_planned)
+            track.held_table().close_scope(track.num_planned)
             self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
             if resident.is_filling:
                 return 0
@@ -395,7 +395,7 @@ class Scheduler:
 
     def _claim(self, track: Track, match: Match) -> bool:
         """What it was matched with in colder tiers stays; False where some of it has gone since."""
-        return not match.num_colder or track.lease is None or self._ledger.claim(track.lease, match.num_blocks, match.num_colder)
+        return not match.num_colder or track.lease is None or track.lease.claim(match.num_blocks, match.num_colder)
 
     def _take_first_tokens(self, track: Track, room: Room) -> None:
         """The step being made computes some of it, where there is time, and nothing has to come first."""
@@ -547,7 +547,7 @@ class Scheduler:
         """Blocks that it has filled by decoding get their keys; `fence` lies behind the steps that filled them."""
         del self._unsealed[track]
         track.num_sealed = self._num_sealable(track)
-        self._ledger.seal(track.held_table(), track.tokens, track.num_sealed, fence)
+        track.held_table().seal(track.tokens, track.num_sealed, fence)
 
     def _num_sealable(self, track: Track) -> int:
         """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan, and
@@ -587,7 +587,7 @@ class Scheduler:
             track.num_committed = share.end
             if share.end - share.start > 1:
                 track.num_sealed = share.end
-                self._ledger.seal(track.held_table(), track.tokens, share.end, fence)
+                track.held_table().seal(track.tokens, share.end, fence)
             elif share.end % size == 0 or (track.seals_late and self._seals_late):
                 self._seal_filled(track, fence)
         if not share.num_logits:
@@ -635,7 +635,7 @@ class Scheduler:
         track.end_prefetch()
         track.end_lease()
         if track.want is not None:
-            self._ledger.end_want(track.want)
+            track.want.end()
             track.want = None
         track.move(State.ENDED)
         if self._drafter is not None:

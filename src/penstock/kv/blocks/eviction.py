@@ -55,11 +55,12 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 
 class PoolWant:
-    """Blocks that somebody will use. `rank`: among wants the one with the greatest is dropped first."""
+    """Implements `contract.Want`: blocks that somebody will use. `rank`: among wants the one with the greatest is dropped first."""
 
-    __slots__ = ("found", "losses", "rank", "slots")
+    __slots__ = ("_order", "found", "losses", "rank", "slots")
 
-    def __init__(self, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
+    def __init__(self, order: WantedLast, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
+        self._order = order
         self.rank = rank
         self.slots = slots
         self.found: Any = None  # the newest answer of the pool's index when it was made, most likely about these blocks
@@ -68,6 +69,10 @@ class PoolWant:
     @property
     def num_blocks(self) -> int:
         return len(self.slots)
+
+    def end(self) -> None:
+        """Idempotent. For whoever is alone with the pool; where several threads use it, its owner ends wants under a lock."""
+        self._order.end(self)
 
 
 class WantedLast:
@@ -98,7 +103,7 @@ class WantedLast:
     def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
         """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
         run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
-        want = PoolWant(run, rank, self._losses.array[run])
+        want = PoolWant(self, run, rank, self._losses.array[run])
         self.wants[want] = None
         self._num_wants.array[run] += 1
         resting = np.asarray(idle, np.intp) if len(idle) else _NO_SLOTS

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.contract import Adapter
 from penstock.errors import InvariantBroken
 
 Tokens = Sequence[int] | NDArray[Any]
@@ -46,6 +47,11 @@ class Scope:
     adapter: str = ""  # identity of the adapter; empty: none
     adapter_version: str = ""  # changes when an adapter is reloaded under the same name
     salt: str = ""  # the tenant's; requests share KV only with requests of the same salt
+
+    def of(self, salt: str = "", adapter: Adapter | None = None) -> Scope:
+        """Of the blocks that such a request computes."""
+        scope = self if adapter is None else replace(self, adapter="lora", adapter_version=adapter.digest)
+        return replace(scope, salt=salt)
 
     def digest(self) -> bytes:
         """32 bytes. Each field goes in as name, type and value, each with its length, so that no two scopes read the same."""

@@ -74,7 +74,7 @@ class HostLease:
     """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`.
 
     While its request waits, the blocks are wanted and nothing more: they are forgotten last, and `HostTier.refresh` says where they were.
-    They are pinned when the request is admitted, by `HostTier.claim` or `take_lease`.
+    They are pinned when the request is admitted, by `claim` or `HostTier.take_lease`.
     """
 
     def __init__(self, tier: HostTier, owner: str, slots: Sequence[int] | Slots, num_tokens: int) -> None:
@@ -116,6 +116,9 @@ class HostLease:
         """How late its request runs, for whoever has to choose between wanted blocks."""
         if self.want is not None:
             self.want.rank = rank
+
+    def claim(self, first: int, num_blocks: int) -> bool:
+        return self._tier.claim(self, first, num_blocks)
 
     def end(self) -> None:
         self._tier.end_lease(self)

@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.contract import Arrival, Fence, Lease
 from penstock.errors import InvariantBroken, LaneClosed, TransferFailed
-from penstock.kv.blocks.handles import BlockTable, Handle, Pin
+from penstock.kv.blocks.handles import Handle, Hold, Pin
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.memory import BlockLayout
 from penstock.kv.tiers.calls import StoreGroup
@@ -47,7 +47,7 @@ class Copy(Transfer):
     """Blocks of a load on their way from host memory into slots of the device."""
 
     def __init__(self, load: BlockLoad, pins: Sequence[Pin], sources: Slots, groups: Sequence[Group]) -> None:
-        super().__init__(f"promote of {load.table.owner}", groups, load.after)
+        super().__init__(f"promote of {load.hold.owner}", groups, load.after)
         self.load = load
         self.pins = pins
         self.first = load.first + load.num_sent  # block of the prefix
@@ -165,16 +165,14 @@ class BlockLoad(Reads):
     """Implements `contract.Load`: none or several reads from cold tiers, then copies to the device. It may end short: then the blocks
     before the first that did not come are there all the same.
 
-    The table may end before it; then nothing more is copied, and what is being read still lands in host memory.
+    The hold that it fills may end before it; then nothing more is copied, and what is being read still lands in host memory.
     """
 
-    def __init__(
-        self, table: BlockTable, first: int, num_blocks: int, keys: Sequence[bytes], after: Sequence[Fence], deadline_s: float
-    ) -> None:
-        super().__init__(f"load of {table.owner}", first, num_blocks, keys, deadline_s)
-        self.table = table
+    def __init__(self, hold: Hold, first: int, num_blocks: int, keys: Sequence[bytes], after: Sequence[Fence], deadline_s: float) -> None:
+        super().__init__(f"load of {hold.owner}", first, num_blocks, keys, deadline_s)
+        self.hold = hold
         self.num_blocks = num_blocks
-        self.after = tuple(after)  # earlier users of the table's slots
+        self.after = tuple(after)  # earlier users of the slots
         self.layered = False
         self.is_cold = False  # some of it comes from cold tiers
         self.is_part = False  # a few blocks of a context, which nobody waits for: how long that takes says nothing about the link
@@ -184,7 +182,7 @@ class BlockLoad(Reads):
         self.copies: list[Copy] = []
         self.num_sent = 0  # blocks handed to copies
         self._num_ready = 0
-        self.is_short = False  # its table knows that it ended short
+        self.is_short = False  # the hold knows that it ended short
 
     # -------------------------------------------------------------------------------------------------- contract.Load
 
@@ -202,7 +200,7 @@ class BlockLoad(Reads):
 
     def error(self) -> BaseException | None:
         if self.limit < self.num_blocks:
-            return TransferFailed(f"{self.limit} of {self.num_blocks} blocks came for {self.table.owner}")
+            return TransferFailed(f"{self.limit} of {self.num_blocks} blocks came for {self.hold.owner}")
         return next((error for copy in self.copies if (error := copy.error()) is not None), None)
 
     def nearly_landed(self) -> bool:
@@ -222,7 +220,7 @@ class BlockLoad(Reads):
 
     @property
     def ended(self) -> bool:
-        return self.table.hold.ended
+        return self.hold.ended
 
     @property
     def over(self) -> bool:
@@ -244,7 +242,7 @@ class BlockLoad(Reads):
         copies' business, and into the slots of a table that has ended nothing is sent."""
         if slots is None:
             return not self.over
-        hold = self.table.hold
+        hold = self.hold
         return not hold.ended and not slots.isdisjoint(hold.first(self.first + self.limit)[self.first + self.num_sent :].tolist())
 
     def wait_reads(self, deadline_s: float) -> None:
@@ -288,7 +286,7 @@ class Loads:
         self.link = LinkRate(clock=time.monotonic)
         self._part_blocks = max(1, _PART_BYTES // saves.layout.block_bytes)
         self._whole = [Group((0, saves.layout.num_layers))]
-        self.in_flight: dict[BlockTable, BlockLoad] = {}  # by the table whose slots they fill
+        self.in_flight: dict[Hold, BlockLoad] = {}  # by the hold whose slots they fill
         self.fetches: list[Fetch] = []  # not over
 
     # ------------------------------------------------------------------------------------------------------------ questions
@@ -298,8 +296,8 @@ class Loads:
         """Loads and fetches that are not over."""
         return [*self.in_flight.values(), *self.fetches]
 
-    def is_loading(self, table: BlockTable) -> bool:
-        load = self.in_flight.get(table)
+    def is_loading(self, hold: Hold) -> bool:
+        load = self.in_flight.get(hold)
         return load is not None and not load.settled
 
     def is_coming(self, number: int, key: bytes) -> bool:
@@ -389,20 +387,18 @@ class Loads:
 
     # --------------------------------------------------------------------------------------------------------------- begin
 
-    def begin(
-        self, table: BlockTable, first: int, lease: HostLease, keys: Sequence[bytes], after: Sequence[Fence], num_next: int
-    ) -> BlockLoad:
-        """Fill the slots of `table` from number `first` on with the same blocks of `lease`, of which the first have `keys`; they may be
+    def begin(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], after: Sequence[Fence], num_next: int) -> BlockLoad:
+        """Fill the slots of `hold` from number `first` on with the same blocks of `lease`, of which the first have `keys`; they may be
         written after `after`. What host memory has is copied, what is colder is read first. The lease ends with the load; if this raises,
         it is as it was."""
-        if table in self.in_flight:
-            raise InvariantBroken(f"{table.owner!r} loads blocks while others are on their way to its table")
-        num_blocks = table.num_slots - first
+        if hold in self.in_flight:
+            raise InvariantBroken(f"{hold.owner!r} loads blocks while others are on their way to its table")
+        num_blocks = hold.num_slots - first
         tier, num_same = next(iter(lease.runs_from(first)), (HOST, 0))
         kept = self.host.take_lease(lease)
         if kept is None:
             raise InvariantBroken(f"the host tier has no lease of {lease.owner!r}: it has expired, or was used")
-        load = BlockLoad(table, first, num_blocks, keys, after, self._deadline_s)
+        load = BlockLoad(hold, first, num_blocks, keys, after, self._deadline_s)
         load.kept = kept
         load.is_cold = bool(self.cold) and (tier != HOST or num_same < num_blocks)
         try:
@@ -411,7 +407,7 @@ class Loads:
             else:
                 self._begin_copy(load, lease, num_next >= self.saves.limits.overlap_tokens)
         except BaseException:
-            if table not in self.in_flight:
+            if hold not in self.in_flight:
                 self.host.keep(lease, *kept)
             raise
         return load
@@ -429,33 +425,22 @@ class Loads:
         self._submit(self._copy(load, load.num_blocks, self._groups(load.num_blocks, layered)))
         self._note_hit(load)
 
-    def begin_ahead(self, table: BlockTable, first: int, kept: Pin, keys: Sequence[bytes], after: Sequence[Fence]) -> BlockLoad:
-        """Fill the slots of `table`, which ends here, with blocks `first..` of a prefix, which have `keys` and lie where `kept` protects
-        them. Nobody else has a table for them: they come as whole blocks. If this raises, nothing is kept."""
-        load = BlockLoad(table, first, table.num_slots, keys, after, self._deadline_s)
-        load.kept, load.sources = [kept], np.array(kept.slots, np.int64)
-        pin = self.saves.pool.pin_run(table.hold, 0, table.num_slots, table.owner)
-        copy = Copy(load, [pin], load.sources, self._whole)
-        table.hold.end()  # from here on the copy alone has the slots
-        try:
-            self._submit(copy)
-        except BaseException:
-            self.host.end_handles([kept])
-            raise
-        self._note_hit(load)
-        return load
-
-    def begin_fetched(self, tables: Sequence[BlockTable], kept: Pin, after: Sequence[Fence]) -> BlockLoad:
-        """Fill the slots of `tables`, one behind the other, with the blocks that `kept` protects. They get no keys. If this raises, nothing
-        is kept."""
-        load = BlockLoad(tables[0], 0, len(kept.run), (), after, self._deadline_s)
-        load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), True
-        pins = [self.saves.pool.pin_run(table.hold, 0, table.num_slots, table.owner) for table in tables]
+    def begin_whole(
+        self, holds: Sequence[Hold], kept: Pin, after: Sequence[Fence], first: int = 0, keys: Sequence[bytes] = ()
+    ) -> BlockLoad:
+        """Fill the slots of `holds`, one behind the other, with the blocks that `kept` protects, as whole blocks: nobody begins with a part
+        of them. They are those of a prefix from number `first` on, and have `keys`; or they get none, and are a part of a context that is
+        there already. If this raises, nothing is kept."""
+        load = BlockLoad(holds[0], first, len(kept.run), keys, after, self._deadline_s)
+        load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), not keys
+        pins = [self.saves.pool.pin_run(hold, 0, hold.num_slots, hold.owner) for hold in holds]
         try:
             self._submit(Copy(load, pins, load.sources, self._whole))
         except BaseException:
             self.host.end_handles([kept])
             raise
+        if keys:
+            self._note_hit(load)
         return load
 
     def _note_hit(self, load: BlockLoad) -> None:
@@ -465,7 +450,7 @@ class Loads:
     def _copy(self, load: BlockLoad, end: int, groups: Sequence[Group]) -> Copy:
         """Of its blocks that were not sent, up to `end`."""
         first = load.num_sent
-        pin = self.saves.pool.pin_run(load.table.hold, load.first + first, end - first, load.table.owner)
+        pin = self.saves.pool.pin_run(load.hold, load.first + first, end - first, load.hold.owner)
         return Copy(load, [pin], load.sources[first:end].copy(), groups)
 
     def _submit(self, copy: Copy) -> None:
@@ -479,7 +464,7 @@ class Loads:
         load = copy.load
         load.copies.append(copy)
         load.num_sent += copy.num_blocks
-        self.in_flight[load.table] = load
+        self.in_flight[load.hold] = load
 
     def _groups(self, num_blocks: int, layered: bool) -> list[Group]:
         """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of them apart: a step may be
@@ -497,7 +482,7 @@ class Loads:
 
     def _begin_reads(self, load: BlockLoad, lease: HostLease) -> None:
         """Some of it is colder than host memory: that is read while the rest is copied."""
-        self.in_flight[load.table] = load
+        self.in_flight[load.hold] = load
         wanted: list[tuple[int, str]] = []  # blocks that are not in host memory, and who has them
         block = 0
         for tier, num_blocks in lease.runs_from(load.first):
@@ -700,7 +685,7 @@ class Loads:
             if copy.error() is None:
                 yield copy
             else:  # the slots are computed instead: by whoever has the table, after those whom the copy was to wait for
-                copy.load.table.add_after(copy.load.after)
+                copy.load.hold.add_after(copy.load.after)
             for pin in copy.pins:
                 pin.end()
 
@@ -726,7 +711,7 @@ class Loads:
             load.cut(load.num_sent)
         if load.settled and load.limit < load.num_blocks and not load.is_short:  # the slots behind are computed, after their earlier users
             load.is_short = True
-            load.table.add_after(load.after)
+            load.hold.add_after(load.after)
 
     def _try_send(self, load: BlockLoad, end: int) -> bool:
         """False where the lane is closed."""
@@ -739,7 +724,7 @@ class Loads:
     def _end(self, load: BlockLoad) -> None:
         """It is over: nothing protects its sources any more."""
         self.host.end_handles(load.kept)
-        del self.in_flight[load.table]
+        del self.in_flight[load.hold]
 
     def check(self) -> None:
         """Raises where fetches have reserved more than they may."""

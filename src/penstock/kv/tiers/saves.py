@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from penstock.contract import Fence
 from penstock.errors import InvariantBroken, StoreFailed, TransferFailed
 from penstock.figures import Histogram
-from penstock.kv.blocks.handles import BlockTable, Handle, Hold, Pin, Reservation
+from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import as_run
 from penstock.kv.memory import BlockLayout
@@ -248,16 +248,15 @@ class Saves:
             offer = Offer(pin, keys, range(first, first + len(keys)), () if fence is None else (fence,))
             (self._due if due else self._offers).append(offer)
 
-    def submit(self) -> None:
+    def submit(self) -> Transfer | None:
         """Send everything offered since the last call, as one save, or two where some of it is due. Not while one before it is overdue:
-        what is behind it would keep its slots for as long, until the device has none left."""
+        what is behind it would keep its slots for as long, until the device has none left. When what is returned has settled, so have all
+        saves before it; None: there is none in flight."""
         due, offers, self._due, self._offers = self._due, self._offers, [], []
-        if not due and not offers:
-            return
-        if self.mover.is_late():
+        if (due or offers) and self.mover.is_late():
             self.counts.saves_late += sum(len(offer.keys) for offer in (*due, *offers))
             _end_pins((*due, *offers))
-            return
+            due, offers = [], []
         if due:
             self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
         if offers:
@@ -265,6 +264,7 @@ class Saves:
             # may stay on the device alone while host memory is full, and be saved when their room there is needed.
             displaces = Displaces.ANYTHING if self.cold else Displaces.NOTHING if self.limits.postpones else Displaces.UNWANTED
             self._send(Save(self.host, offers, self.layout.num_layers, displaces))
+        return self.mover.flying[-1] if self.mover.flying else None
 
     def _send(self, save: Save) -> None:
         """Where this raises, its slots of the device have been given back."""
@@ -313,10 +313,11 @@ class Saves:
 
     # ---------------------------------------------------------------------------------------------------- room on the device
 
-    def make_room(self, num_blocks: int, floor: int, tables: Iterable[BlockTable], num_more: int = 0) -> bool:
+    def make_room(self, num_blocks: int, floor: int, give_way: Callable[[int], None], num_more: int = 0) -> bool:
         """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the device has. Where not, such
         blocks are being moved to host memory when this returns, with those of the `num_more` that would be next; `floor` slots stay
-        available meanwhile. `tables` are open. Without a host tier every block is lost in any case."""
+        available meanwhile. `give_way` has host memory forget up to so many blocks that stay on the device: they are saved again when they
+        have to leave it. Without a host tier every block is lost in any case."""
         if not self.host.num_slots:
             return True
         pool = self.pool
@@ -332,7 +333,7 @@ class Saves:
         if not alone:
             return True
         if self.limits.postpones and not self.cold:  # device and host memory are one capacity
-            self._give_way(len(alone) - self.host.num_free, tables)
+            give_way(len(alone) - self.host.num_free)
         for first in range(0, len(alone), _MOVE_BLOCKS):
             self._move(alone[first : first + _MOVE_BLOCKS])
         return False
@@ -348,18 +349,6 @@ class Saves:
         """Those of the next `num_slots` to be evicted whose blocks only the device has."""
         slots = self.pool.coldest_slots(num_slots)
         return [slot for slot, absent in zip(slots, self.host.absent(self.pool.keys_of(slots)), strict=True) if absent]
-
-    def _give_way(self, num_blocks: int, tables: Iterable[BlockTable]) -> None:
-        """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again when they have to leave it."""
-        for table in tables:
-            if num_blocks <= 0:
-                return
-            if table.is_deep:
-                continue
-            num = self.host.give_way(table.sealed_keys[table.num_alone :], num_blocks)
-            num_blocks -= num
-            if num_blocks > 0:
-                table.num_alone = table.num_keyed
 
     def _move(self, slots: Sequence[int]) -> None:
         self._save_slots(slots, "room on the device", moves=True)
@@ -550,16 +539,11 @@ class Saves:
 
     # -------------------------------------------------------------------------------------------------------------- persist
 
-    def newest(self) -> Transfer | None:
-        """Send off what was offered. When what is returned has settled, so have all saves before it; None: there is none in flight."""
-        self.submit()
-        return self.mover.flying[-1] if self.mover.flying else None
-
     def persist(self) -> Persisting | None:
         """Have everything sealed so far written to the first cold tier, and made safe there; None: there is no such tier."""
         if not self.cold:
             return None
-        saved = self.newest()
+        saved = self.submit()
         while self.host.any_gone:
             self._forget_gone()  # what has left host memory before this call is nobody's loss
         persisting = Persisting(saved, self._dirty.copy())

@@ -27,8 +27,8 @@ def order_of_use(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPa
     other.submit(lambda: (gate.wait(30), order.append("earlier user")), label="copy")
     cache = engine._parts.cache
     table = cache.open("earlier user", None, 0)
-    assert cache.try_extend(table, cache.num_blocks)
-    cache.release(table, other.record())
+    assert table.try_extend(cache.num_blocks)
+    table.release(other.record())
     embed = engine._parts.executor._forward.model.embed
 
     def noted(tokens: Any) -> Any:

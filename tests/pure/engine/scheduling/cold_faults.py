@@ -83,9 +83,9 @@ def waits_for_a_store_that_never_answers(patch: Patch) -> None:
 
 def gives_keys_to_the_blocks_behind_a_part_that_failed(patch: Patch) -> None:
     def faulty(self: KvCache, copy: Copy) -> None:
-        own = copy.load.table
-        if own in self._tables:
-            self._give_keys(own, own.num_keyed, copy.keys)
+        table = self._tables.open.get(copy.load.hold)
+        if table is not None:
+            table.give_keys(copy.keys)
 
     patch.setattr(KvCache, "_land", faulty)
 

@@ -58,7 +58,7 @@ class SealsWhatIsOnlyPlanned(Scheduler):
         plan = super().plan()
         for chunk in plan.chunks if plan is not None else ():
             track = self._running.tracks[chunk.request_id]
-            self._ledger.seal(track.held_table(), track.tokens, min(chunk.kv_len, len(track.tokens)), self._steps.last_fence)
+            track.held_table().seal(track.tokens, min(chunk.kv_len, len(track.tokens)), self._steps.last_fence)
         return plan
 
 
@@ -106,7 +106,7 @@ class SealsForAnEarlierLife(Scheduler):
     def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores) -> TokenEvent | None:
         if share.track.table is not None:
             num_tokens = min(share.end, share.track.num_planned)
-            self._ledger.seal(share.track.table, share.track.tokens, num_tokens, fence)
+            share.track.table.seal(share.track.tokens, num_tokens, fence)
         return super()._commit_share(share, fence, sampled, scores)
 
 

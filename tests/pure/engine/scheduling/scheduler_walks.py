@@ -232,7 +232,7 @@ class Walker:
         self.world.settle()
 
     def the_next_copy_fails(self, r: random.Random) -> None:
-        if self.world.cache.num_in_flight:
+        if self.tiers.loads.mover.flying or self.tiers.saves.mover.flying:
             r.choice([self.tiers.promotions, self.tiers.promotions, self.tiers.demotions]).fail_next = 1
 
     def promotions_are_late(self, r: random.Random) -> None:

@@ -27,16 +27,15 @@ from penstock.contract import (
     StepFailure,
     StepPlan,
     StepResult,
-    Table,
     TokenEvent,
     Waits,
 )
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import TransferFailed
-from penstock.kv.blocks.handles import BlockTable
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch
 
 
@@ -56,12 +55,69 @@ class StepFence:
         raise AssertionError("the scheduler never waits")
 
 
+class WatchedTable(BlockTable):
+    """One of a `WatchedCache`, which knows what is done to it."""
+
+    __slots__ = ()
+
+    @property
+    def _cache(self) -> WatchedCache:
+        return self._tables.watched  # type: ignore[attr-defined, no-any-return]
+
+    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
+        cache, world = self._cache, self._cache.world
+        newest, held = world.newest_fence, list(self.hold.slots)
+        assert fence is newest, f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
+        num_before = cache.num_available
+        num = super().page_out(num_blocks, fence)
+        world.seen["paged out what others have"] += cache.num_available < num_before + num
+        cache.lent[self] = cache.lent.get(self, 0) + num_before + num - cache.num_available
+        if newest is not None:
+            cache.last_fence.update(dict.fromkeys(held[:num], newest))
+        world.seen["paged out"] += num > 0
+        world.seen["paged out in part"] += 0 < num < num_blocks
+        return num
+
+    def promote(self, lease: Lease, num_blocks: int, num_next: int) -> BlockLoad:
+        world = self._cache.world
+        asked, first = world.asked[self.owner], self.num_slots
+        asked.sources += [tier for tier, num in lease.runs_from(first) for _ in range(num * BLOCK)]
+        load = super().promote(lease, num_blocks, num_next)
+        assert asked.request.may_match, "it cannot use what is cached"
+        asked.load, asked.load_waited, asked.num_asked = load, False, num_blocks
+        self._cache.check_covered(self.hold.slots[first : first + num_blocks], load.after)
+        world.seen["cold load" if load.is_cold else "promotion"] += 1
+        world.seen["cold load that shares a fetch"] += bool(load.awaited)
+        world.seen["promotion of what was fetched"] += not load.is_cold and asked.was_fetched
+        return load
+
+    def retract(self, num_tokens: int, fence: Fence | None) -> Lease | None:
+        world = self._cache.world
+        asked = world.asked[self.owner]
+        lease = super().retract(num_tokens, fence)
+        assert lease is None or not self.is_deep, "what a deep request has is in host memory, and is matched again"
+        world.seen["deep request that was retracted"] += self.is_deep
+        asked.ran |= lease is not None and any(end <= num_tokens for end in world.ends_in_flight(self.owner))
+        return lease
+
+    def release(self, fence: Fence | None) -> None:
+        cache, newest = self._cache, self._cache.world.newest_fence
+        assert fence is newest, f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
+        if newest is not None:
+            cache.last_fence.update(dict.fromkeys(self.hold.slots, newest))
+        super().release(fence)
+        del cache.tables[self.owner]
+        if self.owner in cache.world.asked:
+            cache.world.asked[self.owner].load = None  # whatever is still on its way is nothing to it any more
+
+
 class WatchedCache(KvCache):
     """The real cache. Checks that slots are given back with the fence of the newest step, and knows what is out."""
 
     def __init__(self, world: World, pool: BlockPool, prefix_cache: bool, tiers: Tiers | None) -> None:
         super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.loads)
-        self._world = world
+        self._tables.watched = self  # type: ignore[attr-defined]
+        self.world = world
         self.pool = pool
         self.tables: dict[str, BlockTable] = {}
         self.last_fence: dict[int, StepFence] = {}  # by slot
@@ -69,125 +125,80 @@ class WatchedCache(KvCache):
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         assert owner not in self.tables, f"{owner} opens a second table"
-        if owner in self._world.asked:
-            check_turn(self._world, owner)
-            self._world.admitted.append(owner)
-        self.tables[owner] = super().open(owner, prefix, num_blocks)
-        if (asked := self._world.asked.get(owner)) is not None:
+        if owner in self.world.asked:
+            check_turn(self.world, owner)
+            self.world.admitted.append(owner)
+        table = self.tables[owner] = super().open(owner, prefix, num_blocks)
+        table.__class__ = WatchedTable
+        if (asked := self.world.asked.get(owner)) is not None:
             asked.open(num_blocks)
-        return self.tables[owner]
-
-    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
-        asked = self._world.asked[owner]
-        assert match.num_paged == 0 or match.num_blocks == 0, "what matched is in one place"
-        assert match.num_blocks <= self._world.budget.resident_blocks, "it begins with more on the device than it may have there"
-        if self._world.loses is not None:
-            self._world.loses(prefix, match)
-        table = super().open_deep(owner, prefix, match)
-        self._world.seen["what matched of a deep request has gone"] += table is None
-        if table is not None and match.num_paged:
-            assert table.num_paged == match.num_paged, "what matched has gone, and nobody was told"
-            check_turn(self._world, owner)
-            assert owner not in self.tables, f"{owner} opens a second table"
-            self.tables[owner] = table
-            self._world.admitted.append(owner)
-            asked.open_paged(match.num_paged)
-            self._world.seen["deep match in host memory"] += 1
         return table
 
-    def page_out(self, table: Table, num_blocks: int, fence: Fence | None) -> int:
-        assert isinstance(table, BlockTable)
-        newest, held = self._world.newest_fence, list(table.hold.slots)
-        assert fence is newest, f"slots of {table.owner} go back with {fence} and not with the newest step's fence"
-        num_before = self.num_available
-        num = super().page_out(table, num_blocks, fence)
-        self._world.seen["paged out what others have"] += self.num_available < num_before + num
-        self.lent[table] = self.lent.get(table, 0) + num_before + num - self.num_available
-        if newest is not None:
-            self.last_fence.update(dict.fromkeys(held[:num], newest))
-        self._world.seen["paged out"] += num > 0
-        self._world.seen["paged out in part"] += 0 < num < num_blocks
-        return num
+    def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
+        asked = self.world.asked[owner]
+        assert match.num_paged == 0 or match.num_blocks == 0, "what matched is in one place"
+        assert match.num_blocks <= self.world.budget.resident_blocks, "it begins with more on the device than it may have there"
+        if self.world.loses is not None:
+            self.world.loses(prefix, match)
+        table = super().open_deep(owner, prefix, match)
+        self.world.seen["what matched of a deep request has gone"] += table is None
+        if table is not None and match.num_paged:
+            table.__class__ = WatchedTable
+            assert table.num_paged == match.num_paged, "what matched has gone, and nobody was told"
+            check_turn(self.world, owner)
+            assert owner not in self.tables, f"{owner} opens a second table"
+            self.tables[owner] = table
+            self.world.admitted.append(owner)
+            asked.open_paged(match.num_paged)
+            self.world.seen["deep match in host memory"] += 1
+        return table
 
-    def promote(self, table: Table, lease: Lease, num_blocks: int, num_next: int) -> BlockLoad:
-        assert isinstance(table, BlockTable)
-        asked, first = self._world.asked[table.owner], table.num_slots
-        asked.sources += [tier for tier, num in lease.runs_from(first) for _ in range(num * BLOCK)]
-        load = super().promote(table, lease, num_blocks, num_next)
-        assert asked.request.may_match, "it cannot use what is cached"
-        asked.load, asked.load_waited, asked.num_asked = load, False, num_blocks
-        self._check_covered(table.hold.slots[first : first + num_blocks], load.after)
-        self._world.seen["cold load" if load.is_cold else "promotion"] += 1
-        self._world.seen["cold load that shares a fetch"] += bool(load.awaited)
-        self._world.seen["promotion of what was fetched"] += not load.is_cold and asked.was_fetched
-        return load
-
-    def _check_covered(self, slots: Sequence[int], after: Sequence[Fence]) -> None:
+    def check_covered(self, slots: Sequence[int], after: Sequence[Fence]) -> None:
         covered = max((fence.number for fence in after), default=0)  # type: ignore[attr-defined]
         for slot in slots:
             fence = self.last_fence.get(slot)
             assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
-        asked, num_free, num_evicted = self._world.asked[owner], self.num_free, self.pool.num_evicted
-        check_ahead(self._world, owner)
+        asked, num_free, num_evicted = self.world.asked[owner], self.num_free, self.pool.num_evicted
+        check_ahead(self.world, owner)
         idle = self.pool.num_idle_of(self.pool.find(prefix.keys))
         load = super().promote_ahead(owner, prefix, first, num_blocks)
         assert load is None or 0 < load.num_blocks <= num_blocks
         if load is not None:
             assert self.pool.num_evicted == num_evicted and self.num_free == num_free - load.num_blocks, "only free slots are filled ahead"
-            promised = self._world.num_promised()
+            promised = self.world.num_promised()
             assert promised + idle <= self.num_available, f"{owner} is filled slots that others were promised"
-            self._check_covered(load.copies[0].dest_slots.tolist(), load.after)
+            self.check_covered(load.copies[0].dest_slots.tolist(), load.after)
             asked.begin_ahead(load)
-            self._world.seen["promotion ahead"] += 1
-            self._world.seen["promotion ahead of one that was retracted"] += self._world.state_of(owner) == "retracted"
+            self.world.seen["promotion ahead"] += 1
+            self.world.seen["promotion ahead of one that was retracted"] += self.world.state_of(owner) == "retracted"
         return load
 
     def settle(self) -> bool:
         settled = super().settle()
-        ahead = [asked.ahead for asked in self._world.asked.values() if asked.ahead is not None and asked.ended is None]
-        self._world.seen["promotion ahead that failed"] += any(load.settled and load.error() is not None for load in ahead)
-        self._world.seen["promotion ahead that is late"] += any(load.overdue for load in ahead)
+        ahead = [asked.ahead for asked in self.world.asked.values() if asked.ahead is not None and asked.ended is None]
+        self.world.seen["promotion ahead that failed"] += any(load.settled and load.error() is not None for load in ahead)
+        self.world.seen["promotion ahead that is late"] += any(load.overdue for load in ahead)
         return settled
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
-        asked = self._world.asked[owner]
-        assert asked.request.may_match and self._world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
+        asked = self.world.asked[owner]
+        assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
         fetch = super().prefetch(prefix, owner, lease)
-        is_deep = 0 < self._world.budget.deep_blocks < asked.lifetime_blocks  # not all of it is read at once
+        is_deep = 0 < self.world.budget.deep_blocks < asked.lifetime_blocks  # not all of it is read at once
         assert fetch is None or not asked.was_fetched or is_deep, f"{owner} has its blocks read ahead twice"
         asked.was_fetched |= fetch is not None
-        self._world.seen["prefetch"] += fetch is not None
+        self.world.seen["prefetch"] += fetch is not None
         return fetch
 
     def _land(self, copy: Copy) -> None:
         super()._land(copy)
-        asked = self._world.asked[copy.load.table.owner]
+        asked = self.world.asked[copy.load.hold.owner]
         asked.num_landed += copy.num_blocks * BLOCK
         if copy.load is asked.ahead:
             asked.brought |= {*range(copy.first, copy.first + copy.num_blocks)}
-            self._world.seen["landed ahead"] += 1
-
-    def retract(self, table: Table, num_tokens: int, fence: Fence | None) -> Lease | None:
-        assert isinstance(table, BlockTable)
-        asked = self._world.asked[table.owner]
-        lease = super().retract(table, num_tokens, fence)
-        assert lease is None or not table.is_deep, "what a deep request has is in host memory, and is matched again"
-        self._world.seen["deep request that was retracted"] += table.is_deep
-        asked.ran |= lease is not None and any(end <= num_tokens for end in self._world.ends_in_flight(table.owner))
-        return lease
-
-    def release(self, table: Table, fence: Fence | None) -> None:
-        assert isinstance(table, BlockTable)
-        newest = self._world.newest_fence
-        assert fence is newest, f"slots of {table.owner} go back with {fence} and not with the newest step's fence"
-        if newest is not None:
-            self.last_fence.update(dict.fromkeys(table.hold.slots, newest))
-        super().release(table, fence)
-        del self.tables[table.owner]
-        if table.owner in self._world.asked:
-            self._world.asked[table.owner].load = None  # whatever is still on its way is nothing to it any more
+            self.world.seen["landed ahead"] += 1
 
     def is_private(self, slot: int) -> bool:
         """Held by one table and without a key."""
@@ -453,7 +464,7 @@ class World:
         plan = self.plan()
         if behind:
             self.commit()
-        return behind or plan is not None or settled or self.cache.num_in_flight + self.cache.num_cold_in_flight > 0
+        return behind or plan is not None or settled or self.cache.num_in_flight > 0
 
     def finish(self) -> None:
         """Step on until every request has ended, within the turns that it would take one after the other, each of them computed twice;
@@ -466,7 +477,7 @@ class World:
         assert all(asked.ended is not None for asked in self.asked.values()), "a request was left behind"
         assert not self.scheduler.has_work() and not self.scheduler._tracks and not self.cache.tables
         assert sorted(self.scheduler._running.free_rows) == list(range(self.budget.max_batch))
-        assert self.cache.num_in_flight == self.cache.num_cold_in_flight == 0
+        assert self.cache.num_in_flight == 0
         assert not self.cache.loads.reads
         for counts in self.cache.stats().slots.values():
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"

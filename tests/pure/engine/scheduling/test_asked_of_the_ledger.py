@@ -15,22 +15,26 @@ from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling.budget import Room
 from penstock.engine.scheduling.line import want_rank
 from penstock.engine.scheduling.track import State, Track
+from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease
 
 
-def noted(world: World, name: str) -> list[tuple[Any, ...]]:
+def noted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:
     """The arguments of every such call from now on."""
     calls: list[tuple[Any, ...]] = []
-    call = getattr(world.cache, name)
-    setattr(world.cache, name, lambda *args: calls.append(args) or call(*args))
+    call = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args: calls.append(args) or call(self, *args))
     return calls
 
 
-def test_room_is_asked_for_what_was_promised_and_what_is_new_and_nothing_that_others_may_draw_is_taken() -> None:
+def test_room_is_asked_for_what_was_promised_and_what_is_new_and_nothing_that_others_may_draw_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(num_slots=24, prefill_chunk=64, cold=Cold(24))
     world.submit(B[:8], 1)
     world.finish()  # two blocks that nobody holds
-    asked = noted(world, "make_room")
+    asked = noted(monkeypatch, KvCache, "make_room")
     world.submit(A[:4], 9, ignore_eos=True)  # three blocks, of which it draws one at once
     world.submit([*B[:8], *C[:8]], 9, ignore_eos=True)  # six, of which two are there
     planned(world)
@@ -38,13 +42,13 @@ def test_room_is_asked_for_what_was_promised_and_what_is_new_and_nothing_that_ot
     world.close()
 
 
-def test_a_load_is_told_how_much_is_computed_over_it_first() -> None:
+def test_a_load_is_told_how_much_is_computed_over_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
     world = remembered(A[:8], prefill_chunk=8, num_slots=16)
-    asked = noted(world, "promote")
+    asked = noted(monkeypatch, BlockTable, "promote")
     for num_own, num_next in ((3, 3), (8, 8), (11, 8)):
         last = world.submit([*A[:8], *C[:num_own]], 1)
         world.plan()
-        assert [(args[2], args[3]) for args in asked] == [(2, num_next)]
+        assert [args[1:] for args in asked] == [(2, num_next)]
         asked.clear()
         world.cancel(last)
         world.device.lanes.run_all()
@@ -53,18 +57,18 @@ def test_a_load_is_told_how_much_is_computed_over_it_first() -> None:
     world.close()
 
 
-def test_what_is_claimed_begins_behind_what_the_device_has() -> None:
+def test_what_is_claimed_begins_behind_what_the_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
     world = remembered(A[:12], num_slots=16)
     world.submit(A[:4], 1)
     world.finish()  # brings the first block back
-    asked = noted(world, "claim")
+    asked = noted(monkeypatch, HostLease, "claim")
     world.submit([*A[:12], 6], 1)
     world.plan()
-    assert [args[1:] for args in asked] == [(1, 2)]
+    assert asked == [(1, 2)]
     world.close()
 
 
-def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease() -> None:
+def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     world = remembered(A[:8])
     world.submit(B[:8], 9, ignore_eos=True)
     world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
@@ -72,7 +76,7 @@ def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease() -
     track = next(track for track in world.scheduler._line)
     before = track.lease
     assert before is not None
-    asked = noted(world, "lease")
+    asked = noted(monkeypatch, KvCache, "lease")
     tiers_of(world).expire()
     world.step()
     assert [args[2] for args in asked] == [before] and track.lease is not before
@@ -99,12 +103,12 @@ def test_a_lease_and_a_want_know_how_late_their_request_runs(monkeypatch: pytest
     world.close()
 
 
-def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_pushed_out() -> None:
+def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_pushed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
     first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit(B[:8], 9, ignore_eos=True)
     planned(world)
     world.scheduler._tracks[second].computes = True
-    retracted, released = noted(world, "retract"), noted(world, "release")
+    retracted, released = noted(monkeypatch, BlockTable, "retract"), noted(monkeypatch, BlockTable, "release")
     while world.state_of(second) == "running":
         world.step()
     assert world.state_of(second) == State.RETRACTED.value and retracted == [] and len(released) == 1
@@ -158,7 +162,7 @@ def test_what_a_load_that_failed_was_to_write_is_computed_behind_its_earlier_use
     world.device.lanes.run_all()
     world.settle()
     fence = StepFence(world, 0)
-    world.cache.tables[again].add_after((fence,))
+    world.cache.tables[again].hold.add_after((fence,))
     plan = planned(world)
     assert shape(plan) == [(again, 0, 8)] and fence in world.waits[plan.number].of(plan)[0]
     world.close()

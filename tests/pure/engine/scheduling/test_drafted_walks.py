@@ -16,8 +16,10 @@ from scheduler_world import World as DeepWorld
 from penstock.contract import (
     TOKEN_IN_FLIGHT,
     Chunk,
+    Fence,
     FinishReason,
     Grammar,
+    Prefix,
     Request,
     Sampled,
     SamplingParams,
@@ -33,6 +35,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 
 BLOCK, STOP = 4, 999
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -102,11 +105,40 @@ class Script:
         self.alive.pop(track.request.id, None)
 
 
+class TableWatched(BlockTable):
+    """Gets keys for what lies in its slots, and for nothing that a step may still write."""
+
+    __slots__ = ()
+
+    def seal(self, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
+        world: World = self._tables.world  # type: ignore[attr-defined]
+        assert num_computed <= len(tokens), "a key needs all tokens of its block"
+        for place in range(num_computed // BLOCK * BLOCK):
+            slot = int(self.slots(num_computed)[place // BLOCK])
+            assert world.kv[slot * BLOCK + place % BLOCK] == tuple(tokens[: place + 1]), "a key is that of what lies there"
+        for plan, _ in world.launched:
+            for chunk in plan.chunks:
+                if chunk.request_id == self.owner and chunk.writes and len(chunk.tokens) == chunk.num_logits > 0:
+                    assert num_computed // BLOCK * BLOCK <= chunk.start - chunk.num_unsure, "a step may still write there"
+        super().seal(tokens, num_computed, fence)
+
+
+class SealsWatched(KvCache):
+    def __init__(self, world: World, num_blocks: int) -> None:
+        super().__init__(BlockPool(num_blocks, "device"), SCOPE)
+        self._tables.world = world  # type: ignore[attr-defined]
+
+    def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
+        table = super().open(owner, prefix, num_blocks)
+        table.__class__ = TableWatched
+        return table
+
+
 class World:
     def __init__(self, seed: int, ahead: bool, num_blocks: int, overcommit: float, failing: float) -> None:
         self.rng = random.Random(seed)
         self.overcommit = overcommit
-        self.cache = KvCache(BlockPool(num_blocks, "device"), SCOPE)
+        self.cache = SealsWatched(self, num_blocks)
         self.said: dict[str, Said] = {}
         self.script = Script(self, ahead)
         self.scheduler = Scheduler(self.cache, Budget(max_batch=4, prefill_chunk=8, overcommit=overcommit), [STOP], drafter=self.script)
@@ -115,23 +147,6 @@ class World:
         self.failing = failing  # how often a step fails, or lacks KV
         self.rejected: dict[str, int] = {}  # by request: drafts of its last step
         self.num_drafted = self.num_full_matches = 0
-        self._watch_seals()
-
-    def _watch_seals(self) -> None:
-        seal = self.cache.seal
-
-        def watched(table, tokens, num_computed, fence):  # type: ignore[no-untyped-def]
-            assert num_computed <= len(tokens), "a key needs all tokens of its block"
-            for place in range(num_computed // BLOCK * BLOCK):
-                slot = int(table.slots(num_computed)[place // BLOCK])
-                assert self.kv[slot * BLOCK + place % BLOCK] == tuple(tokens[: place + 1]), "a key is that of what lies there"
-            for plan, _ in self.launched:
-                for chunk in plan.chunks:
-                    if chunk.request_id == table.owner and chunk.writes and len(chunk.tokens) == chunk.num_logits > 0:
-                        assert num_computed // BLOCK * BLOCK <= chunk.start - chunk.num_unsure, "a step may still write there"
-            seal(table, tokens, num_computed, fence)
-
-        self.cache.seal = watched  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------------------------------------------------ what happens
 
@@ -271,7 +286,7 @@ def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
     world.finish()
 
 
-def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_its_last_life() -> None:
+def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_its_last_life(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, False, 64, 1.0, 0.0)
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
     prompt = list(range(20))
@@ -279,8 +294,8 @@ def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_it
     world.said["r"] = Said(request, [n % 50 for n in range(40)])
     world.scheduler.add(request)
     (track,) = world.scheduler._tracks.values()
-    saved, retract = list[int](), world.cache.retract
-    world.cache.retract = lambda table, num_tokens, fence: saved.append(num_tokens) or retract(table, num_tokens, fence)  # type: ignore[method-assign, func-returns-value]
+    saved, retract = list[int](), BlockTable.retract
+    monkeypatch.setattr(BlockTable, "retract", lambda self, num_tokens, fence: saved.append(num_tokens) or retract(self, num_tokens, fence))
     for num_steps in (2, 1):  # eight tokens of the prompt in each
         for _ in range(num_steps):
             plan = world.scheduler.plan()

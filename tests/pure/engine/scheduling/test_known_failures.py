@@ -252,7 +252,7 @@ def test_full_host_pool_aborts_a_request() -> None:
     waiting = world.submit([*A[:8], 1], LONG, ignore_eos=True)  # its lease keeps both blocks of the host from everybody else
     while world.asked[busy].ended is None:
         world.step()
-    traffic = world.cache.traffic()
+    traffic = world.cache.stats().traffic
     assert traffic is not None and traffic.skipped["full"] == tiers_of(world).host.counts.skipped_full >= 3
     world.close()
     assert [world.outcome(i)[1] for i in (busy, waiting)] == [FinishReason.LENGTH] * 2

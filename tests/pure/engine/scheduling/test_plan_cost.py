@@ -16,6 +16,7 @@ from penstock.kv.blocks import key as key_module
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -102,9 +103,9 @@ def test_a_plan_looks_at_no_more_for_long_prompts_that_wait_than_for_short_ones(
 def test_blocks_that_others_lose_meanwhile_make_no_difference() -> None:
     world = waiting_for_a_prefix(10_000)
     other = world.cache.open("other", world.cache.prefix_of(range(20_000, 20_400)), 0)
-    assert world.cache.try_extend(other, 100)
-    world.cache.seal(other, range(20_000, 20_400), 400, None)
-    world.cache.release(other, None)
+    assert other.try_extend(100)
+    other.seal(range(20_000, 20_400), 400, None)
+    other.release(None)
     world.plan()
     for _ in range(10):
         assert world.pool.evict(10) == 10
@@ -117,16 +118,16 @@ def test_what_a_waiting_request_lost_is_looked_up_again() -> None:
     tokens = list(range(1_000))
     world = Counted(2_000, prefill_chunk=4_000)
     first = world.cache.open("first", world.cache.prefix_of(tokens[:500]), 0)
-    assert world.cache.try_extend(first, 125)
-    world.cache.seal(first, tokens[:500], 500, None)
+    assert first.try_extend(125)
+    first.seal(tokens[:500], 500, None)
     runs = world.cache.open("runs", world.cache.prefix_of(tokens), 0)  # does not share it: its own copies of those blocks get no key
-    assert world.cache.try_extend(runs, 250)
-    world.cache.seal(runs, tokens, 500, None)
+    assert runs.try_extend(250)
+    runs.seal(tokens, 500, None)
     world.submit(range(5_000, 5_004), max_tokens=900)
     world.commit(world.plan())
     waits = world.submit(tokens)
     assert {c.request_id for c in world.plan().chunks} == {"r0"}, "it waits"
-    world.cache.release(first, None)
+    first.release(None)
     assert world.pool.evict(50) == 50
     plan = world.plan()
     assert [(c.request_id, c.start) for c in plan.chunks if c.request_id == waits] == [(waits, 75 * BLOCK)]
@@ -188,7 +189,7 @@ class Sealing:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> None:
         self.world = Counted(64, prefill_chunk=64)
         self.by_commit: list[list[str]] = []
-        whole = self.world.cache.seal
+        whole = BlockTable.seal
 
         def seal(table: Any, tokens: Any, num_computed: int, fence: Any) -> None:
             before = table.num_keyed
@@ -196,7 +197,7 @@ class Sealing:
             if table.num_keyed > before:
                 self.by_commit[-1].append(table.owner)
 
-        monkeypatch.setattr(self.world.cache, "seal", seal)
+        monkeypatch.setattr(BlockTable, "seal", seal)
         monkeypatch.setattr(scheduler_module, "_SEALS_AT_ONCE", 1)
         self.ids = [self.world.submit([10 * number + 1, 10 * number + 2, 10 * number + 3], max_tokens) for number in range(8)]
 

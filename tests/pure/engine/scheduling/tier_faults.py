@@ -20,6 +20,7 @@ from penstock.errors import TransferFailed
 from penstock.kv.blocks.handles import Hold, Reservation
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
+from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease, HostTier, Taken
 from penstock.kv.tiers.loads import BlockLoad, Copy, Loads, Reads
 from penstock.kv.tiers.saves import Saves
@@ -199,16 +200,16 @@ def counts_what_was_copied_ahead_to_the_device(patch: Patch) -> None:
 
 def gives_a_half_saved_tail_a_key(patch: Patch) -> None:
     def make(promote: Callable[..., Any]) -> Callable[..., Any]:
-        def faulty(self: KvCache, table: Any, lease: Any, num_blocks: int, num_next: int) -> BlockLoad:
-            first = table.num_slots
-            load: BlockLoad = promote(self, table, lease, num_blocks, num_next)
+        def faulty(self: BlockTable, lease: Any, num_blocks: int, num_next: int) -> BlockLoad:
+            first = self.num_slots
+            load: BlockLoad = promote(self, lease, num_blocks, num_next)
             for copy in load.copies:
-                copy.keys = table.prefix.keys[first : first + num_blocks]
+                copy.keys = self.prefix.keys[first : first + num_blocks]
             return load
 
         return faulty
 
-    _around(patch, KvCache, "promote", make)
+    _around(patch, BlockTable, "promote", make)
 
 
 def saves_a_full_match_short_of_its_end(patch: Patch) -> None:
@@ -238,7 +239,7 @@ def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
 
 def promotes_into_slots_that_a_step_still_uses(patch: Patch) -> None:
     def make(promote: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, table, first, lease, keys, after, num_next: promote(self, table, first, lease, keys, (), num_next)
+        return lambda self, hold, first, lease, keys, after, num_next: promote(self, hold, first, lease, keys, (), num_next)
 
     _around(patch, Loads, "begin", make)
 
