@@ -19,7 +19,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.memory import ArenaGuard, BlockLayout, DeviceArena, HostArena, HostMemory, free_bytes
 from penstock.kv.tiers.cold import ColdLanes, ColdLimits, ColdTier
 from penstock.kv.tiers.host import HostTier
-from penstock.kv.tiers.loads import Loads, no_tiers
+from penstock.kv.tiers.loads import Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.remote import open_store as open_remote
 from penstock.kv.tiers.saves import Saves
@@ -68,7 +68,7 @@ def open_cache(
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
     guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
     if host_arena is None:
-        return Opened(KvCache(pool, scope, config.kv.prefix_cache, no_tiers(pool, layout.block_tokens)), arena, guard)
+        return Opened(KvCache(pool, scope, config.kv.prefix_cache), arena, guard)
     checks = None
     if guard is not None and observer is not None:
         checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)

@@ -78,8 +78,8 @@ class KvCache:
     those the device is alone. `host` and `cold_tiers` are the tiers themselves, for snapshots, which have more in them than blocks; `loads`
     and `saves` are for whoever tests or measures.
 
-    `prefix_cache` off: device memory is not reused across requests, every prefix comes from a colder tier. Where there is none, nothing is
-    reused.
+    `prefix_cache` off: no block of the device gets a key, so that none is found there, and every prefix comes from a colder tier. Where
+    there is none, nothing is reused.
     """
 
     def __init__(self, pool: BlockPool, scope: Scope, prefix_cache: bool = True, loads: Loads | None = None) -> None:
@@ -88,7 +88,6 @@ class KvCache:
         self._pool = pool
         self.scope = scope
         self.block_tokens = scope.block_tokens
-        self._prefix_cache = prefix_cache
         self.loads = no_tiers(pool, scope.block_tokens) if loads is None else loads
         self.saves = self.loads.saves
         self.host = self.loads.host
@@ -153,7 +152,7 @@ class KvCache:
         """Behind what the device has, which is only looked at, and may be gone when the request is planned."""
         if not self.host.num_slots:
             return None
-        num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
+        num = len(self._pool.find(prefix.keys))
         answered = earlier.parts if isinstance(earlier, HostLease) else ()
         return self.loads.lease(prefix.keys, owner, num, answered) if num < len(prefix.keys) else None
 
@@ -168,7 +167,7 @@ class KvCache:
         parts = lease.parts if isinstance(lease, HostLease) else ()
         if lease is not None and not lease.expired and not any(part.finding.num for part in parts):
             return None
-        num = len(self._pool.find(prefix.keys)) if self._prefix_cache else 0
+        num = len(self._pool.find(prefix.keys))
         return self.loads.prefetch(prefix.keys, owner, num, parts) if num < len(prefix.keys) else None
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
@@ -178,7 +177,7 @@ class KvCache:
 
     def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None) -> Match:
         """Holds nothing, so it is good until the next call that draws. What `lease` has may go at any time, until it is claimed."""
-        slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None) if self._prefix_cache else []
+        slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None)
         num, pending, num_colder = len(slots), self.is_pending(keys, want), 0
         if isinstance(lease, HostLease) and not pending:
             self.host.refresh(lease)
@@ -194,7 +193,7 @@ class KvCache:
         return Match(0, 0, False, num_paged=num_paged)
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None) -> PoolWant | None:
-        if not self._prefix_cache:
+        if not self._tables.reuses:
             return None
         return self._pool.want_found(tuple(keys), rank, earlier if isinstance(earlier, PoolWant) else None)
 
@@ -209,17 +208,17 @@ class KvCache:
         return None if compute_s is None else compute_s + (load_s or 0.0)
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
-        return not self._prefix_cache or self.saves.make_room(num_blocks, floor, self._tables.give_way, num_more)
+        return self.saves.make_room(num_blocks, floor, self._tables.give_way, num_more)
 
     def free_up(self, num_blocks: int) -> None:
         """As far as host memory has what is forgotten: what can be drawn now without losing anything can be drawn later, too."""
         num_short = num_blocks - self._pool.num_free
-        if self._prefix_cache and num_short > 0:
+        if num_short > 0:
             self._pool.evict(self.saves.num_safe(num_short))
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Costs no more for a long prefix that was asked for before than for a short one."""
-        num = len(self._pool.find(keys, want if isinstance(want, PoolWant) else None)) if self._prefix_cache else len(keys)
+        num = len(self._pool.find(keys, want if isinstance(want, PoolWant) else None)) if self._tables.reuses else len(keys)
         if num == len(keys):
             return False
         # It pays to wait where somebody computes the next key, or it is promoted and not late. A key covers all before it, so it has the
@@ -272,24 +271,21 @@ class KvCache:
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         keys: Sequence[bytes] = () if prefix is None else prefix.keys
         slots = self._pool.find(keys)[:num_blocks]
-        if len(slots) != num_blocks or (num_blocks and not self._prefix_cache):
+        if len(slots) != num_blocks:
             raise InvariantBroken(f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here")
         return self._tables.add(self._pool.hold(owner, slots), prefix, num_blocks)
 
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
-        table = self._open_paged(owner, prefix, match.num_paged) if match.num_paged else self.open(owner, prefix, match.num_blocks)
-        if table is not None:
-            table.is_deep = True
-        return table
-
-    def _open_paged(self, owner: str, prefix: Prefix, num_blocks: int) -> BlockTable | None:
-        """A table whose first `num_blocks` blocks are in host memory; None where it does not have all of them any more."""
-        pin = self.host.pin_run(prefix.keys[:num_blocks], owner)
-        if pin is None or len(pin.run) < num_blocks:
-            self.host.end_handles([pin])
-            return None
-        table = self._tables.add(self._pool.hold(owner, (), num_blocks), prefix, num_blocks)
-        table.add_paged(pin)
+        if num_blocks := match.num_paged:
+            pin = self.host.pin_run(prefix.keys[:num_blocks], owner)
+            if pin is None or len(pin.run) < num_blocks:
+                self.host.end_handles([pin])
+                return None
+            table = self._tables.add(self._pool.hold(owner, (), num_blocks), prefix, num_blocks)
+            table.add_paged(pin)
+        else:
+            table = self.open(owner, prefix, match.num_blocks)
+        table.is_deep = True
         return table
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
@@ -298,7 +294,7 @@ class KvCache:
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
         """They are idle blocks when they have landed, whatever has become of `owner`."""
-        if not self._prefix_cache:
+        if not self._tables.reuses:
             return None
         keys = prefix.keys[first : first + min(num_blocks, self._pool.num_free)]
         kept = self.host.pin_run(keys, owner)
@@ -342,7 +338,7 @@ class KvCache:
         table = self._tables.open.get(copy.load.hold)
         if table is not None and table.num_keyed == copy.first:
             table.give_keys(copy.keys)
-        elif table is None and self._prefix_cache:
+        elif table is None and self._tables.reuses:
             slots = copy.pins[0].array[: len(copy.keys)]
             self._pool.seal(slots, copy.keys, range(copy.first, copy.first + len(slots)))
 

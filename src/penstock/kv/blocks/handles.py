@@ -4,7 +4,7 @@ decides nothing."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +13,11 @@ from penstock.contract import Fence
 from penstock.errors import HandleEnded, InvariantBroken
 from penstock.kv.blocks.slots import Run, as_list, as_run
 
+if TYPE_CHECKING:
+    from penstock.kv.blocks.pool import BlockPool
+
 _FIRST_ROOM = 16  # slots that a new hold has room for
 _NO_SLOT = -1
-
-
-class Lender(Protocol):
-    """The pool as its handles see it."""
-
-    def take_back(self, handle: Handle, fence: Fence | None) -> None: ...
-
-    def commit(self, reservation: Reservation, hold: Hold) -> None: ...
-
-    def split(self, reservation: Reservation, num_slots: int) -> Reservation: ...
-
-    def drop_first(self, hold: Hold, num_slots: int, fence: Fence | None) -> None: ...
 
 
 class Handle:
@@ -35,7 +26,7 @@ class Handle:
     kind: ClassVar[str] = "handle"
     __slots__ = ("_lender", "_run", "ended", "owner")
 
-    def __init__(self, owner: str, lender: Lender, run: Run) -> None:
+    def __init__(self, owner: str, lender: BlockPool, run: Run) -> None:
         self.owner = owner
         self.ended = False
         self._lender = lender
@@ -73,7 +64,7 @@ class Reservation(Handle):
     kind = "reservation"
     __slots__ = ("after",)
 
-    def __init__(self, owner: str, lender: Lender, run: Run, after: tuple[Fence, ...]) -> None:
+    def __init__(self, owner: str, lender: BlockPool, run: Run, after: tuple[Fence, ...]) -> None:
         super().__init__(owner, lender, run)
         self.after = after
 
@@ -110,7 +101,7 @@ class RunPin(Pin):
 
     __slots__ = ("first", "hold", "num_slots")
 
-    def __init__(self, owner: str, lender: Lender, hold: Hold, first: int, num_slots: int) -> None:
+    def __init__(self, owner: str, lender: BlockPool, hold: Hold, first: int, num_slots: int) -> None:
         super().__init__(owner, lender, [])
         self.hold = hold
         self.num_slots = num_slots
@@ -132,7 +123,7 @@ class Hold(Handle):
     kind = "hold"
     __slots__ = ("_buffer", "_shown", "after", "num_dropped", "num_slots", "run_pins")
 
-    def __init__(self, owner: str, lender: Lender, num_dropped: int = 0) -> None:
+    def __init__(self, owner: str, lender: BlockPool, num_dropped: int = 0) -> None:
         """`num_dropped`: places at its beginning that never have a slot."""
         super().__init__(owner, lender, [])
         self.num_slots = self.num_dropped = num_dropped  # the former counts places, those without a slot included
