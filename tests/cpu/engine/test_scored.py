@@ -503,7 +503,7 @@ def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(mak
 def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: Make, prompts: Prompts) -> None:
     """Also what an earlier turn of it has kept."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
-    for turn, release in ((0, False), (1, True)):
+    for turn, release in ((0, False), (1, False), (2, True)):
         answer = Collected()
         params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
         engine.submit(prompt, params, answer.events.append, session="agent", hint=CacheHint(release=release))
@@ -511,6 +511,7 @@ def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: 
         settle_all(engine)
         prompt = [*prompt, *answer.tokens, *prompts(40, seed=turn)]
         assert bool(engine.cache.saves._unshared) != release
+        assert len(engine.cache._tables.kept) == (not release), "what a turn went on from is a part of it"
     for _ in range(5):
         engine.step()
     assert engine.stats().kv_blocks["host"]["idle"] == 0 and not engine.cache._tables.kept

@@ -256,15 +256,10 @@ class BlockPool:
         return self._index.find(keys, None if like is None else like.found)
 
     def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: PoolWant | None = None) -> PoolWant:
-        """PoolWant the longest run of leading `keys` that are here, in place of `earlier`."""
-        run = self.find(keys, earlier)
-        if earlier is not None and earlier.num_blocks == len(run) and self.protects(earlier):
-            earlier.rank = rank
-            return earlier
-        want = self.want(run, rank)
-        want.found = self._index.last if keys else None
-        if earlier is not None:
-            self.end_want(earlier)
+        """Want the longest run of leading `keys` that are here, in place of `earlier`."""
+        want = self.want(self.find(keys, earlier), rank, earlier)
+        if want is not earlier:
+            want.found = self._index.last if keys else None
         return want
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
@@ -457,10 +452,17 @@ class BlockPool:
         """For the order of eviction: the sealed `slots` were found again by somebody who reads them under a pin, not a hold."""
         self._order.hit(slots)
 
-    def want(self, slots: Run, rank: float) -> PoolWant:
+    def want(self, slots: Run, rank: float, earlier: PoolWant | None = None) -> PoolWant:
         """Somebody will use the sealed `slots`: they are forgotten after all that nobody wants, and among wanted ones those of the
-        greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget."""
-        return self._idle.want(slots, self._book.those_in(SlotState.IDLE, slots), rank)
+        greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget. `earlier`: what it takes the place of, made
+        for the same blocks. As many as then are the same ones, where none of those has gone."""
+        if earlier is not None and earlier.num_blocks == len(slots) and self.protects(earlier):
+            earlier.rank = rank
+            return earlier
+        want = self._idle.want(slots, self._book.those_in(SlotState.IDLE, slots), rank)
+        if earlier is not None:
+            self.end_want(earlier)
+        return want
 
     def end_want(self, want: PoolWant) -> None:
         """Idempotent."""

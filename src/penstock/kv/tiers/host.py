@@ -233,14 +233,7 @@ class HostTier:
     def want(self, keys: Sequence[bytes], rank: float, earlier: PoolWant | None = None) -> PoolWant:
         """Those of `keys` that are here are forgotten after all that nobody wants, in place of `earlier`."""
         with self._lock:
-            slots = np.array([slot for slot in self._pool.find_each(keys) if slot != ABSENT], np.intp)
-            if earlier is not None and np.array_equal(earlier.slots, slots) and self._pool.protects(earlier):
-                earlier.rank = rank
-                return earlier
-            want = self._pool.want(as_run(slots), rank)
-            if earlier is not None:
-                self._pool.end_want(earlier)
-            return want
+            return self._pool.want(as_run([slot for slot in self._pool.find_each(keys) if slot != ABSENT]), rank, earlier)
 
     def end_want(self, want: PoolWant) -> None:
         """Idempotent."""
