@@ -219,7 +219,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
     num = blocks(num_tokens)
     rig = Rig(16 * num + num_requests // 4 + 64, 1, num_host=16 * num, has_disk=False, max_overtaken_s=60.0)
     cache = rig.cache
-    cache.loads.prefill.add(8192, 4096.0, 0.2)
+    cache.prefill.add(8192, 4096.0, 0.2)
     cache.loads.link.bytes_per_s = 1e9
     known = [(tokens, rig.cache.prefix_of(tokens)) for tokens in (prompt(num_tokens, number) for number in range(48))]
     for number, (_, prefix) in enumerate(known[:32]):
@@ -227,7 +227,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
         if number < 16:
             remember(rig.pool, prefix.keys)
         else:
-            remember(cache.saves.host._pool, prefix.keys)
+            remember(cache.host._pool, prefix.keys)
     rig.submit([1, 2, 3], max_tokens=2 * num_requests + 100)
     rig.step()
     for number in range(num_requests):  # one comes in each turn
@@ -238,7 +238,7 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
         yield "line: plan, one is new", ms
         rig.commit(plan)
     for _ in range(50):
-        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), cache.saves.host._pool.evict(8)))[0]
+        yield "line: blocks are evicted", timed(lambda: (rig.pool.evict(8), cache.host._pool.evict(8)))[0]
         ms, plan = timed(rig.plan)
         yield "line: plan", ms
         rig.commit(plan)
@@ -261,7 +261,7 @@ def awaiting_room(num_tokens: int, num_requests: int) -> Times:
     tokens = prompt(num * BLOCK)
     prefix = rig.cache.prefix_of(tokens)
     assert prefix is not None
-    remember(rig.cache.saves.host._pool, prefix.keys)
+    remember(rig.cache.host._pool, prefix.keys)
     rig.submit([1, 2, 3], max_tokens=(num - 32) * BLOCK + 32)
     for _ in range(1, num_requests):
         rig.submit([1, 2, 3], max_tokens=3 * BLOCK)

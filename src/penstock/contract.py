@@ -728,8 +728,8 @@ class StepResult:
 
 
 class Table(Protocol):
-    """A request's slots in token order, and what is done to them. Ends exactly once, by `release` or `retract`; then it refuses every
-    call."""
+    """A request's slots in token order, and what is done to them. Ends exactly once, by `release` or `retract`; whatever is done to it
+    after that raises HandleEnded."""
 
     @property
     def num_slots(self) -> int:

@@ -106,7 +106,7 @@ class FetchedRun:
 
 class BlockTable:
     """Implements `contract.Table`, which says what its calls mean. Grows while the request runs; blocks `0..num_keyed` have been sealed, by
-    this request or by whoever computed them first. One that has ended refuses every call."""
+    this request or by whoever computed them first."""
 
     __slots__ = (
         *("_tables", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_kept", "num_shared", "own_scope"),
