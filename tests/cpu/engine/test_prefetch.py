@@ -61,7 +61,7 @@ def test_blocks_of_a_real_disk_come_ahead_of_anybody(make_engine: MakeEngine, pr
     before = engine.cache.cold_tiers["ssd"].counts.num_read
     fetch = prefetch(engine, prompts(200))
     settle_all(engine)
-    assert fetch.settled and fetch.error() is None and fetch.num_blocks == fetch.num_came == 12
+    assert fetch.settled and fetch.num_blocks == fetch.num_came == 12
     assert engine.cache.cold_tiers["ssd"].counts.num_read - before == 12
     warm = generate(engine, prompts(200))
     assert warm.source == KvSource(host=192, computed=8) and warm.tokens == cold.tokens
@@ -75,7 +75,7 @@ def test_blocks_of_a_real_store_come_ahead_of_anybody(make_engine: MakeEngine, p
         fetch = prefetch(engine, prompts(200))
         assert not fetch.settled, "it has not answered"
         settle_all(engine)
-        assert fetch.error() is None and fetch.num_came == 12
+        assert fetch.num_came == fetch.num_blocks == 12
         warm = generate(engine, prompts(200))
         assert warm.source == KvSource(host=192, computed=8) and warm.tokens == cold.tokens
         settle_all(engine)
@@ -93,7 +93,7 @@ def test_damage_on_a_real_disk_ends_it_and_the_rest_is_computed(make_engine: Mak
         path.write_bytes(bytes(content))
     fetch = prefetch(engine, prompts(200))
     settle_all(engine)
-    assert fetch.settled and fetch.error() is not None and fetch.num_came == 0
+    assert fetch.settled and fetch.num_came == 0 < fetch.num_blocks
     assert engine.stats().traffic.checksum_failures["ssd"] > 0  # type: ignore[union-attr]
     warm = generate(engine, prompts(200))
     assert warm.tokens == cold.tokens and warm.source == KvSource(computed=200)

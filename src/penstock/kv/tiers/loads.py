@@ -133,12 +133,6 @@ class Fetch(Reads):
         """Nothing of it is to come any more."""
         return self.over
 
-    def error(self) -> BaseException | None:
-        """Why it brought less than it was to bring, once it is settled."""
-        if not self.settled or self.num_came == self.num_blocks:
-            return None
-        return TransferFailed(f"{self.num_came} of {self.num_blocks} blocks came into host memory by the {self.label}")
-
     def end(self) -> None:
         """As far as nobody else shares it. Idempotent; the next `settle` gives its room back."""
         self._ended = True
