@@ -187,7 +187,7 @@ def test_the_reload_test_turns_red_with(
 ) -> None:
     def prefix_of(self: KvCache, tokens: list[int], salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
         kept = {"no version": "", "the name for a version": "" if adapter is None else adapter.name}
-        scope = self._scope
+        scope = self.scope
         if adapter is not None and fault in kept:
             scope = dataclasses.replace(scope, adapter="lora", adapter_version=kept[fault])
         digest = dataclasses.replace(scope, salt=salt).digest()
