@@ -64,6 +64,10 @@ class _Unread(NamedTuple):
     def num_rows(self) -> int:
         return sum(1 + len(drafts) for _, drafts in self.shares)
 
+    @property
+    def drafts(self) -> bool:
+        return self.num_ahead > 0 or self.catches_up or self.num_rows > len(self.shares)
+
 
 class _Timed(Speculation):
     """Lookups take time on the clock of the run."""
@@ -77,7 +81,8 @@ class _Timed(Speculation):
 
 class Run:
     """All requests begin together, and a step takes what it took at the beginning: nobody gains by the end of others. `kept` says how the
-    device's drafts fare; what is looked up is compared with `answers`."""
+    device's drafts fare; what is looked up is compared with `answers`. `host_bound`: what a step takes is the host's work of planning and
+    launching it, done while the step before is running; that one is read after it, and has its time."""
 
     def __init__(
         self,
@@ -85,10 +90,12 @@ class Run:
         num_requests: int,
         kept: Kept | None = None,
         answers: Callable[[int], Sequence[int]] = lambda n: range(n, 10**9),
+        host_bound: bool = False,
     ) -> None:
         self._on_device = kept is not None
         self._prices, self._kept, self._answers, self._num_requests = prices, kept, answers, num_requests
         self._now_s, self._number = 0.0, 0
+        self._host_bound, self._read_s = host_bound, 0.0
         self.speculation = _Timed(4 if kept else 8, 64, prices.table(), self._on_device, lambda: self._now_s)
         self.speculation.tell = self._look_up
 
@@ -103,17 +110,19 @@ class Run:
         ran, unread, num_pending = Ran(num_tokens * plain_s), list[_Unread](), 0
         while len(ran.seconds) < len(tracks):
             if unread and not self._on_device and unread[0].num_rows > len(unread[0].shares):
-                self._read(unread.pop(0), ran, began_s, num_tokens)
+                self._read(unread, ran, began_s, num_tokens)
             due = [track for track in tracks if track.num_expected - track.num_prompt < num_tokens]
             if due:
                 unread.append(self._step(due, num_pending, num_tokens))
                 num_pending = unread[-1].num_ahead
+                if ran.num_steps == 0:
+                    self._read_s = self._now_s  # by now the prompts' step was read
                 if num_pending or unread[-1].num_rows > len(due):
                     ran.with_drafts.append(ran.num_steps)
                 ran.num_steps += 1
                 ran.num_passes += unread[-1].catches_up
             if len(unread) > 1 or (unread and not due):
-                self._read(unread.pop(0), ran, began_s, num_tokens)
+                self._read(unread, ran, began_s, num_tokens)
         return ran
 
     def _step(self, due: Sequence[Track], num_pending: int, num_tokens: int) -> _Unread:
@@ -141,7 +150,10 @@ class Run:
                 track.blank_to = track.num_planned
         return not is_followed and not self.speculation.leaves_out
 
-    def _read(self, step: _Unread, ran: Ran, began_s: float, num_tokens: int) -> None:
+    def _read(self, unread: list[_Unread], ran: Ran, began_s: float, num_tokens: int) -> None:
+        step, leads = unread.pop(0), bool(unread) and unread[0].drafts
+        started_s, ended_s = (self._read_s, self._now_s) if self._host_bound else (step.started_s, step.ended_s)
+        self._read_s = self._now_s
         for track, drafts in step.shares:
             number, first = int(track.request.id), len(track.tokens) - track.num_prompt
             answer = self._answers(number)[first : first + 1 + len(drafts)]
@@ -153,13 +165,13 @@ class Run:
             if drafts:
                 self.speculation.saw(track, len(drafts), num_kept)
             done = first + 1 + num_kept
-            took_s = step.ended_s - began_s
+            took_s = ended_s - began_s
             ran.worst = max(ran.worst, took_s / (done * ran.plain_s / num_tokens) - 1)
             if done == num_tokens:
                 ran.seconds[track.request.id] = took_s
                 self.speculation.ended(track)
-        took_s = step.ended_s - step.started_s
-        self.speculation.step_took(len(step.shares), step.num_rows, took_s, step.num_ahead, step.catches_up)
+        if ended_s > started_s:  # a host that has launched nothing more just waits for the last step
+            self.speculation.step_took(len(step.shares), step.num_rows, ended_s - started_s, step.num_ahead, step.catches_up, leads)
 
     def _track(self, number: int, num_tokens: int) -> Track:
         request = Request(str(number), [7], SamplingParams(max_tokens=num_tokens), prefix=Prefix(b"%d" % self._number, ()))

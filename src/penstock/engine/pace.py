@@ -41,6 +41,7 @@ class Decoded(NamedTuple):
     seconds: float  # from the end of the step before, where this one was waited for: what the host did in between counts
     num_ahead: int  # drafts made behind it for each request
     catches_up: bool = False  # what makes drafts has passed over earlier tokens behind it
+    leads: bool = False  # the step behind it, launched meanwhile, does any of this: what the host did for that is in its time
 
 
 class _LaunchedStep(NamedTuple):
@@ -109,6 +110,13 @@ class Pace:
         idle_s = started_s - before_s
         was_read_first = self.decoded is not None and self.decoded.num_rows > self.decoded.num_requests
         took_s += idle_s if idle_s < took_s or was_read_first else 0.0
-        decoded = Decoded(len(plan.chunks), plan.num_rows, took_s, plan.num_ahead, bool(plan.missed))
-        self.decoded = decoded if plan.is_decode else None
+        self.decoded = None
+        if plan.is_decode:
+            leads = bool(self._launched) and _drafts(self._launched[0].plan)
+            self.decoded = Decoded(len(plan.chunks), plan.num_rows, took_s, plan.num_ahead, bool(plan.missed), leads)
         return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)
+
+
+def _drafts(plan: StepPlan) -> bool:
+    """Whether it makes drafts, verifies some, or catches up with what makes them."""
+    return plan.num_ahead > 0 or bool(plan.missed) or plan.num_rows > len(plan.chunks)

@@ -183,17 +183,19 @@ class Speculation:
             self._paid_at_s = 0.0
         self._learn(request, track, num_drafts, num_kept)
 
-    def step_took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False) -> None:
+    def step_took(
+        self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False, leads: bool = False
+    ) -> None:
         """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it, or a pass over what was decoded
-        before."""
+        before. `leads`: the next one has to do with drafts, and was launched in this time."""
         rested = self._rested
         seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
-        if self._num_resting and num_rows == rested.num_requests and not (num_ahead or catches_up or self.books.is_drafting):
+        if self._num_resting and num_rows == rested.num_requests and not (num_ahead or catches_up or leads or self.books.is_drafting):
             rested.num_steps += 1
             rested.seconds += min(seconds, rested.most_s)
             return
         self._save_up(seconds, 1)
-        self.books.took(num_requests, num_rows, seconds, num_ahead, catches_up)
+        self.books.took(num_requests, num_rows, seconds, num_ahead, catches_up, leads)
 
     def step_had_prompts(self) -> None:
         """A step that also computed prompts: what drafts took in it is not known, and taken to be the most."""

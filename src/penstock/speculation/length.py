@@ -190,11 +190,12 @@ class Books:
         """What drafting takes may have changed."""
         self._batch(num_requests).extras.clear()
 
-    def took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False) -> None:
-        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has to fill the pipe again.
-        `catches_up`: what makes drafts has passed over tokens of earlier steps behind it."""
+    def took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False, leads: bool = False) -> None:
+        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has to fill the pipe again. So does
+        the one that `leads` to them: they are planned and launched while it runs, and where the host is what steps wait for, its time is
+        theirs. `catches_up`: what makes drafts has passed over tokens of earlier steps behind it."""
         has_drafts = num_rows > num_requests or num_ahead > 0
-        if not has_drafts and not catches_up and not self.is_drafting:
+        if not has_drafts and not catches_up and not leads and not self.is_drafting:
             self.took_plain(num_requests, seconds)
             return
         batch, plain_s = self._batch(num_requests), self.plain_step_s(num_requests)
@@ -205,7 +206,7 @@ class Books:
         made = num_ahead > 0 if self._on_device else num_rows > num_requests
         self._num_burst += made
         batch.num_drafting += made
-        if not has_drafts or self._num_burst >= _BURST:
+        if (not has_drafts and not leads) or self._num_burst >= _BURST:
             if self._num_burst:
                 batch.extras.append(max(0.0, self._burst_s / self._num_burst))
             self._burst_s, self._num_burst = 0.0, 0

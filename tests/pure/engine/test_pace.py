@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.contract import Chunk, Scoring, StepPlan
 from penstock.engine.pace import LEAST_TAU, Decoded, Pace, Prefill, ScoringCost
@@ -180,3 +182,21 @@ def test_scoring_that_costs_nothing_is_done_as_often_as_can_be_and_steps_without
         cost.add(plain_s, scores=False)
         cost.add(1.0, scores=True)
     assert (free.tau, untimed.tau) == (LEAST_TAU, FIRST_TAU)
+
+
+@pytest.mark.parametrize("kind", ["plain", "makes drafts", "verifies drafts", "catches up"])
+def test_a_step_is_known_to_lead_to_one_that_has_to_do_with_drafts(kind: str) -> None:
+    """That one is planned and launched before the first is read: the host's work for it is in the first one's time."""
+    clock, chunk = Clock(), Chunk("r", 0, 51, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
+    pace, missed = Pace(clock), Chunk("r", 0, 34, (0,) * 16, np.zeros(1, np.int32), writes=True, num_logits=0)
+    changes: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "makes drafts": {"num_ahead": 4},
+        "verifies drafts": {"chunks": (chunk,)},
+        "catches up": {"missed": (missed,)},
+    }
+    pace.launched(plan((50, 1)))
+    clock.now_s += 1.0
+    pace.launched(dataclasses.replace(plan((51, 1)), **changes[kind]))
+    pace.read()
+    assert pace.decoded == Decoded(1, 1, 1.0, 0, leads=kind != "plain")

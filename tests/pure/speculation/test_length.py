@@ -186,6 +186,18 @@ def test_the_first_step_after_drafts_is_paid_for_as_they_are() -> None:
     assert known.estimate(1).extra_s == pytest.approx(0.5), "the middle of what was measured: nothing, and 1"
 
 
+def test_what_drafting_takes_includes_the_time_in_which_it_is_launched() -> None:
+    """Where steps wait for the host, it is all in the time of the step before."""
+    known = books(GPU)
+    account = known.opened()
+    known.took(1, 1, 2.4, 0, leads=True)
+    known.took(1, 4, 2.02, 0)
+    known.took(1, 1, 2.0, 0)
+    assert known.plain_step_s(1) == pytest.approx(2.0), "it says nothing about plain ones"
+    assert known.balance_s(account, 0.0) == pytest.approx(MAX_LOSS * 6.0 - 0.42)
+    assert known._batch(1).extras[-1] == pytest.approx(0.4, abs=0.03)
+
+
 def test_nothing_is_known_of_a_batch_before_some_of_its_steps_were_seen() -> None:
     known = Books(GPU, on_device=False)
     for num in range(FIRST_PLAIN_STEPS):
@@ -264,6 +276,20 @@ def test_no_request_is_more_than_three_percent_slower_however_its_drafts_fare(
     for num_tokens in (128, 40, 200, 600):
         ran = run.go(num_tokens)
         assert ran.worst <= MAX_LOSS + 1e-9, ran
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda kept: kept.__name__)
+@pytest.mark.parametrize("num_requests", [1, 3, 32])
+@pytest.mark.parametrize(("drafting", "following"), [(0.1, 0.0), (0.35, 0.05), (1.0, 0.4)])
+def test_where_steps_wait_for_the_host_no_request_is_more_than_three_percent_slower_either(
+    adversary: Kept, num_requests: int, drafting: float, following: float
+) -> None:
+    """What a step with drafts takes longer is then in the time of the step before it. The first token comes a step late, here as without
+    speculation: what counts is an answer as a whole."""
+    run = Run(Prices(drafting=drafting, following=following), num_requests, adversary, host_bound=True)
+    for num_tokens in (128, 40, 200, 600):
+        ran = run.go(num_tokens)
+        assert ran.slowest <= 1 + MAX_LOSS + 1e-9, ran
 
 
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda kept: kept.__name__)
