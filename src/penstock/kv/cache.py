@@ -203,7 +203,7 @@ class KvCache:
         num_colder = match.num_colder + match.num_paged  # what stays in host memory is read over the same link
         num_found = (match.num_blocks + num_colder) * self.block_tokens
         num_left = max(1, num_tokens - num_found)
-        compute_s = self.prefill.seconds(num_left, num_tokens - num_left / 2)
+        compute_s = self.loads.prefill.seconds(num_left, num_tokens - num_left / 2)
         load_s = self.loads.link.seconds(num_colder * self.saves.layout.block_bytes) if num_colder else 0.0
         return None if compute_s is None else compute_s + (load_s or 0.0)
 
