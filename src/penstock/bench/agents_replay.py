@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -71,7 +71,7 @@ class Agenda:
         self._clock = clock
         self._num_asked = [0] * len(users)
         self._due: list[tuple[float, int]] = [(0.0, user) for user in range(len(users))]  # a heap
-        self._answered: SimpleQueue[tuple[float, int] | None] = SimpleQueue()
+        self._answered: Queue[tuple[float, int] | None] = Queue()
         self._num_left = sum(len(user.asks) for user in users)  # to be sent
         self._ended = False
 

@@ -104,7 +104,7 @@ class Answer:
         self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
         self._stream = TextStream(engine.tokenizer, tuple(map(StopString, sampling.stop)), begins)
-        self._events: queue.SimpleQueue[TokenEvent | None] = queue.SimpleQueue()  # None: the reader wants no more
+        self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader wants no more
         self.tokens: list[int] = []  # whose text is part of the answer
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._source = KvSource(computed=len(prompt))

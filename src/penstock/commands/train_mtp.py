@@ -263,7 +263,7 @@ class Writer:
         self._questions = questions(task.training.seed)
         self._made_up: list[str] = []  # questions of the target's own
         self._written: list[str] = []  # texts to ask about
-        self._done: queue.SimpleQueue[tuple[_TextAsked, TokenEvent]] = queue.SimpleQueue()
+        self._done: queue.Queue[tuple[_TextAsked, TokenEvent]] = queue.Queue()
         self._opening = self._opening_tokens()
 
     def write(self) -> Corpus:

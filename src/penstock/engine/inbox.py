@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from penstock.errors import EngineClosed
@@ -42,7 +42,9 @@ class Inbox:
     def __init__(self, sharp: bool = False) -> None:
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()
-        self._bell: SimpleQueue[None] = SimpleQueue()  # not empty: somebody has called since the last wait
+        # Locked: nobody has called since the last wait. No SimpleQueue: on a busy machine its `get` with a time-out may last for ever.
+        self._bell = threading.Lock()
+        self._bell.acquire()
         self._sharp = sharp
         self._waiting: threading.Thread | None = None  # who did so last
         self._closed: str | None = None  # set under the lock, so that no submission slips in behind it
@@ -104,8 +106,9 @@ class Inbox:
 
     def wake(self) -> None:
         """End a wait, the next one where nobody waits: something outside has changed."""
-        if self._bell.empty():  # else whoever takes what is in it looks after what has changed before this call
-            self._bell.put(None)
+        if self._bell.locked():  # else whoever takes it looks after what has changed before this call
+            with contextlib.suppress(RuntimeError):  # somebody else has rung it at the same moment
+                self._bell.release()
 
     def wait(self, timeout_s: float) -> None:
         """Block until there is a command, or somebody wakes it, as closing does."""
@@ -113,7 +116,4 @@ class Inbox:
             self._waiting = thread
             sharpen_timers()
         if not self._commands:
-            try:  # noqa: SIM105 - one call less in what an engine that polls does all the time
-                self._bell.get(timeout=timeout_s)
-            except Empty:
-                pass
+            self._bell.acquire(timeout=timeout_s)

@@ -219,15 +219,15 @@ class Turns:
             self.enough.set()
         return done
 
-    def empty(self) -> bool:
-        return self._bell.empty()
+    def locked(self) -> bool:
+        return self._bell.locked()
 
-    def put(self, _: None) -> None:
-        self._bell.put(None)
+    def release(self) -> None:
+        self._bell.release()
 
-    def get(self, timeout: float) -> None:
+    def acquire(self, timeout: float) -> bool:
         self.num_waits += 1
-        self._bell.get(timeout=timeout)
+        return self._bell.acquire(timeout=timeout)
 
 
 def test_a_loop_that_closes_with_transfers_under_way_waits_between_its_turns(prompts: Prompts, shared: MemoryStore) -> None:  # noqa: F811

@@ -55,7 +55,7 @@ class Parent:
 
     def __init__(self) -> None:
         self.now_s = 1000.0
-        self.started: queue.SimpleQueue[Played | None] = queue.SimpleQueue()
+        self.started: queue.Queue[Played | None] = queue.Queue()
         self.num_fronts = 0  # that were ready
         self.commands: list[str] = []
         self._sockets: list[socket.socket] = []
@@ -327,7 +327,7 @@ class EngineChild:
         self.loop = EngineLoop(self.engine)
         self.entered, self.gate, self.gone = threading.Event(), threading.Event(), threading.Event()
         monkeypatch.setattr(links, "os", SimpleNamespace(_exit=lambda code: self.gone.set(), getpid=os.getpid))
-        self._codes: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._codes: queue.Queue[int] = queue.Queue()
         self._sockets = [*socket.socketpair(), *socket.socketpair()]
         for one in self._sockets:
             one.settimeout(DEADLINE_S)

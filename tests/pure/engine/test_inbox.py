@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from queue import Empty
 from typing import Any
 
 import pytest
@@ -22,17 +21,16 @@ class CountedBell:
         self.rung = False
         self.waits_s: list[float] = []
 
-    def empty(self) -> bool:
+    def locked(self) -> bool:
         return not self.rung
 
-    def put(self, _: None) -> None:
+    def release(self) -> None:
         self.rung = True
 
-    def get(self, timeout: float) -> None:
+    def acquire(self, timeout: float) -> bool:
         self.waits_s.append(timeout)
-        if not self.rung:
-            raise Empty
-        self.rung = False
+        rung, self.rung = self.rung, False
+        return rung
 
 
 def fails(told: list[Any], name: str) -> Callable[[BaseException], None]:
@@ -147,7 +145,7 @@ def test_nobody_waits_while_commands_are_left_of_the_turn_before() -> None:
     bell = inbox._bell = CountedBell()  # type: ignore[assignment]
     for _ in range(100):
         inbox.put(lambda: None)
-    bell.get(7.0)
+    bell.acquire(7.0)
     inbox.run_some()
     inbox.wait(7.0)
     assert len(inbox) == 36 and bell.waits_s == [7.0], "the rest is run at once"
@@ -166,3 +164,21 @@ def test_what_commands_put_meanwhile_is_for_the_next_turn() -> None:
     inbox.put(again)
     inbox.run_some()
     assert ran == [1] and len(inbox) == 1
+
+
+class LateBell:
+    """Seems not to be rung to whoever asks: as if two had asked before either rang it."""
+
+    def __init__(self, bell: Any) -> None:
+        self.release, self.acquire = bell.release, bell.acquire
+
+    def locked(self) -> bool:
+        return True
+
+
+def test_two_who_wake_at_the_same_moment_end_one_wait() -> None:
+    inbox = Inbox()
+    inbox._bell = LateBell(inbox._bell)  # type: ignore[assignment]
+    inbox.wake()
+    inbox.wake()
+    assert inbox._bell.acquire(timeout=0.0) and not inbox._bell.acquire(timeout=0.0)

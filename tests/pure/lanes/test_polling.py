@@ -4,14 +4,17 @@ keep their word, on the thread that asked for it and on no other."""
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import penstock
 from penstock.engine.inbox import Inbox
 from penstock.lanes.lane import POLL_MOST_S, POLL_S, look_again_s, sharpen_timers
 
@@ -98,3 +101,13 @@ def test_a_wake_ends_a_wait_also_when_it_came_first() -> None:
     thread.start()
     assert over.wait(PATIENCE_S / 2)
     thread.join(PATIENCE_S)
+
+
+def test_nobody_waits_for_a_simple_queue_with_a_time_out() -> None:
+    """On CPython 3.11 and 3.12 such a wait lasts for ever where its thread is held up for longer than the time-out at the wrong moment: the
+    rest of the time is then less than nothing, which stands for no limit. With waits of microseconds that takes a busy machine minutes.
+    """
+    package = Path(penstock.__file__).parent
+    queues = {file for file in package.rglob("*.py") if "SimpleQueue" in file.read_text()}
+    assert queues, "those of lanes have no time-out"
+    assert not [file.name for file in queues if re.search(r"\.get\((timeout|block|True)", file.read_text())]

@@ -742,7 +742,7 @@ def resolve(node: Node, patience_s: float) -> _Places:
     """The addresses of a host. The system's resolver knows no deadline, so a name is asked for on a thread of its own."""
     with contextlib.suppress(socket.gaierror):
         return _addresses(node, socket.AI_NUMERICHOST)
-    answers: queue.SimpleQueue[_Places | OSError] = queue.SimpleQueue()
+    answers: queue.Queue[_Places | OSError] = queue.Queue()
 
     def ask() -> None:
         try:
