@@ -104,7 +104,7 @@ def test_a_wake_ends_a_wait_also_when_it_came_first() -> None:
 
 
 def test_nobody_waits_for_a_simple_queue_with_a_time_out() -> None:
-    """On CPython 3.11 such a wait lasts for ever where its thread is held up for longer than the time-out at the wrong moment: the
+    """On CPython 3.11 and 3.12 such a wait lasts for ever where its thread is held up for longer than the time-out at the wrong moment: the
     rest of the time is then less than nothing, which stands for no limit. With waits of microseconds that takes a busy machine minutes.
     """
     package = Path(penstock.__file__).parent
