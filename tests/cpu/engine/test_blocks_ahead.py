@@ -143,6 +143,8 @@ def test_a_copy_waits_for_a_step_that_still_uses_its_slots(
     running = submit(engine, prompts(20, seed=9), max_tokens=RUNNING)
     other = submit(engine, prompts(70, seed=8), max_tokens=8)
     until(engine, lambda: len(running.tokens) > 2 and len(other.tokens) > 2)
+    while engine.is_transferring():  # what a save has is nobody's to draw
+        engine.cache.settle()
     behind = submit(engine, prompts(LENGTH))
     turn(engine)
     scheduler = engine._parts.scheduler
