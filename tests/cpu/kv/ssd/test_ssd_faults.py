@@ -295,9 +295,9 @@ def test_a_write_that_ends_in_anything_gives_its_slots_back_and_lets_others_go(
     store = open_at(tmp_path, io=(io := Breaks()))
     write(store, 0)
     io.on = True
-    claims: list[Claim] = []
+    claims: list[Claim | None] = []
     claim = SlotIndex.claim
-    monkeypatch.setattr(SlotIndex, "claim", lambda index, keys: claims.append(claim(index, keys)) or claims[-1])
+    monkeypatch.setattr(SlotIndex, "claim", lambda *args, **how: claims.append(claim(*args, **how)) or claims[-1])
     caught: list[BaseException] = []
 
     def writes() -> None:

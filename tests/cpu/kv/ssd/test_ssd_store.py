@@ -200,6 +200,31 @@ def test_files_are_made_when_they_are_needed(tmp_path: Path) -> None:
     store.close()
 
 
+def test_nothing_is_evicted_for_two_writers_at_once_while_there_are_files_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them alone would have had room in the files that are there."""
+    store = open_at(tmp_path, num_slots=80)
+    write(store, 0)
+    num_free = store._index._pool.num_free
+    assert num_free > 2 and len(segment_paths(tmp_path)) == 1
+    claim, others = store._index.claim, list(range(100, 99 + num_free))
+
+    def late(*args: object, **kwargs: object) -> object:
+        """Another writer comes between what this one has looked at and its claim."""
+        if others:
+            numbers = others[:]
+            others.clear()
+            write(store, *numbers)
+        return claim(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store._index, "claim", late)
+    assert write(store, 1, 2) == [DONE, DONE]
+    assert those_in(store, range(200)) == {0, 1, 2, *range(100, 99 + num_free)}
+    assert len(segment_paths(tmp_path)) == 2
+    store.close()
+
+
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
     store = open_at(tmp_path, num_slots=16)
     num_slots = store.usage().num_slots

@@ -69,10 +69,6 @@ class SlotIndex:
     def num_keys(self) -> int:
         return self._pool.num_keys
 
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
-
     def find(self, keys: Sequence[bytes]) -> int:
         with self._lock:
             slots = self._pool.find(keys)
@@ -125,11 +121,13 @@ class SlotIndex:
 
     # -------------------------------------------------------------------------------------------------------------- writing
 
-    def claim(self, keys: Sequence[bytes]) -> Claim:
-        """Slots for those of `keys` that are neither here nor being written: as many as fit, the first ones first."""
+    def claim(self, keys: Sequence[bytes], evicts: bool = True) -> Claim | None:
+        """Slots for those of `keys` that are neither here nor being written: as many as fit, the first ones first. Without `evicts` free
+        ones alone, and None where they are too few: counted here, where no other writer takes some in between."""
         with self._lock:
             claim = Claim([Outcome.DONE] * len(keys))
             new: list[int] = []
+            num_slots = self._pool.num_unwanted if evicts else self._pool.num_free
             for place, (key, slot) in enumerate(zip(keys, self._pool.find_each(keys), strict=True)):
                 if slot != ABSENT:
                     if slot in self._unverified:
@@ -137,9 +135,13 @@ class SlotIndex:
                     continue
                 if (other := self._writing.get(key)) is not None:
                     claim.others.append((place, key, other))
-                elif len(new) < self._pool.num_unwanted:
+                elif len(new) < num_slots:
                     new.append(place)
                     self._writing[key] = claim
+                elif not evicts:
+                    for earlier in new:
+                        del self._writing[keys[earlier]]
+                    return None
                 else:
                     claim.outcomes[place] = Outcome.FULL
             claim.places = new

@@ -264,9 +264,11 @@ class SsdStore:
             return self._write(keys, depths, blocks)
 
     def _write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
-        while self._index.num_free < len(keys) and (segment := self._segments.try_grow()) is not None:
-            self._index.release(segment.take_ready())  # nobody else has made this file
-        claim = self._index.claim(keys)
+        claim = self._index.claim(keys, evicts=False)
+        while claim is None:  # nothing is evicted while there are files to be made
+            if (segment := self._segments.try_grow()) is not None:
+                self._index.release(segment.take_ready())  # nobody else has made this file
+            claim = self._index.claim(keys, evicts=segment is None)
         written: dict[int, bytes] = {}
         try:
             for run in runs_of(self._segments, zip(claim.slots, claim.places, strict=True)):
