@@ -348,7 +348,8 @@ class KvCache:
         return self.saves.submit()
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Have those of `keys` that only the device has copied to host memory. `fence` covers all that was launched."""
+        """Have those of `keys` that only the device has copied to host memory, and see to it that the next `persist` writes all that the
+        first cold tier lacks. `fence` covers all that was launched."""
         self.saves.save(keys, fence)
 
     def persist(self) -> Persisting | None:

@@ -406,9 +406,9 @@ class Snapshots:
         )
 
     def _num_kept(self, manifest: Manifest) -> int:
-        """How many of its first blocks one tier has, as far as they say."""
+        """How many of its first blocks one tier has that keeps them, as far as they say. Host memory in front of a disk does not."""
         keys = manifest.block_keys
-        num = max(self._cache.host.num_leading(keys), self._own_pins.last.num_leading(keys))
+        num = self._own_pins.last.num_leading(keys)
         for tier in self._cache.cold_tiers.values() if num < len(keys) else ():
             num = max(num, tier.calls.find(keys))
         return num

@@ -31,7 +31,7 @@ from penstock.errors import (
 from penstock.models.registry import BUILT_IN
 from penstock.testing.stores import HandClock
 from support.adapters import write_random_adapter
-from support.driving import generate, run_all, settle_all, submit
+from support.driving import generate, run_all, settle_all, submit, wait_scanned
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
@@ -171,6 +171,39 @@ def test_blocks_are_safe_on_disk_before_the_manifest_names_them(make_engine: Mak
     with running(engine):
         assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
     assert done[0] == "write" and done[-2:] == ["persist", "write_manifest"], done
+
+
+def test_blocks_that_the_disk_has_evicted_are_written_again_for_it(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    """Host memory still has them, and they count as written: a snapshot of them outlives the process all the same."""
+    disk = {"ssd_dir": tmp_path, "ssd_gib": 0.0012}
+    engine = make_engine(blocks=32, host_blocks=600, **disk)
+    whole = generate(engine, prompts(70), max_tokens=4)
+    settle_all(engine)
+    fill(engine, prompts)
+    keys = engine.cache.prefix_of(prompts(70)).keys  # type: ignore[union-attr]
+    store: Any = engine.cache.cold_tiers["ssd"].calls.store
+    assert engine.cache.loads.host.num_leading(keys) == 4 and store.num_leading(keys) == 0
+    with running(engine):
+        assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
+    assert store.num_leading(keys) == 4
+    engine.close(20.0)
+    again = make_engine(blocks=32, host_blocks=600, **disk)
+    wait_scanned(again)
+    found = generate(again, prompts(70), max_tokens=4)
+    assert found.tokens == whole.tokens and found.source is not None and found.source.ssd == 64
+
+
+def test_what_a_snapshot_keeps_is_what_the_disk_has(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+    """Host memory has all of it, until the process ends."""
+    engine = make_engine(blocks=64, host_blocks=64, ssd_dir=tmp_path, ssd_gib=0.01)
+    generate(engine, prompts(70))
+    settle_all(engine)
+    with running(engine):
+        assert engine.snapshots.take(request(prompts(70))).kept_tokens == 64
+    store: Any = engine.cache.cold_tiers["ssd"].calls.store
+    key = engine.cache.prefix_of(prompts(70)).keys[2]  # type: ignore[union-attr]
+    store._index.forget(key, store._index._pool.find_each([key])[0])
+    assert engine.snapshots.find("talk").kept_tokens == 32
 
 
 def test_blocks_that_only_the_device_has_are_saved_for_it(make_engine: Make, prompts: Prompts) -> None:

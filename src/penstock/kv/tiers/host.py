@@ -182,6 +182,9 @@ class HostTier:
     def has(self, key: bytes) -> bool:
         return self._pool.find_each([key]) != [ABSENT]
 
+    def has_each(self, keys: Sequence[bytes]) -> list[bool]:
+        return [slot != ABSENT for slot in self.find_each(keys)]
+
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
         """The slot of each key, ABSENT where it is not here. Nothing keeps them there."""
         with self._lock:

@@ -31,6 +31,7 @@ from penstock.kv.tiers.calls import SECONDS_BOUNDS
 from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier, Taken
 from penstock.kv.tiers.policy import TierLimits
+from penstock.kv.tiers.store import PinningStore
 from penstock.kv.transfer import Group, Mover, Settling, Slots, Transfer
 
 log = logging.getLogger(__name__)
@@ -294,8 +295,13 @@ class Saves:
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
         """Have those of `keys` that only the device has copied to host memory, in place of what nobody wants there: they need not wait for
-        their room on the device to be needed. `fence` covers all that was launched."""
+        their room on the device to be needed. `fence` covers all that was launched. What host memory has and a disk behind it has evicted
+        since is dirty again: the next `persist` writes it."""
         self.submit()  # what was offered is known to be on its way then
+        if self.cold and isinstance(store := self.first.calls.store, PinningStore):
+            placed = zip(keys, self.host.has_each(keys), store.has_each(keys), strict=True)
+            lacking = {key: depth for depth, (key, is_here, is_there) in enumerate(placed) if is_here and not is_there}
+            self._dirty = {**lacking, **self._dirty}
         if not self.host.num_slots or self.mover.is_late():
             return
         placed = zip(self.pool.find_each(keys), self.host.absent(keys), strict=True)

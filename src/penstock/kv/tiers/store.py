@@ -114,6 +114,9 @@ class PinningStore(Protocol):
     def num_leading(self, keys: Sequence[bytes]) -> int:
         """How many of the first `keys` are here."""
 
+    def has_each(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of `keys` are here."""
+
 
 # ------------------------------------------------------------------------------------------- what stands before a block's bytes
 

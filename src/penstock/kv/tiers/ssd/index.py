@@ -119,6 +119,10 @@ class SlotIndex:
         with self._lock:
             return len(self._pool.find(keys))
 
+    def has_each(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._lock:
+            return [slot != ABSENT for slot in self._pool.find_each(keys)]
+
     # -------------------------------------------------------------------------------------------------------------- writing
 
     def claim(self, keys: Sequence[bytes], evicts: bool = True) -> Claim | None:

@@ -317,6 +317,9 @@ class SsdStore:
     def num_leading(self, keys: Sequence[bytes]) -> int:
         return self._index.num_leading(keys) if self._is_open else 0
 
+    def has_each(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._index.has_each(keys) if self._is_open else [False] * len(keys)
+
     def manifests(self, start: str = "") -> list[str]:
         with self._call():
             return [id for id in self._manifests.ids() if id.startswith(start)]
