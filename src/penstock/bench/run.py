@@ -149,10 +149,16 @@ class Driver:
             self.engine.wait_work(RESET_POLL_S)
 
     def wait_ready(self, progress: Progress) -> None:
-        """Until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the first requests."""
-        while (states := self.engine.stats().kv_blocks.get("host")) is not None and states["reserved"]:
-            total = sum(states.values())
-            progress("preparing host memory", total - states["reserved"], total)
+        """Until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the first requests. Raises ConfigError
+        where some of it cannot be pinned: what is measured then would not be what was asked for."""
+        host = self.engine.cache.host
+        while True:
+            is_over = host.memory is None or host.memory.is_over  # asked first: what it prepared last is counted below
+            if not (num_unready := host.num_unready):
+                return
+            if is_over:
+                raise ConfigError(f"{num_unready} of {host.num_slots} blocks of host memory cannot be pinned: ask for less of it")
+            progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
             self.engine.step()
             time.sleep(READY_POLL_S)
 

@@ -251,6 +251,11 @@ class HostMemory:
         self._end = weakref.finalize(self, _end, self._stop, self._thread)  # at exit too: pinning is not to be stopped in the middle
         self._thread.start()
 
+    @property
+    def is_over(self) -> bool:
+        """What is not ready by now never is."""
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """Idempotent. No copy may be in flight."""
         self._end()

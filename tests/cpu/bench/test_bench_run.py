@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from penstock.bench.decode import steady_times
 from penstock.bench.run import Driver, Stepped
-from penstock.errors import InvariantBroken, StepFailed
+from penstock.engine.build import build
+from penstock.errors import ConfigError, InvariantBroken, StepFailed
+from penstock.kv.memory import HostArena, HostMemory
 
 
 def test_every_request_is_read_to_its_full_length(engine):
@@ -49,6 +53,43 @@ def test_an_engine_that_does_nothing_is_noticed(engine, monkeypatch):
         driver.turn()
     monkeypatch.undo()
     driver.run_all()
+
+
+@pytest.fixture
+def withheld(monkeypatch):
+    """Host slots can be used when their memory is ready, as beside a GPU."""
+
+    def open_memory(arena, ready):
+        ready.__self__.withhold()
+        return HostMemory(arena, ready)
+
+    monkeypatch.setattr("penstock.kv.build.HostMemory", open_memory)
+
+
+def test_a_measurement_waits_for_host_memory_that_is_being_prepared(tiered_config, withheld, monkeypatch):
+    more = threading.Event()
+
+    def prepare(arena, ready, progress, stop):
+        ready(range(64))
+        assert more.wait(60.0)
+        ready(range(arena.num_slots))
+
+    monkeypatch.setattr(HostArena, "prepare", prepare)
+    engine = build(tiered_config)
+    seen: list[tuple[str, int, int]] = []
+    Driver(engine).wait_ready(lambda *told: (seen.append(told), more.set()))
+    assert seen[0][0] == "preparing host memory" and seen[0][1] <= 64 < seen[0][2]
+    assert engine.cache.host.num_unready == 0
+    engine.close(timeout_s=20.0)
+
+
+def test_host_memory_that_cannot_all_be_pinned_is_told(tiered_config, withheld, monkeypatch):
+    monkeypatch.setattr(HostArena, "prepare", lambda arena, ready, progress, stop: ready(range(64)))
+    engine = build(tiered_config)
+    num_slots = engine.cache.host.num_slots
+    with pytest.raises(ConfigError, match=f"{num_slots - 64} of {num_slots} blocks of host memory cannot be pinned"):
+        Driver(engine).wait_ready(lambda *told: None)
+    engine.close(timeout_s=20.0)
 
 
 def test_only_full_steps_between_full_steps_are_steady():

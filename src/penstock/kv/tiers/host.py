@@ -505,6 +505,12 @@ class HostTier:
         while self._pool.num_available:
             self._missing.append(self._reserve(min(_PIECE, self._pool.num_available), "memory being prepared"))
 
+    @property
+    def num_unready(self) -> int:
+        """Slots whose memory is not ready."""
+        with self._lock:
+            return sum(len(missing.slots) for missing in self._missing)
+
     def ready(self, slots: range) -> None:
         """The memory behind `slots`, which follow those of the call before, can be used from now on."""
         with self._lock:

@@ -299,8 +299,8 @@ class Saves:
         since is dirty again: the next `persist` writes it."""
         self.submit()  # what was offered is known to be on its way then
         if self.cold and isinstance(store := self.first.calls.store, PinningStore):
-            placed = zip(keys, self.host.has_each(keys), store.has_each(keys), strict=True)
-            lacking = {key: depth for depth, (key, is_here, is_there) in enumerate(placed) if is_here and not is_there}
+            places = zip(keys, self.host.has_each(keys), store.has_each(keys), strict=True)
+            lacking = {key: depth for depth, (key, is_here, is_there) in enumerate(places) if is_here and not is_there}
             self._dirty = {**lacking, **self._dirty}
         if not self.host.num_slots or self.mover.is_late():
             return
