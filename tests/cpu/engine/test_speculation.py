@@ -247,6 +247,13 @@ def test_with_adapters_it_is_the_same(ahead: bool, make_engine: Make, prompts: P
     assert len({tuple(right.tokens) for _, right in pairs}) == 3
 
 
+def test_drafts_are_counted_from_the_start_where_there_may_be_some(make_engine: Make) -> None:
+    """As none: whoever looks at a graph sees a line, and not that there is no such figure."""
+    stats = make_engine(speculate="ngram").stats()
+    assert stats.drafted == stats.accepted == (0,)
+    assert make_engine().stats().drafted == ()
+
+
 @PLANS
 def test_figures_are_those_of_what_happened(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
     plain = make_engine()

@@ -26,11 +26,16 @@ class SchedulerCounts:
     accepted_by_place: list[int] = field(default_factory=list)  # drafts kept: how many first ones, second ones, ..
     drafted_by_place: list[int] = field(default_factory=list)
 
+    def see_place(self, place: int) -> None:
+        """There may be drafts up to it: they are counted from now on, be it as none."""
+        for counts in (self.drafted_by_place, self.accepted_by_place):
+            counts.extend([0] * (place - len(counts)))
+
     def add_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """A step has verified so many drafts of one request."""
         self.drafted_tokens += num_drafts
+        self.see_place(num_drafts)
         for counts, num in ((self.drafted_by_place, num_drafts), (self.accepted_by_place, num_accepted)):
-            counts.extend([0] * (num_drafts - len(counts)))
             for place in range(num):
                 counts[place] += 1
 

@@ -88,6 +88,8 @@ class Scheduler:
         self._num_unfollowed = 0  # steps in which nobody can come to lack a block of what makes drafts
         self._conversations = Conversations(ledger, budget.max_overtaken_s)
         self.counts = SchedulerCounts()
+        if drafter is not None:
+            self.counts.see_place(1)
         self._events = Events(stop_ids, self.counts)
         self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
         # Scored requests that have left, and where what is known of their keys is to be kept, if it is: for whoever knows something, and
