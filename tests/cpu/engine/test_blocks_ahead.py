@@ -38,10 +38,17 @@ def crowded(make_engine: MakeEngine, prompts: Prompts) -> tuple[Engine, GatedCop
     return engine, load, expected
 
 
+def settle_saves(engine: Engine) -> None:
+    """What a save has is nobody's to draw, and counts as pinned."""
+    while engine.is_transferring():
+        engine.cache.settle()
+
+
 def waiting(engine: Engine, prompts: Prompts) -> tuple[Collected, Collected, BlockLoad]:
     """One that runs, one that waits for it, and what is on its way to the device for that."""
     running = submit(engine, prompts(20, seed=9), max_tokens=RUNNING)
     until(engine, lambda: len(running.tokens) > 2)
+    settle_saves(engine)
     behind = submit(engine, prompts(LENGTH))
     turn(engine)
     assert states(engine) == {"running": 1, "waiting": 1}
@@ -143,8 +150,7 @@ def test_a_copy_waits_for_a_step_that_still_uses_its_slots(
     running = submit(engine, prompts(20, seed=9), max_tokens=RUNNING)
     other = submit(engine, prompts(70, seed=8), max_tokens=8)
     until(engine, lambda: len(running.tokens) > 2 and len(other.tokens) > 2)
-    while engine.is_transferring():  # what a save has is nobody's to draw
-        engine.cache.settle()
+    settle_saves(engine)
     behind = submit(engine, prompts(LENGTH))
     turn(engine)
     scheduler = engine._parts.scheduler
