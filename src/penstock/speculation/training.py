@@ -22,7 +22,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.forms import Matrix
 from penstock.models.layers import row_order, split_norm_rotate
 from penstock.models.progress import Progress
-from penstock.speculation.mtp import head_layout, rows_of
+from penstock.speculation.mtp import head_dims, head_layout, rows_of
 from penstock.speculation.vocab import DraftVocab
 
 _STEP_WEIGHT = 0.8  # of each step further ahead: it counts only where those before it were right
@@ -130,10 +130,13 @@ class Trainable:
 
     def _attend(self, q: Tensor, firsts: tuple[Tensor, Tensor], chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         keys, values = firsts
-        if not chain:
+        num, window = q.shape[2], next(iter(head_dims(self.dims).windows), 0)
+        if not chain and not 0 < window < num:
             return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.dims.scale)
-        num = q.shape[2]
         hidden = torch.ones((num, num), dtype=torch.bool, device=q.device).triu(1)
+        if window:  # counted from the token that the step stands at, which is as many further as there are steps before it
+            hidden |= torch.ones_like(hidden).tril(len(chain) - window)
+            chain = chain[-window:]
         scores = [(q @ keys.transpose(2, 3)).masked_fill(hidden, -torch.inf)]
         scores += [(q * k).sum(dim=-1, keepdim=True) for k, _ in chain]
         shares = (torch.cat(scores, dim=-1).float() * self.dims.scale).softmax(dim=-1).to(q.dtype)

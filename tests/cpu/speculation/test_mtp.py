@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,19 @@ class _Shifted:
         return self._kv.attend(*given)
 
 
-@pytest.mark.parametrize("dims", [SMALL, TINY_QWEN3], ids=["llama", "qwen3"])
+FAMILIES = {
+    "llama": SMALL,
+    "llama with biases": dataclasses.replace(SMALL, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "qwen3": TINY_QWEN3,
+    "mistral, a window of several tokens": dataclasses.replace(SMALL, architecture="mistral", windows=(4,) * SMALL.num_layers),
+    "mistral, a window of fewer tokens than are drafted": dataclasses.replace(
+        SMALL, architecture="mistral", windows=(2,) * SMALL.num_layers
+    ),
+    "phi3, part of each head turned": dataclasses.replace(SMALL, architecture="phi3", rotary_dim=SMALL.head_dim // 2),
+}
+
+
+@pytest.mark.parametrize("dims", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("entry", [0, 4])
 def test_a_head_drafts_as_it_was_trained(dims: ModelConfig, entry: int, tmp_path: Path) -> None:
     check_same(*saved(tmp_path, dims), entry)
