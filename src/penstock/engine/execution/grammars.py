@@ -227,4 +227,7 @@ def _source(matcher: Any, grammar: Grammar) -> str:
     choices = json.loads(grammar.text)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
         raise ValueError("it takes strings, one at least")
-    return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices))))
+    # One word of the lexer: as alternatives of a rule, more than some thousand would compile, and fail with the first token.
+    start = 'start: ""' if not any(choices) else "start: CHOICE" if all(choices) else "start: CHOICE?"
+    word = "\nCHOICE: " + " | ".join(json.dumps(one) for one in choices if one)
+    return str(matcher.grammar_from_lark(start + (word if any(choices) else "")))

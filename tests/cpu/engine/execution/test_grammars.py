@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -139,3 +140,29 @@ def test_a_mask_whose_token_never_comes_allows_every_token(gated: Gated) -> None
 
 def chunk(kv_len: int) -> Chunk:
     return Chunk("r", 0, kv_len - 1, (1,), np.zeros(1, np.int32), True, 1)
+
+
+CHOICES = {
+    "as many as a request can name": [str(number) for number in range(9000)],
+    "one that begins another": ["no", "nope", "yes"],
+    "none of them plain": ['"a"', "b\\", "c\n", "\N{GRINNING FACE}"],
+    "nothing, or something": ["", "a"],
+    "nothing": [""],
+}
+
+
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_each_of_a_list_of_choices_can_be_written_and_nothing_else(gated: Gated, choices: list[str]) -> None:
+    compiled = gated.grammars.wait_compiled(Grammar("choice", json.dumps(choices)), 60.0)
+    words = np.zeros((1, gated.grammars.num_words), np.int32)
+    for choice in (*choices[:4], choices[-1]):
+        matcher = compiled.copy()
+        for byte in choice.encode():
+            Matcher.fill([(matcher, 0)], words)
+            assert words[0, byte // 32] >> byte % 32 & 1
+            matcher.consume([byte])
+        assert matcher.error is None and matcher.is_accepting
+        if not matcher.is_over:
+            Matcher.fill([(matcher, 0)], words)
+            allowed = {chr(byte) for byte in range(128) if words[0, byte // 32] >> byte % 32 & 1}
+            assert allowed == {one[len(choice)] for one in choices if one.startswith(choice) and one != choice}
