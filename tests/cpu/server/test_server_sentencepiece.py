@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from served import MODEL, Served, completion, serving
 
+from penstock.contract import Grammar
+from penstock.engine.execution.grammars import Grammars
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import Tokenizer
 from support.scripted_engine import ScriptedEngine
@@ -56,6 +58,20 @@ def test_the_bytes_of_a_chats_scored_tokens_in_a_row_are_its_text(saying: Served
     assert bytes(byte for token in scored for byte in token.bytes).decode() == ANSWER
     assert scored[0].token == "the" and scored[1].token == " blocks"
     assert all(any(top.token == token.token and top.bytes == token.bytes for top in token.top_logprobs) for token in scored)
+
+
+def test_a_blank_that_a_grammar_asks_for_is_part_of_the_answer(saying: Served) -> None:
+    """The engine here says what it says without a grammar, and a grammar that reads its tokens finds the blank."""
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    saying.engine.grammars = grammars = Grammars(SENTENCEPIECE, SENTENCEPIECE.vocab_size, (2,))  # type: ignore[attr-defined]
+    matcher = grammars.wait_compiled(Grammar("choice", json.dumps([f" {ANSWER}"]))).copy()
+    matcher.consume(IDS)
+    assert matcher.is_accepting and matcher.error is None
+    asked = {"model": MODEL, "messages": messages(), "max_tokens": 100, "logprobs": True, "guided_choice": [f" {ANSWER}"]}
+    choice = saying.http.post("/v1/chat/completions", json=asked).json()["choices"][0]
+    assert choice["message"]["content"] == f" {ANSWER}"
+    assert bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"]).decode() == f" {ANSWER}"
+    grammars.close()
 
 
 def test_the_answer_sent_back_is_cut_as_it_was_generated(saying: Served) -> None:
