@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.models.architecture import TensorSpec, WeightSpec
+from penstock.models.architecture import EMBED, HEAD, TensorSpec, WeightSpec
 from penstock.models.forms import Forms, Matrix, empty_matrix
 from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, WeightFile, piece_rows, read_pieces
 from penstock.models.model import ModelConfig, Weight
@@ -53,6 +53,7 @@ def load_directory(
         files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
         stored = stored_tensors(files)
         check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
+        _check_tied(stored, config, directory)
         sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
         reading = stack.enter_context(closing(read_pieces(piece for source in sources for _, piece in _pieces(source))))
         loaded = LoadedWeights({}, {})
@@ -65,6 +66,33 @@ def load_directory(
         for file in files:
             file.check_unchanged()
     return loaded
+
+
+def _check_tied(stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path) -> None:
+    """Where embeddings are tied, an output matrix beside them has to be the same one: it is not read, and another would not be missed."""
+    head, embed = stored.get(f"{HEAD}.weight"), stored.get(f"{EMBED}.weight")
+    if config.tied_embeddings and head is not None and embed is not None and not _same_values(head, embed):
+        raise ModelError(
+            f"{directory}: tie_word_embeddings is true, but {HEAD}.weight is another matrix than {EMBED}.weight; "
+            f"set it to false in config.json to use both, or leave {HEAD}.weight out"
+        )
+
+
+def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """`other` is one that can be used."""
+    if one.shape != other.shape or one.dtype not in DTYPES:
+        return False
+    num_rows = one.shape[0]
+    row_bytes = max(one.num_bytes, other.num_bytes) // num_rows
+    return all(torch.equal(_rows(one, rows), _rows(other, rows)) for rows in piece_rows(num_rows, row_bytes))
+
+
+def _rows(source: StoredTensor, rows: slice) -> Tensor:
+    """A stretch of a matrix's rows as float32."""
+    row_bytes = source.num_bytes // source.shape[0]
+    data = bytearray((rows.stop - rows.start) * row_bytes)
+    source.file.read_into(memoryview(data), source.start + rows.start * row_bytes)
+    return torch.frombuffer(data, dtype=DTYPES[source.dtype]).float()
 
 
 def each_weight(config: ModelConfig, stage: str, progress: Progress) -> Iterator[WeightSpec]:

@@ -86,6 +86,34 @@ def test_a_long_list_of_missing_tensors_is_cut_short(tmp_path: Path) -> None:
         load(write_tiny_model(tmp_path / "model", tensors={"model.norm.weight": torch.ones(64)}))
 
 
+def another_value(embed: torch.Tensor) -> torch.Tensor:
+    changed = embed.clone()
+    changed[-1, -1] += 1.0
+    return changed
+
+
+OTHER_HEADS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "its last value": another_value,
+    "its shape": lambda embed: embed[:-1].clone(),
+    "its dtype, which is none of weights": lambda embed: embed.to(torch.int8),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_HEADS)
+def test_an_output_that_is_not_the_embeddings_it_is_said_to_be_tied_to_is_refused(tmp_path: Path, how: str) -> None:
+    """Others use both matrices, or the embeddings alone: whoever wrote them has to say what is meant."""
+    tensors = tiny_tensors(TINY_QWEN3)
+    tensors["lm_head.weight"] = OTHER_HEADS[how](tensors["model.embed_tokens.weight"])
+    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, but lm_head.weight is another matrix"):
+        load(write_tiny_model(tmp_path / "model", TINY_QWEN3, tensors=tensors, shards=3), TINY_QWEN3)
+
+
+def test_a_tied_output_may_be_repeated_in_another_dtype(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in tiny_tensors(TINY_QWEN3).items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float()
+    load(write_tiny_model(tmp_path / "model", TINY_QWEN3, tensors=tensors), TINY_QWEN3)
+
+
 def test_stored_frequencies_and_a_repeated_tied_output_are_no_surprise(tmp_path: Path) -> None:
     tensors = tiny_tensors(TINY_QWEN3)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
