@@ -174,18 +174,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The safetensors files that together hold the weights."""
+    single, files = directory / "model.safetensors", sorted(directory.glob("*.safetensors"))
     if (directory / INDEX).is_file():
-        return _indexed_files(directory)
-    files = sorted(directory.glob("*.safetensors"))
-    if directory / "model.safetensors" in files:
-        return (directory / "model.safetensors",)
+        named = _indexed_names(directory)
+        if single not in files or single.name in named:
+            return _present(directory, named)
+        # transformers leaves the index of shards that it saves one file over; where it saves shards over one file, that stays whole.
+        if shards := [name for name in named if directory / name in files]:
+            raise ModelError(f"{directory} holds two models: {single.name}, and those of {INDEX}: {listed(shards)}; remove one of them")
+    if single in files:
+        return (single,)
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
         raise ModelError(f"{directory} must hold model.safetensors or {INDEX}; safetensors files there: {found}")
     return tuple(files)
 
 
-def _indexed_files(directory: Path) -> tuple[Path, ...]:
+def _indexed_names(directory: Path) -> list[str]:
     weight_map = read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{directory / INDEX} has no usable weight_map")
@@ -193,6 +198,10 @@ def _indexed_files(directory: Path) -> tuple[Path, ...]:
     outside = [name for name in names if Path(name).name != name]
     if outside:
         raise ModelError(f"{directory / INDEX} names files outside its directory: {listed(outside)}")
+    return names
+
+
+def _present(directory: Path, names: Sequence[str]) -> tuple[Path, ...]:
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ModelError(f"{directory} lacks weight files that its index names: {listed(missing)}")

@@ -233,6 +233,40 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load(directory)
 
 
+def saved_over_shards(directory: Path, num_left: int) -> dict[str, torch.Tensor]:
+    """One file beside the index of three shards, of which so many are left."""
+    write_tiny_model(directory, shards=3)
+    for shard in sorted(directory.glob("*.safetensors"))[num_left:]:
+        shard.unlink()
+    tensors = tiny_tensors(TINY_LLAMA)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1.0
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+def test_a_model_that_transformers_saved_as_one_file_over_one_in_shards_is_the_new_one(tmp_path: Path) -> None:
+    """The index stays, the shards do not."""
+    tensors = saved_over_shards(tmp_path / "model", 0)
+    assert torch.equal(load(tmp_path / "model")["norm"], tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("num_left", [1, 3])
+def test_of_two_models_in_one_directory_none_is_served(tmp_path: Path, num_left: int) -> None:
+    saved_over_shards(tmp_path / "model", num_left)
+    with pytest.raises(ModelError, match=r"two models: model.safetensors, and those of .*-00001-of-00003.safetensors.*remove one of them"):
+        load(tmp_path / "model")
+
+
+def test_an_index_may_name_the_single_file_beside_others(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "model", shards=2)
+    index = json.loads((directory / INDEX).read_text())
+    first = min(index["weight_map"].values())
+    (directory / first).rename(directory / "model.safetensors")
+    index["weight_map"] = {name: "model.safetensors" if file == first else file for name, file in index["weight_map"].items()}
+    (directory / INDEX).write_text(json.dumps(index))
+    assert len(weight_files(directory)) == 2 and load(directory).keys() == load(write_tiny_model(tmp_path / "other")).keys()
+
+
 def test_an_index_may_not_reach_outside_its_directory(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", shards=2)
     (directory / INDEX).write_text(json.dumps({"weight_map": {"x": "../other/model.safetensors"}}))
