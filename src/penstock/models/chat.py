@@ -36,7 +36,8 @@ class _GenerationTag(Extension):
 class ChatTemplate:
     """A model's own template. It comes with the weights, so it is compiled once; messages come from anyone, so a failure is theirs."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`tool_source`: of the template that the model has for requests with tools, where it has one of its own for them."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
@@ -50,12 +51,21 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template cannot be parsed: {error}") from error
         self.special_tokens = dict(special_tokens)
+        self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
+
+    @property
+    def tool_source(self) -> str | None:
+        return None if self._for_tools is None else self._for_tools.source
+
+    def of(self, tools: Sequence[object] | None) -> ChatTemplate:
+        """The one that renders requests with these tools."""
+        return self._for_tools if tools and self._for_tools is not None else self
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, disguises: str = "", tools: Tools | None = None
     ) -> str:
         try:
-            return self._template.render(
+            return self.of(tools)._template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,

@@ -436,6 +436,7 @@ class TokenizerSpec(NamedTuple):
     eos_ids: tuple[int, ...] = ()
     template: str | None = None
     special_tokens: dict[str, str] = {}  # noqa: RUF012 - of the template
+    tool_template: str | None = None
 
 
 def spec_of(codec: TextCodec) -> TokenizerSpec:
@@ -444,14 +445,14 @@ def spec_of(codec: TextCodec) -> TokenizerSpec:
     if not isinstance(codec, Tokenizer):
         raise TypeError(f"{type(codec).__name__} cannot be taken apart")
     chat = codec.chat_template
-    template, special = (None, {}) if chat is None else (chat.source, dict(chat.special_tokens))
-    return TokenizerSpec(codec.vocabulary(), codec.vocab_size, tuple(sorted(codec.eos_ids)), template, special)
+    templates = (None, {}, None) if chat is None else (chat.source, dict(chat.special_tokens), chat.tool_source)
+    return TokenizerSpec(codec.vocabulary(), codec.vocab_size, tuple(sorted(codec.eos_ids)), *templates)
 
 
 def tokenizer_of(spec: TokenizerSpec) -> TextCodec:
     if spec.vocabulary is None:
         return ByteTokenizer(spec.vocab_size)
-    chat = None if spec.template is None else ChatTemplate(spec.template, spec.special_tokens)
+    chat = None if spec.template is None else ChatTemplate(spec.template, spec.special_tokens, spec.tool_template)
     return Tokenizer(tokenizers.Tokenizer.from_str(spec.vocabulary), spec.eos_ids, chat)
 
 

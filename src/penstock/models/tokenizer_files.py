@@ -20,6 +20,7 @@ from penstock.models.weights import read_json
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _CONTROLS = ("bos_token", "eos_token", "unk_token")
+_TOOL_TEMPLATE = "tool_use"  # the name of the template for requests with tools, where there are several
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 _OTHER_VOCABULARIES = {  # what transformers needs besides to convert each
@@ -35,8 +36,8 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     """`config` gives the vocabulary that ids must fit into, and the end-of-sequence ids where generation_config.json has none."""
     settings = {**_optional_json(directory / "special_tokens_map.json"), **_optional_json(directory / "tokenizer_config.json")}
     special = {role: text for role in _ROLES if (text := _content(settings.get(role))) is not None}
-    template = _template_source(directory, settings)
-    chat = ChatTemplate(template, special) if template is not None else None
+    template, tool_template = _template_sources(directory, settings)
+    chat = ChatTemplate(template, special, tool_template) if template is not None else None
     backend = _open_vocabulary(directory)
     _add_declared(backend, settings, special, config.vocab, directory / "tokenizer_config.json")
     _set_ends(backend, settings, special, directory / "tokenizer_config.json")
@@ -114,26 +115,35 @@ def _frame(backend: tokenizers.Tokenizer, first: str | None, last: str | None, w
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ids.items()))
 
 
-def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
+def _template_sources(directory: Path, settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The chat template, and the one that the model has besides for requests with tools."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
-    template = _default_template(settings, directory / "tokenizer_config.json")
+        other = directory / "additional_chat_templates" / f"{_TOOL_TEMPLATE}.jinja"
+        return _template_text(path), _template_text(other) if other.is_file() else None
+    templates = _named_templates(settings, directory / "tokenizer_config.json")
     path = directory / "chat_template.json"
-    return template if template is not None else _default_template(_optional_json(path), path)
+    templates = templates if "default" in templates else _named_templates(_optional_json(path), path)
+    return templates.get("default"), templates.get(_TOOL_TEMPLATE)
 
 
-def _default_template(settings: Mapping[str, Any], where: Path) -> str | None:
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _named_templates(settings: Mapping[str, Any], where: Path) -> dict[str, str]:
+    """By name those that are known here."""
     template = settings.get("chat_template")
+    named: dict[str, Any] = {"default": template}
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+    found = {name: named[name] for name in ("default", _TOOL_TEMPLATE) if named.get(name) is not None}
+    if not all(isinstance(text, str) for text in found.values()):
         raise ModelError(f"{where}: chat_template must be text")
-    return template
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------- from GGUF metadata

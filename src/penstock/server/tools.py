@@ -243,7 +243,7 @@ def told(messages: Sequence[Fields], tools: Sequence[Tool], tokenizer: TextCodec
     of the Hermes format, and of calls and their results as text."""
     as_dicts = [tool.as_dict() for tool in tools]
     template = tokenizer.chat_template
-    if template is not None and template.takes_tools:
+    if template is not None and template.of(tools).takes_tools:
         return list(messages), as_dicts or None
     plain = [_plain(message) for message in messages]
     if as_dicts:
@@ -294,7 +294,7 @@ def format_of(
     asking: ToolRequest, is_formed: bool, config: ServerConfig, tokenizer: TextCodec, prompt: Sequence[int]
 ) -> AnswerFormat | None:
     """None: all of the answer is content. `is_formed`: a grammar says what it is, from its first token on."""
-    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
+    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.of(asking.shown).source
     forced = asking.choice.function.name if isinstance(asking.choice, NamedTool) else None
     reader = "json" if asking.choice == "required" else parser_name(config.tool_call_parser, template) if asking.shown else "none"
     thinks = not is_formed and reasons(config, tokenizer)

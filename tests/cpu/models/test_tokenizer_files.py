@@ -146,6 +146,24 @@ def test_a_template_is_taken_from_the_first_file_that_has_one(tmp_path: Path) ->
     assert rendered(load_tokenizer(path, LARGE), []) == "from chat_template.jinja"
 
 
+@pytest.mark.parametrize("in_files", [False, True], ids=["in the settings", "in files"])
+def test_requests_with_tools_have_a_template_of_their_own_where_the_model_has_one(tmp_path: Path, in_files: bool) -> None:
+    """As in `transformers`, with and without tools."""
+    templates = {"default": "no tools: {{ messages[0].content }}", "tool_use": "{{ tools | tojson }} {{ messages[0].content }}"}
+    path, named = tmp_path / "model", [{"name": name, "template": text} for name, text in templates.items()]
+    directory(path, ROLES if in_files else {**ROLES, "chat_template": named})
+    if in_files:
+        (path / "chat_template.jinja").write_text(templates["default"])
+        (path / "additional_chat_templates").mkdir()
+        (path / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+    tools, messages = [{"type": "function", "function": {"name": "now"}}], [{"role": "user", "content": "when"}]
+    ours, reference = load_tokenizer(path, LARGE).chat_template, theirs(path)
+    assert ours is not None
+    for given in (tools, None):
+        expected = reference.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=True)
+        assert ours.render(messages, True, tools=given) == ours.render_apart(messages, True, SPECIAL, given).text == expected
+
+
 def test_every_role_is_known_to_templates(tmp_path: Path) -> None:
     roles = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "sep_token": "<|end|>", "cls_token": "<|user|>", "mask_token": "a"}
     template = "{{ bos_token }}{{ eos_token }}{{ sep_token }}{{ cls_token }}{{ mask_token }}{{ pad_token is defined }}"

@@ -256,12 +256,14 @@ def test_a_tokenizer_is_made_again_from_plain_data() -> None:
 
 
 def test_a_vocabulary_with_a_template_is_made_again_with_all_that_the_template_names() -> None:
-    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", {"bos_token": "<|begin|>", "eos_token": "<|end|>"})
+    roles = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", roles, "{{ eos_token }}{{ tools | tojson }}")
     made = Tokenizer(tiny_tokenizer(), (2, 7), template)
     again = tokenizer_of(spec_of(made))
     messages = [{"role": "user", "content": "hello"}]
     assert again.encode_chat(messages) == made.encode_chat(messages)
     assert again.decode(again.encode_chat(messages)) == "<|begin|>hello<|end|>"
+    assert again.decode(again.encode_chat(messages, tools=[{"name": "now"}])) == '<|end|>[{"name": "now"}]'
     assert again.eos_ids == {2, 7} and again.encode("a b c") == made.encode("a b c")
 
 

@@ -126,6 +126,21 @@ def test_a_template_that_knows_no_tools_is_told_of_them_in_the_system_message() 
     assert "user: <tool_response>\n21 C\n</tool_response>" in system
 
 
+def test_a_model_with_a_template_for_tools_is_told_of_them_by_that_one() -> None:
+    """And its calls are read as that one has them; without tools it is the other's."""
+    engine = saying('[TOOL_CALLS][{"name": "now", "arguments": {}}]')
+    default = "{% for m in messages %}({{ m.role }}){{ m.content }}{% endfor %}"
+    engine.tokenizer.chat_template = ChatTemplate(default, {}, KNOWS_TOOLS.replace("<tool_call>", "[TOOL_CALLS]"))
+    with serving(engine) as served:
+        create = served.client().chat.completions.create
+        first = create(model=MODEL, messages=ASK, tools=TOOLS).choices[0].message
+        create(model=MODEL, messages=conversation(first))
+        with_tools, without = (bytes(prompt).decode() for prompt, _, _ in served.engine.submitted)
+    assert calls_of(first) == [("now", {})]
+    assert with_tools.startswith("<tools>[{") and with_tools.endswith("[user]How warm is it in Zürich?")
+    assert without.startswith("(user)How warm") and "(user)<tool_response>\n21 C" in without
+
+
 def test_the_parser_is_chosen_by_the_template_and_by_the_flag() -> None:
     mistral = '[TOOL_CALLS][{"name": "now", "arguments": {}}]'
     with serving(saying(mistral, KNOWS_TOOLS.replace("<tool_call>", "[TOOL_CALLS]"))) as served:
