@@ -480,6 +480,10 @@ class Prefetch(Protocol):
     def settled(self) -> bool:
         """Nothing of it is to come any more: what has come is in host memory, like any other block there."""
 
+    @property
+    def overdue(self) -> bool:
+        """It takes longer than anybody should wait for it."""
+
     def end(self) -> None:
         """Nobody wants more of it. What is being read still lands. Idempotent."""
 
@@ -882,9 +886,10 @@ class KvLedger(Protocol):
     def is_pending(self, keys: Sequence[bytes], want: Want | None = None) -> bool:
         """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""
 
-    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
-        """Find, and want, what colder tiers have of `prefix`; None where they have nothing. What a store far away has answered to an
-        `earlier` lease of the same request, which has ended, it is not asked again. The caller may be any thread."""
+    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False) -> Lease | None:
+        """Find, and want, what colder tiers have of `prefix` behind what the device has, or of the `whole`; None where they have nothing.
+        What a store far away has answered to an `earlier` lease of the same request, which has ended, it is not asked again. The caller may
+        be any thread."""
 
     @property
     def may_prefetch(self) -> bool:
@@ -893,6 +898,10 @@ class KvLedger(Protocol):
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Prefetch | None:
         """Have what tiers behind host memory have of `prefix` read into it, for a request that waits under `lease`; None where nothing is
         to be read. It ends by itself, sooner or later."""
+
+    def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Prefetch | None:
+        """The same for a deep request, which needs all of it in host memory. One that `is_next` waits for no other: it is looked for
+        whatever is under way, and what others want makes room for it, as for a load."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""

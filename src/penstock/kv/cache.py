@@ -19,7 +19,7 @@ from penstock.kv.blocks.key import Scope, Tokens, prefix_keys
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.table import BlockTable, OpenTables
-from penstock.kv.tiers.host import ABSENT, HOST, HostLease
+from penstock.kv.tiers.host import ABSENT, HOST, HostLease, Part
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch, Loads, Reads, no_tiers
 from penstock.kv.tiers.saves import Persisting, Resetting
 from penstock.kv.transfer import Settling, Transfer
@@ -148,13 +148,12 @@ class KvCache:
         digest = self.scope.of(salt, adapter).digest() if salt or adapter is not None else self._plain_digest
         return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
 
-    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None) -> Lease | None:
-        """Behind what the device has, which is only looked at, and may be gone when the request is planned."""
+    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False) -> Lease | None:
+        """What the device has is only looked at, and may be gone when the request is planned."""
         if not self.host.num_slots:
             return None
-        num = len(self._pool.find(prefix.keys))
-        answered = earlier.parts if isinstance(earlier, HostLease) else ()
-        return self.loads.lease(prefix.keys, owner, num, answered) if num < len(prefix.keys) else None
+        num = 0 if whole else len(self._pool.find(prefix.keys))
+        return self.loads.lease(prefix.keys, owner, num, _parts_of(earlier)) if num < len(prefix.keys) else None
 
     @property
     def may_prefetch(self) -> bool:
@@ -162,13 +161,13 @@ class KvCache:
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
         """It ends when all has come, when something does not, by a reset, at its deadline."""
-        if not self.may_prefetch:
-            return None
-        parts = lease.parts if isinstance(lease, HostLease) else ()
-        if lease is not None and not lease.expired and not any(part.finding.num for part in parts):
+        if not self.may_prefetch or _has_nothing_cold(lease):
             return None
         num = len(self._pool.find(prefix.keys))
-        return self.loads.prefetch(prefix.keys, owner, num, parts) if num < len(prefix.keys) else None
+        return self.loads.prefetch(prefix.keys, owner, num, _parts_of(lease)) if num < len(prefix.keys) else None
+
+    def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Fetch | None:
+        return None if _has_nothing_cold(lease) else self.loads.prefetch(prefix.keys, owner, 0, _parts_of(lease), is_next)
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         keys = prefix.keys
@@ -449,3 +448,13 @@ class KvCache:
             self.host.close()
         self._closed = True
         self._pool.close()
+
+
+def _parts_of(lease: Lease | None) -> Sequence[Part]:
+    """What cold tiers have said about it."""
+    return lease.parts if isinstance(lease, HostLease) else ()
+
+
+def _has_nothing_cold(lease: Lease | None) -> bool:
+    """Whether cold tiers have said lately that they have nothing of it."""
+    return lease is not None and not lease.expired and not any(part.finding.num for part in _parts_of(lease))

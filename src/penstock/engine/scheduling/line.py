@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from itertools import islice
 
@@ -161,10 +161,27 @@ def is_ready(track: Track) -> bool:
 
 
 def _is_being_read(track: Track) -> bool:
-    """Whether tiers behind host memory have some of it that is not in host memory yet."""
-    if track.computes or track.lease is None or track.lease.expired:
+    """Whether tiers behind host memory have some of it that is not in host memory yet, and it is not late."""
+    if track.computes:
         return False
-    return track.prefetch is not None or (track.may_prefetch and any(tier != "host" for tier, _ in track.lease.runs_from(0)))
+    if track.prefetch is not None:
+        return not track.prefetch.overdue
+    return track.may_prefetch and track.lease is not None and any(tier != "host" for tier, _ in track.lease.runs_from(0))
+
+
+def reads_first(track: Track, match: Match, ledger: KvLedger) -> bool:
+    """`track` could start now with what matched. Whether it is deep, and tiers behind host memory have more of it, which it waits for: its
+    lease may have expired, what was read for it may have gone again, or there was no room for all while others ran. They are asked once
+    for each length of what matched, if that has grown."""
+    num_found, num_usable = match.num_blocks + match.num_paged, (len(track.tokens) - 1) // ledger.block_tokens
+    if not track.is_deep or track.computes or track.continues is not None or track.prefetch is not None:
+        return False
+    if track.prefix is None or not track.request.may_match or not track.leased_at < num_found < num_usable:
+        return False
+    track.leased_at = num_found
+    _lease_again(track, track.prefix, ledger)
+    track.may_prefetch, track.num_read = True, match.num_paged
+    return track.lease is not None and (not track.lease.ready or track.lease.num_from(0) > num_found)
 
 
 def is_pending(track: Track, ledger: KvLedger) -> bool:
@@ -231,7 +248,7 @@ def _may_lease(track: Track, match: Match) -> bool:
 def _lease_again(track: Track, prefix: Prefix, ledger: KvLedger) -> None:
     earlier = track.lease
     track.end_lease()
-    track.lease = ledger.lease(track.request.id, prefix, earlier)
+    track.lease = ledger.lease(track.request.id, prefix, earlier, track.is_deep)
 
 
 def found_share(track: Track, match: Match, block_tokens: int) -> float:
@@ -239,28 +256,39 @@ def found_share(track: Track, match: Match, block_tokens: int) -> float:
     return min(1.0, (match.num_blocks + match.num_colder + match.num_paged) * block_tokens / len(track.tokens))
 
 
-def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger) -> None:
+def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger, fits_host: Callable[[Track], bool]) -> None:
     """`tracks` wait, whoever is next first. What the foremost have behind host memory is read into it meanwhile: once for each request,
-    and of one request more in each plan, since looking takes as long as its prefix is."""
+    and of one request more in each plan, since looking takes as long as its prefix is. `fits_host`: whether host memory can take all of a
+    deep one, beside those that run."""
+    is_next = True
     for track in islice(tracks, _PREFETCHED):
         if track.is_deep and track.prefetch is not None and track.prefetch.settled and track.prefix is not None:
-            _read_on(track, track.prefix, ledger)
-        if not ledger.may_prefetch:
+            _read_on(track, track.prefix, ledger, fits_host(track))
+        is_next = is_next and track.is_deep and fits_host(track)  # the first one, where it waits for this alone
+        if not is_next and not ledger.may_prefetch:
             return
         if track.may_prefetch and not track.computes and track.prefix is not None and track.lease is not None and track.lease.ready:
             track.may_prefetch = False
-            track.prefetch = ledger.prefetch(track.prefix, track.request.id, track.lease)
+            request_id, lease = track.request.id, track.lease
+            if track.is_deep:
+                track.prefetch = ledger.prefetch_deep(track.prefix, request_id, lease, is_next)
+            else:
+                track.prefetch = ledger.prefetch(track.prefix, request_id, lease)
             if track.prefetch is not None:
                 return
+        is_next = False
 
 
-def _read_on(track: Track, prefix: Prefix, ledger: KvLedger) -> None:
-    """A deep request runs when all of it is in host memory, and not all is read at once: as long as some comes, there is more."""
+def _read_on(track: Track, prefix: Prefix, ledger: KvLedger, fits_host: bool) -> None:
+    """A deep request runs when all of it is in host memory, and not all is read at once: as long as some comes, there is more. Where others
+    have the room (not `fits_host`), there may be more later."""
     track.end_prefetch()
     _lease_again(track, prefix, ledger)
     runs = () if track.lease is None else track.lease.runs_from(0)
     num_read = sum(num for tier, num in runs[:1] if tier == "host")
     track.may_prefetch, track.num_read = num_read > track.num_read, num_read
+    if not track.may_prefetch and fits_host:
+        track.leased_at = num_read
 
 
 def promote_ahead(track: Track, match: Match, num_spare: int, ledger: KvLedger) -> None:

@@ -51,7 +51,7 @@ class Running:
         first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
         if track.is_deep:
             first_step = lifetime
-            if self.num_deep + self._lifetime(track) > self._ledger.num_pageable:
+            if not self.fits_host(track):
                 return False
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED or track.is_deep else self._budget.overcommit
@@ -59,6 +59,10 @@ class Running:
         num_spare = self._ledger.num_blocks // _SPARE_SHARE if self.tracks else 0
         promised = self._num_promised + lifetime + num_ahead + num_spare
         return promised <= (available + num_ahead) * overcommit and first_step <= available
+
+    def fits_host(self, track: Track) -> bool:
+        """Whether host memory can take the whole life of a deep one, beside the others that run."""
+        return self.num_deep + self._lifetime(track) <= self._ledger.num_pageable
 
     def fits_free(self, track: Track, match: Match) -> bool:
         """Whether, moreover, nothing at all has to be forgotten for it or for those that run."""

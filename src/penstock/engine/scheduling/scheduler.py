@@ -37,6 +37,7 @@ from penstock.engine.scheduling.line import (
     is_ready,
     prefetch_waiting,
     promote_ahead,
+    reads_first,
     want_rank,
 )
 from penstock.engine.scheduling.residency import FIRST_TAU, ResidentSet
@@ -187,7 +188,7 @@ class Scheduler:
                 self._draft.add(track, num_tokens, guesses, room_ahead)
         if self.counts.retractions == num_retractions:
             self._admit(room)
-        prefetch_waiting(self._line, self._ledger)
+        prefetch_waiting(self._line, self._ledger, self._running.fits_host)
         chunks = self._draft.chunks()
         if not chunks:
             return None
@@ -360,6 +361,9 @@ class Scheduler:
                     self._make_room_ahead(track, match)
                     promote_ahead(track, match, self._running.num_spare(match), self._ledger)
                     return  # nobody overtakes: what is freed goes to the first in line
+                if reads_first(track, match, self._ledger):
+                    passed.add(track)
+                    continue
                 if not self._running.has_room(track, match):
                     return
                 if self._claim(track, match) and self._start(track, match):
@@ -371,7 +375,9 @@ class Scheduler:
         match = self._try_match(track) if self._running.free_rows else None
         if match is None or self._holds_back(track, match):
             return False
-        if not self._running.fits_free(track, match) or not self._claim(track, match) or not self._start(track, match):
+        if not self._running.fits_free(track, match) or reads_first(track, match, self._ledger):
+            return False
+        if not self._claim(track, match) or not self._start(track, match):
             return False
         self._take_first_tokens(track, room)
         return True

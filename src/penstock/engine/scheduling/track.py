@@ -58,7 +58,8 @@ class Track:
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
     lease: Lease | None = None  # what colder tiers keep for it until it is admitted
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
-    leased_at: int = -1  # blocks that the device had when colder tiers were asked last on the engine thread; -1: they were not
+    # Blocks that the device had (of a deep one: that matched) when colder tiers were asked last on the engine thread; -1: they were not.
+    leased_at: int = -1
     want: Want | None = None  # while it waits: what it will use of the device's blocks
     goes_on: bool = False  # it is in the middle of a conversation: it has found a good part of its prompt, or ran before
     rank: float = 0.0  # its place in line, which knows what it means,

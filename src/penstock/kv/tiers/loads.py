@@ -123,6 +123,7 @@ class Fetch(Reads):
     def __init__(self, owner: str, first: int, keys: Sequence[bytes], deadline_s: float, asked: Sequence[Part]) -> None:
         super().__init__(f"fetch of {owner}", first, len(keys), keys, deadline_s)
         self.asked = asked  # what cold tiers were asked for, until all have answered
+        self.is_next = False  # its request waits for nothing else
         self.keeps = True  # what is read lands in the host tier
         self.num_blocks = 0  # that it reads, or has read
         self.num_came = 0  # of those
@@ -611,23 +612,26 @@ class Loads:
     @property
     def may_fetch(self) -> bool:
         """Whether there is room for one more fetch: in number, and in host slots that fetches may reserve."""
-        return bool(self.cold) and len(self.fetches) < _FETCHES and self._num_fetchable > 0
+        return bool(self.cold) and len(self.fetches) < _FETCHES and self._num_fetchable() > 0
 
-    @property
-    def _num_fetchable(self) -> int:
-        """Host slots that fetches may still reserve. Never those of blocks that somebody wants."""
-        num_reserved = sum(fetch.num_reserved for fetch in self.fetches)
-        return min(self.host.num_spare, self.host.num_slots // _FETCH_SHARE - num_reserved)
+    def _num_fetchable(self, is_next: bool = False) -> int:
+        """Host slots that fetches may still reserve. Never those of blocks that somebody wants, but for a request that `is_next`: that one
+        has its share whatever others have."""
+        most = self.host.num_slots // _FETCH_SHARE
+        if is_next:
+            return min(self.host.num_available, most)
+        return min(self.host.num_spare, most - sum(fetch.num_reserved for fetch in self.fetches))
 
-    def prefetch(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()) -> Fetch | None:
+    def prefetch(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = (), is_next: bool = False) -> Fetch | None:
         """Have what cold tiers have of `keys` from number `first` on read into host memory, as far as host memory lacks it, it is worth it
-        and there is room, once all have answered; None where that is nothing, or as much is under way as may be. A store far away is
-        asked and not waited for."""
-        if not self.may_fetch:
+        and there is room, once all have answered; None where that is nothing, or as much is under way as may be and its request is not
+        next. A store far away is asked and not waited for."""
+        if not self.may_fetch and not is_next:
             return None
         missing = [number for number, slot in enumerate(self.host.find_each(keys[first:]), first) if slot == ABSENT]
         asked = self.find(keys, missing, _PATIENCE_S, answered)
         fetch = Fetch(owner, first, keys[first:], self._deadline_s, asked)
+        fetch.is_next = is_next
         self._advance_fetch(fetch)
         if fetch.over:
             return None
@@ -656,7 +660,8 @@ class Loads:
             tiers = whose(slots, asked, fetch.first)
             wanted = [(block, tier) for block, tier in enumerate(tiers[: self._worth(runs_of(tiers), fetch.first)]) if tier != HOST]
             keys, depths = [fetch.keys[block] for block, _ in wanted], [fetch.first + block for block, _ in wanted]
-            fetch.room = self.host.take(keys, depths, fetch.label, most=max(0, self._num_fetchable))
+            displaces = Displaces.ANYTHING if fetch.is_next else Displaces.UNWANTED
+            fetch.room = self.host.take(keys, depths, fetch.label, displaces, max(0, self._num_fetchable(fetch.is_next)))
         finally:
             self.host.end_handles([pin])
         fetch.num_blocks = len(fetch.room.keys)
@@ -722,9 +727,10 @@ class Loads:
 
     def check(self) -> None:
         """Raises where fetches have reserved more than they may."""
-        num_reserved = sum(fetch.num_reserved for fetch in self.fetches)
-        if len(self.fetches) > _FETCHES or num_reserved > self.host.num_slots // _FETCH_SHARE:
-            raise InvariantBroken(f"{len(self.fetches)} fetches have reserved {num_reserved} of {self.host.num_slots} host slots")
+        ahead = [fetch for fetch in self.fetches if not fetch.is_next]
+        num_reserved = sum(fetch.num_reserved for fetch in ahead)
+        if len(ahead) > _FETCHES or num_reserved > self.host.num_slots // _FETCH_SHARE:
+            raise InvariantBroken(f"{len(ahead)} fetches have reserved {num_reserved} of {self.host.num_slots} host slots")
 
 
 def no_tiers(pool: BlockPool, block_tokens: int) -> Loads:

@@ -185,7 +185,15 @@ class WatchedCache(KvCache):
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
         asked = self.world.asked[owner]
         assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
-        fetch = super().prefetch(prefix, owner, lease)
+        return self._note_fetch(super().prefetch(prefix, owner, lease), asked)
+
+    def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Fetch | None:
+        asked = self.world.asked[owner]
+        assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
+        return self._note_fetch(super().prefetch_deep(prefix, owner, lease, is_next), asked)
+
+    def _note_fetch(self, fetch: Fetch | None, asked: Asked) -> Fetch | None:
+        owner = asked.request.id
         is_deep = 0 < self.world.budget.deep_blocks < asked.lifetime_blocks  # not all of it is read at once
         assert fetch is None or not asked.was_fetched or is_deep, f"{owner} has its blocks read ahead twice"
         asked.was_fetched |= fetch is not None

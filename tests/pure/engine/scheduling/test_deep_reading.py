@@ -14,6 +14,7 @@ from test_prefetching import reads_of
 
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import TransferFailed
+from penstock.kv.tiers import loads as loads_module
 
 LONG = [at * at % 5 + at // 7 % 2 for at in range(72)]
 NUM_BLOCKS = len(LONG) // BLOCK
@@ -24,9 +25,9 @@ def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     land_in_parts(monkeypatch)
 
 
-def on_disk(prompt: Sequence[int] = LONG) -> World:
+def on_disk(prompt: Sequence[int] = LONG, max_batch: int = 4) -> World:
     """A world with room for eight blocks of a request on the device, whose disk has `prompt` and nobody else does."""
-    world = World(num_slots=12, prefill_chunk=8, cold=Cold(40, stores=("ssd",)), num_resident=8)
+    world = World(num_slots=12, max_batch=max_batch, prefill_chunk=8, cold=Cold(40, stores=("ssd",)), num_resident=8)
     world.submit(prompt, 1, ignore_eos=True)
     world.finish()
     world.cache.reset(["device", "host"])
@@ -152,4 +153,119 @@ def test_one_that_needs_all_that_host_memory_can_take_runs_alone() -> None:
     deep = world.submit([at % 6 for at in range(most * BLOCK - 1)], 1, ignore_eos=True)
     world.finish()
     assert world.state_of(before) == world.state_of(deep) == "ended" and world.seen["step that reads host memory"]
+    world.close()
+
+
+# ----------------------------------------------------------------------------------------------- what is looked for when its turn comes
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_one_whose_lease_expires_at_any_time_still_has_what_is_on_disk_read(turns: int) -> None:
+    world = on_disk()
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    for _ in range(turns):
+        world.step()
+    tiers_of(world).expire()
+    world.finish()
+    assert source_of(world, deep).computed == 1
+    world.close()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_was_read_for_it_and_has_gone_again_is_read_once_more(others: int) -> None:
+    world = on_disk(max_batch=1)
+    running = world.submit([6] * 4, 24, ignore_eos=True)
+    world.plan()
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    behind = [world.submit([5] * 4, 1, ignore_eos=True) for _ in range(others)]  # or it is alone in line
+    while leading_in_host(world) < NUM_BLOCKS:
+        world.step()
+    assert world.state_of(deep) == "waiting" and world.state_of(running) == "running"
+    world.cache.reset(["host"])
+    assert leading_in_host(world) == 0
+    world.finish()
+    assert source_of(world, deep).computed == 1 and all(world.state_of(one) == "ended" for one in behind)
+    world.close()
+
+
+@pytest.mark.parametrize("num_near", [1, 5])
+def test_what_the_device_has_of_it_and_host_memory_does_not_is_read_as_well(num_near: int) -> None:
+    """Only what is in host memory from its first block on is of use to it."""
+    world = on_disk()
+    world.submit(LONG[: num_near * BLOCK + 1], 1, ignore_eos=True)
+    world.finish()
+    world.cache.reset(["host"])
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    world.finish()
+    assert source_of(world, deep).computed == 1 and source_of(world, deep).host == len(LONG)
+    world.close()
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+@pytest.mark.parametrize("num_host", [28, 30, 32])
+def test_one_that_waits_for_another_to_leave_host_memory_is_read_then(num_host: int, is_ended: bool) -> None:
+    """Also where what was being read for it meanwhile made way for others."""
+    world = World(num_slots=12, prefill_chunk=8, cold=Cold(num_host, stores=("ssd",)), num_resident=8)
+    other = [(at * at + 3) % 5 + at // 5 % 2 for at in range(72)]
+    for prompt in (LONG, other):
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    world.cache.reset(["device", "host"])
+    first = world.submit([*LONG, 1], 12, ignore_eos=True)
+    while world.state_of(first) != "running":
+        world.step()
+    second = world.submit([*other, 1], 2, ignore_eos=True)
+    if is_ended:
+        world.plan()
+        assert world.scheduler._tracks[second].prefetch is not None
+        world.cache.loads.end_fetches(keeps=False)
+    world.finish()
+    assert source_of(world, first).computed == source_of(world, second).computed == 1
+    world.close()
+
+
+def test_what_is_kept_in_all_of_host_memory_makes_room_for_one_that_is_next() -> None:
+    world = on_disk()
+    kept = [[6, number % 6, number // 6, *([number % 5] * 21)] for number in range(7)]
+    for prompt in kept:
+        world.submit(prompt, 1, ignore_eos=True)
+        world.finish()
+    world.cache.reset(["device"])
+    wants = [world.cache.retain(world.cache.prefix_of(prompt), 1.0) for prompt in kept]  # type: ignore[arg-type]
+    assert tiers_of(world).host.num_spare == 0
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    for _ in range(10):
+        world.step()
+    assert world.state_of(deep) != "waiting"
+    for want in wants:
+        want.end()
+    world.finish()
+    assert source_of(world, deep).computed == 1
+    world.close()
+
+
+def test_one_that_is_next_is_read_for_while_as_much_is_read_ahead_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = on_disk()
+    monkeypatch.setattr(loads_module, "_FETCHES", 0)
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    world.close()
+    assert source_of(world, deep).computed == 1
+
+
+def test_a_read_that_is_late_is_not_waited_for_any_longer() -> None:
+    world = on_disk()
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    stuck = [lane for lane in world.device.lanes if lane.name.startswith("read ssd")]
+    for lane in stuck:
+        lane.step = lambda: False  # type: ignore[method-assign]
+    for _ in range(5):
+        world.step()
+    assert world.state_of(deep) == "waiting"
+    tiers_of(world).make_late()
+    world.plan()
+    assert world.state_of(deep) == "running"
+    for lane in stuck:
+        del lane.step
+    world.finish()
+    assert source_of(world, deep).computed == len(LONG) + 1
     world.close()
