@@ -121,7 +121,7 @@ class _Ending:
         self._request = request
         self.ids = ids
         self.hint = hint
-        self.num_found = 0  # tokens in memory when it began
+        self.num_found: int | None = None  # tokens in memory when it began; None: it was cancelled before anybody was told
         self._tokens: list[int] = []
         self._num_computed = 0  # of those
         self._prompt = array("I", request.prompt).tobytes()  # here, on the caller's thread: a long one takes milliseconds
@@ -283,8 +283,9 @@ class Sessions:
         hint, prefix = ending.hint, ending.prefix(self._storage.block_tokens)
         tenant = self._tenants.setdefault(ending.ids[0], _Tenant(ending.ids[0]))
         session = tenant.sessions.get(ending.ids[1]) or _Session(ending.ids[1], tenant)
-        num_found = ending.num_found // self._storage.block_tokens
-        session.found = num_found if session.found is None else min(session.found, num_found)
+        if ending.num_found is not None:
+            num_found = ending.num_found // self._storage.block_tokens
+            session.found = num_found if session.found is None else min(session.found, num_found)
         session.retain_s = session.retain_s if hint.retain_s is None else hint.retain_s
         session.weight = session.weight if hint.weight is None else hint.weight
         session.used_s = self._clock()
@@ -406,10 +407,13 @@ class Sessions:
     # ----------------------------------------------------------------------------------------------------------- release
 
     def _release(self, session: _Session, keys_before: bytes) -> None:
-        """Its KV goes, and what it had before its last request, where that is no part of it."""
-        found, keys = session.found or 0, session.keys
+        """Its KV goes, and what it had before its last request, where that is no part of it. Where nobody knows what was there before the
+        session, all stays."""
+        found, keys = session.found, session.keys
         self._drop(session)
         self._counts["releases"] += 1
+        if found is None:
+            return
         after = self._storage.submit_saves()
         if not keys.startswith(keys_before):
             self._releases.append(_Release(keys_before, found, after))

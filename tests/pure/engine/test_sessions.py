@@ -475,6 +475,26 @@ def test_what_was_there_before_the_session_stays() -> None:
     assert world.storage.kept == set(keys_of(talk(0, 5)))
 
 
+@pytest.mark.parametrize("turns", [[False, True], [True, False], [True]], ids=["then", "first", "only"])
+def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cancelled_unheard(turns: list[bool]) -> None:
+    """Nobody knows what such a request found, as it was not told of any token."""
+    world = World()
+    world.storage.kept.update(keys_of(talk(0, 5)))
+    prompt = [*talk(0, 5), *talk(500, 5)]
+    for is_cancelled in turns:
+        if not is_cancelled:
+            world.ends("chat", prompt, found=5 * BLOCK)
+            continue
+        request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
+        world.sessions.follow(request, "", None, lambda event: None)(TokenEvent("r", finish=FinishReason.CANCELLED))
+        world.run()
+    request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
+    last = world.sessions.follow(request, "", CacheHint(release=True), lambda event: None)
+    last(TokenEvent("r", finish=FinishReason.CANCELLED))
+    world.run()
+    assert world.storage.kept == set(keys_of(talk(0, 5))) and (world.figures.known, world.figures.releases) == (0, 1)
+
+
 def test_what_a_session_finds_of_its_own_goes_with_it() -> None:
     world = World()
     world.ends("chat", talk(0, 5))
