@@ -44,21 +44,24 @@ class EngineLoop:
         self._error: BaseException | None = None
         self._warm = threading.Event()  # warming up is over,
         self._is_warm = False  # and has worked
+        self._starting = threading.Lock()  # whoever starts or closes it first starts its thread
         self._progress: Progress = silent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, progress: Progress = silent) -> None:
         """Blocks until the engine is warm: requests of every kind are served at their usual speed from then on. Idempotent, also where it
-        fails."""
+        fails; then the engine is closed. So it is where somebody has closed the loop before."""
         if self._is_warm:
             return
-        if not self._warm.is_set():
-            self._progress = progress
-            atexit.register(self._close_at_exit)
-            self._thread.start()
-            self._warm.wait()
+        with self._starting:
+            if self._thread.ident is None:
+                self._progress = progress
+                atexit.register(self._close_at_exit)
+                self._thread.start()
+        self._warm.wait()
         if not self._is_warm:
-            raise EngineClosed("the engine could not be warmed up; its error is above") from self._error
+            why = "was closed before it was started" if self._error is None else "could not be warmed up; its error is above"
+            raise EngineClosed(f"the engine {why}") from self._error
         settle_process()
 
     def beat_age_s(self) -> float:
@@ -69,12 +72,16 @@ class EngineLoop:
         return self._error
 
     def close(self, deadline_s: float) -> None:
-        """Stop admission, let running requests end for `deadline_s`, cancel the rest, join. Idempotent."""
+        """Stop admission, let running requests end for `deadline_s`, cancel the rest, join. Idempotent, and possible at any time: a loop
+        that was not started never will be."""
         self._stop_by_s = time.monotonic() + deadline_s
         self._engine.refuse("the server is shutting down")
         atexit.unregister(self._close_at_exit)
         if self._thread is threading.current_thread():
             return  # whoever owned it was collected here; this thread ends when it comes round
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()  # to close the engine, and for nothing else
         self._thread.join(deadline_s + _CLOSE_S + _MARGIN_S)
         if self._thread.is_alive():
             raise DeadlineExceeded("the engine thread did not end: a step is stuck on the device")
@@ -86,9 +93,10 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self._engine.warm(self._progress)
-            self._is_warm = True
-            self._warm.set()
+            if self._stop_by_s is None:
+                self._engine.warm(self._progress)
+                self._is_warm = True
+                self._warm.set()
             while self._stop_by_s is None or (self._engine.has_work() and time.monotonic() < self._stop_by_s):
                 self._beat_s = time.monotonic()
                 if not self._engine.step():
@@ -98,8 +106,19 @@ class EngineLoop:
             self._error = error
             self._engine.fail_all(error)
             log.exception("the engine loop failed")
+            self._close_unused()
         finally:
             self._warm.set()
+
+    def _close_unused(self) -> None:
+        """Where it could not be warmed up, no request has run, and nothing of it is in doubt: what it has, a directory for one, is free for
+        the next."""
+        if self._is_warm:
+            return  # what it keeps of requests may be what is broken
+        try:
+            self._engine.close(_CLOSE_S)
+        except BaseException:
+            log.exception("the engine that could not be warmed up could not be closed either")
 
     def _patience_s(self) -> float:
         """How long it may wait for work: it comes round for its heartbeat, and for the deadline of a close."""

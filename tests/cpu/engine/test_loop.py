@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from penstock.contract import FinishReason, SamplingParams, StepPlan, TokenEvent, Waits
 from penstock.engine import engine as engine_module
 from penstock.engine import loop as loop_module
+from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
@@ -160,6 +163,49 @@ def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(engine: 
     assert "no such kernel" in str(raised.value.__cause__) and isinstance(loop.failed(), RuntimeError)
     with pytest.raises(EngineClosed, match="no such kernel"):
         engine.submit([1, 2], sampling(), Ended())
+    loop.close(5.0)
+
+
+def test_an_engine_that_cannot_be_warmed_up_leaves_its_directory_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def burst(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    config = tiny_config(host_blocks=16, ssd_dir=str(tmp_path), ssd_gib=0.05)
+    engine = build(config)
+    monkeypatch.setattr(engine._parts.executor, "warm", burst)
+    with pytest.raises(EngineClosed, match="could not be warmed up"):
+        EngineLoop(engine).start()
+    build(config).close(timeout_s=20.0)
+
+
+def test_a_loop_that_is_closed_before_it_is_started_closes_its_engine_and_never_starts(tmp_path: Path) -> None:
+    """An engine's process may be told to stop at any time."""
+    config = tiny_config(host_blocks=16, ssd_dir=str(tmp_path), ssd_gib=0.05)
+    loop = EngineLoop(engine := build(config))
+    loop.close(5.0)
+    loop.close(5.0)
+    build(config).close(timeout_s=20.0)
+    with pytest.raises(EngineClosed, match="before it was started"):
+        loop.start()
+    assert loop.failed() is None and engine.ended is not None
+
+
+def test_a_loop_that_several_start_at_once_is_started_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, is_warming = threading.Event(), threading.Event()
+
+    def warm(*_: object) -> None:
+        is_warming.set()
+        assert may_go_on.wait(20.0)
+
+    monkeypatch.setattr(engine, "warm", warm)
+    loop = EngineLoop(engine)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(loop.start)
+        assert is_warming.wait(20.0)
+        second = pool.submit(loop.start)
+        assert not second.done() or second.exception() is None
+        may_go_on.set()
+        assert first.result(20.0) is second.result(20.0) is None
     loop.close(5.0)
 
 
