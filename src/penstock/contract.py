@@ -484,6 +484,10 @@ class Prefetch(Protocol):
     def overdue(self) -> bool:
         """It takes longer than anybody should wait for it."""
 
+    @property
+    def ended(self) -> bool:
+        """Nothing more of it is read, whether it is there or not: by `end`, by a reset, or since somebody else needs its room."""
+
     def end(self) -> None:
         """Nobody wants more of it. What is being read still lands. Idempotent."""
 

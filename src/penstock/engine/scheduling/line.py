@@ -281,13 +281,14 @@ def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger, fits_host: Calla
 
 def _read_on(track: Track, prefix: Prefix, ledger: KvLedger, fits_host: bool) -> None:
     """A deep request runs when all of it is in host memory, and not all is read at once: as long as some comes, there is more. Where others
-    have the room (not `fits_host`), there may be more later."""
+    have the room (not `fits_host`), or have ended what was read for it, there may be more later."""
+    was_ended = track.prefetch is not None and track.prefetch.ended
     track.end_prefetch()
     _lease_again(track, prefix, ledger)
     runs = () if track.lease is None else track.lease.runs_from(0)
     num_read = sum(num for tier, num in runs[:1] if tier == "host")
     track.may_prefetch, track.num_read = num_read > track.num_read, num_read
-    if not track.may_prefetch and fits_host:
+    if not track.may_prefetch and fits_host and not was_ended:
         track.leased_at = num_read
 
 

@@ -201,10 +201,10 @@ def test_what_the_device_has_of_it_and_host_memory_does_not_is_read_as_well(num_
     world.close()
 
 
-@pytest.mark.parametrize("is_ended", [False, True])
+@pytest.mark.parametrize("meanwhile", ["", "reads end", "blocks go"])
 @pytest.mark.parametrize("num_host", [28, 30, 32])
-def test_one_that_waits_for_another_to_leave_host_memory_is_read_then(num_host: int, is_ended: bool) -> None:
-    """Also where what was being read for it meanwhile made way for others."""
+def test_one_that_waits_for_another_to_leave_host_memory_is_read_then(num_host: int, meanwhile: str) -> None:
+    """Also where what was being read for it meanwhile, or had been, made way for others."""
     world = World(num_slots=12, prefill_chunk=8, cold=Cold(num_host, stores=("ssd",)), num_resident=8)
     other = [(at * at + 3) % 5 + at // 5 % 2 for at in range(72)]
     for prompt in (LONG, other):
@@ -215,10 +215,16 @@ def test_one_that_waits_for_another_to_leave_host_memory_is_read_then(num_host: 
     while world.state_of(first) != "running":
         world.step()
     second = world.submit([*other, 1], 2, ignore_eos=True)
-    if is_ended:
-        world.plan()
-        assert world.scheduler._tracks[second].prefetch is not None
+    world.plan()
+    fetch = world.scheduler._tracks[second].prefetch
+    assert fetch is not None and world.state_of(first) == "running"
+    if meanwhile == "reads end":
         world.cache.loads.end_fetches(keeps=False)
+    while meanwhile == "blocks go" and not fetch.settled:
+        world.device.lanes.run_all()
+        world.settle()
+    if meanwhile == "blocks go":
+        assert tiers_of(world).host.forget(world.cache.prefix_of(other).keys) > 0  # type: ignore[union-attr]
     world.finish()
     assert source_of(world, first).computed == source_of(world, second).computed == 1
     world.close()
@@ -239,6 +245,23 @@ def test_what_is_kept_in_all_of_host_memory_makes_room_for_one_that_is_next() ->
     assert world.state_of(deep) != "waiting"
     for want in wants:
         want.end()
+    world.finish()
+    assert source_of(world, deep).computed == 1
+    world.close()
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("turns", range(1, 5))
+def test_one_whose_reads_made_way_for_a_load_or_ended_by_a_reset_is_read_for_once_more(turns: int, is_reset: bool) -> None:
+    world = on_disk()
+    deep = world.submit([*LONG, 1], 2, ignore_eos=True)
+    for _ in range(turns):
+        world.plan()
+        world.settle()
+    if is_reset:
+        world.cache.reset(["device", "host"])
+    else:
+        world.cache.loads.end_fetches()
     world.finish()
     assert source_of(world, deep).computed == 1
     world.close()
