@@ -164,6 +164,8 @@ class JsonCall:
                 continue
             quoted, character = yield from self._value(character)
             key = _loaded(quoted)
+            if key in _ARGUMENTS and self._arguments is not None:
+                key = ""  # the first ones count
             if not character or (yield from self._behind_blanks()) != ":" or not (first := (yield from self._behind_blanks())):
                 break
             text, character = yield from self._value(first, streamed=key in _ARGUMENTS and self._named)
@@ -210,11 +212,12 @@ class JsonCall:
             if self._arguments is not None:
                 self._sink.arguments(self._arguments)
         elif key in _ARGUMENTS:
+            given_out = self._named and text.startswith("{")
             if text.startswith('"'):  # some models write the object as text
-                text = _loaded(text) or "{}"
-                if self._named:
-                    self._sink.arguments(text)
-            self._arguments = text
+                text = _loaded(text)
+            self._arguments = "{}" if text in ("", "null") else text
+            if self._named and not given_out:
+                self._sink.arguments(self._arguments)
         return True
 
 

@@ -53,6 +53,23 @@ SAID: dict[str, tuple[str, str, Message]] = {
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         Message("", "", [("f", '{"a": 1}')]),
     ),
+    "no arguments as null": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": null}</tool_call><tool_call>{"arguments": null, "name": "g"}</tool_call>',
+        Message("", "", [("f", "{}"), ("g", "{}")]),
+    ),
+    "no arguments as null of llama": ("llama3", '{"name": "f", "parameters": null}', Message("", "", [("f", "{}")])),
+    "arguments that are no object": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": [1, 2]}</tool_call><tool_call>{"name": "g", "arguments": 5 }</tool_call>',
+        Message("", "", [("f", "[1, 2]"), ("g", "5")]),
+    ),
+    "arguments under both names": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}</tool_call>'
+        '<tool_call>{"arguments": {"a": 1}, "parameters": {"b": 2}, "name": "g"}</tool_call>',
+        Message("", "", [("f", '{"a": 1}'), ("g", '{"a": 1}')]),
+    ),
     "an argument that ends with a backslash": (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"path": "C:\\\\"}}</tool_call>\n'
