@@ -15,6 +15,7 @@ from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json
 from penstock.server.tools import (
+    MAX_DEPTH,
     MOST_TOOLS,
     AnswerFormat,
     CalledFunction,
@@ -26,6 +27,7 @@ from penstock.server.tools import (
     ToolCall,
     ToolChoice,
     chosen,
+    is_deep,
 )
 
 if TYPE_CHECKING:
@@ -61,6 +63,10 @@ class ToolUseBlock(_Block, tag="tool_use"):
     input: dict[str, Any]
     caller: schema.Unsupported = None
     toolset_name: schema.Unsupported = None
+
+    def __post_init__(self) -> None:
+        if is_deep(self.input):
+            raise ValueError(f"input is nested deeper than {MAX_DEPTH} lists and objects")
 
 
 class ToolResultBlock(_Block, tag="tool_result"):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_TOOLS = 128  # OpenAI's limit
 MOST_CALLS = 16  # in one answer that has to call
+MAX_DEPTH = 100  # of lists and objects in one another: what walks them later needs some of the stack for each
 
 Schema = dict[str, Any] | bool
 Text = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
@@ -30,6 +31,26 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}  # of a tool
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and objects lie in one another deeper than `MAX_DEPTH`."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        inside = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for some in inside for one in some if isinstance(one, dict | list)]
+    return bool(level)
+
+
+def parsed(text: str) -> Any:
+    """JSON. Raises ValueError where it is none, or is nested too deeply."""
+    try:
+        value = msgspec.json.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if is_deep(value):
+        raise ValueError("nested too deeply")
+    return value
 
 
 # ---------------------------------------------------------------------------------------------------------------- the form
@@ -92,6 +113,9 @@ def asked_of(body: Any) -> Asked | None:
         ("guided_choice", "choice", body.guided_choice),
         ("guided_grammar", "lark", body.guided_grammar),
     )
+    for field, _, value in fields:
+        if is_deep(value):
+            raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} lists and objects", field)
     found = [Asked(field, _grammar(kind, value)) for field, kind, value in fields if value is not None]
     if len(found) > 1:
         raise InvalidRequest(f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them", found[1].field)
@@ -167,7 +191,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def as_dict(self) -> dict[str, Any]:
         """Templates write arguments as JSON themselves; what is no JSON is passed on as it is."""
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = parsed(self.function.arguments or "{}")
         except ValueError:
             arguments = self.function.arguments
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
@@ -189,6 +213,9 @@ class ToolRequest(NamedTuple):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise InvalidRequest("two tools have the same name", "tools")
+        if deep := next((tool for tool in self.tools if is_deep(tool.function.parameters)), None):
+            message = f"the parameters of {deep.function.name!r} are nested deeper than {MAX_DEPTH} lists and objects"
+            raise InvalidRequest(message, "tools")
         if not self.tools and given not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice is only allowed where there are tools", "tool_choice")
         if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:

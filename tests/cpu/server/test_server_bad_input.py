@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from typing import Any
 
 import pytest
 from served import MODEL, Served, completion, serving, until
@@ -85,6 +86,14 @@ def tool(name: str = "f", **fields: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """So many lists and objects in one another."""
+    value: Any = {}
+    for _ in range(depth - 2):
+        value = [value]
+    return {"a": value}
+
+
 BAD_CHATS = {
     "no messages": ({"model": MODEL, "messages": []}, "messages", "length >= 1"),
     "messages of the wrong type": ({"model": MODEL, "messages": "hi"}, "messages", "expected `array`"),
@@ -116,6 +125,15 @@ BAD_CHATS = {
     "a tool without a name": (chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name", "required"),
     "a tool with a strange name": (chat(tools=[tool("a b")]), "tools[0].function.name", "regex"),
     "a tool with a list of parameters": (chat(tools=[tool(parameters=[])]), "tools[0].function.parameters", "`array`"),
+    "a tool with parameters in one another without end": (chat(tools=[tool(parameters=nested(101))]), "tools", "deeper than 100"),
+    "the same where it is not told of": (chat(tools=[tool(parameters=nested(900))], tool_choice="none"), "tools", "deeper than 100"),
+    "the same where it has to be called": (chat(tools=[tool(parameters=nested(480))], tool_choice="required"), "tools", "deeper than 100"),
+    "a schema in itself without end": (
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": nested(101)}}),
+        "response_format",
+        "deeper than 100",
+    ),
+    "the same of another field": (chat(structured_outputs={"json": nested(900)}), "structured_outputs.json", "deeper than 100"),
     "two tools of one name": (chat(tools=[tool(), tool()]), "tools", "same name"),
     "too many tools": (chat(tools=[tool(f"f{i}") for i in range(129)]), "tools", "length <= 128"),
     "a tool choice without tools": (chat(tool_choice="required"), "tool_choice", "where there are tools"),

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from penstock import errors
 from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest
-from penstock.server import connection, faults, schema, service
+from penstock.server import connection, faults, schema, service, tools
 from penstock.server.faults import Refused, error_response, fault_of
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -136,6 +136,7 @@ def rows() -> list[str]:
         f"| pieces of a body | {connection.FREE_PIECES}, and more only where they have {connection.MIN_PIECE} bytes on average |",
         f"| size of a body | {of.max_body_bytes >> 20} MiB | `--max-body-bytes` |",
         f"| lists and objects in a body | {schema.MAX_CONTAINERS:,} |",
+        f"| lists and objects in one another: a schema, a tool's parameters, the input of a call | {tools.MAX_DEPTH} |",
         f"| generations at once (prompts × `n`), running or waiting | {of.max_concurrent} | `--max-concurrent` |",
         f"| tokens of a `/tokenize` or `/detokenize` call | {service.SIDE_TOKENS:,}, or `--max-model-len` if that is more |",
         f"| `/tokenize`, `/detokenize` and `/cache/prefetch` calls at once | {service.NUM_SIDE} |",

@@ -303,6 +303,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
 USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 DEEP = json.loads("[" * 60 + "]" * 60)
+DEEPER = {"a": json.loads("[" * 900 + "]" * 900)}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "reads and writes text"),
     ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].type", "reads and writes text"),
@@ -321,6 +322,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "messages", "does not continue"),
     ({"messages": []}, "messages", "length"),
     ({"messages": DEEP}, "messages[0]", "object"),
+    (
+        {"messages": [*ASK, {"role": "assistant", "content": [{**USE, "input": DEEPER}]}, *ASK]},
+        "messages[1].content[0]",
+        "deeper than 100",
+    ),
+    ({"tools": [{"name": "f", "input_schema": DEEPER}]}, "tools", "deeper than 100"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": DEEPER}}}, "output_config.format", "deeper than 100"),
     ({"system": [IMAGE]}, "system[0].type", "text"),
     ({"system": 7}, "system", "expected"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "runs no tools itself"),

@@ -14,6 +14,7 @@ from tiered_server import Tiered, tiered
 
 from penstock.models.chat import ChatTemplate
 from penstock.server.schema import ChatBody
+from penstock.server.tools import MAX_DEPTH, is_deep
 from support.scripted_engine import EOS, ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it in Zürich?"}]
@@ -111,6 +112,25 @@ def test_calls_and_results_come_back_to_a_template_that_knows_tools_as_it_wants_
         prompt = bytes(served.engine.submitted[-1][0]).decode()
     assert prompt.startswith("<tools>[{") and '"name": "weather"' in prompt and "Zürich" in prompt
     assert '<tool_call>weather{"city": "Bern"}</tool_call><tool_call>now{}</tool_call>[tool]21 C' in prompt
+
+
+@pytest.mark.parametrize("depth", [101, 950, 100_000])
+def test_arguments_that_are_nested_without_end_are_passed_on_as_text(depth: int) -> None:
+    """They need not be JSON, so whoever sends them gets no error; no stack is deep enough to take them apart."""
+    arguments = "[" * depth + "]" * depth
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    said = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": "x"}]
+    engine = saying("Yes.", KNOWS_TOOLS)
+    engine.max_model_len = 1 << 20
+    with serving(engine) as served:
+        (choice,) = served.client().chat.completions.create(model=MODEL, messages=said).choices
+        assert choice.message.content == "Yes."
+        assert f'<tool_call>now"{arguments}"</tool_call>' in bytes(served.engine.submitted[-1][0]).decode()
+
+
+def test_arguments_that_are_nested_are_an_object_up_to_the_limit() -> None:
+    assert not is_deep(json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)) and is_deep(json.loads("[" * MAX_DEPTH + "[]" + "]" * MAX_DEPTH))
+    assert is_deep({"a": [1, json.loads('{"a":' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH)]}) and not is_deep(None)
 
 
 def test_a_template_that_knows_no_tools_is_told_of_them_in_the_system_message() -> None:
