@@ -28,6 +28,7 @@ from penstock.server.tools import (
     ToolChoice,
     chosen,
     is_deep,
+    parsed,
 )
 
 if TYPE_CHECKING:
@@ -360,7 +361,7 @@ class MessagesReply(BlockReply):
 def _object(text: str) -> Json:
     """Arguments that the model did not finish, or that are no object, are handed on in the way that Anthropic's clients know."""
     try:
-        value = json.loads(text or "{}")
+        value = parsed(text or "{}")
     except ValueError:
         return {"INVALID_JSON": text}
     return value if isinstance(value, dict) else {"INVALID_JSON": text}

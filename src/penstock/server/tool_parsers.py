@@ -137,12 +137,12 @@ class Value:
 
 
 def _loaded(text: str) -> str:
-    """A JSON string; empty where it is none."""
+    """A JSON string; empty where it is none. Half a surrogate pair, which cannot be sent, is replaced."""
     try:
         value = json.loads(text)
     except ValueError:
         return ""
-    return value if isinstance(value, str) else ""
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") if isinstance(value, str) else ""
 
 
 class JsonCall:

@@ -43,7 +43,7 @@ def is_deep(value: Any) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """JSON. Raises ValueError where it is none, or is nested too deeply."""
+    """JSON. Raises ValueError where it is none, is nested too deeply, or has half a surrogate pair, which nobody could write again."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError:

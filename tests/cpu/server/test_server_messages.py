@@ -166,10 +166,13 @@ def test_blocks_are_in_the_order_in_which_the_model_wrote_them_whole_and_streame
             assert said == ["A", "now", "B", "now", "C"]
 
 
-def test_calls_that_are_no_json_are_handed_on_as_text() -> None:
-    with serving(saying('<tool_call>{"name": "weather", "arguments": {"city": ')) as served:
-        (block,) = answer(served, tools=TOOLS)["content"]
-        assert block["input"] == {"INVALID_JSON": '{"city": '}
+@pytest.mark.parametrize("arguments", ['{"city": ', '{"city": "\\ud83d"}', '{"city": ' + "[" * 2000], ids=["cut", "half a pair", "deep"])
+def test_calls_that_are_no_json_are_handed_on_as_text(arguments: str) -> None:
+    with serving(saying(f'<tool_call>{{"name": "weather", "arguments": {arguments}')) as served:
+        (block,) = answer(served, tools=TOOLS, max_tokens=4000)["content"]
+        assert block["input"] == {"INVALID_JSON": arguments}
+        said = [event["delta"] for event in events(served, tools=TOOLS, max_tokens=4000) if event["type"] == "content_block_delta"]
+        assert "".join(delta["partial_json"] for delta in said) == arguments
 
 
 def test_an_answer_that_is_cut_inside_a_call_says_so_whole_and_streamed() -> None:

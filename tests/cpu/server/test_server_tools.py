@@ -128,6 +128,15 @@ def test_arguments_that_are_nested_without_end_are_passed_on_as_text(depth: int)
         assert f'<tool_call>now"{arguments}"</tool_call>' in bytes(served.engine.submitted[-1][0]).decode()
 
 
+def test_a_call_with_half_a_surrogate_pair_is_given_out_and_taken_back() -> None:
+    call = '{"city": "\\ud83d"}'
+    with serving(saying(f'<tool_call>{{"name": "weather", "arguments": {call}}}</tool_call>', KNOWS_TOOLS)) as served:
+        create = served.client().chat.completions.create
+        first = create(model=MODEL, messages=ASK, tools=TOOLS).choices[0].message
+        assert first.tool_calls[0].function.arguments == call
+        assert create(model=MODEL, messages=conversation(first), tools=TOOLS).choices[0].finish_reason == "tool_calls"
+
+
 def test_arguments_that_are_nested_are_an_object_up_to_the_limit() -> None:
     assert not is_deep(json.loads("[" * MAX_DEPTH + "]" * MAX_DEPTH)) and is_deep(json.loads("[" * MAX_DEPTH + "[]" + "]" * MAX_DEPTH))
     assert is_deep({"a": [1, json.loads('{"a":' * MAX_DEPTH + "{}" + "}" * MAX_DEPTH)]}) and not is_deep(None)

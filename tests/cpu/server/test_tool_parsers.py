@@ -70,6 +70,12 @@ SAID: dict[str, tuple[str, str, Message]] = {
         '<tool_call>{"arguments": {"a": 1}, "parameters": {"b": 2}, "name": "g"}</tool_call>',
         Message("", "", [("f", '{"a": 1}'), ("g", '{"a": 1}')]),
     ),
+    "half a surrogate pair": (
+        "hermes",
+        '<tool_call>{"name": "f\\ud83d", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}</tool_call>'
+        '<tool_call>{"name": "g\\ud83d\\ude00", "arguments": {"a": "\\ud83d"}}</tool_call>',
+        Message("", "", [("f\ufffd", '{"a": "\ufffd"}'), ("g\U0001f600", '{"a": "\\ud83d"}')]),
+    ),
     "an argument that ends with a backslash": (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"path": "C:\\\\"}}</tool_call>\n'
