@@ -295,7 +295,8 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
         if choice.source is not None:
             for name, count in asdict(choice.source).items():
                 by_source[name] = by_source.get(name, 0) + count
-    details: Json = {"cached_tokens": num_prompt - by_source.get("computed", num_prompt), "kv_source": by_source}
+    cached = sum(count for name, count in by_source.items() if name != "computed")  # of those who have begun
+    details: Json = {"cached_tokens": cached, "kv_source": by_source}
     if any(choice.scored for choice in choices):
         details["kv_residency"] = "scored"
     usage: Json = {

@@ -250,6 +250,14 @@ def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
     assert sum(details["kv_source"].values()) == usage["prompt_tokens"]
 
 
+def test_a_prompt_that_waits_while_another_of_its_request_runs_is_not_counted_as_cached() -> None:
+    """Where usage is told all the time, and some prompts have not begun."""
+    running, waiting = a_choice(), a_choice()
+    running.feed([event("a", source=KvSource(device=16, computed=4))])
+    usage = usage_of([Prompt([1] * 20), Prompt([1] * 7)], [running, waiting], 1)
+    assert usage["prompt_tokens"] == 27 and usage["prompt_tokens_details"]["cached_tokens"] == 16
+
+
 def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
     reply = CompletionReply(ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m"))
     never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
