@@ -41,7 +41,7 @@ NO_EFFECT = ("cache_control", "metadata")  # prefixes are cached wherever they a
 NAMES = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
-ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True):

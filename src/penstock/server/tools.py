@@ -29,7 +29,7 @@ Words = Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}  # of a tool that says nothing of parameters
 Fields = dict[str, Any]
-FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 

@@ -124,6 +124,7 @@ BAD_CHATS = {
     "a tool of another kind": (chat(tools=[{"type": "web_search", "function": {"name": "f"}}]), "tools[0].type", "web_search"),
     "a tool without a name": (chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name", "required"),
     "a tool with a strange name": (chat(tools=[tool("a b")]), "tools[0].function.name", "regex"),
+    "a tool whose name ends with a line break": (chat(tools=[tool("a\n")]), "tools[0].function.name", "regex"),
     "a tool with a list of parameters": (chat(tools=[tool(parameters=[])]), "tools[0].function.parameters", "`array`"),
     "a tool with parameters in one another without end": (chat(tools=[tool(parameters=nested(101))]), "tools", "deeper than 100"),
     "the same where it is not told of": (chat(tools=[tool(parameters=nested(900))], tool_choice="none"), "tools", "deeper than 100"),

@@ -337,6 +337,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "runs no tools itself"),
     ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema", "expected"),
     ({"tools": [{"name": "f g", "input_schema": {}}]}, "tools[0].name", "match"),
+    ({"tools": [{"name": "f\n", "input_schema": {}}]}, "tools[0].name", "match"),
     ({"tools": [{**TOOLS[0], "input_examples": [{}]}]}, "tools[0].input_examples", "not supported"),
     ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading", ""),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "same name"),
