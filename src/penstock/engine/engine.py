@@ -200,6 +200,11 @@ class Engine:
         return PromptLimits(self.max_model_len, self._parts.vocab, max(cache.num_blocks, cache.num_pageable) * cache.block_tokens)
 
     @property
+    def residency(self) -> ResidencyChoice:
+        """What requests may ask for where they do not fit."""
+        return self._parts.residency
+
+    @property
     def max_open(self) -> int:
         """Requests known at once; one more is refused as overload."""
         return self._parts.max_open

@@ -29,12 +29,13 @@ from penstock.contract import (
     TokenEvent,
     TokenScores,
 )
+from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.engine.stats import EngineStats
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
 
-VERSION = 4  # of everything below; both ends say it first
+VERSION = 5  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
 _LENGTH = struct.Struct("<I")
 
@@ -124,6 +125,7 @@ class Hello(Sent, tag=1):
     lora_root: bool  # whether clients may load adapters
     tokenizer: TokenizerSpec
     adapters: list[LoadedAdapter]
+    residency: ResidencyChoice
 
 
 class Tokens(Sent, tag=2):

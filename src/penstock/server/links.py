@@ -304,6 +304,7 @@ class FrontLinks:
                 engine.adapters.root is not None,
                 self._tokenizer,
                 list(engine.adapters.all()),
+                engine.residency,
             )
             link.tell(hello)
             self._links = [*self._links, link]

@@ -98,7 +98,7 @@ class RemoteEngine:
         self.snapshots = RemoteSnapshots(self)
         self.own_figures: RequestFigures | None = None
         self._figures_sent = b""
-        self._limits = hello.limits
+        self._limits, self._residency = hello.limits, hello.residency
         self._sock = sock
         self._early = wire.left()  # what was read behind the greeting
         self._frames = wire.frames
@@ -145,6 +145,8 @@ class RemoteEngine:
         """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
         self._check_alive()
         _, known = self._limits.checked(prompt, sampling)
+        num_tokens = len(known) + max(0, sampling.max_tokens - 1)
+        self._residency.for_request(options.get("residency"), options.get("pins"), num_tokens)
         number = self.next_number()
         request_id = request_id or f"request-{number}"
         self._asked[number] = _Asked(request_id, listener)

@@ -44,6 +44,7 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduling.residency import Division, ResidencyChoice
 from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer, TokenizerSpec, spec_of, tokenizer_of
@@ -66,7 +67,8 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 def greeting(limits: PromptLimits, adapters: Sequence[LoadedAdapter] = (), lora: bool = False, version: int = boundary.VERSION) -> bytes:
     """What an engine says first."""
     tokenizer = spec_of(ByteTokenizer(300))
-    return frame(boundary.Hello(version, "m", limits, {}, ("device",), 9, 1, 0.0, lora, tokenizer, list(adapters)))
+    residency = ResidencyChoice(8, 16, False, (), Division(4, 16, 1, 3, 1))
+    return frame(boundary.Hello(version, "m", limits, {}, ("device",), 9, 1, 0.0, lora, tokenizer, list(adapters), residency))
 
 
 class Linked:
@@ -92,7 +94,8 @@ class Linked:
         self._stack.enter_context(contextlib.closing(ours))
         self.links.add(next(self._indices), theirs)
         wire: Wire[FromEngine] = Wire(ours, FromEngine)
-        assert isinstance(wire.receive(), boundary.Hello)
+        hello = wire.receive()
+        assert isinstance(hello, boundary.Hello) and hello.residency == self.engine.residency
         return wire
 
     def _detached(self, index: int) -> None:
@@ -787,6 +790,30 @@ def test_a_request_is_cancelled_by_its_own_name_until_it_has_ended() -> None:
         assert heard and not client._asked and not client._number_of
         client.prefetch([1])
         assert isinstance(await _heard(engine), boundary.Call), "nothing was said of it any more"
+
+    as_front(play)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"pins": [(5, 3)]}, "kv_pin_spans"),
+        ({"pins": [(0, 5)]}, "kv_pin_spans"),
+        ({"residency": "scored", "pins": [(0, 130)]}, "kv_pin_spans"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+    ],
+)
+def test_what_can_be_wrong_with_a_request_is_said_before_it_is_sent(options: dict[str, Any], param: str) -> None:
+    """A stream has its status then, and its client is told by an event of it alone."""
+    sampling = SamplingParams(max_tokens=options.pop("max_tokens", 4))
+
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        with pytest.raises(InvalidRequest) as raised:
+            client.submit([1] * 200, sampling, lambda event: None, **options)
+        assert raised.value.param == param and not client._asked
+        client.submit([1] * 200, SamplingParams(max_tokens=4), lambda event: None, residency="scored", pins=[(0, 5)])
+        sent = await _heard(engine)
+        assert isinstance(sent, boundary.Submit) and sent.options.residency == "scored"
 
     as_front(play)
 

@@ -22,6 +22,7 @@ from penstock.config import Config, ServerConfig
 from penstock.contract import FinishReason, PromptLimits, SamplingParams
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduling.residency import ResidencyChoice
 from penstock.errors import Overloaded, PenstockError
 from penstock.models.tokenizer import ByteTokenizer, spec_of
 from penstock.server import boundary, links, supervise
@@ -450,7 +451,8 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
     monkeypatch.setattr(FrontServer, "run", lambda self: served.append(self))
     (engine, front), (parent, ours) = socket.socketpair(), socket.socketpair()
     limits, tokenizer = PromptLimits(512, 300, 512), spec_of(ByteTokenizer(300))
-    engine.sendall(boundary.frame(boundary.Hello(boundary.VERSION, "m", limits, {}, ("device",), 3, 1, 0.0, False, tokenizer, [])))
+    fits = ResidencyChoice(0, 16, False, (), None)
+    engine.sendall(boundary.frame(boundary.Hello(boundary.VERSION, "m", limits, {}, ("device",), 3, 1, 0.0, False, tokenizer, [], fits)))
     with engine, front, parent, ours, socket.create_server(("127.0.0.1", 0)) as listener:
         setup = boundary.FrontSetup(boundary.VERSION, ServerConfig(max_concurrent=100), ("info", "text"), 0, 1)
         run_front(setup, Wire(ours, FromParent), front, listener, os.dup(book.fd))
