@@ -76,15 +76,16 @@ def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
     from penstock.commands.answer import load_engine, start_loop
     from penstock.engine.build import check_ahead, device_for
     from penstock.engine.loop import EngineLoop
-    from penstock.server.boundary import Starting
+    from penstock.server.boundary import Starting, unpacked
     from penstock.server.links import EngineProcess
 
-    parent.send(Starting(device_for(setup.config).type))
-    check_ahead(setup.config)
-    engine = load_engine(setup.config)
+    config, server = unpacked(setup.config, Config), unpacked(setup.server, ServerConfig)
+    parent.send(Starting(device_for(config).type))
+    check_ahead(config)
+    engine = load_engine(config)
     loop = EngineLoop(engine)
-    _log_summary(engine, setup.config, setup.server, setup.url)
-    return EngineProcess(engine, loop, parent, setup.server.shutdown_s).run(lambda: start_loop(loop))
+    _log_summary(engine, config, server, setup.url)
+    return EngineProcess(engine, loop, parent, server.shutdown_s).run(lambda: start_loop(loop))
 
 
 def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> None:

@@ -6,6 +6,7 @@ A frame is four bytes of length and as many of MessagePack. Nothing is ever unpi
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 import threading
@@ -35,7 +36,7 @@ from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
 
-VERSION = 5  # of everything below; both ends say it first
+VERSION = 6  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
 _LENGTH = struct.Struct("<I")
 
@@ -269,17 +270,34 @@ def arguments_of(call: Call) -> Any:
 # --------------------------------------------------------------------------------------------- the parent and its processes
 
 
+C = TypeVar("C", Config, ServerConfig)
+
+
+def packed(config: Config | ServerConfig) -> bytes:
+    """Keys and paths may have bytes that are no UTF-8, and numbers any size: MessagePack has neither, and JSON has both, by escapes."""
+    return json.dumps(msgspec.to_builtins(config)).encode()
+
+
+def unpacked(data: bytes, kind: type[C]) -> C:
+    """Raises ProtocolBroken where it is none."""
+    try:
+        config: C = msgspec.convert(json.loads(data), kind)
+    except (ValueError, PenstockError) as error:
+        raise ProtocolBroken(f"what came is no {kind.__name__}: {error}") from None
+    return config
+
+
 class EngineSetup(Sent, tag=1):
     version: int
-    config: Config
-    server: ServerConfig
+    config: bytes  # packed, as the next
+    server: bytes
     logs: tuple[str, str]
     url: str
 
 
 class FrontSetup(Sent, tag=2):
     version: int
-    server: ServerConfig
+    server: bytes  # packed
     logs: tuple[str, str]
     index: int
     num_fronts: int

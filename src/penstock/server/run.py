@@ -20,7 +20,7 @@ import uvicorn
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.app import make_app
-from penstock.server.boundary import FromParent, FrontSetup, Ready, Stop, Wire
+from penstock.server.boundary import FromParent, FrontSetup, Ready, Stop, Wire, unpacked
 from penstock.server.client import EngineClient, EngineLife, Fronts
 from penstock.server.connection import connection_class
 from penstock.server.remote import RemoteEngine
@@ -217,7 +217,8 @@ class FrontServer(HttpServer):
 def run_front(setup: FrontSetup, parent: Wire[FromParent], engine: socket.socket, listener: socket.socket, seats_fd: int) -> None:
     """Blocks until the server ends."""
     remote = RemoteEngine(engine)
-    config = replace(setup.server, max_concurrent=min(setup.server.max_concurrent, remote.max_open))
+    config = unpacked(setup.server, ServerConfig)
+    config = replace(config, max_concurrent=min(config.max_concurrent, remote.max_open))
     book = SeatBook(seats_fd, setup.num_fronts)
     fronts = Fronts(book, setup.index, remote.started_s, remote.pid, remote.stats_and_figures)
     FrontServer(remote, config, listener, fronts, parent).run()

@@ -92,7 +92,8 @@ class Supervisor:
         """Until a signal ends the server, or a process that it cannot do without does."""
         with self._children_end(), self._wakeups() as wakeup:
             self._others.append(engine := self._spawn("engine", []))
-            engine.tell(boundary.EngineSetup(boundary.VERSION, self.config, self.server, self.logs, self.url))
+            config, server = boundary.packed(self.config), boundary.packed(self.server)
+            engine.tell(boundary.EngineSetup(boundary.VERSION, config, server, self.logs, self.url))
             while self._is_running():
                 self._look(wakeup)
             wrong = [child for child in self._children() if child.process.returncode]
@@ -213,7 +214,8 @@ class Supervisor:
         with engine_end, front_end:
             self._fronts[index] = child = self._spawn("front", [front_end.fileno(), self.listener.fileno(), self._seats.fd])
             self._engine.tell(boundary.Attach(index), [engine_end.fileno()])
-        child.tell(boundary.FrontSetup(boundary.VERSION, self.server, self.logs, index, self._seats.num_fronts))
+        server = boundary.packed(self.server)
+        child.tell(boundary.FrontSetup(boundary.VERSION, server, self.logs, index, self._seats.num_fronts))
 
     def _restart_gone(self) -> None:
         """Those that have ended and of which nothing is left: until then their seats are taken."""

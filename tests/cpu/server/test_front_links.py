@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from served import DEADLINE_S, until
 
-from penstock.config import Config, ServerConfig
+from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, ServerConfig
 from penstock.contract import (
     Adapter,
     FinishReason,
@@ -50,7 +50,18 @@ from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer, TokenizerSpec, spec_of, tokenizer_of
 from penstock.server import boundary, remote
 from penstock.server import links as links_module
-from penstock.server.boundary import Frames, FromEngine, FromFront, ProtocolBroken, Wire, error_from, fault_from, frame
+from penstock.server.boundary import (
+    Frames,
+    FromEngine,
+    FromFront,
+    ProtocolBroken,
+    Wire,
+    error_from,
+    fault_from,
+    frame,
+    packed,
+    unpacked,
+)
 from penstock.server.client import RequestFigures
 from penstock.server.links import FrontLink, FrontLinks, tokens_of
 from penstock.server.remote import RemoteAdapters, RemoteEngine, greeted
@@ -560,6 +571,26 @@ def _wait_dealt_with(front: Wire[FromEngine]) -> None:
 # ---------------------------------------------------------------------------------------------------------- the front's side
 
 
+def test_settings_reach_the_processes_whatever_bytes_and_numbers_they_have() -> None:
+    """A key or a path comes from a shell, which knows no alphabet."""
+    key, path, number = "caf\udce9", "/tmp/\udcff", 10**30
+    server = ServerConfig(api_key=key, max_body_bytes=number, served_names=("a", "b"))
+    config = Config(
+        ModelSource(path, seed=number),
+        KvConfig(residency="scored", pin_spans=((0, 64), (128, 192))),
+        EngineConfig(max_model_len=512),
+        OffloadConfig(ssd_dir=path, host_gib=0.1),
+        lora=LoraConfig((("a", path),), path),
+    )
+    sent = boundary.EngineSetup(boundary.VERSION, packed(config), packed(server), ("info", "text"), "http://x")
+    (got,) = Frames[boundary.FromParent](boundary.FromParent).feed(frame(sent))
+    assert isinstance(got, boundary.EngineSetup)
+    assert (unpacked(got.config, Config), unpacked(got.server, ServerConfig)) == (config, server)
+    for wrong in (b"", b"[]", b'{"port": -1}', b'{"port": "x"}'):
+        with pytest.raises(ProtocolBroken):
+            unpacked(wrong, ServerConfig)
+
+
 def test_another_version_is_refused() -> None:
     engine, front = socket.socketpair()
     with engine, front:
@@ -581,7 +612,7 @@ def test_a_child_of_another_version_says_so_and_ends() -> None:
         with subprocess.Popen(command, pass_fds=[fd], env=environment) as child:
             theirs.close()
             wire: Wire[boundary.ToParent] = Wire(ours, boundary.ToParent)
-            wire.send(boundary.FrontSetup(boundary.VERSION + 1, ServerConfig(), ("info", "text"), 0, 1))
+            wire.send(boundary.FrontSetup(boundary.VERSION + 1, packed(ServerConfig()), ("info", "text"), 0, 1))
             said = wire.receive()
             assert isinstance(said, boundary.Broken) and "of the protocol, and this process" in said.fault.message
             assert child.wait(DEADLINE_S) == 1

@@ -454,7 +454,8 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
     fits = ResidencyChoice(0, 16, False, (), None)
     engine.sendall(boundary.frame(boundary.Hello(boundary.VERSION, "m", limits, {}, ("device",), 3, 1, 0.0, False, tokenizer, [], fits)))
     with engine, front, parent, ours, socket.create_server(("127.0.0.1", 0)) as listener:
-        setup = boundary.FrontSetup(boundary.VERSION, ServerConfig(max_concurrent=100), ("info", "text"), 0, 1)
+        server = boundary.packed(ServerConfig(max_concurrent=100))
+        setup = boundary.FrontSetup(boundary.VERSION, server, ("info", "text"), 0, 1)
         run_front(setup, Wire(ours, FromParent), front, listener, os.dup(book.fd))
         listener.setblocking(False)
         yield served[0]
