@@ -264,7 +264,8 @@ class ChatReply(ChunkedReply):
             else:
                 texts[kind] += text
         parts: Json = {"content": texts["text"], "reasoning_content": texts["reasoning"], "tool_calls": calls}
-        finish = "tool_calls" if piece.finish == "stop" and parser.num_calls else piece.finish
+        cut = piece.stop is not None and parser.in_call  # whoever is told that it is a call would run it with half of its arguments
+        finish = "tool_calls" if piece.finish == "stop" and parser.num_calls and not cut else piece.finish
         return {name: value for name, value in parts.items() if value}, finish
 
     def _scores(self, tokens: Sequence[ScoredToken]) -> Json | None:

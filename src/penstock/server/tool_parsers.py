@@ -47,6 +47,7 @@ class MessageParser:
     def __init__(self, most_calls: int | None = None) -> None:
         """Calls behind the first `most_calls` are dropped."""
         self.num_calls = 0
+        self.in_call = False  # the last call is not over
         self._most = most_calls
         self._dropped = False
         self._row: list[Part] = []
@@ -65,6 +66,10 @@ class MessageParser:
         if not self._dropped:
             self._row.append(("call", name))
             self.num_calls += 1
+            self.in_call = True
+
+    def end_call(self) -> None:
+        self.in_call = False
 
     def arguments(self, text: str) -> None:
         if not self._dropped:
@@ -175,6 +180,7 @@ class JsonCall:
             return "" if self._named else "".join(self._raw)
         if self._arguments is None:
             self._sink.arguments("{}")
+        self._sink.end_call()
         return None
 
     def _next(self) -> Reading[str]:
@@ -255,11 +261,18 @@ def content(sink: MessageParser) -> Reading[None]:
 def named_call(sink: MessageParser, name: str) -> Reading[None]:
     """All of the text is the arguments of one call, whose name is known."""
     begun = False
+    value: Value | None = None  # its arguments
     while character := (yield):
         if not begun:
             sink.call(name)
             begun = True
         sink.arguments(character)
+        if value is not None:
+            value.push(character)
+        elif character not in _BLANK:
+            value = Value(character)
+        if value is not None and value.is_over:
+            sink.end_call()
 
 
 def hermes_calls(sink: MessageParser) -> Reading[None]:
@@ -323,6 +336,7 @@ def mistral_calls(sink: MessageParser) -> Reading[None]:
                     return
                 sink.arguments(character)
                 value.push(character)
+            sink.end_call()
     sink.content(held)
 
 

@@ -84,6 +84,15 @@ def test_an_answer_that_is_cut_inside_a_call_says_so_whole_and_streamed() -> Non
         assert gathered(create(model=MODEL, messages=ASK, tools=TOOLS, max_tokens=most, stream=True))[2] == "length"
 
 
+@pytest.mark.parametrize(("stop", "finish"), [("Bern", "stop"), ("</tool_call>", "tool_calls"), ("now", "tool_calls")])
+def test_a_stop_string_inside_a_call_is_no_call(stop: str, finish: str) -> None:
+    """Behind all of its arguments it is one: clients stop there to have one call. So it is where the next one has no name yet."""
+    with serving(saying(CALL)) as served:
+        create = served.client().chat.completions.create
+        asked = {"model": MODEL, "messages": ASK, "tools": TOOLS, "stop": stop}
+        assert create(**asked).choices[0].finish_reason == finish == gathered(create(**asked, stream=True))[2]
+
+
 def test_without_tools_or_with_none_a_call_is_text() -> None:
     with serving(saying(CALL)) as served:
         for fields in ({}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):

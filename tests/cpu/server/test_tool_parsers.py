@@ -36,6 +36,26 @@ def parse(kind: str, pieces: list[str], thinks: bool = False, begun: bool = Fals
     return Message(said["text"], said["reasoning"], calls)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": {}}}'),
+        ("llama3", '{"name": "f", "parameters": {"a": {}}}'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": {}}'),
+        ("json", '[{"name": "f", "arguments": {"a": {}}}'),
+        ("forced", ' {"a": {}}'),
+    ],
+)
+def test_a_call_is_over_with_its_last_brace(kind: str, text: str) -> None:
+    parser = MessageParser()
+    parser.start(named_call(parser, "forced") if kind == "forced" else READERS[kind](parser))
+    assert not parser.in_call
+    parser.push(text[:-1])
+    assert parser.in_call
+    parser.push(text[-1:])
+    assert not parser.in_call and parser.num_calls == 1
+
+
 SAID: dict[str, tuple[str, str, Message]] = {
     "two calls": (
         "hermes",
