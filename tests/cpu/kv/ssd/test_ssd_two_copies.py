@@ -8,7 +8,7 @@ from cpu.kv.ssd.ssd_rig import key_of
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.ssd.segments import SlotHead
-from penstock.kv.tiers.store import Envelope
+from penstock.kv.tiers.store import Envelope, Outcome
 
 GENERATION = b"g" * 16
 KEY = key_of(1)
@@ -64,4 +64,24 @@ def test_a_slot_that_is_written_anew_is_doubted_no_longer() -> None:
     index.land(claim, [key_of(2)], [0], {0: GENERATION})
     assert index._unverified == set() and index.claim([key_of(2)]).unverified == []
     index.end_scan()
+    index.close()
+
+
+def test_what_is_written_counts_though_the_scan_finds_an_older_copy_meanwhile() -> None:
+    """Nobody knows whether the older copy is whole; whoever persists the write is to be right that the block is there."""
+    pool = BlockPool(2, "ssd")
+    index = SlotIndex(pool, lambda slot: GENERATION)
+    withheld = [index.withhold(1) for _ in range(2)]
+    index.add_scanned(withheld[0], {})
+    claim = index.claim([KEY])
+    assert claim is not None and claim.slots == [0]
+    head = SlotHead(Envelope(KEY, b"s" * 32, 100, 1, b"c" * 16), GENERATION, 0, 1, 0)
+    index.add_scanned(withheld[1], {1: head})
+    index.land(claim, [KEY], [0], {0: GENERATION})
+    assert claim.outcomes == [Outcome.DONE] and pool.find_each([KEY]) == [0], "the one that was written now"
+    again = index.claim([KEY])
+    assert again is not None and again.unverified == [], "and nobody doubts it"
+    index.end_scan()
+    assert pool.counts.free == 1 and pool.counts.idle == 1
+    pool.check()
     index.close()

@@ -171,6 +171,8 @@ class SlotIndex:
                 pairs = list(zip(claim.places, claim.slots, strict=True))
                 good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
                 self._unverified.difference_update(claim.slots)
+                # What the scan has found meanwhile may be torn: of two copies the one that was written now counts.
+                self._pool.forget([slot for slot in self._pool.find_each([keys[place] for place, _ in good]) if slot in self._unverified])
                 self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
                 if self._pinned.num_owners:
                     self._pinned.landed(keys[place] for place, _ in good)
