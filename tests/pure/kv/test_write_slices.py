@@ -18,3 +18,24 @@ def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing
     rig.cache.drain(10.0)
     assert rig.cache.num_in_flight == 0 and rig.store_has(keys) == [True, True, False, False, True, True]
     rig.end()
+
+
+def test_a_flush_fails_where_blocks_of_a_slice_have_left_host_memory_however_many_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has left is taken note of some at a time. A flush of a few blocks is over before that."""
+    monkeypatch.setattr(saves, "_GONE_AT_ONCE", 1)
+    rig = Stacked("ssd", admission="reuse")
+    for name in "ba":
+        rig.ran(4, name).release(None)
+        rig.flow()
+        rig.forget_device()
+        if name == "b":
+            assert rig.persisted().error is None
+    flush = rig.cache.persist()
+    assert flush is not None
+    _, pin = rig.host.pin_each(rig.keys(4)[:1], "a request")
+    rig.cache.reset(["host"])
+    rig.flow()
+    assert rig.store_has(rig.keys(4)) == [True, False, False, False]
+    assert flush.settled and flush.error is not None and "3 of 4 blocks" in str(flush.error)
+    rig.host.end_handles([pin])
+    rig.end()

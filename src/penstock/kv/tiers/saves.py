@@ -583,8 +583,8 @@ class Saves:
         dirty = [key for key in keys if key in self._dirty and key not in self._writing]
         for start in range(0, len(dirty), _CLEAN_BLOCKS):
             some = dirty[start : start + _CLEAN_BLOCKS]
-            if self._write_dirty(some, must=True) is None:
-                one.lost.update(some)
+            writing = self._write_dirty(some, must=True)
+            one.lost.update(some if writing is None else set(some).difference(writing.keys))  # those have left host memory
         return len(keys) == _WRITE_AT_ONCE
 
     def _note_lost(self, keys: Sequence[bytes]) -> None:
