@@ -20,6 +20,22 @@ def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing
     rig.end()
 
 
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_before_it(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+    monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 2)
+    rig = Stacked("ssd", "remote")
+    rig.remembered(6, tiers=("host",))
+    rig.tiers["remote"].calls.known.clear()
+    keys = rig.keys(6)
+    rig.saves.landed(keys, range(6))
+    assert {one.name for one, _, _ in rig.saves.later} == {"ssd", "remote"}
+    rig.cache.reset([tier])
+    rig.flow()
+    other = "remote" if tier == "ssd" else "ssd"
+    assert rig.store_has(keys, tier) == [False] * 6 and rig.store_has(keys, other) == [True] * 6
+    rig.end()
+
+
 def test_a_flush_fails_where_blocks_of_a_slice_have_left_host_memory_however_many_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has left is taken note of some at a time. A flush of a few blocks is over before that."""
     monkeypatch.setattr(saves, "_GONE_AT_ONCE", 1)

@@ -533,6 +533,7 @@ class Saves:
         """Have the cold `tier` emptied. From now on nothing counts as being there: what host memory has is written again when somebody asks
         for it, behind the reset. A `persist` that is under way begins again."""
         writing = self.cold[tier].reset()
+        self.later = deque(one for one in self.later if one[0].name != tier)  # it was queued before
         if tier == self.first.name:
             self._begin_anew()
         return writing
