@@ -539,10 +539,10 @@ class Saves:
         return writing
 
     def _begin_anew(self) -> None:
-        """Nothing counts as being in the first tier: what host memory has is dirty."""
+        """Nothing counts as being in the first tier: what host memory has is dirty, but for what cold tiers never have."""
         self.num_emptied += 1
         self._writing.clear()
-        self._dirty = {**dict.fromkeys(self.host.keys(), 0), **self._dirty}
+        self._dirty = {**dict.fromkeys(itertools.filterfalse(self._unshared.__contains__, self.host.keys()), 0), **self._dirty}
 
     # -------------------------------------------------------------------------------------------------------------- persist
 
