@@ -209,7 +209,7 @@ class SnapshotList(NamedTuple):
     pinned_blocks: int
     pinned_blocks_max: int
     block_bytes: int
-    is_complete: bool = True  # False: a shared store did not answer, and may have more
+    is_complete: bool = True  # False: a disk or a shared store did not answer, and may have more
 
 
 class SnapshotContent(NamedTuple):

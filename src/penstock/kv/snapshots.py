@@ -137,23 +137,17 @@ class ManifestPlaces:
         return tuple(written)
 
     def remove(self, id: str, own: Manifest | None = None) -> None:
-        """Where `own` is given, not what another engine has put into a shared store under the same name since. Never raises: what stays is
-        told, and is removed when it is found to have expired."""
+        """Where `own` is given, not what another engine, or an earlier process, has put there under the same name. Never raises: what stays
+        is told, and is removed when it is found to have expired."""
         for tier, store in self:
             try:
-                tier.calls.say("remove a snapshot", partial(_remove, store, id, None if tier.local else own))
+                tier.calls.say("remove a snapshot", partial(_remove, store, id, own))
             except StoreFailed as error:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
 
-    def local_ids(self) -> Iterator[tuple[ColdTier, ManifestStore, str]]:
-        """What an earlier process has left on this machine."""
-        for tier, store in self:
-            if tier.local:
-                try:
-                    for id in tier.calls.say("list snapshots", store.manifests):
-                        yield tier, store, id
-                except StoreFailed as error:
-                    log.warning("snapshots in the %s tier are not known: %s", tier.name, error)
+    def local(self) -> Iterator[tuple[ColdTier, ManifestStore]]:
+        """Those of this machine, which an earlier process may have left some in."""
+        return ((tier, store) for tier, store in self if tier.local)
 
     def shared_ids(self, tenant: bytes) -> list[str]:
         return [id for tier, store in self.shared() for id in tier.calls.say("list snapshots", partial(store.manifests, tenant.hex()))]
@@ -186,6 +180,8 @@ class Snapshots:
         self._places = ManifestPlaces(cache)
         self._known: dict[str, tuple[Manifest, tuple[str, ...]]] = {}  # by id, with the tiers that have it
         self._damaged: dict[str, str] = {}  # by id: why its manifest cannot be used
+        self._unread: set[str] = set()  # ids of those that the disk did not give out: it may by now
+        self._is_listed = False  # what the disk has is known
         self._due_s = _NEVER  # when the next one expires
         self._counts: Counter[str] = Counter()
         last = _last_evicting(cache)
@@ -273,25 +269,59 @@ class Snapshots:
     # --------------------------------------------------------------------------------------------------------------- on the lane
 
     def _load(self) -> None:
-        """What an earlier process has left on the local disk; what is in shared stores is looked up when somebody asks for it."""
+        """What an earlier process has left on the local disk, as far as it answers; what is in shared stores is looked up when somebody
+        asks for it."""
         found: list[tuple[Manifest, str]] = []
-        for tier, store, id in self._places.local_ids():
-            try:
-                if (manifest := self._places.read(tier, store, id)) is not None:
-                    found.append((manifest, tier.name))
-            except (SnapshotRefused, StoreFailed) as error:
-                self._damaged[id] = str(error)
-        self._known = {manifest.id: (manifest, (name,)) for manifest, name in sorted(found, key=lambda one: one[0].created_s)}
+        try:
+            listed = [(tier, store, id) for tier, store in self._places.local() for id in tier.calls.say("list snapshots", store.manifests)]
+            self._is_listed = True
+        except StoreFailed as error:
+            log.warning("snapshots of an earlier process are not known: %s", error)
+            listed = []
+        for tier, store, id in listed:
+            if id not in self._known and (manifest := self._try_read(tier, store, id)) is not None:
+                found.append((manifest, tier.name))
+        found.sort(key=lambda one: one[0].created_s)
+        self._known.update((manifest.id, (manifest, (name,))) for manifest, name in found)
         self._expire()  # before any pins: what is over takes no room from what is not
-        for manifest, _ in self._known.values():
-            try:
-                self._own_pins.pin(manifest)
-            except SnapshotSpace as error:  # the tier is smaller than it was
-                log.warning("snapshot %s no longer pins its blocks: %s", manifest.id, error)
-                self._own_pins.unpin(manifest.id)
+        for manifest, _ in found:
+            if manifest.id in self._known:
+                self._try_pin(manifest)
+
+    def _try_read(self, tier: ColdTier, store: ManifestStore, id: str) -> Manifest | None:
+        """None: it cannot be used, or could not be read, which is noted."""
+        self._unread.discard(id)
+        self._damaged.pop(id, None)
+        try:
+            return self._places.read(tier, store, id)
+        except SnapshotRefused as error:
+            self._damaged[id] = str(error)
+        except StoreFailed as error:
+            self._damaged[id] = str(error)
+            self._unread.add(id)
+        return None
+
+    def _try_pin(self, manifest: Manifest) -> None:
+        try:
+            self._own_pins.pin(manifest)
+        except SnapshotSpace as error:  # the tier is smaller than it was
+            log.warning("snapshot %s no longer pins its blocks: %s", manifest.id, error)
+            self._own_pins.unpin(manifest.id)
+
+    def _look_again(self, id: str = "") -> None:
+        """Somebody asks for that one, or for all: a disk that did not answer before may do so now."""
+        if all(tier.usable for tier, _ in self._places.local()):
+            if not self._is_listed:
+                self._load()
+            for tier, store in self._places.local() if id in self._unread else ():
+                if (manifest := self._try_read(tier, store, id)) is not None:
+                    self._known[id] = manifest, (tier.name,)
+                    self._try_pin(manifest)
+                    self._expire()
 
     def _reserve(self, manifest: Manifest) -> None:
         id, pins = manifest.id, self._own_pins
+        self._look_again(id)
         self._expire()
         if id in pins or id in self._known or id in self._damaged or self._is_shared(id):
             raise SnapshotTaken(f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name")
@@ -323,9 +353,12 @@ class Snapshots:
     def _find(self, name: str, salt: str) -> Manifest:
         self._expire_due()
         id = snapshot_id(tenant_of(salt), name)
-        if id in self._damaged:
+        self._look_again(id)
+        if id in self._damaged and id not in self._unread:
             raise SnapshotRefused(f"snapshot {name!r} cannot be used: {self._damaged[id]}")
         manifest = self._known[id][0] if id in self._known else self._places.read_shared(id)
+        if manifest is None and (id in self._unread or not self._is_listed):
+            raise StoreFailed(f"snapshot {name!r} cannot be read: {self._damaged.get(id, 'the disk does not say which it has')}")
         if manifest is None or manifest.has_expired(self._clock()):
             raise SnapshotMissing(f"there is no snapshot {name!r}, or the cache_salt is not the one that it was taken with")
         return manifest
@@ -338,7 +371,8 @@ class Snapshots:
 
     def _all(self, tenant: bytes) -> SnapshotList:
         self._expire_due()
-        found, is_complete = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant], True
+        self._look_again()
+        found, is_complete = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant], self._is_listed
         try:
             found += self._shared(tenant)
         except StoreFailed as error:
@@ -361,7 +395,8 @@ class Snapshots:
 
     def _delete(self, name: str, salt: str) -> None:
         id = snapshot_id(tenant_of(salt), name)
-        with contextlib.suppress(SnapshotRefused):  # it is there, be it damaged, here or in a shared store
+        is_unreadable = (StoreFailed,) if id in self._unread else ()
+        with contextlib.suppress(SnapshotRefused, *is_unreadable):  # it is there, be it damaged, here or in a shared store
             self._find(name, salt)
         self._let_go(id)
         self._counts["deleted"] += 1
@@ -370,6 +405,7 @@ class Snapshots:
         """Its blocks may go, and its manifest does, as `ManifestPlaces.remove` says."""
         self._known.pop(id, None)
         self._damaged.pop(id, None)
+        self._unread.discard(id)
         self._own_pins.unpin(id)
         self._places.remove(id, own)
 

@@ -314,6 +314,66 @@ def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewher
     assert sorted(names(here)) == ["new", "own", "shared"] and here.registry.figures().damaged == 0
 
 
+@pytest.mark.parametrize("call", ["manifests", "read_manifest"])
+def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
+    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """One call that fails fences the disk off, so that those after it fail, too: that says nothing about their manifests."""
+    here, _ = machines
+    here.failing.add("remote")
+    for name in ("one", "two"):
+        here.take(name)
+    inner = getattr(MemoryStore, call)
+    times = iter([True])
+
+    def failing(store: MemoryStore, *asked: str) -> Any:
+        if store.name == "ssd" and next(times, False):
+            raise StoreFailed("the disk is away")
+        return inner(store, *asked)
+
+    monkeypatch.setattr(MemoryStore, call, failing)
+    here.restart()
+    for name in ("one", "two"):
+        with pytest.raises(StoreFailed, match=f"snapshot '{name}' cannot be read"):
+            here.registry.find(name, "")
+    assert here.registry.all("").is_complete == (call == "read_manifest")
+    here.clock.advance(1.0)
+    with pytest.raises(StoreFailed if call == "manifests" else SnapshotTaken):
+        here.take("one")  # which leaves what the disk has under that name
+    here.heal()
+    for name in ("one", "two"):
+        found = here.registry.find(name, "")
+        assert found.tiers == ("ssd",) and found.pinned and found.kept_tokens == 10 * BLOCK
+    assert sorted(names(here)) == ["one", "two"] and here.num_pinned == 10
+    figures = here.registry.figures()
+    assert (figures.known, figures.damaged) == (2, 0)
+    with pytest.raises(SnapshotTaken):
+        here.take("one")
+
+
+def test_one_that_the_disk_never_gives_out_can_be_deleted(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _ = machines
+    here.take("one", ttl_s=5.0)
+    here.shared.clear()
+    inner = MemoryStore.read_manifest
+
+    def failing(store: MemoryStore, id: str) -> Any:
+        if store.name == "ssd":
+            raise StoreFailed("it cannot be read")
+        return inner(store, id)
+
+    monkeypatch.setattr(MemoryStore, "read_manifest", failing)
+    here.restart()
+    with pytest.raises(StoreFailed, match="it cannot be read"):
+        here.registry.find("one", "")
+    here.heal()
+    with pytest.raises(SnapshotMissing):
+        here.registry.delete("two", "")
+    monkeypatch.setattr(here.rig.tiers["ssd"].calls.breaker, "fail", lambda entered: False)
+    here.registry.delete("one", "")
+    assert not here.on_disk and here.registry.figures().damaged == 0
+
+
 def test_time_that_passed_between_two_lives_counts(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,6 +508,21 @@ def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(mac
     assert names(here) == names(there) == ["talk"] and here.num_pinned == 0
     here.registry.delete("talk", "")
     assert not here.shared, "who deletes it by its name deletes it"
+
+
+def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(machines: tuple[Machine, Machine]) -> None:
+    """An earlier process has left it, and the disk did not say so when it was asked."""
+    here, _ = machines
+    id = snapshot_id(tenant_of(""), "talk")
+
+    def fail() -> None:
+        here.on_disk[id] = b"of an earlier process"
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+    assert names(here) == [] and here.on_disk == {id: b"of an earlier process"}
+    here.on_disk.clear()
 
 
 def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(machines: tuple[Machine, Machine], clock: HandClock) -> None:
