@@ -136,14 +136,19 @@ class ManifestPlaces:
             raise failures[0]
         return tuple(written)
 
-    def remove(self, id: str, own: Manifest | None = None) -> None:
-        """Where `own` is given, not what another engine, or an earlier process, has put there under the same name. Never raises: what stays
-        is told, and is removed when it is found to have expired."""
+    def remove(self, id: str, own: Manifest) -> None:
+        """Not what another engine, or an earlier process, has put there under the same name. Never raises: what stays is told, and is
+        removed when it is found to have expired."""
         for tier, store in self:
             try:
                 tier.calls.say("remove a snapshot", partial(_remove, store, id, own))
             except StoreFailed as error:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
+
+    def delete(self, id: str) -> None:
+        """Whoever put it there. Raises where one does not answer. The coldest is asked first: what others find is still known here."""
+        for tier, store in reversed([*self]):
+            tier.calls.say("remove a snapshot", partial(store.remove_manifest, id))
 
     def local(self) -> Iterator[tuple[ColdTier, ManifestStore]]:
         """Those of this machine, which an earlier process may have left some in."""
@@ -398,16 +403,20 @@ class Snapshots:
         is_unreadable = (StoreFailed,) if id in self._unread else ()
         with contextlib.suppress(SnapshotRefused, *is_unreadable):  # it is there, be it damaged, here or in a shared store
             self._find(name, salt)
-        self._let_go(id)
+        self._places.delete(id)  # before anything is let go: where a tier does not answer, it can be deleted later
+        self._forget(id)
         self._counts["deleted"] += 1
 
-    def _let_go(self, id: str, own: Manifest | None = None) -> None:
+    def _let_go(self, id: str, own: Manifest) -> None:
         """Its blocks may go, and its manifest does, as `ManifestPlaces.remove` says."""
+        self._forget(id)
+        self._places.remove(id, own)
+
+    def _forget(self, id: str) -> None:
         self._known.pop(id, None)
         self._damaged.pop(id, None)
         self._unread.discard(id)
         self._own_pins.unpin(id)
-        self._places.remove(id, own)
 
     def _give_up(self, manifest: Manifest) -> None:
         """What its taking has left, which may be nothing; one of the same name that is somebody else's stays."""
@@ -494,6 +503,6 @@ def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:
     return (HOST, cache.host) if cache.host.num_slots else None
 
 
-def _remove(store: ManifestStore, id: str, own: Manifest | None) -> None:
-    if own is None or store.read_manifest(id) == pack(own):
+def _remove(store: ManifestStore, id: str, own: Manifest) -> None:
+    if store.read_manifest(id) == pack(own):
         store.remove_manifest(id)

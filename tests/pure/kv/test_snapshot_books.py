@@ -374,6 +374,20 @@ def test_one_that_the_disk_never_gives_out_can_be_deleted(machines: tuple[Machin
     assert not here.on_disk and here.registry.figures().damaged == 0
 
 
+@pytest.mark.parametrize("tier", ["ssd", "remote"])
+def test_who_deletes_one_is_told_where_a_store_does_not_answer_and_can_do_it_later(machines: tuple[Machine, Machine], tier: str) -> None:
+    """It would be there again: when the store answers, or after a restart."""
+    here, _ = machines
+    here.take("talk")
+    here.rig.stores[tier].die()
+    with pytest.raises(StoreFailed):
+        here.registry.delete("talk", "")
+    here.heal()
+    assert names(here) == ["talk"] and here.num_pinned == 10 and here.registry.figures().deleted == 0
+    here.registry.delete("talk", "")
+    assert not here.on_disk and not here.shared and here.num_pinned == 0 and here.registry.figures().deleted == 1
+
+
 def test_time_that_passed_between_two_lives_counts(
     machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -618,14 +632,13 @@ class Walk:
         is_known = found is not None and which in self.living(self.known[at])
         is_shared = found is None and which in self.living(self.remote)
         error = None if is_known or (is_shared and not self.is_down[at]) else SnapshotMissing
-        if found is None and self.is_down[at]:
-            error = StoreFailed
+        if self.is_down[at]:
+            error = StoreFailed  # and it is as it was
         with contextlib.nullcontext() if error is None else pytest.raises(error):
             self.machines[at].registry.delete(*which)
             self.known[at].pop(which, None)
             self.disks[at].pop(which, None)
-            if not self.is_down[at]:
-                self.remote.pop(which, None)
+            self.remote.pop(which, None)
 
     def later(self, at: int, which: tuple[str, str]) -> None:
         self.clock.advance(self.rng.choice([1.0, 40.0]))
