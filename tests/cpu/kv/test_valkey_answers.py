@@ -217,10 +217,53 @@ def test_each_block_has_the_answer_to_its_own_write(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------------------- manifests
 
 
-@pytest.mark.parametrize(("answer", "written"), [(b"+OK", True), (b"-OOM no room", False), (b"-MOVED 1 h:1", False)])
+@pytest.mark.parametrize(("answer", "written"), [(b"+OK", True), (b"-OOM no room", False)])
 def test_a_manifest_counts_as_written_where_the_server_has_it(answer: bytes, written: bool) -> None:
     with answering(SET=answer) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
         assert store.write_manifest("aa-1", b"text", None) is written
+
+
+MANIFEST_CALLS: list[tuple[str, bytes, Callable[[valkey.ValkeyStore], object], object]] = [
+    ("GET", b"$4\r\ntext", lambda store: store.read_manifest("aa-1"), b"text"),
+    ("SET", b"+OK", lambda store: store.write_manifest("aa-1", b"text", None), True),
+    ("UNLINK", b":1", lambda store: store.remove_manifest("aa-1"), None),
+]
+
+
+@pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
+@pytest.mark.parametrize(("command", "answer", "call", "expected"), MANIFEST_CALLS, ids=[call[0] for call in MANIFEST_CALLS])
+def test_a_manifest_that_has_moved_is_asked_for_where_it_is(
+    command: str, answer: bytes, call: Callable[[valkey.ValkeyStore], object], expected: object, word: bytes
+) -> None:
+    """Of a block a miss would do. A snapshot that is not found, or not removed, is another answer than the right one."""
+    asked: list[bytes] = []
+
+    def moved_at_first(words: list[bytes]) -> bytes:
+        asked.append(words[1])
+        return b"-%b 1 h:1" % word if len(asked) == 1 else answer
+
+    said = {"STRLEN": b":4", command: moved_at_first}
+    with answering(**said) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
+        assert call(store) == expected
+        assert len(asked) == 2 and num_idle(store) == 1
+
+
+@pytest.mark.parametrize("hole", [False, True])
+@pytest.mark.parametrize(("command", "answer", "call", "expected"), MANIFEST_CALLS, ids=[call[0] for call in MANIFEST_CALLS])
+def test_where_no_node_has_the_name_of_a_manifest_nobody_is_told_that_it_is_gone(
+    command: str, answer: bytes, call: Callable[[valkey.ValkeyStore], object], expected: object, hole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hole:
+        monkeypatch.setattr(valkey, "slot_map", lambda answer, asked: [None] * 16384)
+    said = {"STRLEN": b":4", command: b"-MOVED 1 h:1"}
+    with answering(**said) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store, pytest.raises(StoreFailed, match="no node"):
+        call(store)
+
+
+def test_a_hole_in_the_map_is_asked_for_again_for_a_manifest() -> None:
+    with answering(STRLEN=b":4", GET=b"$4\r\ntext") as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
+        store._connections._slots = [None] * 16384
+        assert store.read_manifest("aa-1") == b"text"
 
 
 def test_a_manifest_for_less_than_a_second_is_kept_for_one() -> None:

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
 from penstock.kv.tiers.remote import FLAG, Node, SharedStore, StoreUrl, is_block, need, parse_url
@@ -40,6 +40,7 @@ _PORT = 6379
 _NUM_SLOTS = 16384  # of a cluster
 _FIND_KEYS = 512  # questions on their way at once
 _SCAN_KEYS = b"1000"
+_MOST_MOVES = 3  # nodes that are asked for one name, one after the other
 _NEAR_BYTES = 1 << 20  # of values on their way at once from the same machine: what is asked ahead only falls out of caches
 _FAR_BYTES = 4 << 20  # over a network, where the next one shall be under way while one is taken in
 _LINE_BYTES = 4096  # the longest line that is put up with; also how much of a value is copied once more, at most
@@ -49,6 +50,7 @@ _SCRATCH_BYTES = 1 << 18
 _MAX_PARTS = 512  # the system takes about a thousand at once
 _END = b"\r\n"
 
+T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 _Places = list[tuple[int, int, int, str, tuple[object, ...]]]
 
@@ -287,32 +289,55 @@ class ValkeyStore(SharedStore):
         return sorted(found)
 
     def read_manifest(self, id: str) -> bytes | None:
-        name = self._manifest_prefix + id.encode()
-        with self._connections.holding([name], self._until()) as holders:
-            for connection, _ in holders:
-                size = connection.ask(b"STRLEN", name)
-                data = bytearray(size if isinstance(size, int) else 0)
-                connection.ask_each(b"GET", [name])
-                received = connection.read_value([memoryview(data)])
-                for answer in (size, received):
-                    if isinstance(answer, Refusal):
-                        self._connections.moved_or_fail(connection, answer)
-                return bytes(data) if isinstance(received, int) and received == len(data) else None
-        return None
+        return self._of_manifest(id, _read_whole)
 
     def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
-        ttl = () if expires_in_s is None else (b"%d" % max(1, math.ceil(expires_in_s)),)
-        outcomes = self._set_each([self._manifest_prefix + id.encode()], lambda _: [data], len(data), ttl, self._until())
-        return outcomes == [Outcome.DONE]
+        expiry = () if expires_in_s is None else (b"EX", b"%d" % max(1, math.ceil(expires_in_s)))
+
+        def write(connection: ValkeyConnection, name: bytes) -> bool | Refusal:
+            before, behind = command_with_value((b"SET", name), len(data), expiry)
+            connection.send([before, data, behind], 1)
+            answer = connection.read_answer()
+            if not isinstance(answer, Refusal) and answer != b"OK":
+                raise StoreFailed("the shared store answered SET with something else")
+            return answer if isinstance(answer, Refusal) and answer.word != "OOM" else answer == b"OK"
+
+        return self._of_manifest(id, write)
 
     def remove_manifest(self, id: str) -> None:
-        self._ask_each(b"UNLINK", [self._manifest_prefix + id.encode()], (), self._until())
+        self._of_manifest(id, lambda connection, name: connection.ask(b"UNLINK", name))
+
+    def _of_manifest(self, id: str, ask: Callable[[ValkeyConnection, bytes], T | Refusal]) -> T:
+        """What the node says that has this name. Where it is with another one by now, that is asked: of a block a miss would do, but a
+        manifest is there or it is not. Raises where the nodes do not agree on who has it."""
+        name, deadline = self._manifest_prefix + id.encode(), self._until()
+        for _ in range(_MOST_MOVES):
+            with self._connections.holding([name], deadline) as holders:
+                for connection, _ in holders:
+                    answer = ask(connection, name)
+                    if not isinstance(answer, Refusal):
+                        return answer
+                    self._connections.moved_or_fail(connection, answer)
+            self._connections.forget()
+        raise StoreFailed("no node of the shared store has the name of this snapshot")
 
     def close(self) -> None:
         self._connections.close()
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._prefix + key.hex().encode() for key in keys]
+
+
+def _read_whole(connection: ValkeyConnection, name: bytes) -> bytes | Refusal | None:
+    """A value of any length; None: there is none, or it was replaced meanwhile."""
+    size = connection.ask(b"STRLEN", name)
+    data = bytearray(size if isinstance(size, int) else 0)
+    connection.ask_each(b"GET", [name])
+    received = connection.read_value([memoryview(data)])
+    for answer in (size, received):
+        if isinstance(answer, Refusal):
+            return answer
+    return bytes(data) if isinstance(received, int) and received == len(data) else None
 
 
 def _need_whole(blocks: Sequence[memoryview], block_bytes: int) -> None:
