@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,6 +40,7 @@ _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 COLD_READERS = 6
 COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
+_STUCK = 1.5  # times as long as a call to a shared store may take: then it does not keep to that
 
 
 class StorageObserver(LaneObserver, PoolObserver, Protocol):
@@ -76,7 +77,8 @@ def open_cache(
     host = _open_host(config, host_arena, device, observer)
     loader, saver = make_movers(arena, host_arena, observer, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
-    cold = [open_cold(store, host_arena, queue, observer) for store in stores]
+    stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
+    cold = [open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observer) for store in stores]
     saves = Saves(pool, host, cold, saver, layout, _limits(config, device))
     return Opened(KvCache(pool, scope, config.kv.prefix_cache, Loads(saves, loader)), arena, guard, host_arena)
 

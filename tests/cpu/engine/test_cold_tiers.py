@@ -14,7 +14,7 @@ from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, InvalidRequest, StoreFailed
 from penstock.kv import build as build_module
-from penstock.testing.stores import MemoryStore
+from penstock.testing.stores import HandClock, MemoryStore
 from support.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
@@ -235,6 +235,25 @@ def test_a_store_that_does_not_answer_is_not_waited_for(make_engine: MakeEngine,
         warm = generate(engine, prompts(100))
     assert warm.tokens == cold.tokens and warm.source == KvSource(computed=100)
     settle_all(engine)
+
+
+@pytest.mark.parametrize(("timeout_s", "patient_s"), [(1.0, 9.0), (30.0, 40.0)])
+def test_a_call_that_has_time_left_makes_no_store_unusable(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, timeout_s: float, patient_s: float
+) -> None:
+    """A store far away was given more time. One that does not end its calls in time is left alone all the same."""
+    engine = make_engine(host_blocks=64, remote="memory://", remote_timeout_s=timeout_s)
+    tier, clock = engine.cache.cold_tiers["remote"], HandClock()
+    tier.calls.breaker.clock = clock
+    with held(shared, "write"):
+        generate(engine, prompts(40))
+        until(engine, lambda: bool(tier.calls._running))
+        clock.advance(patient_s)
+        assert tier.usable
+        clock.advance(patient_s)
+        assert not tier.usable
+    settle_all(engine)
+    assert tier.usable
 
 
 @pytest.mark.parametrize("disk", [False, True])
