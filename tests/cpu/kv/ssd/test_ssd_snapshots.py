@@ -346,3 +346,16 @@ def test_what_is_pinned_is_there_in_any_order_of_calls(ops: list[tuple[Any, ...]
         for op in ops:
             walk.run(op)
         walk.store.close()
+
+
+def test_a_manifest_under_another_name_pins_nothing(tmp_path: Path) -> None:
+    """It is refused, so nobody counts what it pins, and deleting the one that it is of would not let go of it."""
+    store, one = open_at(tmp_path, NUM_SLOTS), manifest()
+    write_keys(store, one.block_keys)
+    other = manifest("other").id
+    assert store.write_manifest(other, pack(one), None)
+    store.close()
+    store = open_at(tmp_path, NUM_SLOTS)
+    churn(store)
+    assert store.num_leading(one.block_keys) == 0
+    store.close()

@@ -204,7 +204,7 @@ class SsdStore:
             except (SnapshotRefused, StoreFailed) as error:
                 log.warning("the snapshot %s in %s is left alone: %s", id, self._path, error)
                 continue
-            if manifest.space == self._space.digest:
+            if manifest.space == self._space.digest and manifest.id == id:  # under another name it is refused
                 pinned[id] = manifest.block_keys
         return pinned
 
