@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import TypeVar
 
@@ -66,6 +66,11 @@ class PinnedBlocks:
 
     def __contains__(self, id: str) -> bool:
         return id in self._pinning
+
+    @property
+    def ids(self) -> Set[str]:
+        """Of those that pin, be they taken or being taken."""
+        return self._pinning.keys()
 
     def pinned_by(self, manifest: Manifest) -> bool:
         """Whether this very one pins, and not another of its name."""
@@ -331,7 +336,7 @@ class Snapshots:
         if id in pins or id in self._known or id in self._damaged or self._is_shared(id):
             raise SnapshotTaken(f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name")
         try:
-            if len(self._known) >= MAX_SNAPSHOTS:
+            if len(self._known.keys() | pins.ids) >= MAX_SNAPSHOTS:  # with those that are being taken
                 raise SnapshotSpace(f"there are {MAX_SNAPSHOTS} snapshots already, which is the most: delete some")
             pins.pin(manifest)
         except SnapshotSpace:

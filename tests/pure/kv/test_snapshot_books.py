@@ -231,6 +231,19 @@ def test_their_number_is_bounded(machines: tuple[Machine, Machine], monkeypatch:
     assert here.registry.figures().refused == 1
 
 
+def test_those_that_are_being_taken_count(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _ = machines
+    monkeypatch.setattr(module, "MAX_SNAPSHOTS", 2)
+    here.take("a", TALK[:BLOCK])
+
+    def another() -> None:
+        with pytest.raises(SnapshotSpace, match="2 snapshots already"):
+            here.take("c", TALK[:BLOCK])
+
+    here.registry.take_of(SnapshotRequest("b", prompt=b"-"), TALK, another)
+    assert here.registry.figures().known == 2
+
+
 def test_a_damaged_one_keeps_its_name_until_it_is_deleted(machines: tuple[Machine, Machine]) -> None:
     here, there = machines
     here.take("talk")
