@@ -334,7 +334,7 @@ class Snapshots:
         self._look_again(id)
         self._expire()
         if id in pins or id in self._known or id in self._damaged or self._is_shared(id):
-            raise SnapshotTaken(f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name")
+            raise _taken(manifest)
         try:
             if len(self._known.keys() | pins.ids) >= MAX_SNAPSHOTS:  # with those that are being taken
                 raise SnapshotSpace(f"there are {MAX_SNAPSHOTS} snapshots already, which is the most: delete some")
@@ -354,6 +354,8 @@ class Snapshots:
     def _commit(self, manifest: Manifest) -> Snapshot:
         if not self._num_kept(manifest):
             raise SnapshotRefused(f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the snapshot then")
+        if self._is_shared(manifest.id):  # by another engine, while blocks were saved; or the store did not answer before
+            raise _taken(manifest)
         left_s = None if manifest.expires_s is None else manifest.expires_s - self._clock()
         self._known[manifest.id] = manifest, self._places.write(manifest, left_s)
         self._due_s = min(self._due_s, manifest.expires_s or _NEVER)
@@ -497,6 +499,10 @@ class Snapshots:
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
             raise SnapshotSpace(f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is the most")
         return manifest
+
+
+def _taken(manifest: Manifest) -> SnapshotTaken:
+    return SnapshotTaken(f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name")
 
 
 def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:

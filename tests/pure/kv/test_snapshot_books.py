@@ -537,6 +537,26 @@ def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(mac
     assert not here.shared, "who deletes it by its name deletes it"
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_a_name_that_another_engine_takes_meanwhile_is_its_own(machines: tuple[Machine, Machine], away: bool) -> None:
+    """Also where the store did not answer when this one began."""
+    here, there = machines
+    if away:
+        there.take("talk", (TALK + 50)[: 2 * BLOCK])
+        here.rig.stores["remote"].die()
+
+    def meanwhile() -> None:
+        if away:
+            here.heal()
+        else:
+            there.take("talk", (TALK + 50)[: 2 * BLOCK])
+
+    with pytest.raises(SnapshotTaken):
+        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, meanwhile)
+    assert here.registry.find("talk", "").num_blocks == 2 and names(here) == names(there) == ["talk"]
+    assert here.num_pinned == 0 and not here.on_disk
+
+
 def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(machines: tuple[Machine, Machine]) -> None:
     """An earlier process has left it, and the disk did not say so when it was asked."""
     here, _ = machines
