@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from copy import deepcopy
 from hashlib import blake2b
 
 import pytest
@@ -394,3 +396,18 @@ def test_an_order_whose_books_are_wrong_says_so_instead_of_looking_for_ever() ->
     next(iter(order._queues[0].values())).num_left += 1
     with pytest.raises(InvariantBroken, match="none left"):
         order.pop(3)
+
+
+@EVERY
+@pytest.mark.parametrize("seed", range(8))
+def test_slots_are_told_in_the_order_in_which_they_go(name: str, seed: int) -> None:
+    """Blocks that are written when they are about to leave are the first of these: any other goes unwritten."""
+    rng = random.Random(seed)
+    order = make_order(name, 64, block_tokens=1024)
+    free = list(range(64))
+    for number in range(60):
+        chain = [free.pop() for _ in range(min(len(free), rng.choice((1, 2, 16))))]
+        if chain:
+            come(order, chain, number)
+        assert list(order) == deepcopy(order).pop(64)
+        free += order.pop(rng.randrange(12))

@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ class EvictionOrder(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[int]:
-        """Every idle slot, in no order that matters."""
+        """Every idle slot, in the order in which they would be popped now."""
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
         """`slots`, which are in use, got these keys; `depths` are the blocks' places in their prefixes, counted from 0."""
@@ -444,8 +445,8 @@ class CostOrder:
         return self._num
 
     def __iter__(self) -> Iterator[int]:
-        for queue in self._queues:
-            yield from queue
+        ranked = (zip(queue.values(), repeat(place), queue, strict=False) for place, queue in enumerate(self._queues) if queue)
+        return (slot for _, _, slot in heapq.merge(*ranked))
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
         for slot, key, depth in zip(slots, keys, depths, strict=True):
