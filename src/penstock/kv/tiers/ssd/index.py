@@ -49,14 +49,15 @@ class Claim:
 
 
 class SlotIndex:
-    """A pool of slots that several threads share. `generation` says which generation the file of a slot has now."""
+    """A pool of slots that several threads share. `generation` says which generation the file of a slot has now; `sequence` is above those
+    of an earlier process, as far as anybody knows before the scan."""
 
-    def __init__(self, pool: BlockPool, generation: Callable[[int], bytes]) -> None:
+    def __init__(self, pool: BlockPool, generation: Callable[[int], bytes], sequence: int = 0) -> None:
         self._pool = pool
         self._generation = generation
         self._lock = threading.Lock()
         self._writing: dict[bytes, Claim] = {}
-        self._sequence = 0  # the last that was given to a write, or found in a file
+        self._sequence = sequence  # the last that was given to a write, or found in a file
         self._unverified: set[int] = set()  # slots of blocks that an earlier process wrote: whether they are whole shows the first read
         self._found: dict[bytes, int] = {}  # while the scan runs: the sequences of blocks that it has added
         self._used: dict[bytes, None] | None = {}  # while the scan runs: blocks used since the start, the latest last

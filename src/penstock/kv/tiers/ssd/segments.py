@@ -129,6 +129,7 @@ _MOST_FILES = 256  # that a large one may have, each with a descriptor
 _FEWEST_GROUPS = 8  # of a segment: where the disk has no room for all of it, the first groups can be used
 _MOST_GROUP_SLOTS = 256
 _GROW_AGAIN_S = 60.0  # after a file could not be made
+_COARSE_NS = 1_000_000_000  # by which the time of a file may lie before that of the write
 
 
 class WithheldSlots(NamedTuple):
@@ -305,6 +306,7 @@ class Segments:
         self._space = space
         self._grow_lock = threading.Lock()
         self._grow_again_s = 0.0
+        self.written_ns = 0  # when an earlier process wrote at the latest, by its clock, which may have been ahead of ours
         budget = max_bytes - LOCK_BYTES
         if budget < segment_bytes(1, space.block_bytes):
             raise ConfigError(
@@ -351,6 +353,7 @@ class Segments:
                     num_removed += 1
                     continue
                 self._all.append(segment)
+                self.written_ns = max(self.written_ns, self.files.io.stat(segment.fd).st_mtime_ns + _COARSE_NS)
                 self.note_unsynced(segment)  # an earlier process may have ended before it had synced it
                 used += segment_bytes(segment.num_slots, self._space.block_bytes)
             except OSError as error:

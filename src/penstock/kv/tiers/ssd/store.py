@@ -178,7 +178,7 @@ class SsdStore:
             segments = Segments(SegmentFiles(io, directory), self._space, self._max_bytes)
             undo.callback(segments.close)
             pool = BlockPool(segments.num_slots, "ssd", eviction=make_order(self._eviction, segments.num_slots))
-            index = SlotIndex(pool, segments.generation)
+            index = SlotIndex(pool, segments.generation, segments.written_ns)
             manifests = ManifestFiles(io, directory)
             manifests.tidy()
             for id, keys in self._found_pinned(manifests).items():  # before anything can be written over them
