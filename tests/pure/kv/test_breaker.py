@@ -75,7 +75,30 @@ def test_looks_become_rarer_up_to_a_limit_and_frequent_again_after_an_answer() -
     clock.advance(MAX_PROBE_S)
     assert breaker.try_probe()
     breaker.probed(True)
+    clock.advance(1.5)
     assert breaker.fail(1) and waits(breaker, clock, 2) == [1.0, 2.0]
+
+
+def test_a_store_that_answers_probes_and_nothing_else_is_left_alone_for_longer_and_longer() -> None:
+    """A disk that can only be read, or a replica: each time that it counts as back, all of host memory is offered to it."""
+    clock = HandClock()
+    breaker = broken(clock)
+    found = []
+    for _ in range(7):
+        before = clock.now_s
+        while not breaker.try_probe():
+            clock.advance(0.5)
+        breaker.probed(True)
+        found.append(clock.now_s - before)
+        entered = breaker.enter()
+        assert entered is not None and breaker.fail(entered)
+    assert found == [1.0, 2.0, 4.0, 8.0, 16.0, MAX_PROBE_S, MAX_PROBE_S]
+    clock.advance(MAX_PROBE_S)
+    assert breaker.try_probe()
+    breaker.probed(True)
+    clock.advance(MAX_PROBE_S + 0.5)
+    entered = breaker.enter()
+    assert entered is not None and breaker.fail(entered) and waits(breaker, clock, 2) == [1.0, 2.0], "it has done its work meanwhile"
 
 
 def test_news_of_before_it_opened_is_no_news() -> None:

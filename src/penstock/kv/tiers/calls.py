@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -65,6 +66,8 @@ class Breaker:
         self._num_failed = 0  # single blocks, in a row
         self._wait_s = probe_s  # before the next probe
         self._due_s = 0.0
+        self._first_wait_s = probe_s  # the same, when it opened last
+        self._answered_s = -math.inf  # when a probe was answered last
 
     def enter(self) -> int | None:
         """Leave to talk to the store, to be shown when that is over; None: leave it alone."""
@@ -99,9 +102,9 @@ class Breaker:
         with self._lock:
             if answers:
                 self._move(Event.RECOVER)
-                self._wait_s = self._probe_s
+                self._answered_s = self.clock()
             else:
-                self._wait_s = min(2.0 * self._wait_s, max(MAX_PROBE_S, self._probe_s))
+                self._wait_s = self._longer(self._wait_s)
                 self._open()
 
     def _is_current(self, entered: int) -> bool:
@@ -111,8 +114,14 @@ class Breaker:
         if not self._is_current(entered):
             return False
         self.num_openings += 1
+        # A store may answer probes and nothing else: a disk that can only be read, a replica.
+        is_again = self.clock() - self._answered_s <= self._first_wait_s
+        self._wait_s = self._first_wait_s = self._longer(self._first_wait_s) if is_again else self._probe_s
         self._open()
         return True
+
+    def _longer(self, wait_s: float) -> float:
+        return min(2.0 * wait_s, max(MAX_PROBE_S, self._probe_s))
 
     def _open(self) -> None:
         self._move(Event.FAIL)
