@@ -8,6 +8,7 @@ over texts that it wrote before.
 from __future__ import annotations
 
 import itertools
+import json
 import queue
 import random
 import shutil
@@ -82,6 +83,7 @@ def train_mtp(config: Config, task: TrainTask) -> int:
     started_s = time.monotonic()
     work = task.work or task.out / "work"
     work.mkdir(parents=True, exist_ok=True)
+    _check_same(work, config, task)
     corpus = _corpus(config, task, work, started_s + 60 * task.minutes * WRITING)
     with ProgressBar() as bar:
         target = load_target(config, bar)
@@ -111,6 +113,25 @@ def train_mtp(config: Config, task: TrainTask) -> int:
     if task.work is None:
         shutil.rmtree(work)
     return 0
+
+
+def _check_same(work: Path, config: Config, task: TrainTask) -> None:
+    """What an earlier run has left in `work` is gone on from where it was of the same model and text. Raises ConfigError."""
+    model, text, training = Path(config.source.model), task.text_file, task.training
+    of = {
+        "--model": str(model.resolve()) if model.exists() else str(model),
+        "--text": None if text is None else f"{text.resolve()}, {text.stat().st_size if text.exists() else 0} bytes",
+        "--text-len": training.max_len,
+        "--depth": training.depth,
+        "--draft-vocab": task.draft_vocab and max(task.draft_vocab, _MIN_TRAIN_VOCAB),  # smaller ones are cut from that
+    }
+    file = work / "of.json"
+    if file.is_file():
+        before = json.loads(file.read_text())
+        other = ", ".join(f"{name} {before.get(name)}" for name in of if before.get(name) != of[name])
+        if other:
+            raise ConfigError(f"{work} has the text and state of a run with {other}: remove it, or give another directory with --work")
+    file.write_text(json.dumps(of))
 
 
 def load_target(config: Config, progress: Progress) -> Decoder:

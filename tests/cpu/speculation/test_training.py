@@ -156,6 +156,11 @@ def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(tmp_path: Pa
     assert main(["train-mtp", *flags[:-6], "--steps", "5", *flags[-4:], "--batch-tokens", "1024"]) == 0
     assert "going on behind step 3" in capsys.readouterr().out
     assert (work / "texts.pt").read_bytes() == texts, "text that is there is not written again"
+    other = write_tiny_model(tmp_path / "other")
+    assert main(["train-mtp", *flags, "--model", str(other)]) == 2
+    assert f"of a run with --model {model}: remove it, or give another directory" in capsys.readouterr().err
+    assert main(["train-mtp", *flags, "--depth", "1"]) == 2
+    assert "of a run with --depth 2: remove it" in capsys.readouterr().err
 
 
 def test_a_head_that_the_command_wrote_runs_on_its_model(tmp_path: Path) -> None:
