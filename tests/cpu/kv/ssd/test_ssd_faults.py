@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cpu.kv.ssd.ssd_rig import (
+    BLOCK_BYTES,
     SPACE,
     WAIT_S,
     FailingDisk,
@@ -28,9 +29,9 @@ from cpu.kv.ssd.ssd_rig import (
 )
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.ssd.directory import DiskIo
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
 from penstock.kv.tiers.ssd.index import Claim, SlotIndex
-from penstock.kv.tiers.ssd.segments import Segments
+from penstock.kv.tiers.ssd.segments import Segments, slot_bytes
 from penstock.kv.tiers.ssd.survey import inspect, verify
 from penstock.kv.tiers.store import Outcome, Space
 
@@ -162,6 +163,52 @@ def test_heads_that_cannot_be_read_are_slots_that_can_be_used(filled: Path, capl
     assert write(store, *range(40)) == [DONE] * 40 and read(store, *range(40)) == [DONE] * 40
     store._index.check()
     store.close()
+
+
+def test_a_head_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
+    """Heads are read many at once: a bad sector does not take those along that are read together with it."""
+    bad = SECTOR_BYTES + 40 * slot_bytes(BLOCK_BYTES)  # in each file
+
+    class BadSector(DiskIo):
+        num_failed = 0
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if offset <= bad < offset + sum(map(len, buffers)):
+                self.num_failed += 1
+                raise OSError(errno.EIO, "medium error")
+            return super().preadv(fd, buffers, offset)
+
+    store = open_at(tmp_path, num_slots=800)
+    write(store, *range(800))
+    there = those_in(store, range(800))
+    store.close()
+    again = open_at(tmp_path, num_slots=800, io=(io := BadSector()))
+    num_files = len(segment_paths(tmp_path))
+    assert io.num_failed == 2 * num_files, "with others, and alone"
+    assert len(there - those_in(again, range(800))) == num_files
+    again.close()
+
+
+def test_a_disk_of_which_no_head_can_be_read_is_not_tried_for_long(tmp_path: Path) -> None:
+    """Each of them may take seconds."""
+
+    class Bad(DiskIo):
+        offsets: list[int] = []  # noqa: RUF012
+
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if offset >= SECTOR_BYTES:
+                self.offsets.append(offset)
+                raise OSError(errno.EIO, "medium error")
+            return super().preadv(fd, buffers, offset)
+
+    store = open_at(tmp_path, num_slots=2400)
+    write(store, *range(2400))
+    num_groups = sum(len(list(segment.groups())) for segment in store._segments)
+    store.close()
+    again = open_at(tmp_path, num_slots=2400, io=(io := Bad()))
+    assert num_groups < len(io.offsets) <= num_groups * (1 + 8) < 2400
+    assert not those_in(again, range(2400))
+    again.close()
 
 
 def test_memory_that_cannot_be_had_while_heads_are_read_costs_those_blocks_alone(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
 from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, read_all
-from penstock.kv.tiers.ssd.segments import SegmentFiles, SlotHead, WithheldSlots, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, SlotHead, WithheldSlots, slot_bytes, unpack_slot
 from penstock.kv.tiers.store import Outcome
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ _NEVER = 1 << 64  # above every sequence: what was written since the start is th
 _USED_AT_ONCE = 1000  # blocks whose recency is restored under one hold of the lock
 _SCAN_THREADS = 8  # most of their time is the disk's
 _TELL_S = 3.0
+_MOST_FAILED = 8  # slots one after the other whose heads cannot be read: then the others are not tried, as each may take seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -322,18 +323,32 @@ class Scan:
                 group = self._left.popleft()
             except IndexError:
                 return
-            heads: dict[int, SlotHead] = {}
-            try:
-                heads = self._read_heads(group)
-            except Exception as error:  # whatever it is, these slots hold nothing then, and the others are read
-                log.warning("SSD cache: %d slots of file %d cannot be read: %s", len(group.slots), group.segment.head.number, error)
-            self._num_found = max(self._num_found, self._index.add_scanned(group.reservation, heads))
+            self._num_found = max(self._num_found, self._index.add_scanned(group.reservation, self._heads_of(group)))
             self._num_seen += len(group.slots)
             self._tell()
 
-    def _read_heads(self, group: WithheldSlots) -> dict[int, SlotHead]:
-        """Of those slots that hold a block, by their numbers among all slots."""
+    def _heads_of(self, group: WithheldSlots) -> dict[int, SlotHead]:
+        """As `_read_heads`. Slots that cannot be read hold nothing then, whatever it is, and the others are read."""
         segment, slots = group.segment, group.slots
+        found: dict[int, SlotHead] = {}
+        num_read = num_failed = 0
+        try:
+            return self._read_heads(segment, slots)
+        except Exception as error:
+            why = error
+        for slot in slots if isinstance(why, OSError) else ():  # which of them it is shows one by one
+            try:
+                found.update(self._read_heads(segment, range(slot, slot + 1)))
+                num_read, num_failed = num_read + 1, 0
+            except OSError as error:
+                why, num_failed = error, num_failed + 1
+                if num_failed == _MOST_FAILED:
+                    break
+        log.warning("SSD cache: %d slots of file %d cannot be read: %s", len(slots) - num_read, segment.head.number, why)
+        return found
+
+    def _read_heads(self, segment: Segment, slots: range) -> dict[int, SlotHead]:
+        """Of those slots that hold a block, by their numbers among all slots."""
         width = slot_bytes(segment.head.block_bytes)
         if width <= READ_THROUGH_BYTES:
             room = self._files.scratch.room(len(slots) * width)
