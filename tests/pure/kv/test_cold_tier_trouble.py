@@ -228,6 +228,22 @@ def test_each_time_that_something_takes_too_long_is_counted_once(make: Make, cap
         rig.settle()
 
 
+def test_a_reset_takes_as_long_as_there_are_blocks_and_is_not_stuck(make: Make) -> None:
+    """What is written meanwhile is written behind it, and what is read is read."""
+    rig = make()
+    rig.store.gate.hold("reset")
+    reset = rig.tier.reset()
+    rig.store.gate.wait_came()
+    rig.clock.advance(1000.0)
+    assert rig.tier.usable and not reset.settled
+    written = rig.submit_write(KEYS[:1])
+    assert written is not None
+    rig.store.gate.let()
+    rig.settle()
+    assert reset.settled and reset.error is None and rig.read(KEYS[:1]) == [DONE]
+    assert rig.tier.counts.failures == {}
+
+
 def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
     rig = make(num_readers=1)
     rig.store.gate.hold("read")

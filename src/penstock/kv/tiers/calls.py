@@ -397,7 +397,7 @@ class StoreCalls:
     def reset(self, group: StoreGroup) -> None:
         """No write is under way."""
         try:
-            group.num_forgotten, _ = self._call("reset", self.store.reset)
+            group.num_forgotten, _ = self._call("reset", self.store.reset, may_be_long=True)
         except StoreFailed as error:
             group.error = error
         finally:
@@ -455,14 +455,14 @@ class StoreCalls:
         finally:
             self.tally.over(way, group.span, group.outcomes)
 
-    def _call(self, what: str, call: Callable[[], T]) -> tuple[T, int]:
+    def _call(self, what: str, call: Callable[[], T], may_be_long: bool = False) -> tuple[T, int]:
         """What the store says, and what the breaker gave for it. Raises StoreFailed where it may not be talked to or does not answer,
-        whatever it is that it raises."""
+        whatever it is that it raises. `may_be_long`: it takes as long as there are blocks, and nothing is stuck."""
         entered = None if self.stopped else self.breaker.enter()
         if entered is None:
             raise _Refused(f"the {self.store.name} tier is fenced off")
         try:
-            return self._timed(call), entered
+            return call() if may_be_long else self._timed(call), entered
         except InvariantBroken:
             raise
         except Exception as error:
