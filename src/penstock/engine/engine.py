@@ -492,6 +492,7 @@ class Engine:
         started = time.monotonic()
         with self._watch.may_wait("result"):
             step = self._parts.executor.sample(step)
+        self._parts.scheduler.launched(step.fence)  # what makes drafts runs behind the sampling, over the same slots
         self._blocked_s["mask"] += time.monotonic() - started
         self._outbox.publish([self._parts.scheduler.stop(ending.request_id, ending.error) for ending in step.endings])
         return step

@@ -16,7 +16,7 @@ import torch
 from cpu.engine.test_tiers import forget, overlap_from, until
 from penstock import LLM, SamplingParams
 from penstock.config import Config, SpeculationConfig
-from penstock.contract import Fence, FinishReason
+from penstock.contract import Fence, FinishReason, Grammar
 from penstock.engine import build as build_module
 from penstock.engine.build import build, layout_for
 from penstock.engine.engine import Engine
@@ -133,6 +133,20 @@ def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(dr
         if draft == TARGET and n % 4 < 2:  # greedy: what went to host memory and came back has its KV as well
             assert drafted(found)[0] == drafted(found)[1]
     assert engine.stats().retractions > 1 and engine._parts.scheduler.counts.drafted_tokens > 50
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_slots_of_an_answer_with_a_grammar_are_given_back_behind_its_drafts(is_cancelled: bool, make: Any, prompts: Prompts) -> None:
+    """Its sampling waits for a mask, and drafts of all requests are made behind that: the sanitizer sees whose slots are free before."""
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    engine = make(TARGET)
+    found = submit(engine, prompts(20), grammar=Grammar("choice", '["abcdefgh"]'), ignore_eos=False, max_tokens=40)
+    if is_cancelled:
+        for _ in range(3):
+            engine.step()
+        engine.cancel(found.request_id)
+    run_all(engine)
+    assert found.finish is (FinishReason.CANCELLED if is_cancelled else FinishReason.STOP)
 
 
 def test_with_adapters_it_is_the_same(make: Any, prompts: Prompts, tmp_path: Path) -> None:
