@@ -299,7 +299,7 @@ class ResidentSet:
         scoring = self._later(table, tail, start, may_score)
         if scoring is not None and scoring.num_parts:
             self._num_scorings += 1
-            if may_read and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
+            if may_read and num_left_out and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
                 return Placed(own, self._left_out(table), 0, scoring._replace(recall=True))
         return Placed(own, None, num_left_out, scoring)
 

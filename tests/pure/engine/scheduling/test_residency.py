@@ -12,6 +12,7 @@ from penstock.contract import FetchedBlocks, KeptSums, Request, Residency, Sampl
 from penstock.engine.pace import LEAST_TAU, MOST_TAU, ScoringCost
 from penstock.engine.scheduling.residency import (
     DECAY,
+    FIRST_RECALL,
     FIRST_TAU,
     Division,
     KeptContext,
@@ -234,6 +235,23 @@ def test_now_and_then_all_that_is_left_out_is_read() -> None:
             read.append(start)
     assert len(read) == 2
     assert resident.place(FakeTable(9000 // 16 + 1, 380), 9000, 9001, True, False).paged is None
+
+
+def test_where_nothing_is_left_out_nobody_asks_how_much_was() -> None:
+    """No step would read anything for it, and one that reads nothing gives no answer but zero."""
+    resident, table = resident_set(), FakeTable(400, 4)
+    resident.place(table, 6399, 6400, True, True)
+    resident.take_scores(scores())
+    land(resident, table, fetch_all(resident, table, most=2))
+    num_scorings = 0
+    for start in range(6400, 6400 + 8 * 16):
+        placed = resident.place(FakeTable(start // 16 + 1, 4), start, start + 1, True, True)
+        assert placed.paged is None and placed.num_left_out == 0
+        if placed.scoring is not None:
+            assert not placed.scoring.recall
+            num_scorings += 1
+            resident.take_scores(scores())
+    assert num_scorings > FIRST_RECALL
 
 
 class ChoiceWalk:
