@@ -149,6 +149,18 @@ def test_slots_of_an_answer_with_a_grammar_are_given_back_behind_its_drafts(is_c
     assert found.finish is (FinishReason.CANCELLED if is_cancelled else FinishReason.STOP)
 
 
+def test_slots_of_who_ends_beside_a_grammar_are_given_back_behind_the_drafts(make: Any, prompts: Prompts) -> None:
+    """Its last token is read when the next step, in which it still has a row, is launched and its drafts are not."""
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    engine = make(TARGET)
+    words = generate(engine, prompts(18), max_tokens=12).tokens
+    last = next(place for place in range(3, 12) if words[place] not in words[:place])
+    formed = submit(engine, prompts(20), grammar=Grammar("regex", "[a-z]{40}"), ignore_eos=False, max_tokens=12)
+    found = submit(engine, prompts(18), max_tokens=12, stop_token_ids=frozenset({words[last]}))
+    run_all(engine)
+    assert found.finish is FinishReason.STOP and formed.finish is FinishReason.LENGTH
+
+
 def test_with_adapters_it_is_the_same(make: Any, prompts: Prompts, tmp_path: Path) -> None:
     """The draft has none of them."""
     plain, engine = make(None), make(TARGET)

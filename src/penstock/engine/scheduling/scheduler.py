@@ -76,6 +76,7 @@ class Scheduler:
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
         self._seals_late = False  # blocks may get their keys in it some tokens after they were filled: those of tracks that say so
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
+        self._num_grammars = 0  # of those
         self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget)
         self._draft = Draft()
@@ -112,6 +113,7 @@ class Scheduler:
         if request.sampling.prompt_logprobs is not None:
             track.prompt_logprobs = _FIRST_LOGPROB
         self._tracks[request.id] = track
+        self._num_grammars += request.sampling.grammar is not None
         self._line.add(track)
 
     def cancel(self, request_id: str) -> TokenEvent | None:
@@ -149,7 +151,11 @@ class Scheduler:
 
     @property
     def needs_result(self) -> bool:
-        """Whether the next plan can propose more once the step that runs has been read."""
+        """Whether the step that runs is to be read before the next plan. More can be proposed then. And where some request has a grammar,
+        drafts are made when masks have come, later than slots are given back of those who have ended in the step before: none of them may
+        be in it."""
+        if self._has_draft_kv and self._num_grammars:
+            return True
         return self._steps.num_drafted > 0 and self._drafter is not None and self._drafter.needs_results
 
     @property
@@ -650,6 +656,7 @@ class Scheduler:
             self._drafter.ended(track)
         track.finish = event.finish
         del self._tracks[track.request.id]
+        self._num_grammars -= track.request.sampling.grammar is not None
         if not self._tracks:
             self._conversations.forget()
         return event
