@@ -112,6 +112,20 @@ def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[...
     assert ended.wait().finish is FinishReason.LENGTH and len(ended.tokens) == 100
 
 
+def test_closing_waits_for_its_thread_longer_than_requests_may_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = EngineLoop(engine)
+    waited_s: list[float] = []
+    join = loop._thread.join
+
+    def joining(timeout_s: float) -> None:
+        waited_s.append(timeout_s)
+        join(timeout_s)
+
+    monkeypatch.setattr(loop._thread, "join", joining)
+    loop.close(600.0)
+    assert waited_s == [600.0 + loop_module._CLOSE_S + loop_module._MARGIN_S]
+
+
 # Holds invariant 25: the engine thread does not die silently.
 def test_a_failing_loop_ends_every_request_and_says_why(
     engine: Engine, prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch

@@ -372,6 +372,7 @@ def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(linked: 
 
     monkeypatch.setattr(linked.engine, "submit", slow)
     front = linked.front()
+    front.send(boundary.Awake(0))  # it has said something before
     front.send(submit(1, max_tokens=2))
     assert entered.wait(DEADLINE_S)
     (link,) = linked.links._links
@@ -448,6 +449,20 @@ def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatc
     front.send(call(2, "SnapshotStore.find", "none", ""))
     faults = {reply.call: reply.fault for reply in (_reply(front), _reply(front))}
     assert faults[1] == boundary.SentError("StoreFailed", "the disk is gone") and faults[2] is not None
+
+
+@pytest.mark.parametrize(("method", "arguments"), [("reset_cache", (("device",),)), ("wait_flushed", ("persisted", 1.0))])
+def test_one_that_failed_is_not_in_progress_any_more(
+    linked: Linked, method: str, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreFailed("the disk is gone")
+
+    monkeypatch.setattr(linked.engine, method, fail)
+    front = linked.front()
+    for number in (1, 2):
+        front.send(call(number, f"EngineClient.{method}", *arguments))
+        assert _reply(front).fault == boundary.SentError("StoreFailed", "the disk is gone")
 
 
 def test_a_prefetch_reaches_the_engine_as_its_front_said_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:

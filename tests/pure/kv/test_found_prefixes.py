@@ -9,6 +9,7 @@ import pytest
 
 from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
+from penstock.kv.blocks.slots import PerSlot, Run
 
 
 def scope(**fields: str) -> Scope:
@@ -137,6 +138,31 @@ def test_as_many_prefixes_are_remembered_as_a_plan_looks_at() -> None:
     for number in range(1000):
         pool.find(keys_of(f"passing {number} ", 2))
     assert len(pool._index._found) + len(pool._index._found_before) <= 256, "answers are forgotten"
+
+
+class LookedAt(PerSlot):
+    """When blocks lost their keys. Another thread looks for `keys` while that is being noted."""
+
+    def __init__(self, pool: BlockPool, keys: tuple[bytes, ...]) -> None:
+        super().__init__("q", pool.num_slots)
+        self._look = lambda: pool.find(keys)
+
+    def set(self, slots: Run, number: int) -> None:
+        self._look()
+        super().set(slots, number)
+        self._look()
+
+
+def test_an_answer_given_while_a_block_is_forgotten_does_not_outlive_that() -> None:
+    pool = BlockPool(4, "host")
+    keys = keys_of("a", 3)
+    sealed(pool, keys)
+    first, *_ = pool.find(keys)
+    pool._index._lost_at = LookedAt(pool, keys)
+    pool.forget(pool.find_each(keys[1:]))
+    assert pool.find(keys) == [first]
+    sealed(pool, keys_of("others", 3))
+    assert pool.find(keys) == [first], "the others' blocks are not this prefix's"
 
 
 def walks(num: int) -> Iterator[random.Random]:

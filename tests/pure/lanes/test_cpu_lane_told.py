@@ -140,3 +140,18 @@ def test_a_capture_that_failed_records_nothing_more_and_has_no_replay() -> None:
     lane.submit(lambda: ran.append(2), label="two").wait_done(30.0)
     assert ran == [2], "what comes behind it runs at once"
     lane.close()
+
+
+def test_lanes_that_hang_when_the_process_ends_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, given = 100.0, list[float]()
+
+    def close(timeout_s: float) -> None:
+        nonlocal now_s
+        given.append(timeout_s)
+        now_s += 4.0
+        raise DeadlineExceeded("it hangs")
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(module, "_lanes", [SimpleNamespace(close=close) for _ in range(3)])
+    module._end_all()
+    assert given == [5.0, 1.0, 0.0]
