@@ -81,8 +81,11 @@ def test_closing_cancels_what_does_not_end_by_the_deadline(engine: Engine, promp
         engine.submit(prompts(10), sampling(), ended)
 
 
-# Holds invariant 27: closing is bounded.
-def test_all_that_closing_waits_for_has_one_deadline(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+# Holds invariant 27: closing is bounded. Lanes that are idle end in a moment, and have one though nothing is left of the time.
+@pytest.mark.parametrize(("transfers_s", "left_s"), [(5.0, 3.0), (8.0, engine_module._GRACE_S), (30.0, engine_module._GRACE_S)])
+def test_all_that_closing_waits_for_has_one_deadline(
+    transfers_s: float, left_s: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s, given = 100.0, {}
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now_s))
 
@@ -95,10 +98,10 @@ def test_all_that_closing_waits_for_has_one_deadline(engine: Engine, monkeypatch
         return closing
 
     monkeypatch.setattr(engine, "snapshots", SimpleNamespace(close=taking(12.0, "snapshots", lambda: engine.cache.check())))
-    monkeypatch.setattr(engine.cache, "close", taking(5.0, "transfers", engine.cache.close))
+    monkeypatch.setattr(engine.cache, "close", taking(transfers_s, "transfers", engine.cache.close))
     monkeypatch.setattr(engine._parts.lanes[0], "close", taking(1.0, "lane", engine._parts.lanes[0].close))
     engine.close(timeout_s=20.0)
-    assert given == {"snapshots": 20.0, "transfers": 8.0, "lane": 3.0}
+    assert given == {"snapshots": 20.0, "transfers": 8.0, "lane": left_s}
 
 
 def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[..., list[int]]) -> None:

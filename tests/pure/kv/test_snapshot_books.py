@@ -364,6 +364,28 @@ def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
         here.take("one")
 
 
+def test_one_that_the_disk_gave_out_late_is_let_go_when_its_time_is_over(
+    machines: tuple[Machine, Machine], clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = machines
+    here.failing.add("remote")
+    here.take("talk", ttl_s=100.0)
+    read, times = MemoryStore.read_manifest, iter([True])
+
+    def failing(store: MemoryStore, id: str) -> bytes | None:
+        if store.name == "ssd" and next(times, False):
+            raise StoreFailed("the disk is away")
+        return read(store, id)
+
+    monkeypatch.setattr(MemoryStore, "read_manifest", failing)
+    here.restart()
+    here.heal()
+    assert here.registry.find("talk").pinned and here.num_pinned == 10
+    clock.advance(100.0)
+    here.step()
+    assert here.num_pinned == 0 and not here.on_disk and here.registry.figures().expired == 1
+
+
 def test_one_that_the_disk_never_gives_out_can_be_deleted(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
     here, _ = machines
     here.take("one", ttl_s=5.0)
