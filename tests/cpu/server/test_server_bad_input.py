@@ -170,6 +170,7 @@ BAD_CHATS = {
     ),
     "two forms": (chat(response_format={"type": "json_object"}, guided_regex="a"), "guided_regex", "give one of them"),
     "no form": (chat(structured_outputs={}), "structured_outputs", "one of json"),
+    "a form that is off": (chat(structured_outputs={"json_object": False}), "structured_outputs", "one of json"),
     "two forms in one": (chat(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs.choice", "give one of them"),
     "an unknown form": (chat(structured_outputs={"structural_tag": "x"}), "structured_outputs.structural_tag", "not a field"),
     "no choice": (chat(structured_outputs={"choice": []}), "structured_outputs.choice", "length >= 1"),

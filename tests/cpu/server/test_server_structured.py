@@ -84,6 +84,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "grammar": ({"structured_outputs": {"grammar": 'start: "<" /[xy]{2}/ ">"'}}, "<[xy]{2}>"),
     "json": ({"structured_outputs": {"json": POINT}}, r"(?s)\{.*\}"),
     "json as text": ({"structured_outputs": {"json": json.dumps({"type": "integer", "minimum": 1, "maximum": 3})}}, "[123]"),
+    "no other form": ({"structured_outputs": {"regex": "[a-d]{4}", "json_object": False, "choice": None}}, "[a-d]{4}"),
     "guided_json": ({"guided_json": {"const": "v"}}, '"v"'),
     "guided_regex": ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
     "guided_choice": ({"guided_choice": ["ja", "nein"]}, "ja|nein"),

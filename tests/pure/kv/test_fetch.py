@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from stacked_rig import BLOCK_BYTES, GROUP, Stacked
@@ -12,6 +13,7 @@ from test_drain import held
 
 from penstock.contract import Match
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
+from penstock.kv.blocks.handles import Pin
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers import loads
 from penstock.kv.tiers.host import HostTier
@@ -583,6 +585,24 @@ def shared_with_a_load_and_wanted_by_others() -> None:
 
 def test_what_a_load_shares_stays_until_it_was_promoted() -> None:
     shared_with_a_load_and_wanted_by_others()
+
+
+def test_what_a_fetch_has_landed_is_not_evicted_before_the_load_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves take host slots on another thread, at any moment."""
+    rig = from_ssd(2)
+    fetching(rig, 2)
+    table, load = rig.load(2)
+    assert len(load.awaited) == 2
+    pin_each = rig.host.pin_each
+
+    def after_an_eviction(keys: Sequence[bytes], owner: str) -> tuple[list[int], Pin | None]:
+        rig.host.reset()
+        return pin_each(keys, owner)
+
+    monkeypatch.setattr(rig.host, "pin_each", after_an_eviction)
+    rig.flow()
+    assert load.num_landed == 2 and rig.device_has(2) == [True] * 2
+    rig.end(table)
 
 
 @pytest.mark.parametrize("lost", range(4))
