@@ -6,7 +6,9 @@ Commands are imported when they run, so that `--help` and argument errors need n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -47,6 +49,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. `--help` and `--version` raise SystemExit, as argparse has it."""
     argv = sys.argv[1:] if argv is None else argv
+    _ready_streams()
     try:
         args = make_parser().parse_args(argv)
         code: int = args.run(args)
@@ -64,9 +67,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("penstock: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left. Python flushes stdout once more at exit and must not trip over that again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # whoever read it has left
         return EXIT_FAILED
+    except OSError as error:
+        if error.errno is None:
+            raise
+        _drop_output()
+        print(f"penstock: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _ready_streams() -> None:
+    """One that was closed before the start leads nowhere, and its number is nobody else's. Bytes that are no text, and characters that the
+    terminal does not have, show as replacements instead of ending the program."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers: the lowest free one is taken
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Python flushes stdout once more at exit and must not trip over what could not be written."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(io.UnsupportedOperation):  # no file of the system's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -4,9 +4,7 @@ thread and one request at a time."""
 from __future__ import annotations
 
 import functools
-import io
 import queue
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,13 +54,6 @@ def given_adapter(engine: Engine) -> Adapter | None:
     """What answers come from where a command was given an adapter; None: the model as it is."""
     loaded = engine.adapters.all()
     return loaded[0].adapter if loaded else None
-
-
-def tolerate_encodings() -> None:
-    """Bytes that are no text, and characters that the terminal does not have, show as replacements instead of ending the program."""
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)

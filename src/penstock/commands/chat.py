@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from penstock.commands.answer import Answer, given_adapter, running_engine, tolerate_encodings
+from penstock.commands.answer import Answer, given_adapter, running_engine
 from penstock.config import Config
 from penstock.contract import SamplingParams
 from penstock.engine.engine import Engine
@@ -29,7 +29,6 @@ ANSWER_SHARE = 4  # a quarter of the context is kept free for the answer, where 
 
 def generate(config: Config, prompt: str, sampling: SamplingParams, max_tokens_is_default: bool, raw: bool, json_file: Path | None) -> int:
     """The prompt "-" is stdin; a `raw` one has no chat template."""
-    tolerate_encodings()
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise ConfigError("PROMPT is empty")
@@ -118,7 +117,6 @@ _UNPRINTABLE = {code: None for code in (*range(32), *range(127, 160)) if chr(cod
 
 
 def chat(config: Config, sampling: SamplingParams, system: str | None) -> int:
-    tolerate_encodings()
     with running_engine(config) as engine:
         conversation = Conversation(engine.tokenizer, engine.max_model_len, sampling.max_tokens, system)
         Chat(engine, conversation, sampling).run()

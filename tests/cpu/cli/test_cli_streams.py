@@ -1,0 +1,51 @@
+"""Where commands read and write: streams that are closed, full, without a reader, or of another encoding; and a process that is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PENSTOCK = (sys.executable, "-m", "penstock")
+GENERATE = ("generate", "hi", "--max-tokens", "4")
+DECODE = ("bench", "decode", "--batch", "1", "--prompt-tokens", "8", "--tokens", "4", "--repeat", "1")
+
+
+def run(command: str, *argv: str, **options) -> subprocess.CompletedProcess[bytes]:
+    """By a shell, which redirects."""
+    return subprocess.run(["bash", "-c", f'"$@" {command}', "bash", *PENSTOCK, *argv], capture_output=True, **options)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_stream_that_was_closed_before_the_start_leads_nowhere(closed, tiny):
+    ran = run(closed, *GENERATE, *tiny)
+    assert ran.returncode == 0 and b"Traceback" not in ran.stderr
+    assert b"first after" not in ran.stdout  # figures, which belong to stderr
+
+
+def test_without_stdin_nothing_is_asked_and_nothing_answered(tiny):
+    ran = run("<&-", "chat", *tiny)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
+
+
+def test_a_directory_whose_name_the_terminal_does_not_have_is_looked_into(tmp_path, tiny):
+    folder = tmp_path / "kvü"
+    folder.mkdir(mode=0o700)
+    assert run("", *GENERATE, *tiny, "--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.01").returncode == 0
+    ran = run("", "cache", "inspect", "--kv-offload-ssd-dir", str(folder), env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert ran.returncode == 0 and b"kv?" in ran.stdout
+
+
+@pytest.mark.parametrize(("argv", "to"), [((*GENERATE, "--json", "/dev/full"), ""), (GENERATE, ">/dev/full")])
+def test_a_full_disk_is_said_in_one_line(argv, to, tiny):
+    ran = run(to, *argv, *tiny)
+    assert ran.returncode == 1
+    assert ran.stderr.decode().splitlines()[-1] == "penstock: error: [Errno 28] No space left on device"
+    assert b"Traceback" not in ran.stderr and b"ignored" not in ran.stderr
