@@ -16,7 +16,7 @@ from penstock.bench.agents_replay import ServerAddress
 from penstock.bench.deep import DeepBench
 from penstock.bench.report import BenchReport, Results, measured_on, require_matplotlib, table, write_json
 from penstock.bench.run import Bench, scratch_ssd
-from penstock.bench.soak import SoakBench
+from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.transfer import TransferBench, dimensions_of
 from penstock.bench.ttft import RestartBench
 from penstock.commands.answer import load_engine
@@ -93,11 +93,13 @@ def show(measure: Callable[[], BenchReport], json_file: Path | None, plot_file: 
     notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for skipped in results.skipped:
         notes.print(f"skipped: {skipped}")
-    Console().print(report.table())
-    if json_file is not None:
-        report.write(json_file)
-    if plot_file is not None:
-        report.draw(plot_file)
+    try:  # files first: whoever reads stdout may have left; figures are shown where a file cannot be written
+        if json_file is not None:
+            report.write(json_file)
+        if plot_file is not None:
+            report.draw(plot_file)
+    finally:
+        Console().print(report.table())
     return 0 if results.rows and not (report.server and results.skipped) else 1
 
 
@@ -105,6 +107,16 @@ def run_soak(config: Config, bench: SoakBench, json_file: Path | None) -> int:
     """1 where anything was violated."""
     with _quiet(), scratch_ssd(config) as config, ProgressBar() as bar:
         verdict = bench.measure(config, bar)
+    try:
+        if json_file is not None:
+            found = {"settings": asdict(bench), "counts": verdict.counts, "violations": verdict.violations}
+            write_json(json_file, bench.name, measured_on(config.source.model, config) | found)
+    finally:
+        _show_verdict(config, bench, verdict)
+    return 1 if verdict.violations else 0
+
+
+def _show_verdict(config: Config, bench: SoakBench, verdict: Verdict) -> None:
     title = f"penstock bench soak: {config.source.model}, {bench.seconds:g} s, seed {bench.seed}"
     counts = [(what, "not asked for" if number is None else f"{number}") for what, number in verdict.counts.items()]
     Console().print(table(["", "number"], counts, title, left=1))
@@ -112,10 +124,6 @@ def run_soak(config: Config, bench: SoakBench, json_file: Path | None) -> int:
     for violation in verdict.violations:
         said.print(f"violated: {violation}")
     said.print("nothing was violated" if not verdict.violations else f"{len(verdict.violations)} violations")
-    if json_file is not None:
-        found = {"settings": asdict(bench), "counts": verdict.counts, "violations": verdict.violations}
-        write_json(json_file, bench.name, measured_on(config.source.model, config) | found)
-    return 1 if verdict.violations else 0
 
 
 @contextmanager

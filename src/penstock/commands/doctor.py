@@ -61,9 +61,12 @@ class Check:
 
 def doctor(config: Config, json_file: Path | None) -> int:
     checks = list(_checks(config))
-    Console().print(_table(checks))
-    if json_file is not None:
-        json_file.write_text(json.dumps({"machine": describe_machine(), "checks": [asdict(check) for check in checks]}, indent=2) + "\n")
+    try:
+        if json_file is not None:
+            found = {"machine": describe_machine(), "checks": [asdict(check) for check in checks]}
+            json_file.write_text(json.dumps(found, indent=2) + "\n")
+    finally:
+        Console().print(_table(checks))
     return 1 if any(check.status is Status.FAIL for check in checks) else 0
 
 

@@ -49,3 +49,13 @@ def test_a_full_disk_is_said_in_one_line(argv, to, tiny):
     assert ran.returncode == 1
     assert ran.stderr.decode().splitlines()[-1] == "penstock: error: [Errno 28] No space left on device"
     assert b"Traceback" not in ran.stderr and b"ignored" not in ran.stderr
+
+
+def test_a_measurement_is_kept_where_nobody_reads_its_table(tmp_path, tiny):
+    run("| true", *DECODE, *tiny, "--json", str(tmp_path / "decode.json"))
+    assert json.loads((tmp_path / "decode.json").read_text())["results"][0]["batch"] == 1
+
+
+def test_a_measurement_is_shown_where_its_file_cannot_be_written(tiny):
+    ran = run("", *DECODE, *tiny, "--json", "/dev/full")
+    assert ran.returncode == 1 and b"penstock bench decode" in ran.stdout
