@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -246,8 +248,25 @@ def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
         made = tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=near, ignore_cleanup_errors=True)
     except OSError as error:
         raise ConfigError(f"no directory can be made near {config.offload.ssd_dir}: {error.strerror}") from error
-    with made as folder:
+    with made as folder, _ended_by_sigterm():
         yield replace(config, offload=replace(config.offload, ssd_dir=folder))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While it lasts, SIGTERM unwinds the process like Ctrl-C, so that what fills a disk is removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _existing(path: Path) -> Path:

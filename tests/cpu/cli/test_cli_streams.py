@@ -59,3 +59,17 @@ def test_a_measurement_is_kept_where_nobody_reads_its_table(tmp_path, tiny):
 def test_a_measurement_is_shown_where_its_file_cannot_be_written(tiny):
     ran = run("", *DECODE, *tiny, "--json", "/dev/full")
     assert ran.returncode == 1 and b"penstock bench decode" in ran.stdout
+
+
+def test_a_measurement_that_is_ended_leaves_nothing_on_the_disk(tmp_path, tiny):
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    disk = ("--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.05")
+    argv = ("bench", "turns", "--conversations", "4", "--turns", "20", "--repeat", "10000", "--prompt-tokens", "32", "--tokens", "8")
+    with subprocess.Popen([*PENSTOCK, *argv, *tiny, *disk], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not list(folder.glob("penstock-bench-*/*")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 128 + signal.SIGTERM
+    assert list(folder.iterdir()) == []
