@@ -192,13 +192,16 @@ def _typed_lines() -> Iterator[str]:
     """Until Ctrl-D. Ctrl-C drops the line that is being typed."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - editing and history for input()
+    to_terminal = sys.stdout.isatty()
     while True:
         try:
-            yield input(PROMPT).strip()
+            if not to_terminal:  # input() would write its prompt among the answers
+                print("> ", end="", file=sys.stderr, flush=True)
+            yield input(PROMPT if to_terminal else "").strip()
         except KeyboardInterrupt:
-            print()
+            print(file=sys.stderr)
         except EOFError:
-            print()
+            print(file=sys.stderr)
             return
 
 

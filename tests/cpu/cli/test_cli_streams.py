@@ -73,3 +73,16 @@ def test_a_measurement_that_is_ended_leaves_nothing_on_the_disk(tmp_path, tiny):
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 128 + signal.SIGTERM
     assert list(folder.iterdir()) == []
+
+
+def test_answers_of_a_chat_go_to_a_file_without_its_prompts(tmp_path: Path, tiny):
+    terminal, its = pty.openpty()
+    argv = (*PENSTOCK, "chat", *tiny, "--max-tokens", "4", "--temperature", "0")
+    with (tmp_path / "answers").open("wb") as file, subprocess.Popen(argv, stdin=its, stdout=file, stderr=subprocess.PIPE) as process:
+        os.write(terminal, b"hello\n/quit\n")
+        said = process.communicate()[1]
+    os.close(its)
+    os.close(terminal)
+    written = (tmp_path / "answers").read_bytes()
+    assert process.returncode == 0 and b"> " in said
+    assert b"\x1b" not in written and b"\x01" not in written and written.count(b"\n") == 1
