@@ -116,6 +116,7 @@ def write_json(path: Path, bench: str, fields: Mapping[str, Any]) -> None:
 
 def table(titles: Sequence[str], lines: Sequence[Sequence[str | Text]], title: str | Text | None = None, left: int = 0) -> Table:
     """Figures to the right, the first `left` columns to the left."""
+    title = Text(title, "table.title") if isinstance(title, str) else title  # a model's name is no markup
     drawn = Table(title=title, title_justify="left")
     for number, name in enumerate(titles):
         drawn.add_column(name, justify="left" if number < left else "right")

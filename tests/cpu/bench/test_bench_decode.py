@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from rich.console import Console
 
 from penstock.bench.decode import DecodeBench
+from penstock.bench.report import table
 from penstock.cli import main
 from penstock.models.progress import silent
 
@@ -71,3 +73,8 @@ def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path, caps
     monkeypatch.setattr("penstock.commands.bench.load_engine", lambda config: pytest.fail("it was loaded"))
     assert main(["bench", "decode", *TINY, "--plot", str(tmp_path / "x.png")]) == 2
     assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_models_name_is_no_markup(capsys):
+    Console().print(table(["requests at once"], [["1"]], "a[/b][red]"))
+    assert "a[/b][red]" in capsys.readouterr().out
