@@ -139,6 +139,8 @@ class RestoreBench:
         driver = Driver(engine)
         driver.wait_ready(progress)
         returning = self._returning(engine, config)
+        if not returning:
+            raise ConfigError(f"--gib {self.gib:g} is less than one KV block of {engine.arena.layout.block_bytes} bytes")
         needed = sum(blocks_for(len(prompt) + 1, config) for prompt in returning)
         beside = max(self.batches) * blocks_for(128 + self.tokens, config)
         refusal = shortage("device", needed + beside, engine, config) or shortage("host", needed, engine, config)

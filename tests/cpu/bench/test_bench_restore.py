@@ -68,3 +68,8 @@ def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path: Path, 
 def test_it_needs_a_tier_to_restore_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "restore", "--no-kv-offload"]) == 2
     assert "--kv-offload" in capsys.readouterr().err
+
+
+def test_less_than_a_block_is_refused(tiered_engine, tiered_config):
+    with pytest.raises(ConfigError, match="--gib 1e-09 is less than one KV block"):
+        RestoreBench((2,), gib=1e-9, tokens=40, repeat=1, seed=0).measure(tiered_engine, tiered_config, silent)
