@@ -279,8 +279,11 @@ class ServerConfig:
         for origin in self.cors_origins:
             _need(_ORIGIN.fullmatch(origin) is not None, f"--cors-origin {origin!r} must be * or like https://example.org:8443")
         if self.otlp_endpoint is not None:
-            url = urlsplit(self.otlp_endpoint)
-            right = url.scheme in ("http", "https") and bool(url.hostname) and not url.query
+            try:
+                url = urlsplit(self.otlp_endpoint)
+                right = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.query
+            except ValueError:  # a bracket without its other, a port that is none
+                right = False
             _need(right, f"--otlp-endpoint {self.otlp_endpoint!r} must be like http://127.0.0.1:4318")
         _need(not self.public_metrics or self.api_key is not None, "--public-metrics needs --api-key: without a key everything is public")
         within = self.api_processes is None or 0 <= self.api_processes <= 64

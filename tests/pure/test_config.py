@@ -246,3 +246,9 @@ def test_a_config_is_shown_in_full_without_its_secret() -> None:
     shown["offload"]["remote"] = config.offload.remote
     assert shown == dataclasses.asdict(config), "nothing else is left out"
     assert Config().shown() == dataclasses.asdict(Config())
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://host:99999", "http://host:port", "ftp://host", "http://"])
+def test_a_collector_has_an_address(url: str) -> None:
+    with pytest.raises(ConfigError, match="--otlp-endpoint"):
+        ServerConfig(otlp_endpoint=url)
