@@ -3,6 +3,7 @@ store is named. Owns the figures, not the copies."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def dimensions_of(model: str) -> tuple[str, ModelConfig]:
     """Name and shape of a built-in model, or of a directory's config.json; no weights are read."""
     if model in BUILT_IN:
         return model, BUILT_IN[model]
-    directory = Path(model).expanduser()
+    directory = Path(os.path.expanduser(model))
     if not (directory / "config.json").is_file():
         raise ModelError(
             f"no model {model!r}: bench transfer takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a config.json"

@@ -26,7 +26,7 @@ _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # not the s
 
 def hub_name(model: str) -> str | None:
     """ORG/NAME, where `model` is that and no path that is here."""
-    return model if _NAME.fullmatch(model) and not Path(model).expanduser().exists() else None
+    return model if _NAME.fullmatch(model) and not Path(os.path.expanduser(model)).exists() else None
 
 
 def fetched(config: Config) -> Config:

@@ -4,6 +4,7 @@ uses them; reads files on the caller's thread."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -174,14 +175,14 @@ def open_store(config: LoraConfig, base: str, read: Callable[[Path], AdapterFile
     """A store with the adapters that the configuration names. Everything that is wrong with them is a ConfigError."""
     root = None
     if config.dir is not None:
-        root = Path(config.dir).expanduser()
+        root = Path(os.path.expanduser(config.dir))
         if not root.is_dir():
             raise ConfigError(f"--lora-dir {config.dir} is no directory")
     store = AdapterStore(base, read, None if root is None else root.resolve())
     for done, (name, path) in enumerate(config.adapters):
         progress("loading adapters", done, len(config.adapters))
         try:
-            store.load(name, Path(path).expanduser(), path)
+            store.load(name, Path(os.path.expanduser(path)), path)
         except UserError as error:
             raise ConfigError(f"--lora {name}={path}: {error}") from error
     if config.adapters:

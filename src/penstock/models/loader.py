@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -189,7 +190,7 @@ def _resolve(model: str) -> tuple[str, Path]:
 
 
 def _existing(model: str) -> Path:
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if not path.exists():
         raise ModelError(f"no model {model!r}: it is neither a path that exists nor a built-in name ({', '.join(BUILT_IN)})")
     return path

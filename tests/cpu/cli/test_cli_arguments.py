@@ -28,6 +28,8 @@ BAD = [
     (("generate",), "PROMPT"),
     (("generate", "x", "--mod", "y"), "--mod"),
     (("generate", "x", "--kv-offload=yes"), "--kv-offload"),
+    (("generate", "x", "--model", "~nobody-of-that-name/model"), "no model '~nobody-of-that-name/model'"),
+    (("bench", "transfer", "--model", "~nobody-of-that-name/model"), "no model '~nobody-of-that-name/model'"),
     (("generate", "x", "--no-kv-offload", "--kv-offload-host-gib", "1"), "--kv-offload-host-gib needs --kv-offload"),
     (("generate", "x", "--kv-offload-host-gib", "0"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-host-gib", "-2"), "--kv-offload-host-gib"),
