@@ -343,9 +343,10 @@ class Writer:
 
     def _next(self) -> tuple[_TextAsked, SamplingParams]:
         seed = self._chooser.getrandbits(31)
-        if self._opening and len(self._made_up) + self._num_asking < 64:
+        room = self._engine.max_model_len - len(self._opening)
+        if self._opening and room >= 16 and len(self._made_up) + self._num_asking < 64:
             self._num_asking += 1
-            return _TextAsked(self._opening, ""), SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=seed)
+            return _TextAsked(self._opening, ""), SamplingParams(max_tokens=min(room, 64), temperature=1.0, top_p=0.95, seed=seed)
         kind = self._chooser.random()
         if self._made_up and kind < 0.5:
             question = self._made_up.pop()

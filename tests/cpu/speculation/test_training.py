@@ -186,3 +186,9 @@ def test_numbers_that_cannot_be_are_refused(flags: tuple[str, ...], tmp_path: Pa
     assert main(["train-mtp", "--out", str(tmp_path / "head"), *flags]) == 2
     assert flags[0] in capsys.readouterr().err
     assert not (tmp_path / "head").exists()
+
+
+def test_short_texts_are_long_enough_for_questions_that_the_model_makes_up(tmp_path: Path) -> None:
+    sizes = ("--steps", "1", "--minutes", "0.2", "--tokens", "2000", "--text-len", "64", "--batch-tokens", "256", "--max-batch", "8")
+    model = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu")
+    assert main(["train-mtp", "--out", str(tmp_path / "head"), *sizes, *model]) == 0
