@@ -13,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
+import penstock
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}  # what is tested, wherever it is installed
 PENSTOCK = (sys.executable, "-m", "penstock")
 GENERATE = ("generate", "hi", "--max-tokens", "4")
 DECODE = ("bench", "decode", "--batch", "1", "--prompt-tokens", "8", "--tokens", "4", "--repeat", "1")
 
 
-def run(command: str, *argv: str, **options) -> subprocess.CompletedProcess[bytes]:
+def run(command: str, *argv: str, **more: str) -> subprocess.CompletedProcess[bytes]:
     """By a shell, which redirects."""
-    return subprocess.run(["bash", "-c", f'"$@" {command}', "bash", *PENSTOCK, *argv], capture_output=True, **options)
+    return subprocess.run(["bash", "-c", f'"$@" {command}', "bash", *PENSTOCK, *argv], capture_output=True, env=ENVIRONMENT | more)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
@@ -39,7 +42,7 @@ def test_a_directory_whose_name_the_terminal_does_not_have_is_looked_into(tmp_pa
     folder = tmp_path / "kvü"
     folder.mkdir(mode=0o700)
     assert run("", *GENERATE, *tiny, "--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.01").returncode == 0
-    ran = run("", "cache", "inspect", "--kv-offload-ssd-dir", str(folder), env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    ran = run("", "cache", "inspect", "--kv-offload-ssd-dir", str(folder), PYTHONIOENCODING="ascii")
     assert ran.returncode == 0 and b"kv?" in ran.stdout
 
 
@@ -66,7 +69,8 @@ def test_a_measurement_that_is_ended_leaves_nothing_on_the_disk(tmp_path, tiny):
     folder.mkdir(mode=0o700)
     disk = ("--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.05")
     argv = ("bench", "turns", "--conversations", "4", "--turns", "20", "--repeat", "10000", "--prompt-tokens", "32", "--tokens", "8")
-    with subprocess.Popen([*PENSTOCK, *argv, *tiny, *disk], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([*PENSTOCK, *argv, *tiny, *disk], env=ENVIRONMENT, **quiet) as process:
         while not list(folder.glob("penstock-bench-*/*")):
             assert process.poll() is None
             time.sleep(0.05)
@@ -78,7 +82,8 @@ def test_a_measurement_that_is_ended_leaves_nothing_on_the_disk(tmp_path, tiny):
 def test_answers_of_a_chat_go_to_a_file_without_its_prompts(tmp_path: Path, tiny):
     terminal, its = pty.openpty()
     argv = (*PENSTOCK, "chat", *tiny, "--max-tokens", "4", "--temperature", "0")
-    with (tmp_path / "answers").open("wb") as file, subprocess.Popen(argv, stdin=its, stdout=file, stderr=subprocess.PIPE) as process:
+    streams = {"stdin": its, "stderr": subprocess.PIPE, "env": ENVIRONMENT}
+    with (tmp_path / "answers").open("wb") as file, subprocess.Popen(argv, stdout=file, **streams) as process:
         os.write(terminal, b"hello\n/quit\n")
         said = process.communicate()[1]
     os.close(its)
