@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -330,6 +331,9 @@ def run_in_process(work: Callable[..., Any], args: tuple[Any, ...], progress: Pr
                 raise _as_error(*said)
             else:
                 return said[0]
+    except (KeyboardInterrupt, SystemExit):
+        process.kill()
+        raise
     except EOFError:
         process.join()
         raise StepFailed(f"a process of the measurement ended with code {process.exitcode} and without a result") from None
@@ -342,6 +346,7 @@ def run_in_process(work: Callable[..., Any], args: tuple[Any, ...], progress: Pr
 
 
 def _serve(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both, and the parent's word counts
     try:
         pipe.send(("result", work(*args, lambda *said: pipe.send(("progress", *said)))))
     except PenstockError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any, NoReturn
 
 from penstock.errors import ConfigError, IllegalTransition
@@ -24,3 +25,9 @@ def say(num: int, progress: Any) -> int:
     for done in range(num):
         progress("working", done, num)
     return os.getpid()
+
+
+def interrupted(progress: Any) -> str:
+    """As by a terminal, which tells all of its processes."""
+    os.kill(os.getpid(), signal.SIGINT)
+    return "went on"

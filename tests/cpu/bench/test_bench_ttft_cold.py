@@ -236,3 +236,7 @@ def test_a_scratch_directory_lies_near_the_one_that_is_named_and_is_removed(conf
     with_file = dataclasses.replace(config, offload=OffloadConfig(ssd_dir=str(tmp_path / "file")))
     with pytest.raises(ConfigError, match="not a directory"), scratch_ssd(with_file):
         pass
+
+
+def test_ctrl_c_is_the_parents_to_hear():
+    assert run_in_process(child_work.interrupted, (), silent) == "went on"

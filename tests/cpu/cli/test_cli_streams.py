@@ -91,3 +91,13 @@ def test_answers_of_a_chat_go_to_a_file_without_its_prompts(tmp_path: Path, tiny
     written = (tmp_path / "answers").read_bytes()
     assert process.returncode == 0 and b"> " in said
     assert b"\x1b" not in written and b"\x01" not in written and written.count(b"\n") == 1
+
+
+def test_ctrl_c_ends_both_processes_of_a_restart_in_one_line(tiny):
+    argv = (*PENSTOCK, "bench", "ttft", "--restart", "--tokens", "512", "--repeat", "1000", *tiny)
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT, start_new_session=True) as process:
+        while b"before the restart" not in (line := process.stderr.readline()):
+            assert line
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate()[1]
+    assert process.returncode == 130 and said.splitlines()[-1] == b"penstock: interrupted" and b"Traceback" not in said
