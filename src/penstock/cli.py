@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno is None:
             raise
         _drop_output()
-        print(f"penstock: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"penstock: error: {' '.join(without_secrets(str(error), argv).split())}", file=sys.stderr)
         return EXIT_FAILED
 
 
