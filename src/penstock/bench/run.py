@@ -33,6 +33,7 @@ RESET_POLL_S = 0.001
 TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
 FLUSH_S = 60.0
 READY_POLL_S = 0.01
+_REMOVE_S = 5.0  # for a directory that is still being written to
 SHARED = "remote"  # the tier that others use as well: it is never emptied, and what they put there is never found
 
 WARM_UP = 0  # number of the run that is not measured
@@ -245,11 +246,22 @@ def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
         return
     try:
         near = None if config.offload.ssd_dir is None else _existing(Path(config.offload.ssd_dir).absolute())
-        made = tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=near, ignore_cleanup_errors=True)
+        folder = tempfile.mkdtemp(prefix="penstock-bench-", dir=near)
     except OSError as error:
         raise ConfigError(f"no directory can be made near {config.offload.ssd_dir}: {error.strerror}") from error
-    with made as folder, _ended_by_sigterm():
-        yield replace(config, offload=replace(config.offload, ssd_dir=folder))
+    try:
+        with _ended_by_sigterm():
+            yield replace(config, offload=replace(config.offload, ssd_dir=folder))
+    finally:
+        _remove(Path(folder))
+
+
+def _remove(folder: Path) -> None:
+    """Also where lanes of an engine that was interrupted still write their last blocks into it."""
+    by_s = time.monotonic() + _REMOVE_S
+    while folder.exists() and time.monotonic() < by_s:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(RESET_POLL_S)
 
 
 @contextmanager
