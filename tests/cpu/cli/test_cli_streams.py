@@ -95,7 +95,11 @@ def test_answers_of_a_chat_go_to_a_file_without_its_prompts(tmp_path: Path, tiny
 
 def test_ctrl_c_ends_both_processes_of_a_restart_in_one_line(tiny):
     argv = (*PENSTOCK, "bench", "ttft", "--restart", "--tokens", "512", "--repeat", "1000", *tiny)
-    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT, start_new_session=True) as process:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    # A shell that runs these tests in the background has SIGINT ignored, and so would the process.
+    with subprocess.Popen(
+        argv, **streams, env=ENVIRONMENT, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ) as process:
         while b"before the restart" not in (line := process.stderr.readline()):
             assert line
         os.killpg(process.pid, signal.SIGINT)
