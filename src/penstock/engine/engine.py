@@ -450,7 +450,7 @@ class Engine:
             self._reads_host_s, self._host_step = math.inf, (plan.number, time.monotonic())
             self._num_host_steps += 1
         self._pace.launched(plan)
-        self._parts.scheduler.launched(running.fence)
+        self._parts.scheduler.launched(running.fence, is_whole=running.late is None)
         self._outbox.note_starts(plan.starts)
         self._num_steps += 1
         return running

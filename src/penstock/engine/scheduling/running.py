@@ -9,6 +9,7 @@ from penstock.contract import Fence, KvLedger, Match, Residency
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.line import arrival
 from penstock.engine.scheduling.residency import Division, KeptContexts, ResidentSet
+from penstock.engine.scheduling.steps import Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
@@ -236,8 +237,8 @@ class Running:
         self._ledger.forget_closed(forgotten)
         return context.place
 
-    def leave(self, track: Track, fence: Fence | None, saves: bool, num_tokens: int) -> None:
-        """Give back row and table. A launched step may still use both: rows are reset in lane order, slots carry the fence. A transfer
+    def leave(self, track: Track, steps: Steps, saves: bool, num_tokens: int) -> None:
+        """Give back row and table. A launched step may still use both: rows are reset in lane order, slots carry a fence. A transfer
         may, too: its slots stay with it. `saves`: the KV of the first `num_tokens` is wanted again. Before its state changes."""
         self.num_loading -= track.state is State.LOADING
         self._num_promised -= self._may_draw(track)
@@ -245,9 +246,9 @@ class Running:
         track.num_lent = 0
         self.num_scored -= track.resident is not None
         if saves and track.request.may_match and not track.computes:
-            track.lease = track.held_table().retract(num_tokens, fence)
+            track.lease = track.held_table().retract(num_tokens, steps.last_fence)
         else:
-            track.held_table().release(fence)
+            steps.release(track.held_table())
         heapq.heappush(self.free_rows, track.row)
         del self.tracks[track.request.id]
         track.table, track.row, track.resident = None, -1, None

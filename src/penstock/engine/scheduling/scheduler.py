@@ -76,7 +76,6 @@ class Scheduler:
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
         self._seals_late = False  # blocks may get their keys in it some tokens after they were filled: those of tracks that say so
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
-        self._num_grammars = 0  # of those
         self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget)
         self._draft = Draft()
@@ -113,7 +112,6 @@ class Scheduler:
         if request.sampling.prompt_logprobs is not None:
             track.prompt_logprobs = _FIRST_LOGPROB
         self._tracks[request.id] = track
-        self._num_grammars += request.sampling.grammar is not None
         self._line.add(track)
 
     def cancel(self, request_id: str) -> TokenEvent | None:
@@ -151,11 +149,7 @@ class Scheduler:
 
     @property
     def needs_result(self) -> bool:
-        """Whether the step that runs is to be read before the next plan. More can be proposed then. And where some request has a grammar,
-        drafts are made when masks have come, later than slots are given back of those who have ended in the step before: none of them may
-        be in it."""
-        if self._has_draft_kv and self._num_grammars:
-            return True
+        """Whether the next plan can propose more once the step that runs has been read."""
         return self._steps.num_drafted > 0 and self._drafter is not None and self._drafter.needs_results
 
     @property
@@ -293,9 +287,10 @@ class Scheduler:
         tracks = tuple(self._running.tracks.values())
         return sorted(tracks, key=lambda track: track.num_left) if self._shortest_first else tracks
 
-    def launched(self, fence: Fence) -> None:
-        """The step planned last is on the compute lane; `fence` lies behind it and so behind every step before."""
-        self._steps.launched(fence)
+    def launched(self, fence: Fence, is_whole: bool = True) -> None:
+        """The step planned last is on the compute lane; `fence` lies behind it and so behind every step before. Where its sampling is yet to
+        follow, it is not whole, and this is called again: slots of those that end meanwhile are kept until then."""
+        self._steps.launched(fence, is_whole)
 
     def _take_in_loads(self) -> None:
         """Loading requests whose KV has come, or is about to, take part in steps from now on."""
@@ -656,7 +651,6 @@ class Scheduler:
             self._drafter.ended(track)
         track.finish = event.finish
         del self._tracks[track.request.id]
-        self._num_grammars -= track.request.sampling.grammar is not None
         if not self._tracks:
             self._conversations.forget()
         return event
@@ -667,7 +661,7 @@ class Scheduler:
             self._seal(track, self._steps.last_fence)
         if track.resident is not None:
             self.left_scored.append((track.request.id, self._running.keep_context(track, is_answered)))
-        self._running.leave(track, self._steps.last_fence, saves, num_tokens)
+        self._running.leave(track, self._steps, saves, num_tokens)
         self._draft.drop(track)
 
     # ------------------------------------------------------------------------------------------------------------ check

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, Fence, FenceId, Load, Request, Start
+from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, Fence, FenceId, Load, Request, Start, Table
 from penstock.engine.scheduling.track import Track
 from penstock.errors import InvariantBroken
 
@@ -129,6 +129,8 @@ class Steps:
         self._unread: deque[Step] = deque()
         self.num_drafted = 0  # of these, that verify drafts,
         self.num_rewriting = 0  # and that may write tokens which come before their own
+        self._is_whole = True  # all of the step launched last is on the lane
+        self._released: list[Table] = []  # those that wait for it to be
 
     def add(
         self,
@@ -149,10 +151,21 @@ class Steps:
         self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, rewrites=rewrites, is_followed=is_followed))
         return self._num_steps
 
-    def launched(self, fence: Fence) -> None:
-        """The step added last is on the compute lane, and `fence` lies behind it."""
-        self.last_fence = fence
+    def launched(self, fence: Fence, is_whole: bool = True) -> None:
+        """The step added last is on the compute lane, and `fence` lies behind it. Where it is not whole, this is said again."""
+        self.last_fence, self._is_whole = fence, is_whole
         self._unread[-1] = self._unread[-1]._replace(fence=fence)
+        if is_whole:
+            released, self._released = self._released, []
+            for table in released:
+                table.release(fence)
+
+    def release(self, table: Table) -> None:
+        """Give it back behind all steps that may use its slots. Of one that is not whole the rest does, too: the table waits for that."""
+        if self._is_whole:
+            table.release(self.last_fence)
+        else:
+            self._released.append(table)
 
     def take(self, number: int) -> Step:
         """The oldest one, which has to be `number`: its result is in."""

@@ -92,7 +92,7 @@ class GivesSlotsBackWithoutAFence(Scheduler):
 class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
     """True for what finished; a step that is still in flight for the cancelled is forgotten."""
 
-    def launched(self, fence: object) -> None:
+    def launched(self, fence: object, is_whole: bool = True) -> None:
         self._newest = fence
 
     def commit(self, result: StepResult) -> list[TokenEvent]:

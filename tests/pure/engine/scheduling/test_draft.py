@@ -186,6 +186,29 @@ def test_a_fence_belongs_to_the_step_added_last() -> None:
     assert [steps.take(number).fence for number in numbers] == [first, second] and steps.last_fence is second
 
 
+class Given:
+    """A table that says with which fences it was given back."""
+
+    def __init__(self) -> None:
+        self.fences: list[object] = []
+
+    def release(self, fence: object) -> None:
+        self.fences.append(fence)
+
+
+def test_tables_are_given_back_behind_the_whole_step_that_was_launched_last() -> None:
+    steps, _ = steps_of([track_of("r", 9)])
+    early, late, after = Given(), Given(), Given()
+    forward, whole = object(), object()
+    steps.release(early)  # type: ignore[arg-type]
+    steps.launched(forward, is_whole=False)  # type: ignore[arg-type]
+    steps.release(late)  # type: ignore[arg-type]
+    assert early.fences == [None] and late.fences == [], "the rest of the step may use its slots"
+    steps.launched(whole)  # type: ignore[arg-type]
+    steps.release(after)  # type: ignore[arg-type]
+    assert late.fences == after.fences == [whole] and steps.last_fence is whole
+
+
 def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
     track = track_of("r", 9)
     track.epoch = 3
