@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.contract import FinishReason, Grammar, SamplingParams
+from penstock.engine import build as build_module
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
 from penstock.engine.execution.masks import StepMasks
+from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import InvalidRequest
 from penstock.testing.sanitized import build_sanitized, check_silent
 from support.driving import Collected, generate, run_all, submit, tiny_config
@@ -149,6 +151,22 @@ def test_beside_prompts_that_are_computed_bit_by_bit_it_keeps_to_its_grammar(pre
         answers.append(constrained(engine, grammar, seed=seed, max_tokens=60))
     run_all(engine)
     assert all(re.fullmatch(grammar.text, text_of(engine, answer)) for answer in answers), [text_of(engine, one) for one in answers]
+    engine.close(timeout_s=20.0)
+    check_silent(sanitizer)
+
+
+def test_in_a_captured_step_its_mask_is_its_own_though_others_before_it_sample_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where short prompts beside decodes are captured: every chunk has a sample, whether it wants one or not."""
+    monkeypatch.setattr(build_module, "_buckets", lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk))
+    engine, sanitizer = build_sanitized(tiny_config(blocks=64, max_batch=8, prefill_chunk=64))
+    submit(engine, [5, *PROMPT], max_tokens=40)
+    for _ in range(3):
+        engine.step()
+    grammar = Grammar("regex", "([a-f]{3}[0-9]){4}")
+    submit(engine, [3, *PROMPT[:8]], max_tokens=0)
+    answer = constrained(engine, grammar, seed=1, max_tokens=60)
+    run_all(engine)
+    assert re.fullmatch(grammar.text, text_of(engine, answer)), text_of(engine, answer)
     engine.close(timeout_s=20.0)
     check_silent(sanitizer)
 
