@@ -5,6 +5,7 @@ python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculatio
 python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json bench_results/speculation-h200.json
 python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf --model PATH.gguf
 python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --proposers plain,ngram,again --kinds loops
+python benchmarks/speculation.py --device cuda --proposers plain,mtp,again --batches 8,32 --formed 2
 python benchmarks/speculation.py --shown bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
 
 On a CPU give one proposer to each process: several engines in one have more threads than there are cores, and slow each other down.
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 from penstock.bench.report import draw_bars, save_picture
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
-from penstock.contract import FinishReason, SamplingParams, TokenEvent
+from penstock.contract import FinishReason, Grammar, SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import settle_process
@@ -67,6 +68,7 @@ KINDS = {
 
 
 SLICE_STEPS = 16  # of one engine, then another has its turn
+SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}, "minItems": 1000}
 
 
 class Round(NamedTuple):
@@ -109,13 +111,15 @@ class Run:
     Every prompt is computed before the clock starts: what is measured is decoding. With a salt of its own a round finds neither KV nor text
     of the rounds before it."""
 
-    def __init__(self, turns: Turns, prompts: Sequence[list[int]], max_tokens: int, salt: str) -> None:
+    def __init__(self, turns: Turns, prompts: Sequence[list[int]], max_tokens: int, salt: str, num_formed: int = 0) -> None:
         self._turns, self._engine = turns, turns.engine
         self._before = self._engine.stats()
         self._heard: list[tuple[float, TokenEvent]] = []
         self._active_s = 0.0
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        for prompt in prompts:
+        free = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        formed = SamplingParams(max_tokens=max_tokens, temperature=0.0, grammar=Grammar("json_schema", json.dumps(SCHEMA)))
+        for number, prompt in enumerate(prompts):
+            sampling = formed if number < num_formed else free
             self._engine.submit(prompt, sampling, lambda event: self._heard.append((turns.now(), event)), cache_salt=salt)
 
     def advance(self, num_steps: int) -> bool:
@@ -176,7 +180,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
             num_rounds = args.rounds if batch > 1 else -(-args.rounds // 4)  # of one request there are four answers in each
             for number in range(num_rounds + 1):
-                for name, some in rounds_of(engines, kind, batch, num_tokens, number).items():
+                for name, some in rounds_of(engines, kind, batch, num_tokens, number, args.formed).items():
                     rounds[name].append(some)
             for name in engines:  # the first round is thrown away: what steps take is learned in it
                 plain = rounds["plain"][1:] if "plain" in rounds else None
@@ -197,14 +201,15 @@ def warm_engine(args: argparse.Namespace, name: str) -> Iterator[Engine]:
         engine.close()
 
 
-def rounds_of(engines: Mapping[str, Turns], kind: str, batch: int, num_tokens: int, number: int) -> dict[str, list[Round]]:
+def rounds_of(engines: Mapping[str, Turns], kind: str, batch: int, num_tokens: int, number: int, num_formed: int) -> dict[str, list[Round]]:
     """One group of prompts after the other where there is one request at a time."""
     prompts = prompts_of(next(iter(engines.values())).engine, kind)
     some = [list(prompts[n % len(prompts)]) for n in range(batch)]
     groups = [some] if batch > 1 else [[one] for one in prompts]
     found: dict[str, list[Round]] = {name: [] for name in engines}
     for n, group in enumerate(groups):
-        runs = {name: Run(turns, group, num_tokens, f"{kind} {batch} {num_tokens} {number} {n}") for name, turns in engines.items()}
+        salt = f"{kind} {batch} {num_tokens} {number} {n}"
+        runs = {name: Run(turns, group, num_tokens, salt, num_formed) for name, turns in engines.items()}
         shuffler, open_runs = random.Random(number), list(runs.values())
         while open_runs:
             shuffler.shuffle(open_runs)  # so that none is always behind the same one
@@ -305,6 +310,7 @@ def main() -> None:
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["chat", "summary"], help=f"of {', '.join(KINDS)}, loops")
     parser.add_argument("--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[128])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--formed", type=int, default=0, help="so many requests of each batch have to write JSON by a schema")
     parser.add_argument("--device-kv-gib", type=float, default=1.0)
     parser.add_argument("--machine", default=platform.machine(), help="its name, for the file and the picture")
     parser.add_argument("--json", type=Path)

@@ -18,7 +18,7 @@ if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("NOT TESTED: the sampling kernels need an NVIDIA GPU, and there is none here", allow_module_level=True)
 
 from penstock.engine.execution import triton_steps  # noqa: E402
-from penstock.engine.execution.sampler import gumbel_noise  # noqa: E402
+from penstock.engine.execution.sampler import gumbel_noise, token_logprobs  # noqa: E402
 from support.mutation import mutated  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +64,20 @@ def test_what_is_moved_takes_the_type_of_where_it_goes() -> None:
     dest = torch.zeros(5, dtype=torch.int64, device=DEVICE)
     triton_steps.move(dest, torch.arange(-2, 3, dtype=torch.int32, device=DEVICE))
     assert dest.tolist() == [-2, -1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("vocab", [50, 49_152, 151_936])
+@pytest.mark.parametrize("num_rows", [1, 3] if INTERPRETED else [1, 3, 32, 256])
+def test_equally_likely_alternatives_come_by_their_ids_in_batches_of_every_size(num_rows: int, vocab: int) -> None:
+    """The first is what greedy decoding chooses."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (4 * torch.randn(num_rows, vocab, generator=generator)).to(torch.bfloat16).to(DEVICE)
+    chosen = logits.argmax(dim=-1)
+    expected = logits.cpu().float().sort(dim=-1, descending=True, stable=True).indices
+    for num_top in (1, 5, 20):
+        found = token_logprobs(logits, chosen, num_top).top_ids
+        assert found is not None and torch.equal(found.cpu(), expected[:, :num_top])
+    assert torch.equal(chosen.cpu(), expected[:, 0])
 
 
 FAULTS = {

@@ -333,7 +333,22 @@ def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top:
     output.logprobs = chosen[:, 0]
     output.ranks = (logprobs > chosen).sum(dim=-1, dtype=torch.int32) + 1
     if num_top > 0:
-        output.top_logprobs, output.top_ids = logprobs.topk(num_top, dim=-1)
+        output.top_ids = _top_ids(logits, num_top)
+        output.top_logprobs = logprobs.gather(1, output.top_ids)
+
+
+def _top_ids(logits: Tensor, num: int) -> Tensor:
+    """[S, num]: the likeliest tokens, of equally likely ones the lowest ids first, as greedy decoding chooses. `topk` alone orders those by
+    the shape that it is called with, and in bfloat16 many logits are equal."""
+    values, ids = logits.topk(num, dim=-1)
+    least = values[:, -1:]
+    every_id = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    last_ids = torch.where(logits == least, every_id, logits.shape[-1]).topk(num, dim=-1, largest=False).values.long()
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    is_above = values > least
+    place = torch.arange(num, device=logits.device) - is_above.sum(dim=-1, keepdim=True)
+    return torch.where(is_above, ids.gather(1, by_value), last_ids.gather(1, place.clamp(min=0)))
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> SampleOutput:

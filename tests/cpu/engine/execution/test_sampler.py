@@ -330,3 +330,19 @@ def test_a_rank_counts_only_what_is_likelier() -> None:
     found = token_logprobs(logits, torch.arange(5), 0)
     assert found.ranks is not None
     assert found.ranks.tolist() == [4, 1, 1, 3, 4]
+
+
+@pytest.mark.parametrize("num_top", [1, 3, 20])
+@pytest.mark.parametrize("num_values", [1, 2, 5, 300])
+def test_equally_likely_alternatives_come_by_their_ids_whatever_else_is_asked_for(num_values: int, num_top: int) -> None:
+    """In bfloat16 many logits are equal. The greedy token is the first of them, and a request that wants fewer gets the first ones."""
+    for seed in range(20):
+        logits = torch.randint(num_values, (seed % 4 + 1, 300), generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        logits[0, :3] = -torch.inf
+        chosen = logits.argmax(dim=-1)
+        output = token_logprobs(logits, chosen, num_top)
+        expected = [sorted(range(300), key=lambda token: (-row[token], token))[:num_top] for row in logits.tolist()]
+        assert output.top_ids is not None and output.top_ids.tolist() == expected
+        assert output.top_ids[:, 0].tolist() == chosen.tolist()
+        logprobs = logits.float().log_softmax(dim=-1).gather(1, torch.tensor(expected))
+        assert output.top_logprobs is not None and torch.equal(output.top_logprobs, logprobs)
