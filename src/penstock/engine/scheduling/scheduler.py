@@ -288,8 +288,8 @@ class Scheduler:
         return sorted(tracks, key=lambda track: track.num_left) if self._shortest_first else tracks
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
-        """The step planned last is on the compute lane; `fence` lies behind it and so behind every step before. Where its sampling is yet to
-        follow, it is not whole, and this is called again: slots of those that end meanwhile are kept until then."""
+        """The step planned last is on the compute lane; `fence` lies behind it and so behind every step before. Where its sampling has yet
+        to follow, it is not whole, and this is called again: slots of those that end meanwhile are kept until then."""
         self._steps.launched(fence, is_whole)
 
     def _take_in_loads(self) -> None:
