@@ -85,9 +85,10 @@ def fits(value: Any, schema: Schema) -> bool:
         long_enough = isinstance(value, str) and schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
         return long_enough and re.search(schema.get("pattern", ""), value) is not None
     if kind in ("integer", "number"):
-        whole = isinstance(value, int) if kind == "integer" else isinstance(value, int | float)
+        if isinstance(value, bool) or not isinstance(value, int if kind == "integer" else int | float):
+            return False
         below = value <= schema["maximum"] if "maximum" in schema else value < schema["exclusiveMaximum"]
-        return whole and not isinstance(value, bool) and schema["minimum"] <= value and below
+        return bool(schema["minimum"] <= value and below)
     return isinstance(value, bool) if kind == "boolean" else value is None
 
 

@@ -343,7 +343,7 @@ def _top_ids(logits: Tensor, num: int) -> Tensor:
     values, ids = logits.topk(num, dim=-1)
     least = values[:, -1:]
     every_id = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
-    last_ids = torch.where(logits == least, every_id, logits.shape[-1]).topk(num, dim=-1, largest=False).values.long()
+    last_ids = torch.where(logits == least, every_id, logits.shape[-1] - 1).topk(num, dim=-1, largest=False).values.long()
     ids, by_id = ids.sort(dim=-1)
     values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     is_above = values > least

@@ -339,6 +339,7 @@ def test_equally_likely_alternatives_come_by_their_ids_whatever_else_is_asked_fo
     for seed in range(20):
         logits = torch.randint(num_values, (seed % 4 + 1, 300), generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
         logits[0, :3] = -torch.inf
+        assert token_logprobs(torch.full_like(logits, torch.nan), logits.argmax(dim=-1), num_top).top_ids is not None, "nor does NaN fail"
         chosen = logits.argmax(dim=-1)
         output = token_logprobs(logits, chosen, num_top)
         expected = [sorted(range(300), key=lambda token: (-row[token], token))[:num_top] for row in logits.tolist()]
