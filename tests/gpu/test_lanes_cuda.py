@@ -19,7 +19,7 @@ from lane_rules import Heard, LaneRules, Rig, fail  # noqa: E402
 from penstock.contract import Fence  # noqa: E402
 from penstock.errors import DeadlineExceeded, InvariantBroken  # noqa: E402
 from penstock.lanes.cpu import CpuLane  # noqa: E402
-from penstock.lanes.cuda import CudaLane  # noqa: E402
+from penstock.lanes.cuda import CudaLane, as_current, make_lane  # noqa: E402
 from penstock.lanes.lane import Lane, Op, Ticket  # noqa: E402
 from penstock.observe import LaneObserver  # noqa: E402
 
@@ -293,3 +293,24 @@ def test_a_broken_lane_turns_its_rule_red(make: type[CudaLane], rule: Callable[[
             rule(TestCudaLane(), broken)
     finally:
         broken.close()
+
+
+def test_a_thread_stays_on_a_lane_between_its_ops_and_other_lanes_ops_run_on_theirs() -> None:
+    device = torch.device("cuda")
+    lane, other = CudaLane("mine", device), CudaLane("other", device)
+    seen: list[tuple[bool, bool]] = []
+    before = torch.cuda.current_stream()
+    with as_current(lane), lane.current():  # the second finds it there
+        assert lane.is_current()
+        lane.submit(lambda: seen.append((lane.is_current(), other.is_current())), label="mine")
+        other.submit(lambda: seen.append((lane.is_current(), other.is_current())), label="other")
+        assert lane.is_current(), "an op of another lane has switched back"
+    assert seen == [(True, False), (False, True)]
+    assert not lane.is_current() and torch.cuda.current_stream() == before and not torch.is_inference_mode_enabled()
+
+
+def test_lanes_with_threads_of_their_own_need_no_switch() -> None:
+    lane = make_lane("cpu", torch.device("cpu"))
+    with as_current(lane):
+        assert not lane.is_current(), "its ops run elsewhere"
+    lane.close()

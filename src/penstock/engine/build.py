@@ -67,7 +67,9 @@ _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 _MAX_STEP_DRAFTS = 64  # verified in one step: where many requests decode, a row more is work
 _CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _GUESSED_ROW = 0.05  # of a step of one row, what a further row takes, until it was measured
-_BOOKKEEPING_S = 5e-6  # of the engine's thread in a step, for drafts that are not made: 3 to 8 us, by the number of requests
+# Of every step, for drafts that are not made: of the engine's thread, and on the device, where hidden states are noted. Seen were 3 to 8 us
+# and, where the device makes drafts, 15 to 20.
+_BOOKKEEPING_S, _DEVICE_BOOKKEEPING_S = 5e-6, 15e-6
 
 
 def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | None = None) -> Engine:
@@ -425,9 +427,10 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
         return None
     sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
-    costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes), bookkeeping_s=_BOOKKEEPING_S)
-    kind = config.speculation.kind
-    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device=kind != "ngram")
+    on_device = config.speculation.kind != "ngram"
+    bookkeeping_s = _DEVICE_BOOKKEEPING_S if on_device else _BOOKKEEPING_S
+    costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes), bookkeeping_s=bookkeeping_s)
+    return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device)
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,6 +50,7 @@ from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Over
 from penstock.figures import ResidencyFigures
 from penstock.kv.cache import KvCache, Persisting, Resetting, Settling
 from penstock.kv.memory import DeviceArena
+from penstock.lanes.cuda import as_current
 from penstock.lanes.lane import POLL_S, Lane
 from penstock.models.progress import Progress, silent
 from penstock.models.tokenizer import TextCodec
@@ -331,6 +333,10 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------- the engine thread
 
+    def launching(self) -> AbstractContextManager[None]:
+        """Around the steps of one thread: where it stays inside for its whole life, a step does not switch to the compute lane and back."""
+        return as_current(self._parts.lanes[0])
+
     def warm(self, progress: Progress = silent) -> None:
         """Run a step of every kind, so that no request pays for what is done once. Optional, before the first step, on the same thread."""
         self.grammars.begin(Grammar("choice", '["warm"]'))  # goes on beside the rest; without the package it comes to nothing
@@ -348,7 +354,7 @@ class Engine:
 
     def step(self) -> bool:
         """One turn: plan and launch step N+1 while N runs, then read N. Returns whether anything was done."""
-        with self._watch.turn():
+        with self._watch.turn(), self.launching():
             done = self._turn()
         if self._parts.sanitizer is not None:
             self._parts.cache.tell_balance(self._watch)

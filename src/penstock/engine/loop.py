@@ -97,10 +97,11 @@ class EngineLoop:
                 self._engine.warm(self._progress)
                 self._is_warm = True
                 self._warm.set()
-            while self._stop_by_s is None or (self._engine.has_work() and time.monotonic() < self._stop_by_s):
-                self._beat_s = time.monotonic()
-                if not self._engine.step():
-                    self._engine.wait_work(self._patience_s())
+            with self._engine.launching():
+                while self._stop_by_s is None or (self._engine.has_work() and time.monotonic() < self._stop_by_s):
+                    self._beat_s = time.monotonic()
+                    if not self._engine.step():
+                        self._engine.wait_work(self._patience_s())
             self._engine.close(timeout_s=_CLOSE_S)
         except BaseException as error:
             self._error = error

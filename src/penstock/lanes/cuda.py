@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -150,6 +150,9 @@ class CudaLane:
     def current(self) -> Iterator[None]:
         """Around many submissions of one thread, for its whole life even: each by itself would take tens of microseconds to switch to
         the stream and back."""
+        if self.is_current():
+            yield
+            return
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             yield
 
@@ -255,6 +258,11 @@ def make_lane(name: str, device: torch.device, observer: LaneObserver | None = N
     if device.type == "cuda":
         return CudaLane(name, device, observer, priority)
     return CpuLane(name, observer, around=torch.inference_mode)
+
+
+def as_current(lane: Lane) -> AbstractContextManager[None]:
+    """Around what a thread submits to `lane`: it need not switch to it for each op. A lane with a thread of its own needs nothing."""
+    return lane.current() if isinstance(lane, CudaLane) else nullcontext()
 
 
 def make_launcher(lane: Lane, observer: LaneObserver | None = None) -> CpuLane:

@@ -149,6 +149,8 @@ class Speculation:
         self._num_paying += wants
         if self._num_paying >= _TRUSTED:
             self._retry_steps = RETRY_STEPS
+        if self._on_device and not wants and not self._was_made:
+            self._rest(len(tracks), self._num_waiting(tracks))
         return wants or self._was_made
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
@@ -178,6 +180,7 @@ class Speculation:
 
     def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
         request = self._of(track)
+        self._end_rest()
         if num_kept:
             request.gained_s += num_kept * self.books.plain_step_s(len(self._requests))
             self._paid_at_s = 0.0
@@ -234,15 +237,22 @@ class Speculation:
                     record.forget()
             self._survival = self._pool.survival(self._prior)
         elif not self._was_made:
-            self._rest(num_requests)
+            self._rest(num_requests, self._retry_steps - self._num_idle - 1)
+            self._num_idle += self._num_resting
         return False
 
-    def _rest(self, num_requests: int) -> None:
-        """It does not pay with so many. Until something is learned or somebody comes or leaves, asking again would say the same."""
-        most = _REST_STEPS if self._on_device else _SEARCH_REST_STEPS
-        self._num_resting = min(most, max(0, self._retry_steps - self._num_idle - 1))
-        self._num_idle += self._num_resting
+    def _rest(self, num_requests: int, num_steps: int) -> None:
+        """For so many steps at most, drafts do not pay or cannot be paid. Until something is learned or somebody comes or leaves, asking
+        again would say the same."""
+        self._num_resting = max(0, min(num_steps, _REST_STEPS if self._on_device else _SEARCH_REST_STEPS))
         self._rested = _Rested(num_requests, 2 * self.books.plain_step_s(num_requests))
+
+    def _num_waiting(self, tracks: Sequence[Track]) -> int:
+        """Steps before the one with which passes begin, or by which the accounts have earned drafts and all has been passed over that has
+        to be."""
+        until_s = min(self._paid_at_s, self._followed_from_s) if self.leaves_out else self._paid_at_s
+        num = math.ceil(min(1.0 + _REST_STEPS, (until_s - self.books.plain_s) / self.books.plain_step_s(len(tracks))))
+        return (num if self.leaves_out else max(num, *map(_num_lacking, tracks))) - 1
 
     def _end_rest(self) -> None:
         """What was put off is done before anything else is: accounts begin where the clocks of the books are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -258,6 +259,9 @@ class Busy:
 
     def monotonic(self) -> float:
         return self.now
+
+    def launching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def warm(self, progress: object) -> None:
         """It is."""

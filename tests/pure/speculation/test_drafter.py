@@ -464,7 +464,7 @@ def test_a_step_with_drafts_that_is_read_late_is_paid_for() -> None:
     one = decoding(list(range(100)))
     made = seasoned(tracks=[one.track])
     made.considers([one.track])
-    made._rest(1)
+    made._rest(1, 15)
     account = made._requests["r"].account
     before_s = made.books.balance_s(account, 0.0)
     made.step_took(1, 5, 3.0, 0)
@@ -476,7 +476,7 @@ def test_who_takes_the_place_of_another_has_an_account_at_once() -> None:
     one, new = decoding(list(range(100))), decoding(list(range(200, 300)), "new")
     made = seasoned(on_device=True, num_steps=0)
     made.considers([one.track])
-    made._rest(1)
+    made._rest(1, 15)
     made.ended(one.track)
     made.considers([new.track])
     assert "new" in made._requests
@@ -572,7 +572,7 @@ def test_a_pass_over_what_was_decoded_before_is_paid_for_and_says_nothing_of_pla
     made.step_took(1, 1, 1.5, 0, True)
     assert made.books.balance_s(account, 0.0) == pytest.approx(had_s + MAX_LOSS - 0.5)
     assert made.books.estimate(1) == before and not made.books.is_drafting
-    made._rest(1)
+    made._rest(1, 15)
     made.step_took(1, 1, 1.5, 0, True)
     assert made.books.balance_s(account, 0.0) == pytest.approx(had_s + 2 * MAX_LOSS - 1.0), "also while nothing is asked"
     made.step_took(1, 1, 1.125, 4)
