@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -495,6 +496,48 @@ def test_drafts_that_are_under_way_are_verified_before_anybody_rests() -> None:
     before_s = made.books.balance_s(account, 0.0)
     made.step_had_prompts()
     assert made.books.balance_s(account, 0.0) == before_s, "nothing is drafted any more"
+
+
+def steps_until(made: Speculation, happens: Callable[[bool], bool]) -> tuple[int, int]:
+    """Plain steps of one request until `happens`, which is told whether drafts are considered, and how often it was worked out whether
+    they pay."""
+    one, asked, pays = decoding(TEXT), list[int](), made._pays
+    made._pays = lambda num: asked.append(num) or pays(num)  # type: ignore[method-assign, func-returns-value]
+    for number in range(1000):
+        one.track.num_planned = one.track.num_followed = number
+        considered = made.considers([one.track])
+        if happens(considered):
+            return number, len(asked)
+        if made.leaves_out:
+            one.track.blank_to = number
+        made.step_took(1, 1, 1.0, 0)
+    raise AssertionError("it never happens")
+
+
+def never_rests(made: Speculation) -> Speculation:
+    made._rest = lambda num_requests, num_steps: None  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.parametrize("ahead_s", [0.3, 0.7, 1.1, 1.5])
+def test_while_drafts_are_not_earned_it_is_seldom_asked_and_they_come_when_they_are(ahead_s: float) -> None:
+    costs = dataclasses.replace(COSTS, ahead_s=ahead_s)
+    begins, asked = steps_until(Speculation(4, 100, costs, True), lambda considered: considered)
+    expected, always = steps_until(never_rests(Speculation(4, 100, costs, True)), lambda considered: considered)
+    assert begins == expected and asked <= FIRST_PLAIN_STEPS + 2 + begins // 10 < always
+
+
+def test_passes_begin_when_they_are_due_though_nothing_is_asked_before() -> None:
+    """They cost more than is earned: they begin some tokens before drafts do."""
+    costs = dataclasses.replace(COSTS, ahead_s=1.2, follow_s=0.04)
+    of = lambda: Speculation(4, 100, costs, True)  # noqa: E731
+    passed = of()
+    begins, asked = steps_until(passed, lambda considered: passed.books.is_known(1) and not passed.leaves_out)
+    every = never_rests(of())
+    expected, _ = steps_until(every, lambda considered: every.books.is_known(1) and not every.leaves_out)
+    assert begins == expected > 64 and asked < begins // 4
+    drafts, _ = steps_until(of(), lambda considered: considered)
+    assert drafts == steps_until(never_rests(of()), lambda considered: considered)[0] > begins
 
 
 def test_what_is_decoded_is_left_out_while_drafts_do_not_pay_and_drafts_wait_until_enough_is_not() -> None:
