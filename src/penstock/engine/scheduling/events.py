@@ -70,7 +70,8 @@ class Events:
             event = event._replace(scored=True)
         if not num_drafts:
             return event
-        num_accepted = len(sampled.tokens) - 1
+        # What comes behind the token that ends it is in no answer. The last one sampled was no draft.
+        num_accepted = min(len(sampled.tokens) - 1, len(kept) + (stop_token is not None))
         self._counts.add_drafts(num_drafts, num_accepted)
         return event._replace(drafted=num_drafts, accepted=num_accepted)
 
