@@ -1,0 +1,35 @@
+"""What listeners are told, and what is counted with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.contract import FinishReason, Request, Sampled, SamplingParams
+from penstock.engine.scheduling.events import Events, SchedulerCounts
+from penstock.engine.scheduling.track import Track
+
+STOP = 99
+
+
+@pytest.mark.parametrize(
+    ("sampled", "kept", "num_accepted", "finish"),
+    [
+        ((1, 2, 3, 4), (1, 2, 3, 4), 3, None),
+        ((1,), (1,), 0, None),
+        ((1, STOP, 3, 4), (1,), 2, FinishReason.STOP),
+        ((1, 2, 3, STOP), (1, 2, 3), 3, FinishReason.STOP),
+        ((STOP, 2, 3, 4), (), 1, FinishReason.STOP),
+        ((STOP,), (), 0, FinishReason.STOP),
+        ((1, 2, 3, 4, 5), (1, 2, 3, 4), 4, FinishReason.LENGTH),
+        ((1, 2, 3, 4, 5, 6), (1, 2, 3, 4), 4, FinishReason.LENGTH),
+    ],
+)
+def test_accepted_are_the_drafts_that_an_answer_has(
+    sampled: tuple[int, ...], kept: tuple[int, ...], num_accepted: int, finish: FinishReason | None
+) -> None:
+    """The token that ends it may be one of them; those behind it were chosen by the model, too, and nobody gets them."""
+    counts = SchedulerCounts()
+    track = Track(Request("r", [7], SamplingParams(max_tokens=4 if finish is FinishReason.LENGTH else 9)), 1, None, tokens=[7])
+    event = Events((STOP,), counts).of_tokens(track, Sampled("r", sampled), num_drafts=5)
+    assert (event.tokens, event.drafted, event.accepted, event.finish) == (kept, 5, num_accepted, finish)
+    assert counts.accepted_by_place == [1] * num_accepted + [0] * (5 - num_accepted) and counts.drafted_by_place == [1] * 5
