@@ -42,7 +42,8 @@ KINDS = {
     "front-processes": "Processes of one server that end, stall or disagree",
 }
 WATCHED = ("order", "lifetime", "stall")  # kinds that the sanitizer has to find
-TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides
+TIMEOUT_S = 240.0  # for one fault, on a machine that does other things besides,
+TEST_S = 5.0  # and for each test that is run without a fault: all of them together take a quarter of an hour
 COPIED = ("src", "tests", "benchmarks", "pyproject.toml")
 _SCHEDULE = re.compile(r"schedule \{\d")  # of a sequencer, other than the default one
 _SAID_BY_A_TEST = {"AssertionError": "test", "Failed": "test"}  # any other exception is the product's own
@@ -156,10 +157,10 @@ def run(mutant: Mutant | None, tests: Sequence[str], root: Path) -> Outcome:
         if mutant is not None:
             file = copy / mutant.file
             file.write_text(mutant.applied(file.read_text()))
-        return _pytest(copy, tests, ends_with)
+        return _pytest(copy, tests, ends_with, TIMEOUT_S + (TEST_S * len(tests) if mutant is None else 0.0))
 
 
-def _pytest(copy: Path, tests: Sequence[str], ends_with: str) -> Outcome:
+def _pytest(copy: Path, tests: Sequence[str], ends_with: str, timeout_s: float) -> Outcome:
     record = copy / "record.json"
     own = {"MUTANT_RECORD": str(record), "MUTANT_ENDS_WITH": ends_with, "PYTHONPATH": str(Path(__file__).parent)}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -169,7 +170,7 @@ def _pytest(copy: Path, tests: Sequence[str], ends_with: str) -> Outcome:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(command, cwd=copy, env=environment, text=True, start_new_session=True, **pipes)
     try:
-        output, timed_out = process.communicate(timeout=TIMEOUT_S)[0], False
+        output, timed_out = process.communicate(timeout=timeout_s)[0], False
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, timed_out = process.communicate()[0], True

@@ -296,9 +296,9 @@ class UrlReplay:
         parts = self._parts
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        headers: dict[str, str | bytes] = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self._server.api_key is not None:
-            headers["Authorization"] = f"Bearer {self._server.api_key}"
+            headers["Authorization"] = f"Bearer {self._server.api_key}".encode()
         try:
             connection.request("POST", parts.path.rstrip("/") + "/completions", json.dumps(body), headers)
             answer = connection.getresponse()

@@ -37,7 +37,7 @@ Loaded = TypeVar("Loaded")
 Content = Mapping[str, bytes]  # digests of tensors by name, as `tensor_digest` makes them
 Load = Callable[[Path], tuple[Loaded, Content]]
 
-CONVERTER_VERSION = 5  # part of every cached copy's name: raise it whenever the converted bytes or files change
+CONVERTER_VERSION = 6  # part of every cached copy's name: raise it whenever the converted bytes or files change
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides

@@ -173,9 +173,10 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
         if (id := _id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens), where)) is not None
     }
     settings: dict[str, Any] = dict(special)
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        settings["chat_template"] = template
+    keys = {"default": "tokenizer.chat_template", _TOOL_TEMPLATE: f"tokenizer.chat_template.{_TOOL_TEMPLATE}"}
+    templates = [{"name": name, "template": text} for name, key in keys.items() if isinstance(text := metadata.get(key), str)]
+    if templates:
+        settings["chat_template"] = templates
     kinds = _list(metadata, "tokenizer.ggml.token_type", int, where)
     if len(kinds) != len(tokens):
         raise ModelError(f"{where}: {len(tokens)} tokens, but {len(kinds)} token types")

@@ -262,8 +262,8 @@ def serving(engine, **settings):
 
 def test_our_own_server_says_where_everything_came_from():
     engine = build(config_of(ROOMY))
-    with serving(engine, api_key="secret") as url:
-        results = bench().measure_url(ServerAddress(url, engine.name, "secret"), 512, 16, silent)
+    with serving(engine, api_key="geheim-ключ") as url:
+        results = bench().measure_url(ServerAddress(url, engine.name, "geheim-ключ"), 512, 16, silent)
         refused = bench(users=2).measure_url(ServerAddress(url, engine.name, "wrong"), 512, 16, silent)
     whole = results.rows[-1]
     assert results.skipped == [] and whole["done"] == NUM_REQUESTS

@@ -381,6 +381,24 @@ def test_text_that_is_a_special_token_to_a_vocabulary_that_takes_words_whole_sta
     assert [id for id in ids if id > 256] == [258, 258] and len(ids) == 2 + len("stop <s>")
 
 
+@pytest.mark.parametrize("has_own", [False, True])
+def test_requests_with_tools_have_the_template_that_a_gguf_file_has_for_them(has_own: bool, tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "aa"],
+        "tokenizer.ggml.token_type": [1] * 257,
+        "tokenizer.ggml.merges": ["a a"],
+        "tokenizer.chat_template": "no tools: {{ messages[0].content }}",
+        **({"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools | length }} tools"} if has_own else {}),
+    }
+    chat = from_metadata(tmp_path / "model", metadata).chat_template
+    assert chat is not None
+    tools, messages = [{"type": "function", "function": {"name": "now"}}], [{"role": "user", "content": "when"}]
+    assert chat.render(messages, True) == "no tools: when"
+    assert chat.render(messages, True, tools=tools) == ("1 tools" if has_own else "no tools: when")
+
+
 def test_a_bpe_that_merges_to_a_special_token_does_not_make_it_of_text() -> None:
     from penstock.models.chat import ChatTemplate
 

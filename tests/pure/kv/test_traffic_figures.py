@@ -79,7 +79,9 @@ def test_what_is_read_and_what_is_written_are_under_way_each_in_its_own_directio
 
 
 def test_blocks_that_a_store_has_already_are_not_skipped_ones(make: Make) -> None:
-    rig = make()
+    rig = make(queue_bytes=3 * BLOCK_BYTES)
     rig.write(KEYS[:2])
     assert rig.write(KEYS[:4]).done_keys == KEYS[:4]
     assert not rig.tier.counts.skipped
+    assert rig.write(KEYS[:8]).done_keys == KEYS[:7]
+    assert rig.tier.counts.skipped == {"queue": 1}, "of those that it lacks"
