@@ -67,7 +67,7 @@ def test_a_life_is_as_long_as_what_is_fed_back(max_tokens: int, fits: bool) -> N
 
 
 def test_a_request_decodes_beside_an_older_one_whose_prompt_takes_the_whole_chunk() -> None:
-    """The older one was loading when the other began, and comes first from then on."""
+    """The older one was loading when the other began, and comes first from then on, in every other step."""
     world = remembered(A[:8], num_slots=40, overlap_tokens=100)
     older = world.submit([*A[:8], *[4] * 20], 1)
     younger = world.submit(B[:2], 9, ignore_eos=True)
@@ -78,6 +78,7 @@ def test_a_request_decodes_beside_an_older_one_whose_prompt_takes_the_whole_chun
             pass
     world.settle()
     assert sorted(shape(planned(world))) == sorted([(older, 8, 8), (younger, 2, 1)])
+    assert sorted(shape(planned(world))) == sorted([(older, 16, 8), (younger, 3, 1)])
     world.finish()
     world.close()
 
