@@ -173,10 +173,12 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
         if (id := _id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens), where)) is not None
     }
     settings: dict[str, Any] = dict(special)
-    keys = {"default": "tokenizer.chat_template", _TOOL_TEMPLATE: f"tokenizer.chat_template.{_TOOL_TEMPLATE}"}
-    templates = [{"name": name, "template": text} for name, key in keys.items() if isinstance(text := metadata.get(key), str)]
-    if templates:
-        settings["chat_template"] = templates
+    template, for_tools = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", f".{_TOOL_TEMPLATE}"))
+    if isinstance(template, str):
+        settings["chat_template"] = template
+        if isinstance(for_tools, str):
+            both = {"default": template, _TOOL_TEMPLATE: for_tools}
+            settings["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
     kinds = _list(metadata, "tokenizer.ggml.token_type", int, where)
     if len(kinds) != len(tokens):
         raise ModelError(f"{where}: {len(tokens)} tokens, but {len(kinds)} token types")

@@ -397,6 +397,8 @@ def test_requests_with_tools_have_the_template_that_a_gguf_file_has_for_them(has
     tools, messages = [{"type": "function", "function": {"name": "now"}}], [{"role": "user", "content": "when"}]
     assert chat.render(messages, True) == "no tools: when"
     assert chat.render(messages, True, tools=tools) == ("1 tools" if has_own else "no tools: when")
+    del metadata["tokenizer.chat_template"]
+    assert not from_metadata(tmp_path / "other", metadata).has_chat_template, "it is not for chats without tools"
 
 
 def test_a_bpe_that_merges_to_a_special_token_does_not_make_it_of_text() -> None:
