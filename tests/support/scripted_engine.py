@@ -277,6 +277,7 @@ class ScriptedLoop:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.age_s: float | None = None  # set: what `beat_age_s` says
+        self.is_warm = True
         self._engine = engine
         self._beat_s = time.monotonic()
         self._stop = threading.Event()

@@ -64,8 +64,13 @@ class EngineLoop:
             raise EngineClosed(f"the engine {why}") from self._error
         settle_process()
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether requests are served at their usual speed: those that come before wait."""
+        return self._is_warm
+
     def beat_age_s(self) -> float:
-        """Seconds since the loop last came round; grows without bound when it is wedged."""
+        """Seconds since the loop last came round, or since it got further with warming up; grows without bound when it is wedged."""
         return time.monotonic() - self._beat_s
 
     def failed(self) -> BaseException | None:
@@ -94,7 +99,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             if self._stop_by_s is None:
-                self._engine.warm(self._progress)
+                self._engine.warm(self._tell_progress)
                 self._is_warm = True
                 self._warm.set()
             with self._engine.launching():
@@ -110,6 +115,10 @@ class EngineLoop:
             self._close_unused()
         finally:
             self._warm.set()
+
+    def _tell_progress(self, stage: str, done: int, total: int) -> None:
+        self._beat_s = time.monotonic()
+        self._progress(stage, done, total)
 
     def _close_unused(self) -> None:
         """Where it could not be warmed up, no request has run, and nothing of it is in doubt: what it has, a directory for one, is free for

@@ -36,7 +36,7 @@ from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
 
-VERSION = 6  # of everything below; both ends say it first
+VERSION = 7  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
 _LENGTH = struct.Struct("<I")
 
@@ -127,6 +127,7 @@ class Hello(Sent, tag=1):
     tokenizer: TokenizerSpec
     adapters: list[LoadedAdapter]
     residency: ResidencyChoice
+    is_warm: bool = True  # a front that is started while the engine warms up hears later, by a beat, that it is
 
 
 class Tokens(Sent, tag=2):
@@ -147,6 +148,7 @@ class Beat(Sent, tag=4):
     """The engine's process is alive; its loop came round so long ago. Answered with Awake."""
 
     age_s: float
+    is_warm: bool = True
 
 
 class AdapterList(Sent, tag=5):

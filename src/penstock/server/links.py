@@ -115,8 +115,8 @@ class FrontLink:
         with contextlib.suppress(OSError):
             self._wire.sock.shutdown(socket.SHUT_RDWR)
 
-    def beat(self, age_s: float) -> None:
-        self.tell(boundary.Beat(age_s))
+    def beat(self, age_s: float, is_warm: bool) -> None:
+        self.tell(boundary.Beat(age_s, is_warm))
         self._num_beats += 1
         if (heard_at := self._heard_at) is not None and self._num_beats - heard_at > SILENT_BEATS:
             self.cut(f"has said nothing for {SILENT_BEATS} beats")
@@ -284,6 +284,7 @@ class FrontLinks:
         self._loading = threading.Lock()
         self._started_s = time.time()
         self._stop = threading.Event()
+        self._told_warm = threading.Event()
         engine.call_after_events(self._hand_over)
         threading.Thread(target=self._beat, name="front-beat", daemon=True).start()
 
@@ -305,6 +306,7 @@ class FrontLinks:
                 self._tokenizer,
                 list(engine.adapters.all()),
                 engine.residency,
+                self._loop.is_warm,
             )
             link.tell(hello)
             self._links = [*self._links, link]
@@ -327,9 +329,15 @@ class FrontLinks:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_S):
-            age_s = self._loop.beat_age_s()
+            age_s, is_warm = self._loop.beat_age_s(), self._loop.is_warm
             for link in self._links:
-                link.beat(age_s)
+                link.beat(age_s, is_warm)
+            if is_warm:
+                self._told_warm.set()
+
+    def wait_told_warm(self) -> None:
+        """Block until fronts have been told that the engine is warm, or should have been."""
+        self._told_warm.wait(10 * BEAT_S)
 
     # ------------------------------------------------------------------------------------------------- what links have heard
 
@@ -450,6 +458,7 @@ class EngineProcess:
         """`start` warms the engine up; fronts are told what it is meanwhile. Returns the exit code."""
         threading.Thread(target=self._obey, name="parent", daemon=True).start()
         start()
+        self._links.wait_told_warm()
         self._parent.send(boundary.Ready())
         while not self._closed.wait(WATCH_S) and self._loop.failed() is None:
             pass

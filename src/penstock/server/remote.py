@@ -111,6 +111,7 @@ class RemoteEngine:
         self._unsent: deque[memoryview] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_s, self._beat_age_s = time.monotonic(), 0.0
+        self.is_warm = hello.is_warm
         self._error: PenstockError | None = None
         self._over = threading.Event()  # nothing more will come
 
@@ -268,7 +269,7 @@ class RemoteEngine:
             case boundary.Returned():
                 self._settle(message)
             case boundary.Beat():
-                self._beat_s, self._beat_age_s = time.monotonic(), message.age_s
+                self._beat_s, self._beat_age_s, self.is_warm = time.monotonic(), message.age_s, message.is_warm
                 self.send(boundary.Awake(self.adapters.version))
                 self._send_figures()
                 while self.dropped:

@@ -184,8 +184,7 @@ class Small:
 
     async def health(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        trouble = "the server is shutting down" if self._service.stopping else self._service.trouble()
-        return _status("ready", trouble)
+        return _status("ready", self._service.not_ready())
 
     async def live(self, request: Request) -> Response:
         schema.check_query(request.query_params)
@@ -211,7 +210,7 @@ class Small:
 
     async def _facts(self) -> list[tuple[str, str]]:
         engine, service = self._service.engine, self._service
-        trouble = "the server is shutting down" if service.stopping else service.trouble()
+        trouble = service.not_ready()
         adapters = ", ".join(loaded.adapter.name for loaded in engine.adapters.all()[:MAX_SHOWN_ADAPTERS])
         states = {} if trouble else (await service.snapshot())[0].requests
         requests = ", ".join(f"{num} {state}" for state, num in states.items() if num)

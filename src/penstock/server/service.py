@@ -267,6 +267,12 @@ class Service:
         age_s = self.loop.beat_age_s()
         return f"the engine loop has been silent for {age_s:.1f} seconds" if age_s > BEAT_LIMIT_S else None
 
+    def not_ready(self) -> str | None:
+        """Why requests are not taken, or would wait; None: they are."""
+        if self.stopping:
+            return "the server is shutting down"
+        return self.trouble() or (None if self.loop.is_warm else "the engine is warming up")
+
     @property
     def stopping(self) -> bool:
         return self._stop is not None

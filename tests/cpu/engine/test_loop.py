@@ -20,6 +20,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, StepFailed
+from penstock.models.progress import Progress
 from penstock.testing.sanitized import build_sanitized, check_silent
 from support.driving import generate, run_all, submit, tiny_config
 
@@ -243,6 +244,22 @@ def test_a_loop_that_has_started_is_warm(engine: Engine, monkeypatch: pytest.Mon
     loop.start()
     loop.close(5.0)
     assert loop.failed() is None
+
+
+def test_a_loop_that_warms_up_beats_as_it_gets_further_and_is_warm_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Busy(2, has_work=False)
+    seen: list[tuple[float, bool]] = []
+
+    def warm(progress: Progress) -> None:
+        assert engine.loop is not None
+        for done in range(3):
+            engine.now += 60.0
+            seen.append((engine.loop.beat_age_s(), engine.loop.is_warm))
+            progress("warming up", done, 3)
+
+    monkeypatch.setattr(engine, "warm", warm)
+    run_busy(engine, 0.0, monkeypatch)
+    assert seen == [(60.0, False)] * 3 and engine.loop is not None and engine.loop.is_warm
 
 
 class Busy:

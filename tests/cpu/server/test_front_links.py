@@ -107,6 +107,7 @@ class Linked:
         wire: Wire[FromEngine] = Wire(ours, FromEngine)
         hello = wire.receive()
         assert isinstance(hello, boundary.Hello) and hello.residency == self.engine.residency
+        assert hello.is_warm is self.loop.is_warm
         return wire
 
     def _detached(self, index: int) -> None:
@@ -378,7 +379,7 @@ def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(linked: 
     (link,) = linked.links._links
     monkeypatch.setattr(links_module, "SILENT_BEATS", 3)
     for _ in range(10):
-        link.beat(0.0)
+        link.beat(0.0, True)
     monkeypatch.setattr(links_module, "SILENT_BEATS", 1 << 40)
     gate.set()
     assert any(one.event.finish is FinishReason.LENGTH for step in steps_of(front) for one in step.rest)
@@ -437,6 +438,19 @@ def test_a_beat_tells_fronts_how_long_the_loop_has_been_silent(linked: Linked, m
     front = linked.front()
     beats = (message for message in iter(front.receive, None) if isinstance(message, boundary.Beat))
     assert 42.0 in [next(beats).age_s, next(beats).age_s]
+
+
+def test_fronts_are_told_whether_the_engine_is_warm_in_the_greeting_and_when_it_gets_so(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The greeting is looked at where a front is made."""
+    linked.front()
+    monkeypatch.setattr(type(linked.loop), "is_warm", False)
+    cold = linked.front()
+    beats = (message for message in iter(cold.receive, None) if isinstance(message, boundary.Beat))
+    assert False in [next(beats).is_warm, next(beats).is_warm]
+    monkeypatch.setattr(type(linked.loop), "is_warm", True)
+    assert any(next(beats).is_warm for _ in range(3))
 
 
 def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1147,6 +1161,17 @@ def test_figures_are_sent_whenever_they_have_changed() -> None:
             assert await _heard(engine) == boundary.Awake(0)
             told = await _heard(engine)
             assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == num and not told.were_wanted
+
+    as_front(play)
+
+
+def test_a_front_knows_whether_the_engine_is_warm() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        assert client.is_warm
+        for is_warm in (False, True):
+            engine.send(boundary.Beat(0.0, is_warm))
+            assert await _heard(engine) == boundary.Awake(0)
+            assert client.is_warm is is_warm
 
     as_front(play)
 

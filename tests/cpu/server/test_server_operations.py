@@ -74,6 +74,16 @@ def test_a_live_loop_is_ready_and_a_silent_one_is_not(served: Served) -> None:
     assert served.http.get("/live").status_code == 200
 
 
+def test_while_the_engine_warms_up_the_server_is_live_and_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever balances load sends nobody there yet, and whoever restarts what hangs leaves it alone."""
+    monkeypatch.setattr(served.loop, "is_warm", False)
+    reply = served.http.get("/health")
+    assert reply.status_code == 503 and reply.json()["reason"] == "the engine is warming up"
+    assert served.http.get("/live").json() == {"status": "live"} and "warming up" in served.http.get("/").text
+    monkeypatch.undo()
+    assert served.http.get("/health").json() == {"status": "ready"}
+
+
 def test_a_dead_loop_ends_everyones_wait() -> None:
     with serving() as served:
         served.engine.hold()
