@@ -229,7 +229,8 @@ make mutants
 make mutants ARGS='--only replay'
 ```
 
-{num} faults, all found. Without a fault the same tests pass, and no sanitizer reports anything in them.
+{num} faults. Each line says what found the fault when it was last run, which may be some changes ago. Without a fault the
+same tests passed then, and no sanitizer reported anything in them.
 
 *Found by* says what noticed: the [sanitizer](sanitizer.md), with the kinds of its reports; an exploration, which prints
 the schedule that fails; a test; or an exception of Penstock's own. For {watched} of the faults, those of order and
