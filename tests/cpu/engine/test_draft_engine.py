@@ -626,28 +626,37 @@ def test_drafts_that_come_and_go_with_little_memory_change_no_answer(seed: int, 
     assert engine.stats().retractions > 1 and engine._parts.scheduler.counts.drafted_tokens > 20
 
 
-def test_blocks_that_were_left_out_are_found_again_wherever_they_went(make: Any, prompts: Prompts) -> None:
-    """By whoever goes on with the text: on the device, and as they came back from host memory. Drafts of all that follows are alike."""
+def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Prompts) -> None:
+    """The same bytes in every layer, the draft model's blank ones too, and the same answer. The number of kept drafts may differ:
+    the second request computes fewer tokens of its prompt, so a GPU takes other kernels, and few visible keys mean near ties."""
     engine = make(TARGET, host_blocks=128)
     speculation = switched(engine)
     speculation.leaves_out = True
     first = generate(engine, prompts(30), max_tokens=60)
     speculation.leaves_out, speculation.is_on = False, True
     history = [*prompts(30), *first.tokens, 5]
-    found = []
+    prefix = engine.cache.prefix_of(history)
+    assert prefix is not None
+    arena, found, pages = engine._parts.arena.tensor, [], []
     for tier in ("device", "host"):
         again = generate(engine, history, max_tokens=40)
-        assert again.source is not None and getattr(again.source, tier) >= 48
-        found.append((again.tokens, drafted(again)))
         settle_all(engine)
+        assert again.source is not None and getattr(again.source, tier) >= 64
+        pages.append(arena[engine.cache._pool.find(prefix.keys)].clone())
+        found.append(again)
         engine.cache.reset(("device",))
         run_all(engine)
+        arena[: engine.cache.num_blocks].fill_(float("nan"))  # what does not come back cannot be right by chance
+    assert len(pages[0]) == 5 and torch.equal(*pages)
+    drafts = pages[0][:, BUILT_IN[TARGET].num_layers :].permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(1)
+    blank = (drafts == 0).all(dim=1)
+    assert not blank[:30].any() and blank[33:64].all() and not blank[64:].any()
     engine.cache.reset(("device", "host"))
     run_all(engine)
     whole = generate(engine, history, max_tokens=40)
-    assert found[0] == found[1] and found[0][0] == whole.tokens
+    assert found[0].tokens == found[1].tokens == whole.tokens
     assert_all_kept(whole)
-    assert found[0][1][0] > found[0][1][1]
+    assert all(drafted(one)[0] > drafted(one)[1] for one in found)
 
 
 @pytest.mark.parametrize("is_on", [True, False], ids=["drafting", "later"])
