@@ -30,7 +30,6 @@ from penstock.commands.arguments import (
     model_flag,
     new_file,
     number,
-    positive,
     sampling_flags,
     sampling_of,
     ssd_dir_flag,
@@ -106,7 +105,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     add_bench(commands)
     _add_cache(commands)
-    _add_train_mtp(commands)
     _add_doctor(commands)
     return parser
 
@@ -231,41 +229,6 @@ def _cache(args: argparse.Namespace) -> int:
     from penstock.commands.cache import run_cache
 
     return run_cache(args.action, Path(args.kv_offload_ssd_dir), args.yes, args.json)
-
-
-def _add_train_mtp(commands: Any) -> None:
-    about = "Train a multi-token-prediction head, which proposes tokens for speculative decoding, on what the model itself writes."
-    parser = commands.add_parser("train-mtp", help="train a draft head for a model", description=about, parents=[engine_flags()])
-    parser.set_defaults(max_batch=256, kv_offload=False)
-    group = parser.add_argument_group("training")
-    group.add_argument("--out", required=True, metavar="DIR", help="where the head goes: head.safetensors and config.json")
-    number(group, "--minutes", "for all of it: 40 %% of them for writing text", 6.0, float)
-    number(group, "--steps", "of training (unset: as many as the time allows)", kind=positive)
-    group.add_argument("--text", metavar="FILE", help="learn from this text instead of what the model writes")
-    number(group, "--tokens", "of text at most", 6_000_000, positive)
-    number(group, "--draft-vocab", "tokens that the head can propose, the most frequent; 0: all", 16384)
-    number(group, "--depth", "tokens ahead that the head is trained for", 3, positive)
-    number(group, "--batch-tokens", "of one training step", 16384, positive)
-    number(group, "--learning-rate", "at its highest", 1e-3, float)
-    number(group, "--text-len", "tokens of one text at most", 512, positive)
-    text = "keep text and training state there, and go on from them (unset: in --out until the end)"
-    group.add_argument("--work", metavar="DIR", help=text)
-    parser.set_defaults(run=_train_mtp)
-
-
-def _train_mtp(args: argparse.Namespace) -> int:
-    if args.draft_vocab < 0:
-        raise ConfigError(f"--draft-vocab must be 0 or more, got {args.draft_vocab}")
-    for name in ("minutes", "learning_rate"):
-        if not 0 < getattr(args, name) < float("inf"):
-            raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-    config = config_of(args)
-    from penstock.commands.train_mtp import TrainTask, train_mtp
-    from penstock.speculation.training import TrainingConfig
-
-    training = TrainingConfig(args.depth, args.batch_tokens, args.learning_rate, max_len=args.text_len, seed=args.seed)
-    text, work = (None if path is None else Path(path) for path in (args.text, args.work))
-    return train_mtp(config, TrainTask(Path(args.out), args.minutes, args.steps, text, args.tokens, args.draft_vocab, work, training))
 
 
 def _add_doctor(commands: Any) -> None:

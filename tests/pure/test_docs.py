@@ -3,6 +3,7 @@ the README's commands are run elsewhere."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import shlex
@@ -12,6 +13,7 @@ import pytest
 
 from penstock.cli import make_parser
 from penstock.errors import ConfigError
+from train_mtp import __main__ as train_mtp
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -49,9 +51,9 @@ def is_understood(arguments: list[str]) -> bool:
 
 
 def known_flags() -> set[str]:
-    """Of all commands, found in their help."""
+    """Of all commands and of the head trainer, found in their help."""
     found: set[str] = set()
-    waiting = [make_parser()]
+    waiting: list[argparse.ArgumentParser] = [make_parser(), train_mtp.make_parser()]
     while waiting:
         for action in waiting.pop()._actions:
             found |= set(action.option_strings)

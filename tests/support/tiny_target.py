@@ -12,8 +12,8 @@ from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.models.registry import architecture_of
 from penstock.models.weights import dummy_weights
-from penstock.speculation.training import Text, Trainable, hidden_states
 from penstock.testing.tiny_models import TINY_LLAMA
+from train_mtp.training import Text, Trainable, hidden_states
 
 SMALL = dataclasses.replace(TINY_LLAMA, vocab=96, hidden=32, num_heads=2, num_kv_heads=1, ffn=64, max_position=256)
 

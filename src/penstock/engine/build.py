@@ -376,7 +376,7 @@ def _head(config: Config, model: Decoder) -> MtpHead | None:
         return read_head(Path(config.speculation.path), model)
     head = shipped_head(model)
     if head is None:
-        raise ConfigError("--speculate mtp: no head comes with this model; train one with `penstock train-mtp` and give mtp:PATH")
+        raise ConfigError("--speculate mtp: no head comes with this model; train one (docs/speculation.md, Train a head) and give mtp:PATH")
     return head
 
 

@@ -13,14 +13,14 @@ import torch
 
 from penstock.errors import ModelError
 from penstock.models.model import ModelConfig
-from penstock.speculation import training as training_module
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, MtpHead, read_head, write_head
-from penstock.speculation.training import Trainable, hidden_states
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.contiguous_kv import ContiguousKv
 from penstock.testing.tiny_models import TINY_QWEN3
 from support.mutation import mutated
 from support.tiny_target import SMALL, tiny_target
+from train_mtp import training as training_module
+from train_mtp.training import Trainable, hidden_states
 
 DEPTH = 3
 TOKENS = torch.tensor([[5, 9, 2, 40, 7, 7, 61, 13, 0, 90]])

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.models.progress import silent
 from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, read_head
-from penstock.speculation.training import (
+from penstock.speculation.vocab import DraftVocab
+from penstock.testing.contiguous_kv import ContiguousKv, forward
+from penstock.testing.tiny_models import write_tiny_model
+from support.tiny_target import tiny_target, written
+from train_mtp.__main__ import main
+from train_mtp.training import (
     Batch,
     Trainable,
     Training,
@@ -25,10 +29,6 @@ from penstock.speculation.training import (
     measured_acceptance,
     train,
 )
-from penstock.speculation.vocab import DraftVocab
-from penstock.testing.contiguous_kv import ContiguousKv, forward
-from penstock.testing.tiny_models import write_tiny_model
-from support.tiny_target import tiny_target, written
 
 CONFIG = TrainingConfig(depth=2, batch_tokens=512, learning_rate=3e-3)
 
@@ -146,32 +146,32 @@ def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(tmp_path: Pa
     model, out, work = write_tiny_model(tmp_path / "model"), tmp_path / "head", tmp_path / "work"
     flags = ["--model", str(model), "--device", "cpu", "--out", str(out), "--work", str(work), "--max-batch", "16", "--text-len", "200"]
     flags += ["--tokens", "12000", "--minutes", "10", "--steps", "3", "--batch-tokens", "1024", "--draft-vocab", "100", "--depth", "2"]
-    assert main(["train-mtp", *flags]) == 0
+    assert main([*flags]) == 0
     said = capsys.readouterr().out
     assert re.search(r"draft vocabulary +100 +[\d.]+% +[\d.]+% +[\d.]+% +[\d.]+%", said) and "draft vocabulary   full" in said
     stated = json.loads((out / CONFIG_FILE).read_text())
     assert stated["draft_vocab"] == 100 and stated["depth"] == 2 and stated["notes"]["steps"] == 3
     assert sorted(file.name for file in out.iterdir()) == [CONFIG_FILE, TENSORS_FILE]
     texts = (work / "texts.pt").read_bytes()
-    assert main(["train-mtp", *flags[:-6], "--steps", "5", *flags[-4:], "--batch-tokens", "1024"]) == 0
+    assert main([*flags[:-6], "--steps", "5", *flags[-4:], "--batch-tokens", "1024"]) == 0
     assert "going on behind step 3" in capsys.readouterr().out
     assert (work / "texts.pt").read_bytes() == texts, "text that is there is not written again"
     other = write_tiny_model(tmp_path / "other")
-    assert main(["train-mtp", *flags, "--model", str(other)]) == 2
+    assert main([*flags, "--model", str(other)]) == 2
     assert f"of a run with --model {model}: remove it, or give another directory" in capsys.readouterr().err
-    assert main(["train-mtp", *flags, "--depth", "1"]) == 2
+    assert main([*flags, "--depth", "1"]) == 2
     assert "of a run with --depth 2: remove it" in capsys.readouterr().err
 
 
 def test_a_head_that_the_command_wrote_runs_on_its_model(tmp_path: Path) -> None:
-    from penstock.commands.train_mtp import load_target
     from penstock.config import Config, ModelSource
+    from train_mtp.command import load_target
 
     model, out = write_tiny_model(tmp_path / "model"), tmp_path / "head"
     text = tmp_path / "text.txt"
     text.write_text("A penstock lets water through. " * 200)
     flags = ["--model", str(model), "--device", "cpu", "--out", str(out), "--text", str(text), "--text-len", "64", "--steps", "2"]
-    assert main(["train-mtp", *flags, "--draft-vocab", "0"]) == 0
+    assert main([*flags, "--draft-vocab", "0"]) == 0
     assert not (out / "work").exists()
     target = load_target(Config(ModelSource(str(model), device="cpu")), silent)
     head = read_head(out, target)
@@ -183,7 +183,7 @@ def test_a_head_that_the_command_wrote_runs_on_its_model(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("flags", [("--draft-vocab", "-1"), ("--minutes", "0"), ("--learning-rate", "nan"), ("--steps", "0")])
 def test_numbers_that_cannot_be_are_refused(flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train-mtp", "--out", str(tmp_path / "head"), *flags]) == 2
+    assert main(["--out", str(tmp_path / "head"), *flags]) == 2
     assert flags[0] in capsys.readouterr().err
     assert not (tmp_path / "head").exists()
 
@@ -191,4 +191,4 @@ def test_numbers_that_cannot_be_are_refused(flags: tuple[str, ...], tmp_path: Pa
 def test_short_texts_are_long_enough_for_questions_that_the_model_makes_up(tmp_path: Path) -> None:
     sizes = ("--steps", "1", "--minutes", "0.2", "--tokens", "2000", "--text-len", "64", "--batch-tokens", "256", "--max-batch", "8")
     model = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu")
-    assert main(["train-mtp", "--out", str(tmp_path / "head"), *sizes, *model]) == 0
+    assert main(["--out", str(tmp_path / "head"), *sizes, *model]) == 0

@@ -1,5 +1,5 @@
-"""`penstock train-mtp`: a multi-token-prediction head for a model, trained on what the model itself writes. Owns the order of the work, its
-files, and the questions; the mathematics is `speculation/training.py`.
+"""Trains a multi-token-prediction head for a model on what the model itself writes. Owns the order of the work, its files, and the
+questions; the mathematics is `training.py`.
 
 The target is asked three kinds of questions, so that a head meets what users send: from templates, made up by the target itself, and tasks
 over texts that it wrote before.
@@ -33,7 +33,8 @@ from penstock.models.layers import TorchLayerOps
 from penstock.models.loader import load_model
 from penstock.models.progress import Progress
 from penstock.speculation.mtp import TENSORS_FILE, write_head
-from penstock.speculation.training import (
+from penstock.speculation.vocab import DraftVocab
+from train_mtp.training import (
     Acceptance,
     Batch,
     Text,
@@ -47,7 +48,6 @@ from penstock.speculation.training import (
     token_counts,
     train,
 )
-from penstock.speculation.vocab import DraftVocab
 
 WRITING = 0.4  # share of the time for the text
 MEASURING = 0.06  # and for measuring at the end
