@@ -226,7 +226,8 @@ def _statements(line: ast.stmt, node: ast.stmt) -> list[ast.stmt]:
 
 _FLIPPED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 _PLAIN = (ast.Expr, ast.Assign, ast.AugAssign)
-_KEPT = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global, ast.Nonlocal, ast.Assert, Function, ast.ClassDef)
+_NAMES = (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.AnnAssign, Function, ast.ClassDef)
+_KEPT = (*_NAMES, ast.Pass, ast.Assert, ast.Return)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,7 @@ class Edit:
 
 
 def edits(source: str, file: str) -> list[Edit]:
-    """All in the bodies of functions, without docstrings and annotations."""
+    """All in the bodies of functions, without docstrings, annotations and drops that only undefine a name."""
     tree = ast.parse(source)
     lines = source.splitlines()
     bodies = [scope.body for _, scope in scopes(tree) if isinstance(scope, Function)]
@@ -284,10 +285,12 @@ def _kinds(node: ast.AST, followed: dict[int, ast.stmt]) -> Iterator[str]:
         yield "negate"
     elif isinstance(node, ast.Compare | ast.Constant) and _is_number(node):
         yield "off by one"
-    if isinstance(node, ast.stmt) and not isinstance(node, _KEPT) and not _is_text(node):
+    if not isinstance(node, ast.stmt) or _is_text(node):
+        return
+    if not isinstance(node, _KEPT) and not _defines(node):
         yield "drop"
-        if isinstance(node, _PLAIN) and isinstance(followed.get(id(node)), _PLAIN):
-            yield "swap"
+    if isinstance(node, _PLAIN) and isinstance(followed.get(id(node)), _PLAIN):
+        yield "swap"
 
 
 def _is_number(node: ast.Compare | ast.Constant) -> bool:
@@ -296,13 +299,21 @@ def _is_number(node: ast.Compare | ast.Constant) -> bool:
     return any(type(op) in _FLIPPED for op in node.ops)
 
 
+def _defines(node: ast.stmt) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return any(isinstance(target, ast.Name | ast.Tuple) for target in targets)
+
+
 def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def draw(root: Path, num: int, seed: int) -> list[Edit]:
-    """Of all edits of what runs without a GPU."""
+    """Of all edits of what runs without a GPU, each kind as often as the others."""
     files = [str(path.relative_to(root)) for path in sorted((root / "src").rglob("*.py"))]
     here = [file for file in files if not re.search("cuda|triton|plugins", file)]
     found = [edit for file in here for edit in edits((root / file).read_text(), file)]
-    return random.Random(seed).sample(found, num)
+    chance = random.Random(seed)
+    kinds = sorted({edit.kind for edit in found})
+    by_kind = [[edit for edit in found if edit.kind == kind] for kind in kinds]
+    return [chance.choice(by_kind[number % len(by_kind)]) for number in range(num)]
