@@ -34,7 +34,7 @@ help:
 	@echo "make crash      the SSD cache's writers killed hundreds of times, what is left checked (options: make crash KILLS=300 CRASHES=600)"
 	@echo "make fuzz       random requests to every route of a server, every answer checked (options: make fuzz FUZZ_S=600 FUZZ_SEED=7)"
 	@echo "make clients    the clients that people use, each in an environment of its own, against a server; writes docs/clients.md"
-	@echo "make mutants    faults put into copies of the source, and which check finds each, minutes long (ARGS='--only replay')"
+	@echo "make mutants    random edits of copies of the source, and which of them no test finds (options: make mutants ARGS='--num 50 --seed 7')"
 	@echo "make setup      only set up .venv; afterwards .venv/bin/penstock is the command"
 	@echo "make test-padded  the engine's tests with the padded steps that a GPU has, on a CPU"
 	@echo "make test-gpu   the tests that need an NVIDIA GPU, with the python3 that has torch and triton"
@@ -128,7 +128,7 @@ fuzz: setup-dev
 clients: setup-dev
 	$(ONE_THREAD) PYTHONPATH=src $(BIN)/python tools/clients/run.py --write $(ARGS)
 
-# One fault at a time in a copy of the tree, tested there; writes docs/mutants.md.
+# One change at a time in a copy of the tree, tested there: random ones, or ARGS='--kept' for those of tools/faults.toml.
 mutants: setup-dev
 	$(BIN)/python tools/mutants.py $(ARGS)
 

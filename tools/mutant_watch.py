@@ -1,8 +1,8 @@
-"""A pytest plugin that writes down which tests failed and what sanitizers said meanwhile. Owns that record; runs inside the copy of the
-tree that has the fault, started by `tools/mutants.py`.
+"""A pytest plugin that writes down which tests failed and what sanitizers reported meanwhile. Owns that
+record; `tools/mutants.py` starts it in the copy of the tree that has the fault.
 
-MUTANT_RECORD names the file. MUTANT_ENDS_WITH says when to stop: `failure` at the first test that fails, `report` at the first that
-fails while a sanitizer has reported, `nothing` never.
+MUTANT_RECORD names the file. The run ends with the first failure; where MUTANT_NEEDS_REPORT is set, with the
+first that comes with a report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 _made: list[Any] = []  # sanitizers of the test that runs
-_record: dict[str, Any] = {"num_passed": 0, "num_reports": 0, "failures": []}
+_failures: list[dict[str, Any]] = []
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -24,7 +24,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     from penstock.sanitizer.sanitizer import Sanitizer
 
     if not Path(penstock.__file__).is_relative_to(session.config.rootpath):
-        raise pytest.UsageError(f"penstock comes from {penstock.__file__}, not from the copy in {session.config.rootpath}")
+        raise pytest.UsageError(f"{penstock.__file__} is not in {session.config.rootpath}")
     whole = Sanitizer.__init__
 
     def made(self: Sanitizer, *args: Any, **named: Any) -> None:
@@ -38,25 +38,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Around setting up, calling and tearing down: sanitizers are mostly asked at the end."""
     _made.clear()
-    num_before = len(_record["failures"])
+    num_before = len(_failures)
     result = yield
+    failed = _failures[num_before:]
     reports = [f"{report.kind}: {report.sentence}" for sanitizer in _made for report in sanitizer.reports]
-    failed = _record["failures"][num_before:]
     for failure in failed:
         failure["reports"] = reports
-    _record["num_passed"] += not failed
-    _record["num_reports"] += len(reports)
-    Path(os.environ["MUTANT_RECORD"]).write_text(json.dumps(_record))
-    enough = {"failure": bool(failed), "report": bool(failed and reports), "nothing": False}
-    if enough[os.environ["MUTANT_ENDS_WITH"]]:
-        item.session.shouldstop = "it is caught"
+    if failed:
+        Path(os.environ["MUTANT_RECORD"]).write_text(json.dumps(_failures))
+        if failed[0]["reports"] or not os.environ["MUTANT_NEEDS_REPORT"]:
+            item.session.shouldstop = "it is found"
     return result
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report: Any = yield
-    if report.failed and call.excinfo is not None:
-        error = {"type": call.excinfo.type.__name__, "said": str(call.excinfo.value)[:2000]}
-        _record["failures"].append({"test": item.nodeid, "when": report.when, **error})
-    return report
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _failures.append({"test": report.nodeid, "reports": []})
