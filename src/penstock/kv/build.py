@@ -1,5 +1,5 @@
 """Opens a cache: arenas, pools, the movers between them, and cold tiers. Owns which parts belong together; the only place
-that wires storage, for the engine and for whoever measures it."""
+that wires storage, for the engine and for benchmarks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.observe import ContentObserver, LaneObserver, PoolObserver
 
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
-_LOAD_PRIORITY = -1  # of the stream that promotions come on: somebody waits for them
+_LOAD_PRIORITY = -1  # of the stream that promotions come on: requests wait for them
 _CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
 # Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute checksums.
@@ -44,7 +44,7 @@ _STUCK = 1.5  # times as long as a call to a shared store may take: then it does
 
 
 class StorageObserver(LaneObserver, PoolObserver, Protocol):
-    """Whoever watches all of it."""
+    """Observers of all of it."""
 
     @property
     def checksums(self) -> ContentObserver: ...

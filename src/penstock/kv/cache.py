@@ -50,7 +50,7 @@ class CacheStats:
 
 
 class Retention:
-    """What somebody who is not in line wants to stay, wherever in memory it is. Ends by `end`, which is idempotent."""
+    """Blocks that a session wants to stay, wherever in memory they are. Ends by `end`, which is idempotent."""
 
     def __init__(self, cache: KvCache, prefix: Prefix, rank: float) -> None:
         self._cache = cache
@@ -76,7 +76,7 @@ class Retention:
 class KvCache:
     """Implements `contract.KvLedger`, which says what its calls mean, over one device pool and the tiers that `loads` loads from; without
     those the device is alone. `host` and `cold_tiers` are the tiers themselves, for snapshots, which have more in them than blocks; `loads`
-    and `saves` are for whoever tests or measures.
+    and `saves` are for tests and measurements.
 
     `prefix_cache` off: no block of the device gets a key, so that none is found there, and every prefix comes from a colder tier. Where
     there is none, nothing is reused.
@@ -113,7 +113,7 @@ class KvCache:
 
     @property
     def num_settling(self) -> int:
-        """Without those of transfers that are late, or come behind one that is: nobody knows when they end."""
+        """Slots that will be free soon. Excludes late transfers and those queued after one."""
         if self.saves.mover.is_late():
             return self.loads.num_abandoned(late=False)
         return max(0, self._pool.counts.pinned - self.loads.num_abandoned(late=True))
@@ -121,7 +121,7 @@ class KvCache:
     @property
     def num_in_flight(self) -> int:
         """Transfers between device and host memory that have not been seen to be over, reads, writes and questions of cold tiers that are
-        not, and what is yet to be handed to those. Whoever waits for them is woken."""
+        not, and what is yet to be handed to those. Their waiters are woken."""
         return self._num_flying + self._num_cold
 
     @property
@@ -135,7 +135,7 @@ class KvCache:
 
     @property
     def look_again_s(self) -> float:
-        """How long nobody need look at what is in flight, unless told that some of it has got further. While a load from cold tiers is
+        """How long transfers in flight need no look, unless one has reported progress. While a load from cold tiers is
         under way, looking more often would take the interpreter from their lanes."""
         if any(load.is_cold for load in self.loads.in_flight.values()):
             return POLL_MOST_S
@@ -220,7 +220,7 @@ class KvCache:
         num = len(self._pool.find(keys, want if isinstance(want, PoolWant) else None)) if self._tables.reuses else len(keys)
         if num == len(keys):
             return False
-        # It pays to wait where somebody computes the next key, or it is promoted and not late. A key covers all before it, so it has the
+        # It pays to wait where another request computes the next key, or it is promoted and not late. A key covers all before it, so it has the
         # same number in whatever prefix it belongs to.
         if any(table.announces(num, keys[num]) for table in self._tables.announcing):
             return True
@@ -367,20 +367,20 @@ class KvCache:
         return num_device + self.host.forget([key for key, _ in unheld]) + num_closed
 
     def retain(self, prefix: Prefix, rank: float) -> Retention:
-        """Blocks of `prefix` in memory are forgotten after all that nobody wants, of wanted ones those of the greatest rank first."""
+        """Blocks of `prefix` in memory are forgotten after all unwanted ones, of wanted ones those of the greatest rank first."""
         return Retention(self, prefix, rank)
 
     # ------------------------------------------------------------------------------------------------------------- end
 
     def reset(self, tiers: Iterable[str] = ("device", HOST)) -> Resetting:
-        """Forget every block in memory that nobody uses, and have disks and stores forget everything, in order with what is written to
+        """Forget every unused block in memory, and have disks and stores forget everything, in order with what is written to
         them."""
         forgotten, wanted = dict[str, int](), frozenset(tiers)
         if not wanted.isdisjoint((HOST, *self.cold_tiers)):
             self.loads.end_fetches(keeps=False)  # what is forgotten does not come back by itself
         if "device" in wanted:
             for load in self.loads.in_flight.values():
-                if load.ended:  # nobody has its slots: what is forgotten does not come back by itself
+                if load.ended:  # no request has its slots: what is forgotten does not come back by itself
                     load.forget_keys()
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
         if HOST in wanted and self.host.num_slots:

@@ -64,7 +64,7 @@ class BlockLayout:
         return first * self.layer_bytes, (end - first) * self.layer_bytes
 
     def fingerprint(self) -> bytes:
-        """Equal exactly where pages are interchangeable byte by byte. Readable, for whoever looks into a stored cache."""
+        """Equal exactly where pages are interchangeable byte by byte. Readable, for tools that look into a stored cache."""
         layers, _, tokens, heads, dim = self.shape
         return f"{NAME}/{VERSION} layers={layers} block_tokens={tokens} kv_heads={heads} head_dim={dim} dtype={self.dtype}".encode()
 
@@ -159,7 +159,7 @@ def piece_slots(layout: BlockLayout) -> int:
 class HostArena:
     """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first. It has no padding block: no step reads it.
 
-    Beside a GPU a slot may be used only when `prepare` has said so: copies from and to memory that is not pinned would block whoever
+    Beside a GPU a slot may be used only when `prepare` has said so: copies from and to memory that is not pinned would block the thread that
     launches them. `device` is where the other end of the copies is.
     """
 
@@ -223,7 +223,7 @@ class HostArena:
         num_bytes = len(slots) * self.layout.block_bytes
         if free_bytes(_CPU) < num_bytes:
             return self._give_up(slots, "no memory is left")
-        # Found before it is registered, outside the driver's lock. Nobody has the slots yet, so zeros stay zeros.
+        # Found before it is registered, outside the driver's lock. No request has the slots yet, so zeros stay zeros.
         ctypes.memset(address, 0, num_bytes)
         with self._lock:
             if self._closed:

@@ -3,7 +3,7 @@ order and how bytes get across, not their slots.
 
     submit (engine thread, O(1))  ->  prepare, waits, copies (launcher)  ->  bytes (lane)  ->  settle (engine thread polls)
 
-A transfer is in flight from `submit` on, launched or not: whoever drains sees both. Transfers of one mover are launched, and so end, in
+A transfer is in flight from `submit` on, launched or not: a drain sees both. Transfers of one mover are launched, and so end, in
 the order of their submission.
 """
 
@@ -60,7 +60,7 @@ class Copier(Protocol):
 class Transfer:
     """Blocks on their way from one arena to the other.
 
-    Whoever makes one keeps both ends protected until `settled`, whatever becomes of the request it was made for. The launcher sets
+    Its maker keeps both ends protected until `settled`, whatever becomes of the request it was made for. The launcher sets
     `arrivals` last, so that who sees them sees everything before.
     """
 
@@ -144,10 +144,10 @@ class Transfer:
             self._end.wait_passed(max(0.0, deadline_s - time.monotonic()))
 
     def _require_launched(self) -> None:
-        """Its launch is over. One that could not even say what lies on the lane is no failed copy: nobody knows when its slots are free."""
+        """Its launch is over. One that could not even say what lies on the lane is no failed copy: when its slots are free is unknown."""
         if not self._launched:
             cause = None if self.ticket is None else self.ticket.error()
-            raise InvariantBroken(f"the launch of {self.label!r} failed, and nobody knows when it ends: {cause!r}") from cause
+            raise InvariantBroken(f"the launch of {self.label!r} failed, and when it ends is unknown: {cause!r}") from cause
 
 
 class ByteChecks:
@@ -196,7 +196,7 @@ class ByteChecks:
 
 class Mover:
     """One direction between two arenas. `submit` and `settle` are the engine thread's; launching happens on `launcher`, a CPU lane,
-    because a long run of launches behind an unresolved fence blocks whoever makes them."""
+    because a long run of launches behind an unresolved fence blocks the launching thread."""
 
     def __init__(self, arenas: tuple[str, str], copier: Copier, lane: Lane, launcher: Lane) -> None:
         self.wake: Callable[[], None] = lambda: None  # called on the launcher when a transfer can be waited for on the device
@@ -239,7 +239,7 @@ class Mover:
         return over
 
     def look_again_s(self) -> float:
-        """How long nobody need call `settle`, unless `wake` was called: while the launcher is at work, looking would only take the
+        """How long `settle` need not be called, unless `wake` was: while the launcher is at work, looking would only take the
         interpreter from it."""
         first = self.flying[0] if self.flying else None
         if first is None or first.arrivals is None:

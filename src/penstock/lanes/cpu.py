@@ -89,7 +89,7 @@ class _Item:
 
 class CpuLane:
     """One worker thread that runs items in order. `around` is entered once on that thread: torch.inference_mode, for one, is per thread.
-    A lane that nobody refers to any more ends when it has run what was submitted."""
+    A lane without references ends when it has run what was submitted."""
 
     def __init__(
         self, name: str, observer: LaneObserver | None = None, around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -217,7 +217,7 @@ class CpuLane:
             if error is None and item.after is not None:
                 error = item.after.error()
             if error is None and isinstance(item.fence, CpuFence):
-                # It blocks this worker thread. No host thread learns anything by it, so nobody is told that one waited.
+                # It blocks this worker thread. No host thread learns anything by it, so no wait is reported.
                 item.fence.owner.wait_finished(item.fence.number, None, reported=False)
             elif error is None and item.fence is not None:
                 item.fence.wait_passed()
@@ -228,7 +228,7 @@ class CpuLane:
         except BaseException as raised:
             error = raised
             if item.op is None:
-                self._failure = raised  # what comes behind a wait that failed may not run: nobody knows what it would meet
+                self._failure = raised  # what comes behind a wait that failed may not run: its inputs are undefined
         try:
             if self._observer is not None and item.op is not None:
                 self._observer.finished(self.name, item.ticket.number, error)

@@ -114,7 +114,7 @@ _TIMER_SLACK_NS = 1000
 
 
 def look_again_s(waited_s: float) -> float:
-    """For whoever has waited so long already: what takes milliseconds is looked at often, what takes longer costs no core."""
+    """How long to sleep after waiting so long already: what takes milliseconds is looked at often, what takes longer costs no core."""
     return min(max(POLL_S, waited_s * _LATE_SHARE), POLL_MOST_S)
 
 

@@ -2,7 +2,7 @@
 pool's books, kept from what the pool reports: state, owner, key, and what was known when a slot changed hands. What happens before what is
 the clocks' business.
 
-The rules: work touches only slots that somebody holds; no work writes a slot that has a key; a slot gets its key when whoever gives it
+The rules: work touches only slots that are held; no work writes a slot that has a key; a slot gets its key when the thread that gives it
 has seen all its writes to be over; a slot is given back when all work on it has been seen to be over or is covered by a fence that
 travels with it; every change of state follows from the last; nothing happens in a pool that is closed.
 """
@@ -17,7 +17,7 @@ from penstock.sanitizer.history import Histories, History, Race
 from penstock.sanitizer.report import Deed, Findings, Kind, Report, slots_told
 
 FREE = "free"
-UNHELD = frozenset({FREE, "idle"})  # states in which a slot is nobody's to touch
+UNHELD = frozenset({FREE, "idle"})  # states in which no work may touch a slot
 _NOTHING: Known = {}
 
 
@@ -29,7 +29,7 @@ class Standing:
     def __init__(self, state: str, owner: str, known: Known, fenced: Known) -> None:
         self.state = state
         self.owner = owner
-        self.known = known  # to whoever changed it last: the next one comes after that
+        self.known = known  # to the actor that changed it last: the next one comes after that
         self.fenced = fenced  # what is over once the fences have passed that were given back with the slots
 
 
@@ -80,7 +80,7 @@ class PoolShadow:
         self._change(actor, slots, lambda was, known: Standing(was.state, was.owner, known, _joined(was.fenced, fenced)))
 
     def _change(self, actor: Actor, slots: Sequence[int], change: Callable[[Standing, Known], Standing]) -> None:
-        """The pool's calls come one after the other, so `actor` comes after whoever changed these slots before, and the next after it."""
+        """The pool's calls come one after the other, so `actor` comes after the last actor that changed these slots, and the next after it."""
         olds = self.standings(slots)
         for old in olds:
             actor.learn(old.known)
@@ -109,7 +109,7 @@ class ArenaWatch:
     def __init__(self, name: str, findings: Findings) -> None:
         self.name = name
         self.histories = Histories()
-        self.pool: PoolShadow | None = None  # None: nobody keeps book of this arena
+        self.pool: PoolShadow | None = None  # None: this arena has no pool
         self._findings = findings
 
     # ----------------------------------------------------------------------------------------------------------- accesses
@@ -218,7 +218,7 @@ class ArenaWatch:
         return self.pool
 
     def _check_over(self, pool: PoolShadow, actor: Actor, slots: Sequence[int], owner: str) -> None:
-        """Nobody holds `slots` any more: is all work on them over, as far as those know who had them, or fenced?"""
+        """`slots` are not held any more: is all work on them over, as far as those know who had them, or fenced?"""
         places = list(zip(self.histories.writes.each(slots), self.histories.reads.each(slots), pool.each(slots), strict=True))
         late: dict[_Place, Deed] = {}
         for place in set(places):
@@ -237,7 +237,7 @@ class ArenaWatch:
         self._tell(Kind.LIFETIME, sentence, found, (first,), "given back", first.lane, first.work)
 
     def _tell(self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object) -> None:
-        """What is wrong here and now, whoever submitted what before."""
+        """What is wrong here and now, without regard to earlier submissions."""
         report = Report(kind, self.name, tuple(slots), sentence, deeds, self._findings.stacks.here())
         self._findings.tell(report, self.name, *key)
 

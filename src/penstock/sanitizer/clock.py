@@ -5,11 +5,11 @@ happens before me". Clocks only grow, by these edges:
 
 - a lane waits for a fence: it learns what the fence's lane knew when the fence was placed, and that lane's work up to it;
 - a thread sees a fence pass, by blocking or by polling: it learns the same;
-- somebody submits to a lane: the work happens after all that the submitter knows;
+- a thread submits to a lane: the work happens after all that the submitter knows;
 - a thread touches bytes itself: that is an item of its own, which it knows to be over at once;
 - work begins on a thread: until it ends, that thread acts as the item, and knows what the item's lane knew when the item was submitted;
 - work ends: what it has seen meanwhile is known behind it on its lane;
-- a slot changes hands: whoever has it next learns what was known when it was given up (`learn` and `Actor.shown`).
+- a slot changes hands: its next owner learns what was known when it was given up (`learn` and `Actor.shown`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 Clock = dict[str, int]
-Known = Mapping[str, int]  # a clock that nobody changes any more
+Known = Mapping[str, int]  # a clock that does not change any more
 
 _KEPT = 4096  # changes of one lane's knowledge that are remembered; fences older than that are taken to know a little more than they did
 _NOTHING: Known = {}
@@ -60,7 +60,7 @@ class Actor:
 
 
 class _Actors(threading.local):
-    """Who acts on the calling thread, innermost last. Gone with the thread, so that nobody inherits what another one saw."""
+    """Who acts on the calling thread, innermost last. Gone with the thread, so that no thread inherits what another one saw."""
 
     def __init__(self) -> None:
         self.stack = [Actor({})]
@@ -129,7 +129,7 @@ class Clocks:
         return name, number, clock
 
     def wait(self, lane: str, on_lane: str, fence: int) -> None:
-        """A wait is an item of `lane` like any other, with the next number. Whoever asks for it has its say as with any other."""
+        """A wait is an item of `lane` like any other, with the next number. Its submitter counts as with any other."""
         clock = self._lanes[lane]
         self._newest[lane] = number = self._newest.get(lane, 0) + 1
         grew = join(clock, self.actor.clock)

@@ -75,7 +75,7 @@ _MAX_NAMED = 8  # slots or owners that a sentence lists
 
 class Kind(enum.StrEnum):
     RACE = "race"  # two accesses to the same bytes, one a write, in no order
-    LIFETIME = "lifetime"  # bytes that are touched, given back or published by somebody who may not, or too early
+    LIFETIME = "lifetime"  # bytes that are touched, given back or published without the right to, or too early
     ACCOUNTING = "accounting"  # a pool that does not balance
     STALL = "stall"  # the engine thread blocked where it must not
 
@@ -99,7 +99,7 @@ class Deed:
 
     @property
     def work(self) -> str:
-        """What kind of work it was, whoever it was for: 'promote' of 'promote of r1'."""
+        """What kind of work it was, without its request: 'promote' of 'promote of r1'."""
         return self.label.partition(" of ")[0]
 
     @property
@@ -147,7 +147,7 @@ MAX_REPORTS = 1000  # kept in full; further ones are only counted
 
 
 class Findings:
-    """Reports in the order of discovery. `lock` is held by whoever looks for something, on any thread."""
+    """Reports in the order of discovery. `lock` is held while looking for something, on any thread."""
 
     def __init__(self, strict: bool, json_file: Path | None) -> None:
         self.reports: list[Report] = []

@@ -5,7 +5,7 @@ Sound for what is declared: two accesses to the same bytes, at least one a write
 waits and changes of hands orders them. A captured replay is one access with the union of its ops', and a wait placed inside a capture is
 no edge.
 
-A wait is judged only inside a turn, on the thread that takes it: whoever drains or closes from outside may take as long as it likes.
+A wait is judged only inside a turn, on the thread that takes it: a drain or close from outside may take as long as it likes.
 
 A digest belongs to a copy, not to its key: the same tokens computed twice, in other chunks, give bytes that differ in their last bits and
 may stand for each other. So only what one copy held at two moments is compared. There is one digest a slot.
@@ -137,7 +137,7 @@ class Sanitizer:
             self._judge(lane, ticket, label, accesses, self._clocks.submit(lane, ticket))
 
     def recorded(self, lane: str, fence: int) -> None:
-        """A fence is its lane and number; what it covers is worked out when somebody waits for it."""
+        """A fence is its lane and number; what it covers is worked out when a wait for it comes."""
 
     def waited(self, lane: str, on_lane: str, fence: int) -> None:
         with self._lock:
@@ -162,7 +162,7 @@ class Sanitizer:
             self._clocks.start(lane, ticket)
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
-        """That work is over orders nothing by itself: whoever acts on it has waited or polled. But the thread acts as itself again."""
+        """That work is over orders nothing by itself: a thread that acts on it has waited or polled. But the thread acts as itself again."""
         with self._lock:
             self._clocks.finish(lane, ticket)
 

@@ -40,7 +40,7 @@ class EvictionOrder(Protocol):
         """`slots`, which are in use, got these keys; `depths` are the blocks' places in their prefixes, counted from 0."""
 
     def hit(self, slots: Run) -> None:
-        """These blocks were found again by somebody who uses them; whether they are idle at this moment does not matter."""
+        """These blocks were found again and are used; whether they are idle at this moment does not matter."""
 
     def add(self, slots: Run) -> None:
         """`slots` became idle; of these the first is to go first."""
@@ -56,7 +56,7 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 
 class PoolWant:
-    """Implements `contract.Want`: blocks that somebody will use. `rank`: among wants the one with the greatest is dropped first."""
+    """Implements `contract.Want`: blocks that a request will use. `rank`: among wants the one with the greatest is dropped first."""
 
     __slots__ = ("_order", "found", "losses", "rank", "slots")
 
@@ -72,15 +72,15 @@ class PoolWant:
         return len(self.slots)
 
     def end(self) -> None:
-        """Idempotent. For whoever is alone with the pool; where several threads use it, its owner ends wants under a lock."""
+        """Idempotent. For a pool of one thread; where several threads use it, its owner ends wants under a lock."""
         self._order.end(self)
 
 
 class WantedLast:
-    """An order of eviction over another one, which has the idle slots that nobody wants: what somebody in line will use is forgotten last.
+    """An order of eviction over another one, which has the unwanted idle slots: what a waiting request will use is forgotten last.
 
     A want protects, and never holds: where nothing else is left to forget, the want of the greatest rank is dropped, and its blocks go
-    like any others. Whoever has a want can see which of its blocks have gone.
+    like any others. The holder of a want can see which of its blocks have gone.
     """
 
     def __init__(self, others: EvictionOrder, num_slots: int) -> None:
@@ -95,7 +95,7 @@ class WantedLast:
         return len(self.others) + self._num_aside
 
     def __iter__(self) -> Iterator[int]:
-        """Those that nobody wants first."""
+        """Unwanted ones first."""
         yield from self.others
         yield from np.flatnonzero(self._aside.array).tolist()
 
@@ -136,7 +136,7 @@ class WantedLast:
         return changed
 
     def expose(self, num: int) -> None:
-        """Drop wants, the greatest rank first, until so many idle slots are wanted by nobody, or none is wanted."""
+        """Drop wants, the greatest rank first, until so many idle slots are unwanted, or none is wanted."""
         if len(self.others) >= num:
             return
         for want in sorted(self.wants, key=lambda want: want.rank, reverse=True):
@@ -171,7 +171,7 @@ class WantedLast:
         return popped
 
     def lost(self, slots: Sequence[int]) -> None:
-        """Their blocks have gone: nobody wants what comes into these slots next."""
+        """Their blocks have gone: what comes into these slots next is unwanted."""
         for slot in slots:
             self._losses.at[slot] += 1
             self._num_wants.at[slot] = 0

@@ -1,4 +1,4 @@
-"""What somebody has out of a pool: one handle per run of slots, which ends exactly once. Owns the runs, not the bookkeeping behind them;
+"""What is taken out of a pool: one handle per run of slots, which ends exactly once. Owns the runs, not the bookkeeping behind them;
 decides nothing."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Handle:
         return f"{self.kind} of {self.owner!r} ({len(self.run)} slots)"
 
     def end(self, fence: Fence | None = None) -> None:
-        """The slots go back; `fence` covers their last use by whoever had them, where that has not been seen to be over."""
+        """The slots go back; `fence` covers their last use, where that has not been seen to be over."""
         self.require_open()
         self._lender.take_back(self, fence)
         self.ended = True
@@ -58,7 +58,7 @@ class Handle:
 class Reservation(Handle):
     """Slots taken for something that may still fail. Ends by `commit` or by `rollback`.
 
-    Whoever writes into the slots does so after all fences in `after`.
+    A write into the slots comes after all fences in `after`.
     """
 
     kind = "reservation"
@@ -96,7 +96,7 @@ class Pin(Handle):
 
 
 class RunPin(Pin):
-    """A transfer's protection of consecutive slots of one hold. Costs nothing while the hold is open, since nobody can take its slots;
+    """A transfer's protection of consecutive slots of one hold. Costs nothing while the hold is open, since its slots cannot be taken;
     when the hold ends first, the pool books the pin slot by slot."""
 
     __slots__ = ("first", "hold", "num_slots")
@@ -128,7 +128,7 @@ class Hold(Handle):
         super().__init__(owner, lender, [])
         self.num_slots = self.num_dropped = num_dropped  # the former counts places, those without a slot included
         self.run_pins: set[RunPin] = set()  # transfers that use some of its slots
-        self.after: tuple[Fence, ...] = ()  # what whoever writes into slots that were drawn for it waits for
+        self.after: tuple[Fence, ...] = ()  # what a write into slots that were drawn for it waits for
         self._make_room(num_dropped + _FIRST_ROOM)
         self._buffer[:num_dropped] = _NO_SLOT
 

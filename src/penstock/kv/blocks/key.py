@@ -77,7 +77,7 @@ def _typed(value: str | bytes | int) -> tuple[bytes, bytes]:
 
 
 def private_scope() -> bytes:
-    """The digest of a scope that no other request has: what is kept under it is found by nobody else."""
+    """The digest of a scope that no other request has: no other request finds what is kept under it."""
     return os.urandom(SCOPE_BYTES)
 
 

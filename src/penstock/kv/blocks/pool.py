@@ -1,7 +1,7 @@
 """The bookkeeping of one arena's slots: who has which, which key is where, what may be reused, what goes first. Owns no bytes and never
 waits.
 
-One thread changes a pool: the engine's, or whoever has its owner's lock. Any thread may `find`: what it is told may be gone when it comes.
+One thread changes a pool: the engine's, or the one that holds its owner's lock. Any thread may `find`: what it is told may be gone when it comes.
 A call that raises or answers None has changed nothing.
 """
 
@@ -44,7 +44,7 @@ class LastUse:
         self._live: dict[str, dict[int, Fence]] = {}  # by lane: fences by number, in order of arrival; passed ones are dropped when met
 
     def note(self, slots: Run, fence: Fence | None) -> None:
-        """`fence` covers the last use of `slots` by somebody who gives them back; None: that use is over already."""
+        """`fence` covers the last use of `slots` by the handle that gives them back; None: that use is over already."""
         if fence is None or fence.passed():
             return
         number = self._number(fence)
@@ -111,10 +111,10 @@ class KeyIndex:
         return len(self.slot_of)
 
     def find(self, keys: Sequence[bytes], like: Found | None = None) -> Run:
-        """Slots of the longest run of leading `keys` that are here, which nobody may change. A waiting request asks in every plan: for
+        """Slots of the longest run of leading `keys` that are here; callers must not change it. A waiting request asks in every plan: for
         the same tuple only what was added behind the last answer is looked up, and of that only what was forgotten since is taken back.
         A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both.
-        `like`: an earlier answer, for whoever keeps his own; one that is about other keys is not taken."""
+        `like`: an earlier answer that the caller kept; one about other keys is ignored."""
         num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
         known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(like, keys) or _as_far_as(self.last, keys)
         run: Run = []
@@ -193,7 +193,7 @@ class KeyIndex:
 
 
 def _as_far_as(found: Found | None, keys: Sequence[bytes]) -> Found | None:
-    """`found` where `keys` begin with all of it: whoever hands in an answer of his own may have got another's by mistake."""
+    """`found` where `keys` begin with all of it: a caller may hand in an answer about other keys by mistake."""
     if found is None or not isinstance(keys, tuple):
         return None
     num = len(found.run)
@@ -210,7 +210,7 @@ class BlockPool:
         self.num_slots = num_slots
         self.num_evicted = 0
         self.num_duplicates = 0  # seals whose key lived in another slot already
-        self.gone: list[bytes] | None = None  # keys that were evicted or forgotten; None: nobody takes them out
+        self.gone: list[bytes] | None = None  # keys that were evicted or forgotten; None: they are not collected
         self._observer = observer
         if observer is not None:
             observer.opened(name, num_slots)
@@ -243,7 +243,7 @@ class BlockPool:
 
     @property
     def num_unwanted(self) -> int:
-        """Slots that can be reserved without anything being forgotten that somebody wants."""
+        """Slots that can be reserved without forgetting a wanted block."""
         return self.num_free + len(self._order)
 
     @property
@@ -386,7 +386,7 @@ class BlockPool:
         return pin
 
     def take_back(self, handle: Handle, fence: Fence | None) -> None:
-        """For the handles: `handle` ends. A slot that nobody holds or pins any more goes idle where it is sealed, free where not."""
+        """For the handles: `handle` ends. A slot without holds and pins goes idle where it is sealed, free where not."""
         if self._observer is not None:
             self._observer.returned(self.name, handle.slots, handle.owner, fence)
         if isinstance(handle, RunPin) and not handle.hold.ended:
@@ -416,7 +416,7 @@ class BlockPool:
         self._settle_unused(run, hold.owner)
 
     def _settle_unused(self, run: Run, owner: str) -> None:
-        """Those of `run` that nobody holds any more change their state."""
+        """Slots of `run` without a hold change their state."""
         book = self._book
         pinned, idle, free = book.those_not_held(run, self._index.sealed)
         book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, owner)
@@ -449,11 +449,11 @@ class BlockPool:
         return len(taken)
 
     def note_hits(self, slots: Run) -> None:
-        """For the order of eviction: the sealed `slots` were found again by somebody who reads them under a pin, not a hold."""
+        """For the order of eviction: the sealed `slots` were found again and are read under a pin, not a hold."""
         self._order.hit(slots)
 
     def want(self, slots: Run, rank: float, earlier: PoolWant | None = None) -> PoolWant:
-        """Somebody will use the sealed `slots`: they are forgotten after all that nobody wants, and among wanted ones those of the
+        """The sealed `slots` are wanted: they are forgotten after all unwanted ones, and among wanted ones those of the
         greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget. `earlier`: what it takes the place of, made
         for the same blocks. As many as then are the same ones, where none of those has gone."""
         if earlier is not None and earlier.num_blocks == len(slots) and self.protects(earlier):
@@ -495,7 +495,7 @@ class BlockPool:
         return self.forget(idle[max(0, len(idle) - most) :])
 
     def forget(self, slots: Sequence[int]) -> int:
-        """These blocks are not to be found any more, those of `slots` that have a key. One that somebody holds or pins stays where it is
+        """These blocks are not to be found any more, those of `slots` that have a key. One that is held or pinned stays where it is
         until he is done, and is free then. Returns how many."""
         sealed = [slot for slot in slots if self._index.sealed.at[slot]]
         idle = self._book.those_in(SlotState.IDLE, as_run(sealed))
@@ -563,8 +563,8 @@ def _state(reserved: bool, num_holds: int, num_pins: int, sealed: bool) -> SlotS
 
 
 class PinnedKeys:
-    """Blocks of a pool that have to stay for somebody, by their keys, whether they are here yet or not. `protect` keeps slots from being
-    evicted, and returns what ends that. Whoever calls has the pool's lock."""
+    """Blocks of a pool that have to stay, by their keys, whether they are here yet or not. `protect` keeps slots from being
+    evicted, and returns what ends that. The caller has the pool's lock."""
 
     def __init__(self, pool: BlockPool, protect: Callable[[Run], Callable[[], None]]) -> None:
         self._pool = pool

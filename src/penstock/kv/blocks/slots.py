@@ -1,10 +1,10 @@
 """The state of every slot of a pool and how many hold and pin it. Owns the table of legal transitions; decides nothing.
 
     FREE      no content, no holder
-    RESERVED  taken by one reservation; its content belongs to nobody yet (a transfer's destination, a draw that may be rolled back)
+    RESERVED  taken by one reservation; its content is undefined (a transfer's destination, a draw that may be rolled back)
     ACTIVE    held by at least one table, whether or not a transfer pins it as well
     PINNED    held by no table, pinned by at least one transfer
-    IDLE      sealed, held and pinned by nobody: matchable and evictable
+    IDLE      sealed, without holds and pins: matchable and evictable
 
 So the state follows from four facts: is it reserved, number of holds, number of pins, is it sealed. It is stored nevertheless,
 because its counts are asked for all the time, and because a state that disagrees with the facts is how a defect shows.

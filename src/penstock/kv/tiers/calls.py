@@ -54,7 +54,7 @@ _MOVES = {
 
 
 class Breaker:
-    """For any thread. What was begun before it opened has nothing to say about the store as it is after that, so that whoever reports
+    """For any thread. What was begun before it opened has nothing to say about the store as it is after that, so that a call that reports
     shows what `enter` gave it."""
 
     def __init__(self, probe_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -91,7 +91,7 @@ class Breaker:
             return False
 
     def try_probe(self) -> bool:
-        """Whether it is time to look. Then whoever asked does, and says `probed`."""
+        """Whether it is time to look. Then the caller does, and says `probed`."""
         with self._lock:
             if self.state is not BreakerState.OPEN or self.clock() < self._due_s:
                 return False
@@ -185,7 +185,7 @@ class Meter:
 
 
 class Tally:
-    """The figures of one tier. For any thread. Totals never fall; whoever looks while calls go on sees each one old or new."""
+    """The figures of one tier. For any thread. Totals never fall; a reader sees each one old or new while calls go on."""
 
     def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
         self.block_bytes = block_bytes
@@ -272,7 +272,7 @@ class _Refused(StoreFailed):
 
 @dataclass(slots=True, eq=False)
 class StoreGroup:
-    """Blocks of one call. What it says about them is for whoever has seen its fence pass."""
+    """Blocks of one call. What it says about them is for threads that have seen its fence pass."""
 
     places: Sequence[int]  # among the keys that the caller gave
     keys: Sequence[bytes]

@@ -2,7 +2,7 @@
 under way on them and the breaker; which slots, and what becomes of them, is up to loads and saves.
 
 Nothing here blocks its caller but `drain` and `close`. A block is read into a host slot and promoted from there; it is written
-from a host slot that somebody else protects until the write is over. A deadline ends a wait, never that.
+from a host slot that the caller protects until the write is over. A deadline ends a wait, never that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreLanes:
-    """StoreCalls of one way, dealt out to lanes in turn. The `wake` of each comes behind its fence, so that whoever is woken sees it
+    """StoreCalls of one way, dealt out to lanes in turn. The `wake` of each comes behind its fence, so that a woken thread sees it
     passed."""
 
     def __init__(self, lanes: Sequence[Lane], arena: tuple[str, int], way: Way, tally: Tally, wake: Callable[[], None]) -> None:
@@ -246,14 +246,14 @@ class ColdTier:
         try:
             lane.submit(partial(self._answer, finding, keys), label=f"find in {self.name}")
         except BaseException as error:
-            finding.answer(0)  # nobody else will
+            finding.answer(0)  # nothing else will
             if not isinstance(error, LaneClosed):
                 raise
         return finding
 
     def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
         try:
-            if not finding.ready:  # else nobody waits for the answer any more
+            if not finding.ready:  # else the waiter has left
                 finding.answer(self.calls.find(keys))
         except Exception as error:  # a store's own end in its calls: this is a defect
             self._defects.append(error)
@@ -324,7 +324,7 @@ class ColdTier:
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         groups: list[StoreGroup] = []
-        for one in self.writings:  # what a reset takes away is nobody's loss
+        for one in self.writings:  # what a reset takes away counts as no loss
             groups = [] if one in self._resets else [*groups, *one.groups]
         self._writers.after_all(group, partial(self.calls.persist, group, groups), f"persist {self.name}")
         self.writings.append(writing)
@@ -404,14 +404,14 @@ class ColdTier:
             try:
                 (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
             except BaseException as error:
-                self.calls.breaker.probed(False)  # nobody else will
+                self.calls.breaker.probed(False)  # nothing else will
                 if not isinstance(error, LaneClosed):
                     raise
 
     def _probe(self) -> None:
         try:
             self.calls.probe()
-        except BaseException as error:  # a store's own end in its calls: this is a defect, and nobody looks at the ticket of a probe
+        except BaseException as error:  # a store's own end in its calls: this is a defect, and the ticket of a probe is not looked at
             self._defects.append(error)
         finally:
             self.wake()
@@ -420,5 +420,5 @@ class ColdTier:
         self.calls.stopped = True
         try:
             self.calls.store.close()
-        except StoreFailed as error:  # nobody needs it any more
+        except StoreFailed as error:  # it is not needed any more
             log.warning("the %s tier was closed without an answer: %s", self.name, error)

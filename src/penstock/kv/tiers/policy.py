@@ -84,7 +84,7 @@ class LinkRate:
     bytes_per_s: float | None = None
     clock: Callable[[], float] = time.monotonic
     _measured_s: float = field(init=False)
-    _tried: bool = False  # somebody is finding out
+    _tried: bool = False  # a load is finding out
 
     def __post_init__(self) -> None:
         self._measured_s = self.clock()
@@ -94,7 +94,7 @@ class LinkRate:
         return self.bytes_per_s is not None and self.clock() - self._measured_s > STALE_S
 
     def add(self, num_bytes: int, seconds: float, unsure_s: float = 0.0) -> None:
-        """`unsure_s`: how long nobody looked before it was seen to be over. An engine with long steps looks rarely, and what that says
+        """`unsure_s`: how long it was not looked at before it was seen to be over. An engine with long steps looks rarely, and what that says
         about a link is nothing."""
         if unsure_s > _UNSURE * seconds:
             return
@@ -111,7 +111,7 @@ class LinkRate:
         return num_bytes / (self.bytes_per_s * (HOPE if self.stale else 1.0))
 
     def note_try(self) -> None:
-        """Something is being loaded at this rate: nobody else need find out."""
+        """Something is being loaded at this rate: no other load need find out."""
         if self.stale:
             self._tried = True
             self._measured_s = self.clock()

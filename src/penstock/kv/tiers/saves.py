@@ -51,7 +51,7 @@ class Offer(NamedTuple):
     pin: Pin
     keys: Sequence[bytes]  # of its first blocks
     depths: Sequence[int]
-    after: Sequence[Fence]  # behind whoever wrote them
+    after: Sequence[Fence]  # behind the steps that wrote them
 
 
 class SavedLease(HostLease):
@@ -61,7 +61,7 @@ class SavedLease(HostLease):
         super().__init__(tier, owner, [], num_tokens)
         self.saving = True
         self.given_up = False
-        self.wait_until_s = float("inf")  # whoever has waited so long for it goes on with nothing of it
+        self.wait_until_s = float("inf")  # a request that has waited so long for it goes on without it
 
     @property
     def ready(self) -> bool:
@@ -192,7 +192,7 @@ class TrafficCounts:
         """It is over."""
         error = transfer.error()
         if isinstance(error, InvariantBroken):
-            raise error  # a defect of ours, not a tier's: nobody carries on
+            raise error  # a defect of ours, not a tier's: the engine stops
         if error is not None:
             self.failures["host", "copy" if isinstance(error, TransferFailed) else type(error).__name__] += 1
             log.warning("%s failed, and its blocks are computed instead: %s", transfer.label, error)
@@ -219,14 +219,14 @@ class Saves:
         self.num_emptied = 0  # resets of the first cold tier, submitted so far, and times that it lost its blocks. What was read or written
         # before says nothing about what it has
         self._offers: list[Offer] = []
-        self._due: list[Offer] = []  # those that somebody waits for: they displace what they must
+        self._due: list[Offer] = []  # offers that a request waits for: they displace what they must
         self._num_moving = 0  # blocks of the device that are on their way to host memory to make room
         self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first cold tier was not seen to have
         self._writing: set[bytes] = set()  # of those: on their way
         self._emptied_before: dict[Writing, int] = {}  # `num_emptied`, by writes to the first tier that are not over
         self._num_losses = 0  # of the first tier, seen so far
-        self._unshared: set[bytes] = set()  # keys that are in no prefix: somebody was told them
-        self._unwanted: set[bytes] = set()  # of those, keys that nobody knows any more, while copies are under way
+        self._unshared: set[bytes] = set()  # keys that are in no prefix: their request was told them
+        self._unwanted: set[bytes] = set()  # of those, keys whose request has left, while copies are under way
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self.persisting: list[Persisting] = []
         self.later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
@@ -261,7 +261,7 @@ class Saves:
         if due:
             self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
         if offers:
-            # Where a disk or a store is to have every block, nobody who waits keeps one from it: they have what is displaced. Else blocks
+            # Where a disk or a store is to have every block, no waiting offer keeps one from it: cold tiers have what is displaced. Else blocks
             # may stay on the device alone while host memory is full, and be saved when their room there is needed.
             displaces = Displaces.ANYTHING if self.cold else Displaces.NOTHING if self.limits.postpones else Displaces.UNWANTED
             self._send(Save(self.host, offers, self.layout.num_layers, displaces))
@@ -277,7 +277,7 @@ class Saves:
             raise
 
     def retract(self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None) -> SavedLease | None:
-        """Save everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers whoever still writes.
+        """Save everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers the steps that still write.
         None where there is no host tier, and while a save before it is overdue."""
         if not self.host.num_slots:
             return None
@@ -294,7 +294,7 @@ class Saves:
         return lease
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Have those of `keys` that only the device has copied to host memory, in place of what nobody wants there: they need not wait for
+        """Have those of `keys` that only the device has copied to host memory, in place of unwanted blocks there: they need not wait for
         their room on the device to be needed. `fence` covers all that was launched. What host memory has and a disk behind it has evicted
         since is dirty again: the next `persist` writes it."""
         self.submit()  # what was offered is known to be on its way then
@@ -310,7 +310,7 @@ class Saves:
             self._save_slots(alone[first : first + _MOVE_BLOCKS], "snapshot", () if fence is None else (fence,))
 
     def _save_slots(self, slots: Sequence[int], owner: str, after: Sequence[Fence] = (), moves: bool = False) -> None:
-        """Of the device, sealed, whoever holds them."""
+        """Of the device, sealed, held or not."""
         run = as_run(sorted(slots))
         fences = (*self.pool.last_use(run), *after)
         pin = self.pool.pin(run, owner)
@@ -391,7 +391,7 @@ class Saves:
             self._fill_lease(save, save.lease)
         for pin in save.pins:
             pin.end()
-            if save.moves:  # also what somebody wants by now: it would be moved again, and whoever is next would wait for ever
+            if save.moves:  # wanted blocks too: they would be moved again, and the next request would wait for ever
                 self.pool.evict_these(pin.slots)
         self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
 
@@ -457,11 +457,11 @@ class Saves:
                 self._write_in_slices(tier, keys, depths)
 
     def begin_unshared(self, keys: Sequence[bytes]) -> None:
-        """Only who knows these keys looks for them, and nobody after a restart does: cold tiers never have them."""
+        """Only their request looks for these keys, and none does after a restart: cold tiers never have them."""
         self._unshared.update(keys)
 
     def end_unshared(self, keys: Sequence[bytes]) -> int:
-        """Nobody knows them any more; returns how many are forgotten now. What has not landed yet is forgotten when it does."""
+        """Their request has left; returns how many are forgotten now. What has not landed yet is forgotten when it does."""
         self._unshared.difference_update(keys)
         self._unwanted.update(keys)
         return self.host.forget(list(dict.fromkeys(keys)))  # several of those who knew them may go at once
@@ -530,7 +530,7 @@ class Saves:
         self._note_lost(gone)
 
     def reset(self, tier: str) -> Writing:
-        """Have the cold `tier` emptied. From now on nothing counts as being there: what host memory has is written again when somebody asks
+        """Have the cold `tier` emptied. From now on nothing counts as being there: what host memory has is written again when a request asks
         for it, behind the reset. A `persist` that is under way begins again."""
         writing = self.cold[tier].reset()
         self.later = deque(one for one in self.later if one[0].name != tier)  # it was queued before
@@ -552,7 +552,7 @@ class Saves:
             return None
         saved = self.submit()
         while self.host.any_gone:
-            self._forget_gone()  # what has left host memory before this call is nobody's loss
+            self._forget_gone()  # what has left host memory before this call counts as no loss
         persisting = Persisting(saved, self._dirty.copy())
         self.persisting.append(persisting)
         return persisting

@@ -2,8 +2,8 @@
 manifests of snapshots in it; and the system calls below all of it, which tests replace by some that fail. Owns the lock, the directory's
 descriptor and the aligned memory of each thread, not what segments hold. Files with other names stay as they are.
 
-KV is believed because nobody else could have put it there: checksums find accidents, not intent. So the directory and each file of ours
-must belong to this user and be writable by nobody else. All of it is looked up through one descriptor and checked on descriptors, so that
+KV is believed because no other user could have put it there: checksums find accidents, not intent. So the directory and each file of ours
+must belong to this user and be writable by no other. All of it is looked up through one descriptor and checked on descriptors, so that
 what was checked is what is used, whatever happens to the path.
 """
 
@@ -183,14 +183,14 @@ class Directory:
 
     def close(self) -> None:
         """Idempotent."""
-        for fd in (self._lock_fd, self.fd):  # unlocks; the file stays, since removing it could take away somebody else's lock
+        for fd in (self._lock_fd, self.fd):  # unlocks; the file stays, since removing it could take away another process's lock
             if fd >= 0:
                 os.close(fd)
         self.fd = self._lock_fd = -1
 
 
 def make_directory(path: Path) -> Directory:
-    """Lock `path`, created where it is missing. Raises ConfigError where it cannot be used, others may write there or somebody else has
+    """Lock `path`, created where it is missing. Raises ConfigError where it cannot be used, others may write there or another process has
     it; nothing in it has changed then."""
     try:
         for missing in [parent for parent in (path, *path.parents) if not os.path.lexists(parent)][::-1]:
@@ -204,7 +204,7 @@ def make_directory(path: Path) -> Directory:
 
 def remake_directory(path: Path, device: int) -> Directory:
     """As `make_directory`, where it was in use on `device` and has been removed or replaced since. It is not created on another one: a
-    disk that is no longer mounted leaves an empty folder of a disk that nobody has chosen."""
+    disk that is no longer mounted leaves an empty folder on a disk that was not chosen."""
     try:
         if not os.path.lexists(path) and os.stat(path.parent).st_dev == device:
             path.mkdir(0o700)
@@ -227,7 +227,7 @@ def open_directory(path: Path) -> Directory:
 
 
 def check_trusted(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError where somebody else can write what has that status, or could until now."""
+    """Raises ConfigError where another user can write what has that status, or could until now."""
     me = os.geteuid()
     mode = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_uid != me:
@@ -263,7 +263,7 @@ def _warn_of_parents(path: Path) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
-    """Where it belongs to somebody else that is what has to be said."""
+    """Where it belongs to another user, the message says that."""
     with contextlib.suppress(OSError):
         if error.errno in (errno.EACCES, errno.EPERM):
             check_trusted(path, os.stat(path))

@@ -35,7 +35,7 @@ _MOST_FAILED = 8  # slots one after the other whose heads cannot be read: then t
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Blocks of one call that nobody else writes at the same time, and the slots for them. Lands exactly once."""
+    """Blocks of one call that no other call writes at the same time, and the slots for them. Lands exactly once."""
 
     outcomes: list[Outcome]  # of all blocks of the call; of those to be written, that of a failure
     places: list[int] = field(default_factory=list)  # indices of those to be written
@@ -43,7 +43,7 @@ class Claim:
     sequence: int = 0  # the first of as many numbers as the call has blocks
     reservation: Reservation | None = None
     others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
-    unverified: list[int] = field(default_factory=list)  # places of blocks that an earlier process wrote and nobody has read since
+    unverified: list[int] = field(default_factory=list)  # places of blocks that an earlier process wrote and that were not read since
     landed: set[bytes] = field(default_factory=set)
     forgotten: set[bytes] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
@@ -267,7 +267,7 @@ class SlotIndex:
             self._pool.check()
 
     def close(self) -> None:
-        """Idempotent. Raises Leaked while somebody reads or writes."""
+        """Idempotent. Raises Leaked while a call reads or writes."""
         with self._lock:
             self._pool.close()
 

@@ -431,7 +431,7 @@ class Segments:
 
     @contextlib.contextmanager
     def renewal(self) -> Iterator[Callable[[], None]]:
-        """Yields a function that gives every file a new generation in memory, to be called while nobody compares generations. It is on
+        """Yields a function that gives every file a new generation in memory, to be called while no thread compares generations. It is on
         disk when the context ends. Raises StoreFailed; the next `persist` goes on with it."""
         with self._grow_lock, self._sync_lock:
             yield self._renew_heads

@@ -267,7 +267,7 @@ class SsdStore:
         claim = self._index.claim(keys, evicts=False)
         while claim is None:  # nothing is evicted while there are files to be made
             if (segment := self._segments.try_grow()) is not None:
-                self._index.release(segment.take_ready())  # nobody else has made this file
+                self._index.release(segment.take_ready())  # no other writer has made this file
             claim = self._index.claim(keys, evicts=segment is None)
         written: dict[int, bytes] = {}
         try:
@@ -288,7 +288,7 @@ class SsdStore:
         for place in claim.unverified:
             claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
         again: list[int] = []
-        for place, key, other in claim.others:  # this claim has landed, so nobody waits for the other in a circle
+        for place, key, other in claim.others:  # this claim has landed, so claims do not wait for each other in a circle
             other.over.wait()
             claim.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
             if key in other.forgotten:  # what the other wrote was forgotten before it could be found
@@ -298,7 +298,7 @@ class SsdStore:
         return claim.outcomes
 
     def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
-        """A crash may have torn a block of an earlier process, and whoever persists this write is to be right that it is there."""
+        """A crash may have torn a block of an earlier process, and a persist of this write promises that it is there."""
         (outcome,) = self._read([key], [memoryview(bytearray(len(block)))])
         return outcome if outcome is Outcome.DONE else self._write([key], [depth], [block])[0]
 
@@ -356,7 +356,7 @@ class SsdStore:
 
     @contextlib.contextmanager
     def _call(self, changes: bool = False) -> Iterator[None]:
-        """Raises StoreFailed where there is nothing to talk to; where it `changes` something, also where nobody would find that again."""
+        """Raises StoreFailed where there is nothing to talk to; where it `changes` something, also where that would not be found again."""
         with self._lock:
             if not self._is_open:
                 raise StoreFailed(f"the SSD cache in {self._path} is {'closed' if self._closed else 'not open'}")
