@@ -1,4 +1,4 @@
-"""The observer protocol: what lanes and pools tell to whoever listens. Owns no state and costs one `is None` test when nobody does.
+"""The observer protocol: what lanes and pools tell to listeners. Owns no state and costs one `is None` test without any.
 
 An observer is passed to a lane or pool at construction; nothing that is observed imports its observer.
 """
@@ -71,7 +71,7 @@ class EngineObserver(Protocol):
     """Sees the turns of the engine's loop, from its thread."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Around one turn: in it the thread waits for nobody, except where it says so."""
+        """Around one turn: in it the thread waits for nothing, except where it says so."""
 
     def may_wait(self, where: str) -> AbstractContextManager[None]:
         """Around a wait that belongs there, such as that for a step's result."""
@@ -81,7 +81,7 @@ class EngineObserver(Protocol):
 
 
 class Unwatched:
-    """An `EngineObserver` for when nobody looks."""
+    """An `EngineObserver` that does nothing."""
 
     _NOTHING = nullcontext()
 
@@ -92,7 +92,7 @@ class Unwatched:
         return self._NOTHING
 
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
-        """Nobody asked."""
+        """Does nothing."""
 
 
 class ContentObserver(Protocol):

@@ -79,12 +79,12 @@ class Agenda:
         self._answered.put((now_s, user))
 
     def end(self) -> None:
-        """Nobody asks any more."""
+        """No user asks any more."""
         self._ended = True
         self._answered.put(None)
 
     def wait_next(self) -> tuple[int, int] | None:
-        """Block until a request is due: its user, and its number from 0 on. None: nobody asks any more."""
+        """Block until a request is due: its user, and its number from 0 on. None: no user asks any more."""
         while self._num_left and not self._ended:
             due_s = self._due[0][0] - self._clock() if self._due else None
             if due_s is not None and due_s <= 0:
@@ -246,7 +246,7 @@ class UrlReplay:
                 thread.join(LOOK_S)
                 progress(STAGE, sum(record.done for record in self.records), total)
         end_s = self.now_s()
-        with self._lock:  # records do not change behind the back of whoever reads them
+        with self._lock:  # records do not change while they are read
             self._over.set()
         done = [record.end_s for record in self.records if record.end_s is not None]
         return end_s if limit_s is not None and end_s >= limit_s else max(done, default=end_s)

@@ -97,7 +97,7 @@ class Driver:
     def __init__(self, engine: Engine, salt: str | None = None) -> None:
         self.engine = engine
         self.salt = secrets.token_hex(8) if salt is None else salt
-        self._num_submitted = 0  # written by whoever submits, one thread at a time
+        self._num_submitted = 0  # written by the submitting thread, one at a time
         self._num_ended = 0  # written by who steps
         self._tally = _Tally()
 

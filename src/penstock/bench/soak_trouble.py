@@ -1,5 +1,5 @@
 """What happens to an engine during a soak: a crowd of threads that ask, and whatever goes wrong meanwhile, in memory, on disks and in
-stores. Owns the requests and the mischief; checks nothing itself, and nobody but the soak asks for it."""
+stores. Owns the requests and the mischief; checks nothing itself, and is used by the soak alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.models.registry import layout
 NAME = "soak"  # of the adapter whose content changes all the time
 NUM_ASKS = 96  # different requests: few enough to come back often, and to be run alone afterwards
 NUM_STEMS = 5
-CANCELLED = 0.25  # share of requests that somebody cancels
+CANCELLED = 0.25  # share of requests that are cancelled
 ADAPTED = 0.4  # share of requests for the adapter, where there is one
 PAUSE_S = 0.02  # at most, between two requests of a thread
 OPEN_PER_THREAD = 8
@@ -371,7 +371,7 @@ class Disturber:
 
     @contextmanager
     def _may_refuse(self) -> Iterator[None]:
-        """A disk or store that fails on purpose says so to whoever relies on it."""
+        """A disk or store that fails on purpose says so to its callers."""
         try:
             yield
         except StoreFailed:

@@ -184,7 +184,7 @@ class RecordedConversation:
 
 
 def is_agentic(path: Path) -> bool:
-    """Whether the file's first line looks like a conversation. Says no where it cannot be read: whoever reads it says why."""
+    """Whether the file's first line looks like a conversation. Says no where it cannot be read: the reader says why."""
     try:
         _, fields = next(_lines(path), ("", None))
     except ConfigError:

@@ -63,7 +63,7 @@ class TransferShape(NamedTuple):
 
 class ColdRig:
     """`num_blocks` blocks of random bytes in host memory, room for as many more there and on the device, and an empty store. Their keys
-    are those of one prompt, in a space that nobody else has."""
+    are those of one prompt, in a space of their own."""
 
     def __init__(self, shape: TransferShape, num_blocks: int, open_store: Callable[[Space], BlockStore]) -> None:
         layout, device, _, self._seed = shape

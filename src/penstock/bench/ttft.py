@@ -25,14 +25,14 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StepFailed
 from penstock.models.progress import Progress
 
-NEW_TOKENS = 16  # of the follow-up: the cached prompt, then so many that nobody has seen
+NEW_TOKENS = 16  # of the follow-up: the cached prompt, then so many new ones
 PLACES = {"device": "on the device", "host": "in host memory", "ssd": "on the disk", "remote": "in the shared store"}
 NAMES = {"cold": "nothing cached"}
 for _tier, _place in PLACES.items():
     NAMES |= {_tier: f"prefix {_place}", f"{_tier}_new": f"prefix {_place}, {NEW_TOKENS} new tokens"}
 SCAN_S = 120.0  # for the index of what was there before
 SCAN_POLL_S = 0.005
-FRESH = 1 << 16  # added to a run's number: prompts that nobody has seen
+FRESH = 1 << 16  # added to a run's number: prompts that are new
 CLOSE_S = 60.0
 END_S = 60.0  # for a process that has said everything
 

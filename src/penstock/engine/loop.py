@@ -44,13 +44,13 @@ class EngineLoop:
         self._error: BaseException | None = None
         self._warm = threading.Event()  # warming up is over,
         self._is_warm = False  # and has worked
-        self._starting = threading.Lock()  # whoever starts or closes it first starts its thread
+        self._starting = threading.Lock()  # the first start or close starts its thread
         self._progress: Progress = silent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, progress: Progress = silent) -> None:
         """Blocks until the engine is warm: requests of every kind are served at their usual speed from then on. Idempotent, also where it
-        fails; then the engine is closed. So it is where somebody has closed the loop before."""
+        fails; then the engine is closed. So it is where the loop was closed before."""
         if self._is_warm:
             return
         with self._starting:
@@ -83,7 +83,7 @@ class EngineLoop:
         self._engine.refuse("the server is shutting down")
         atexit.unregister(self._close_at_exit)
         if self._thread is threading.current_thread():
-            return  # whoever owned it was collected here; this thread ends when it comes round
+            return  # its owner was collected here; this thread ends when it comes round
         with self._starting:
             if self._thread.ident is None:
                 self._thread.start()  # to close the engine, and for nothing else
@@ -92,7 +92,7 @@ class EngineLoop:
             raise DeadlineExceeded("the engine thread did not end: a step is stuck on the device")
 
     def _close_at_exit(self) -> None:
-        """Nobody has closed it, and the process ends: the interpreter would stop its thread in the middle of a step."""
+        """It was not closed, and the process ends: the interpreter would stop its thread in the middle of a step."""
         with contextlib.suppress(DeadlineExceeded):
             self.close(0.0)
 

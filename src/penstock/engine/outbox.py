@@ -112,4 +112,4 @@ class Outbox:
             try:
                 callback()
             except BaseException:
-                log.exception("somebody who waits for the end of a step's events raised")
+                log.exception("a callback after a step's events raised")

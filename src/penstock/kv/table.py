@@ -2,7 +2,7 @@
 kept of those that have ended; the slots are the pool's, and what is under way belongs to loads and saves.
 
 A table's slots are active from the moment they are drawn: "active" says that a table holds them. That their content can be trusted
-is said by the key, which `seal` gives after the block is computed and `KvCache.settle` after it is promoted; without one nobody else ever
+is said by the key, which `seal` gives after the block is computed and `KvCache.settle` after it is promoted; without one no other request ever
 sees it.
 """
 
@@ -73,7 +73,7 @@ class OpenTables:
 
 
 class FetchedRun:
-    """Implements `contract.FetchedBlocks`: slots of its own, which nobody else sees, and the copy that fills them."""
+    """Implements `contract.FetchedBlocks`: slots of its own, which no other request sees, and the copy that fills them."""
 
     __slots__ = ("_table", "hold", "load")
 
@@ -106,7 +106,7 @@ class FetchedRun:
 
 class BlockTable:
     """Implements `contract.Table`, which says what its calls mean. Grows while the request runs; blocks `0..num_keyed` have been sealed, by
-    this request or by whoever computed them first."""
+    this request or by the one that computed them first."""
 
     __slots__ = (
         *("_tables", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_kept", "num_shared", "own_scope"),
@@ -229,7 +229,7 @@ class BlockTable:
             self._tables.announcing.discard(self)
 
     def close_scope(self, num_tokens: int) -> None:
-        """Its blocks get keys of a scope that nobody else can have, and are forgotten with the table."""
+        """Its blocks get keys of a scope that no other request can have, and are forgotten with the table."""
         self.hold.require_open()
         if self.own_scope is None:
             self.own_scope, self.num_shared = private_scope(), num_tokens // self.block_tokens
@@ -322,7 +322,7 @@ class BlockTable:
         tables.announcing.discard(self)
 
     def _forget_own(self) -> None:
-        """Nobody could find what it has under a scope of its own. What is kept of it is in host memory, or on its way there."""
+        """No request could find what it has under a scope of its own. What is kept of it is in host memory, or on its way there."""
         first = max(self.num_shared, self.num_paged)
         self._tables.pool.forget(self.hold.first(max(first, self.num_keyed))[first:].tolist())
         self._tables.saves.end_unshared(self.sealed_keys[max(self.num_shared, self.num_kept) :])

@@ -132,7 +132,7 @@ class Rendered(NamedTuple):
 
 Tools = Sequence[Mapping[str, Any]]
 
-# What templates look at: names of fields, and words that say what a value is. Nobody can spell a control token with them.
+# What templates look at: names of fields, and words that say what a value is. No control token can be spelled with them.
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_$-]{1,64}")
 _KINDS = frozenset({"function", "object", "string", "number", "integer", "boolean", "array", "null"})
 
@@ -154,7 +154,7 @@ def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
 
 
 def _disguises(said: str, characters: set[str]) -> dict[str, str]:
-    """For each of `characters` one that is not in `said`. Drawn, so that nobody can know which ones to write."""
+    """For each of `characters` one that is not in `said`. Drawn at random, so that a client cannot know which ones to write."""
     found: dict[str, str] = {}
     for character in sorted(characters):
         drawn = (chr(secrets.choice(PRIVATE)) for _ in range(16))

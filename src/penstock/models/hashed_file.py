@@ -67,7 +67,7 @@ class WeightFile:
             raise self._unreadable(error) from error
 
     def check_unchanged(self) -> None:
-        """Raises where somebody has written to the file since it was opened. Digests do not rest on this: it is for those who would
+        """Raises where the file was written to since it was opened. Digests do not rest on this: it is for those who would
         otherwise run half of two models."""
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self._found.st_size, self._found.st_mtime_ns):

@@ -30,7 +30,7 @@ class ModelConfig:
     norm_eps: float
     tied_embeddings: bool
     eos_ids: tuple[int, ...] = ()
-    context: int = 0  # tokens of a sequence where nobody asks for more; 0: max_position
+    context: int = 0  # tokens of a sequence by default; 0: max_position
     rope_scaling: RopeScaling | None = None  # None: plain rotary positions
     rotary_dim: int = 0  # values of a head that turn with its position; 0: all
     qkv_bias: bool = False
@@ -46,7 +46,7 @@ class ModelConfig:
 
     @property
     def default_len(self) -> int:
-        """Tokens of a sequence where nobody asks for more."""
+        """Tokens of a sequence by default."""
         return self.context or self.max_position
 
     @property

@@ -1,4 +1,4 @@
-"""How loading tells where it is. Owns the protocol; whoever asked for the load decides what to show."""
+"""How loading tells where it is. Owns the protocol; the caller of the load decides what to show."""
 
 from __future__ import annotations
 

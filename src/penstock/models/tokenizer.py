@@ -294,7 +294,7 @@ def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) 
 
 
 class _SecretNames:
-    """The same vocabulary, whose special tokens have names that nobody can know: text spells none of them, whatever a normalizer makes
+    """The same vocabulary, whose special tokens have secret names: text spells none of them, whatever a normalizer makes
     of it. A text is cut in one call, so that what stands beside a special token is cut as it always is."""
 
     def __init__(self, of: tokenizers.Tokenizer) -> None:

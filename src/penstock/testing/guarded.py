@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.sanitizer.sanitizer import Sanitizer
 
 _TILE = mmap.PAGESIZE  # bytes that the system protects together; a tile is one of these
-_READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE; neither: nobody comes in
+_READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE; neither: no access
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class GuardedSanitizer(Sanitizer):
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, everybody may touch everything: for whoever looks from outside."""
+        """Inside, every thread may touch everything: for checks from outside."""
         with self._tiles.lifted():
             yield
 

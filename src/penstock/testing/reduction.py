@@ -38,7 +38,7 @@ class _Node:
 
 
 class _Guided(Sequencer):
-    """Follows `path`, takes `choice` at its end, and then goes where nobody is asleep."""
+    """Follows `path`, takes `choice` at its end, and then goes where no thread is asleep."""
 
     def __init__(self, path: Sequence[_Node], choice: str | None) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """Lanes whose interleaving is chosen, not left to chance: run one schedule, replay it, enumerate them, shrink a failing one. Owns time.
 
 A program is a function that gets a `Sequencer`, makes lanes of it and uses them as it would any lanes; it raises where something went
-wrong. Whenever the program calls a lane or a fence, the sequencer decides whether the program goes on or somebody else does: a lane runs
+wrong. Whenever the program calls a lane or a fence, the sequencer decides whether the program goes on or another thread does: a lane runs
 its next item, or a launcher, a lane whose work uses lanes, goes on from where it was left. When the program blocks, others run until it
 can go on. Only one of them runs at a time: launchers have threads, but they pass a baton.
 
-A schedule is the list of those decisions that differ from the default, which is: who was blocked and is no longer goes on, else whoever
+A schedule is the list of those decisions that differ from the default, which is: a thread that was blocked and is no longer goes on, else the one that
 ran last, else the program, else the lanes by name. So few entries mean few preemptions, and a schedule says all there is to say.
 """
 
@@ -26,7 +26,7 @@ from penstock.lanes.lane import Capture, Op, Replay, Ticket
 from penstock.observe import LaneObserver
 
 HOST = "host"
-_PATIENCE_S = 60.0  # for whoever has the baton; longer means that it blocks on something that is no lane
+_PATIENCE_S = 60.0  # for the thread that has the baton; longer means that it blocks on something that is no lane
 
 Place = tuple[str, int]  # an item: its lane, and its number there
 Schedule = Mapping[int, str]  # by number of the decision: who runs, where it is not the default
@@ -43,7 +43,7 @@ class _Abandoned(BaseException):
 
 @dataclass(slots=True)
 class Effects:
-    """What somebody did between two decisions, as far as others can tell."""
+    """What a thread did between two decisions, as far as others can tell."""
 
     submitted: set[Place] = field(default_factory=set)
     looked_at: set[Place] = field(default_factory=set)  # whether they were over
@@ -68,7 +68,7 @@ class Sequencer:
         self.schedule: dict[int, str] = {}  # as taken
         self.decisions: list[Decision] = []
         self.trace: list[str] = []
-        self.effects = Effects()  # of whoever acts now
+        self.effects = Effects()  # of the thread that acts now
         self.num_finished = 0  # items, on all lanes
         self._wanted = dict(schedule or {})
         self._rng = rng
@@ -103,11 +103,11 @@ class Sequencer:
     # ----------------------------------------------------------------------------------------------------------- for lanes
 
     def act(self, what: str) -> None:
-        """Whoever acts does `what`."""
+        """The acting thread does `what`."""
         self.trace.append(f"{self._stage.acting}: {what}")
 
     def pause(self, what: str, until: Callable[[], bool] | None = None) -> None:
-        """Whoever acts has done `what`; others may go on before it does. `until`: it cannot go on before."""
+        """The acting thread has done `what`; others may go on before it does. `until`: it cannot go on before."""
         stage = self._stage
         if stage.inline is not None:
             raise stage.give_up(InvariantBroken(f"work on lane {stage.inline} {what}: make that lane with Sequencer.launcher"))
@@ -120,7 +120,7 @@ class Sequencer:
     # ----------------------------------------------------------------------------------------------------------- decisions
 
     def _let_go_on(self, me: str) -> None:
-        """Run whoever is chosen, until it is `me`."""
+        """Run the chosen thread, until it is `me`."""
         stage = self._stage
         while (chosen := self._decide(me)) != me:
             lane = self._lanes.get(chosen)
@@ -189,7 +189,7 @@ class _Stage:
 
     def __init__(self) -> None:
         self.acting = HOST
-        self.inline: str | None = None  # the plain lane whose item runs right now, on the thread of whoever let it
+        self.inline: str | None = None  # the plain lane whose item runs right now, on the thread that let it
         self.last = HOST
         self.until: dict[str, Callable[[], bool] | None] = {}  # of those who stand at a call: until when they are blocked
         self.blocked: set[str] = set()  # at the last decision
@@ -199,7 +199,7 @@ class _Stage:
         self._is_over = False
 
     def hand_to(self, chosen: str, me: str, drive: Callable[[str], None] | None) -> None:
-        """`chosen` goes on, its thread made where it has none; `me` stands until somebody hands back."""
+        """`chosen` goes on, its thread made where it has none; `me` stands until another thread hands back."""
         self.acting = chosen
         if chosen not in self._batons and drive is not None:
             self._batons[chosen] = threading.Semaphore(0)
@@ -338,7 +338,7 @@ class SequencedFence:
         return self._lane.name, self.number
 
     def is_over(self) -> bool:
-        """For lanes and the sequencer: nobody learns anything by it."""
+        """For lanes and the sequencer: no clock learns anything by it."""
         return self._lane.num_finished >= self.number
 
     def passed(self) -> bool:

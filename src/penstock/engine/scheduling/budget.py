@@ -39,7 +39,7 @@ class Room:
     """What prompts may still take of one step, in order of their admission.
 
     Tokens always count. Time counts as soon as a request gets a token from the step: all that decode do, and a prompt that ends in it does.
-    Until then a longer step keeps nobody waiting.
+    Until then a longer step delays no request.
     """
 
     def __init__(self, budget: Budget, block_tokens: int, times: PrefillTimes | None, decodes: bool) -> None:

@@ -13,13 +13,13 @@ from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.track import Track
 
 LONG_TOKENS = 8192  # of a conversation that all this is done for
-# Somebody whose long conversation has just been answered may go on at once, and its KV is still there: so long its room is not given to a
+# A client whose long conversation has just been answered may go on at once, and its KV is still there: so long its room is not given to a
 # request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as several. Longer would not be
 # better: three times as long left rooms empty that others could have used, and on an H200 more of those that went on had to wait.
 GRACE = 4
 _PROMPT_STEPS = 4
 # Plans in which such a conversation counts as under way, and its KV as wanted, as if its next request had come already. Until it has come
-# and was looked at nobody else wants it, and whoever draws blocks would take them from it first.
+# and was looked at no other request wants it, and the next draw of blocks would take them from it first.
 KEPT_PLANS = 64
 # Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
 # filled it, later ones would make each other leave. That holds as long as half of the long requests that come go on with one of those
@@ -37,7 +37,7 @@ class _Answered:
     track: Track
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
-    middle: tuple[int, bytes]  # the key of a block, and which it is: whoever has it there goes on with half of it at least
+    middle: tuple[int, bytes]  # the key of a block, and which it is: a request that has it there continues at least half of it
     went_on: bool = False  # its next request has come
 
 
@@ -49,7 +49,7 @@ class Conversations:
         self._bound_s = bound_s
         self._newest_s = 0.0  # the latest arrival
         self._num_plans = 0
-        self._grace = 0  # how long the room of whoever has ended is kept for its next request
+        self._grace = 0  # how long the room of an ended request is kept for its next one
         self._kept: deque[_Answered] = deque()  # for which something is kept, oldest first
         self._middles: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED)  # of those answered last
         self._going_on = 1.0  # how many of the long requests that came lately went on with one of these, as a share
@@ -73,7 +73,7 @@ class Conversations:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if prefills else 1))
 
     def answered(self, track: Track) -> None:
-        """It has ended, and whoever sent it may go on at once."""
+        """It has ended, and its client may go on at once."""
         if len(track.tokens) < LONG_TOKENS:
             return
         self._grace = GRACE
@@ -86,7 +86,7 @@ class Conversations:
                 self._middles.append(middle)
 
     def forget(self) -> None:
-        """Nobody is left who would take the place of those that were answered."""
+        """No request is left that would take the place of those that were answered."""
         while self._kept:
             self._kept.popleft().want.end()
         self._middles.clear()
@@ -98,7 +98,7 @@ class Conversations:
 
     def need_room(self, track: Track, measured: bool, running: Running, line: Line) -> bool:
         """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
-        meanwhile: so only until somebody comes whom it may not be overtaken by. Not where nobody runs whose end could make room."""
+        meanwhile: so only until a request comes that may not overtake it. Not where no running request's end could make room."""
         by_s = track.rank if measured else track.rank + self._bound_s  # before anything was measured its rank is its arrival
         if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(running):
             return False

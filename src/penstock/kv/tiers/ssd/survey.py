@@ -78,7 +78,7 @@ class Survey:
 
 
 def _silent(done: int, total: int) -> None:
-    """Nobody asked."""
+    """Does nothing."""
 
 
 def inspect(directory: str | Path, progress: Progress = _silent) -> Survey:
