@@ -141,16 +141,17 @@ class RouteKind:
 
     body: type[msgspec.Struct]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
+    name: str  # by which lengths of answers are told apart
     id_prefix: str
     translate: Callable[[Any, bool], ChatBody] | None = None  # the second argument: whether the model reasons
     names: Mapping[str, str] = field(default_factory=dict)  # what a field of the translation is called in what was given
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "cmpl-")
-CHAT = RouteKind(ChatBody, ChatReply, "chatcmpl-")
-MESSAGES = RouteKind(messages.MessagesBody, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES)
-RESPONSES = RouteKind(responses.ResponsesBody, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
+COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "completions", "cmpl-")
+CHAT = RouteKind(ChatBody, ChatReply, "chat", "chatcmpl-")
+MESSAGES = RouteKind(messages.MessagesBody, messages.MessagesReply, "messages", "msg_", messages.as_chat, messages.NAMES, messages.QUERIES)
+RESPONSES = RouteKind(responses.ResponsesBody, responses.ResponsesReply, "responses", "resp_", responses.as_chat, responses.NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ class Generate:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
                 for i in range(body.n or 1):
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
+                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, route=self._kind.name, **asked)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model)
         exchange.model, exchange.stream = body.model, bool(body.stream)
