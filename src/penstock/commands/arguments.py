@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from penstock.config import (
-    PROMISES,
     ADMISSIONS,
     EVICTIONS,
+    PROMISES,
     RESIDENCIES,
     SCHEDULINGS,
     SCORERS,

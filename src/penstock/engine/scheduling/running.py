@@ -7,7 +7,7 @@ import heapq
 
 from penstock.contract import Fence, KvLedger, Match, Residency
 from penstock.engine.scheduling.budget import Budget, blocks_for
-from penstock.engine.scheduling.lengths import Lengths
+from penstock.engine.scheduling.lengths import LEAST, Lengths
 from penstock.engine.scheduling.residency import Division, KeptContexts, ResidentSet
 from penstock.engine.scheduling.steps import Steps
 from penstock.engine.scheduling.track import State, Track
@@ -44,6 +44,7 @@ class Running:
         self._budget = budget
         self._num_promised = 0  # blocks
         self.num_deep = 0  # blocks that deep requests may need in host memory
+        self._num_grown_at = blocks_for(LEAST, ledger.block_tokens)  # blocks before the end of what one was promised
         self._next_rank = _NEXT_RANK  # of what the request wants that is next: below that of whoever was next before
         self.free_rows = list(range(budget.max_batch))  # heap: low rows first
 
@@ -125,7 +126,7 @@ class Running:
             self.num_deep += self._lifetime(track)
         else:
             track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
-            track.promised = self._likely(track)
+            track.promised = track.assured = self._likely(track)
         num_now = min(self._needs(track, match), blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks)
         num_promised = self._num_promised + self._needs(track, match)
         self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))  # what it draws now leaves answers theirs
@@ -170,21 +171,31 @@ class Running:
 
     def try_draw(self, track: Track, num_blocks: int) -> bool:
         """Some of what is promised to it, and more where there is room; or nothing."""
-        if (num_beyond := num_blocks - self._may_draw(track)) > 0 and not track.is_deep:
-            track.outlived = True
-            if num_beyond > (num_spare := self._num_unpromised):
+        if not track.is_deep and self._may_draw(track) - num_blocks < self._num_grown_at:
+            self._grow(track, num_blocks)
+            if num_blocks > self._may_draw(track):
                 return False
-            num_more = min(num_spare, max(num_beyond, self._likely(track) - track.promised))
-            track.promised += num_more
-            self._num_promised += num_more
         if not track.held_table().try_extend(num_blocks):
             return False
         self._num_promised -= num_blocks
         return True
 
+    def _grow(self, track: Track, num_blocks: int) -> None:
+        """It draws so many blocks, and comes near the end of what it was promised. It is promised more, where nothing is promised to
+        others. Some blocks before it needs them, so that others end meanwhile; then one slot in so many is left, as at admission."""
+        if track.promised == self._lifetime(track):
+            return
+        num_beyond = num_blocks - self._may_draw(track)
+        room = self._num_unpromised - (0 if num_beyond > 0 else self._ledger.num_blocks // _SPARE_SHARE)
+        num_more = min(room, max(num_beyond, self._likely(track) - track.promised))
+        if num_more >= max(1, num_beyond):
+            track.promised += num_more
+            self._num_promised += num_more
+
     def num_short(self, track: Track, num_blocks: int) -> int:
         """How many blocks have to be let go of before it can draw so many."""
-        return max(num_blocks - self._ledger.num_available, num_blocks - self._may_draw(track) - self._num_unpromised)
+        num_beyond = num_blocks - self._may_draw(track)
+        return max(num_blocks - self._ledger.num_available, num_beyond - self._num_unpromised if num_beyond > 0 else 0)
 
     @property
     def _num_unpromised(self) -> int:
@@ -246,10 +257,14 @@ class Running:
         if num_blocks > 2 * self._ledger.num_free and self._ledger.make_room(num_blocks, self._num_promised, _SAVED_TOGETHER):
             self._ledger.free_up(num_blocks)
 
-    def next_to_leave(self) -> Track:
+    def next_to_leave(self, track: Track) -> Track:
         """The youngest of the lowest priority, of those that have outlived what they were promised; where promises exceed memory, of all."""
-        leaving = (track for track in self.tracks.values() if track.outlived or self._budget.overcommit > 1.0)
-        return max(leaving, key=lambda track: (track.request.priority, track.order))
+        if self._budget.overcommit > 1.0:
+            leaving = list(self.tracks.values())
+        else:
+            others = (other for other in self.tracks.values() if not other.is_deep)
+            leaving = [other for other in others if other is track or other.held_table().num_slots > other.assured]
+        return max(leaving, key=lambda other: (other.request.priority, other.order))
 
     def keep_context(self, track: Track, is_answered: bool) -> range:
         """A scored request leaves. Where it `is_answered`, the next turn of its conversation can go on from what it has; returns where what
@@ -285,7 +300,7 @@ class Running:
         heapq.heappush(self.free_rows, track.row)
         del self.tracks[track.request.id]
         track.table, track.row, track.resident = None, -1, None
-        track.promised, track.outlived = 0, False
+        track.promised = track.assured = 0
 
     def check(self) -> None:
         """Recount what is kept as running totals; raises InvariantBroken where they differ."""

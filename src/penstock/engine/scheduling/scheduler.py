@@ -468,7 +468,7 @@ class Scheduler:
         while not self._running.try_draw(track, wanted):
             if self._running.num_short(track, wanted) <= self._ledger.num_settling:
                 return False  # transfers that are under way free enough: it waits for them, and nobody is pushed out
-            victim = self._running.next_to_leave()
+            victim = self._running.next_to_leave(track)
             self._retract(victim)
             if victim is track:
                 return False

@@ -10,10 +10,11 @@ from typing import NamedTuple
 from scheduler_device import BLOCK
 from scheduler_tiers import Cold
 from scheduler_times import UNTIMED, Timed
-from scheduler_world import World, guessed
+from scheduler_world import World
 
 from event_walks import Event, choose_events, told_shortly
 from penstock.contract import Match, Prefix
+from support.guesses import guessed
 
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
 KINDS: list[dict[str, object]] = [
@@ -59,7 +60,9 @@ class Walker:
         self._prioritizes = shape.prioritizes
         cold = Cold(shape.num_host, shape.overlap_tokens, shape.stores, postpones=shape.postpones)
         deep = {"num_resident": shape.num_resident, "num_deep": shape.num_deep}
-        self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s, **deep, lengths=guessed(shape.expects))
+        self.world = World(
+            *shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s, **deep, lengths=guessed(shape.expects)
+        )
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
         if shape.token_s:

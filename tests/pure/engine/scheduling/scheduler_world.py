@@ -284,27 +284,6 @@ class Asked:
         self.brought = {block for block in self.brought if block < load.first}  # the others were lost again
 
 
-class Guess:
-    """Lengths that are always wrong: every request is about to write so many tokens more than it has, and no more."""
-
-    def __init__(self, num_more: int) -> None:
-        self.num_more = num_more
-
-    def expected(self, request: Request, num_written: int) -> int:
-        return min(request.sampling.max_tokens, num_written + self.num_more)
-
-    def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
-        pass
-
-    def by_route(self) -> dict[str, int]:
-        return {}
-
-
-def guessed(num_more: int) -> Guess | None:
-    """0: there are no lengths, and requests are promised all that they may need."""
-    return Guess(num_more) if num_more else None
-
-
 class World:
     """Requests, a scheduler, the KV books and a device; every plan and event that goes between them is checked."""
 
@@ -344,7 +323,7 @@ class World:
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
         self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
         self.lengths = lengths
-        self.scheduler = make(self.cache, self.budget, [EOS], timed.times, None, lengths)
+        self.scheduler = make(self.cache, self.budget, [EOS], timed.times, *((None, lengths) if lengths else ()))
 
     # ------------------------------------------------------------------------------------------------------- requests
 

@@ -10,10 +10,11 @@ import pytest
 from scheduler_cases import A, B, C
 from scheduler_device import BLOCK
 from scheduler_tiers import Cold
-from scheduler_world import Guess, World
+from scheduler_world import World
 
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.track import State
+from support.guesses import Guess
 
 NUM_SLOTS = 16
 HOSTS = {"host memory": 64, "little host memory": 3, "no host memory": 0}
@@ -57,7 +58,7 @@ def test_one_that_has_outlived_its_promise_leaves_and_one_within_its_own_stays()
     """The younger one was promised all of its life. The older one needs a block more than there is: it makes way itself."""
     world = a_world(num_more=8, num_slots=10)
     older = ask(world, A[:4], 24)
-    younger = ask(world, B[:20], 8)
+    younger = ask(world, [*B, *C][:20], 8)
     while not world.scheduler.counts.retractions:
         assert world.step()
     assert world.state_of(older) == "retracted" and world.state_of(younger) == "running"
