@@ -1,10 +1,12 @@
-"""Throughput of chats that state no `max_tokens`, beside the same chats with the exact one: what not knowing costs.
+"""Throughput of chats that state no `max_tokens`, beside the same chats with the exact one: what not knowing
+costs.
 
-    PYTHONPATH=src python3 benchmarks/open_chats.py --model tiny-qwen3 --load-format dummy --device-kv-blocks 640 --json FILE
+    PYTHONPATH=src python3 benchmarks/open_chats.py --model tiny-qwen3 --load-format dummy --device-kv-blocks N
 
-A number of clients send one chat after the other, each with a prompt of its own. Lengths of answers are drawn once, log-normal. A chat
-that states none is cancelled at its length, as by a stop string. Both ways take turns, so that their ratio means something on a shared
-machine. Steps are counted as well: they depend on who runs together, and not on the clock.
+A number of clients send one chat after the other, each with a prompt of its own. Lengths of answers are drawn
+once, log-normal. A chat that states none is cancelled at its length, as by a stop string. Both ways take
+turns, so that their ratio means something on a shared machine. What counts is the time until the last chat is
+sent. Steps are counted as well: they depend on who runs together, and not on the clock.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 
+Chat = tuple[list[int], int]  # prompt, length of the answer
 NEVER = ("\x00never\x00",)  # a stop string: the engine does not know how long the answer will be
 
 
@@ -34,7 +37,7 @@ def drawn_lengths(num: int, median: int, longest: int, seed: int) -> list[int]:
 class Client:
     """Sends its next chat when one has ended."""
 
-    def __init__(self, engine: Engine, route: str, chats: Iterator[tuple[list[int], int]], is_open: bool) -> None:
+    def __init__(self, engine: Engine, route: str, chats: Iterator[Chat], is_open: bool) -> None:
         self._engine, self._route, self._chats, self._is_open = engine, route, chats, is_open
         self.num_tokens = 0  # of answers
         self._num_left = 0
@@ -53,7 +56,8 @@ class Client:
             ignore_eos=True,
             stop=NEVER if self._is_open else (),
         )
-        self._request_id = self._engine.submit(prompt, sampling, self._hear, cache_salt=self._route, route=self._route)
+        submit, route = self._engine.submit, self._route
+        self._request_id = submit(prompt, sampling, self._hear, cache_salt=route, route=route)
 
     def _hear(self, event: TokenEvent) -> None:
         num = min(self._num_left, len(event.tokens))
@@ -69,14 +73,18 @@ def measure(engine: Engine, route: str, args: argparse.Namespace, is_open: bool)
     r = random.Random(args.seed)
     most = engine.max_model_len - args.prompt_tokens
     lengths = drawn_lengths(args.clients * args.chats, args.tokens, most, args.seed)
-    chats = iter([([r.randrange(1, 500) for _ in range(args.prompt_tokens)], length) for length in lengths])
+    waiting = [([r.randrange(1, 500) for _ in range(args.prompt_tokens)], length) for length in lengths]
     before, started_s = engine.stats(), time.perf_counter()
+    chats = (waiting.pop() for _ in lengths)
     clients = [Client(engine, route, chats, is_open) for _ in range(args.clients)]
+    seconds, num_tokens, after = 0.0, 0, before
     while engine.has_work():
         if not engine.step():
             engine.wait_work(1.0)
-    seconds, after = time.perf_counter() - started_s, engine.stats()
-    num_tokens, steps = sum(client.num_tokens for client in clients), after.steps - before.steps
+        if waiting:  # later fewer and fewer run, and the longest answer decides
+            seconds, num_tokens = time.perf_counter() - started_s, sum(one.num_tokens for one in clients)
+            after = engine.stats()
+    steps = after.steps - before.steps
     return {
         "tokens_per_s": num_tokens / seconds,
         "tokens_per_step": num_tokens / steps,
@@ -102,16 +110,14 @@ def main() -> None:
         for way, taken in ways.items():
             taken.append(measure(engine, f"{way} {number}", args, is_open=way == "open"))
             print(way, " ".join(f"{name} {value}" for name, value in taken[-1].items()))
-    ratios = {
-        name: statistics.median(
-            some[name] / exact[name] for exact, some in zip(ways["exact"], ways["open"], strict=True)
-        )
-        for name in ("tokens_per_s", "tokens_per_step")
-    }
-    print("without max_tokens, of the same with it:", ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
+    pairs = list(zip(ways["exact"], ways["open"], strict=True))
+    names = ("tokens_per_s", "tokens_per_step")
+    ratios = {name: statistics.median(some[name] / exact[name] for exact, some in pairs) for name in names}
+    print("open, of exact:", ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()))
     engine.close()
     if args.json is not None:
-        args.json.write_text(json.dumps({"name": engine.name, "admission": args.admission, **ways, "ratio": ratios}, indent=1) + "\n")
+        figures = {"name": engine.name, "admission": args.admission, **ways, "ratio": ratios}
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

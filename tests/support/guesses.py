@@ -6,7 +6,8 @@ from penstock.contract import FinishReason, Request
 
 
 class Guess:
-    """Lengths that are always wrong: every request is about to write so many tokens more than it has, and no more."""
+    """Lengths that are always wrong: every request is about to write so many tokens more than it has, and no
+    more."""
 
     def __init__(self, num_more: int) -> None:
         self.num_more = num_more

@@ -151,8 +151,9 @@ def _step_flags(group: Any) -> None:
     number(group, "--prefill-chunk", "prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA", 0)
     text = "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: 150 on CUDA, 0 on the CPU)"
     number(group, "--prefill-chunk-ms", text, kind=float)
-    number(group, "--overcommit", "promise X times the KV memory; over 1 may retract requests", engine.overcommit, float)
-    text = "what a request needs room for to start: expected: what it is likely to write; lifetime: all of its max_tokens"
+    text = "promise X times the KV memory; over 1 may retract requests"
+    number(group, "--overcommit", text, engine.overcommit, float)
+    text = "a request needs room for what it is likely to write (expected), or for all that it may (lifetime)"
     group.add_argument("--admission", choices=PROMISES, default=engine.admission, help=text)
     text = "who in line runs next: cost: whoever is cheapest to start, within a bound; fifo: whoever came first"
     group.add_argument("--scheduling", choices=SCHEDULINGS, default=engine.scheduling, help=text)

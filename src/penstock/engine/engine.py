@@ -139,9 +139,10 @@ class Engine:
         pins: Sequence[tuple[int, int]] | None = None,
         route: str = "",
     ) -> str:
-        """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most. `hint`
-        is about the KV of its `session`. `residency` and `pins`: where it does not fit, what it attends to; None: as configured. `route`:
-        requests of the same write about as much."""
+        """Check the request on the caller's thread and hand it to the engine's. `listener` is called there,
+        once per step at most. `hint` is about the KV of its `session`. `residency` and `pins`: where it does
+        not fit, what it attends to; None: as configured. `route`: requests of the same write about as
+        much."""
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
@@ -158,7 +159,8 @@ class Engine:
         part, choice = None, self._parts.residency
         if choice.scored or residency is not None or pins is not None:
             part = choice.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
-        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session, part, route)
+        about = priority, session, part, route
+        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, *about)
         listener = self._sessions.follow(request, cache_salt, hint, listener)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:

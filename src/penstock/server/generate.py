@@ -150,8 +150,23 @@ class RouteKind:
 
 COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "completions", "cmpl-")
 CHAT = RouteKind(ChatBody, ChatReply, "chat", "chatcmpl-")
-MESSAGES = RouteKind(messages.MessagesBody, messages.MessagesReply, "messages", "msg_", messages.as_chat, messages.NAMES, messages.QUERIES)
-RESPONSES = RouteKind(responses.ResponsesBody, responses.ResponsesReply, "responses", "resp_", responses.as_chat, responses.NAMES)
+MESSAGES = RouteKind(
+    messages.MessagesBody,
+    messages.MessagesReply,
+    "messages",
+    "msg_",
+    messages.as_chat,
+    messages.NAMES,
+    messages.QUERIES,
+)
+RESPONSES = RouteKind(
+    responses.ResponsesBody,
+    responses.ResponsesReply,
+    "responses",
+    "resp_",
+    responses.as_chat,
+    responses.NAMES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +285,14 @@ class Generate:
             read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
         codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
+        asked["route"] = self._kind.name
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
                 for i in range(body.n or 1):
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, route=self._kind.name, **asked)
+                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model)
         exchange.model, exchange.stream = body.model, bool(body.stream)

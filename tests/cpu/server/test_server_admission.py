@@ -1,4 +1,5 @@
-"""Who runs at the same time, over HTTP before a real engine: chats that do not say how long they will be, and those that say far too much."""
+"""Who runs at the same time, over HTTP before a real engine: chats that do not say how long they will be, and
+those that say far too much."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ NUM_CHATS = 6
 CONTEXT = 2048
 # As on the default server: memory for 2.8 contexts.
 SIZES: dict[str, Any] = {"max_model_len": CONTEXT, "blocks": 28 * CONTEXT // 160, "host_blocks": 1024}
-ROUTES = {
-    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Tell me all."}]}),
+ASK = {"role": "user", "content": "Tell me all."}
+ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"messages": [ASK]}),
     "completions": ("/v1/completions", {"prompt": "Once", "max_tokens": CONTEXT - 64}),
     "responses": ("/v1/responses", {"input": "Tell me all."}),
-    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "Tell me all."}], "max_tokens": 32_000}),
+    "messages": ("/v1/messages", {"messages": [ASK], "max_tokens": 32_000}),
 }
 
 
@@ -47,7 +49,8 @@ def says_something(line: str) -> bool:
         return False
     event = json.loads(line.removeprefix("data: "))
     choice = next(iter(event.get("choices", ())), {})
-    return bool(choice.get("text") or choice.get("delta", {}).get("content") or str(event.get("type")).endswith("delta"))
+    said = choice.get("text") or choice.get("delta", {}).get("content")
+    return bool(said) or str(event.get("type")).endswith("delta")
 
 
 @pytest.mark.parametrize("route", ROUTES)

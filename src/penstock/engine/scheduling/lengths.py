@@ -1,19 +1,23 @@
-"""How much a request is likely to write. Owns what earlier requests have written, by model and route; who is admitted by it is decided
-elsewhere. A request's `max_tokens` is what it may write, and says little about what it will."""
+"""How much a request is likely to write. Owns what earlier requests have written, by model and route; who is
+admitted by it is decided elsewhere. A request's `max_tokens` is what it may write, and says little about what
+it will."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from math import ceil
 from typing import Protocol
 
 from penstock.contract import FinishReason, Request
 
-SAVED_QUANTILE = 0.9  # of what requests write, where one that writes more can be saved to host memory,
-LOST_QUANTILE = 0.98  # and where it would be computed again
-# Before anything was seen: nine in ten answers have up to 512 tokens. The lengths leave one by one as answers end.
+# Of what requests write. Of many that run together some end early, and leave room for others that go on: with
+# a higher one memory stays unused. Where a request that does not fit cannot be saved to host memory, it would
+# be computed again.
+SAVED_QUANTILE = 0.7
+LOST_QUANTILE = 0.9
+# Before anything was seen: seven in ten answers have up to 384 tokens. The lengths leave one by one as
+# answers end.
 PRIOR = (32, 64, 96, 128, 192, 256, 384, 512, 512, 1024)
 LEAST = 64  # tokens that are expected of any request: fewer are not worth being asked for again
 _REMEMBERED = 256  # answers of one route
@@ -25,13 +29,15 @@ class Lengths(Protocol):
     """Called by the engine thread."""
 
     def expected(self, request: Request, num_written: int) -> int:
-        """Tokens that it writes in all, having written `num_written`: more than these, and no more than it may."""
+        """Tokens that it writes in all, having written `num_written`: more than these, and no more than it
+        may."""
 
     def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
         """It has ended."""
 
     def by_route(self) -> dict[str, int]:
-        """Tokens expected of a request that has written nothing; the route is `adapter:route` where there is an adapter. Any thread."""
+        """Tokens expected of a request that has written nothing; the route is `adapter:route` where there is
+        an adapter. Any thread."""
 
 
 class WholeLife:
@@ -57,11 +63,13 @@ class Written:
 
     def expected(self, request: Request, num_written: int) -> int:
         most = request.sampling.max_tokens
-        return most if _is_certain(request) else min(most, self._of(request).expected(num_written, self._quantile))
+        if _is_certain(request):
+            return most
+        return min(most, self._of(request).expected(num_written, self._quantile))
 
     def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
-        """A hang-up and a stop string end an answer as well as the model does. What was cut off by `max_tokens` would have been longer: it
-        counts where it is longer than expected already."""
+        """A hang-up and a stop string end an answer as well as the model does. What was cut off by
+        `max_tokens` would have been longer: it counts where it is longer than expected already."""
         if num_written == 0 or finish is FinishReason.ERROR or _is_certain(request):
             return
         if finish is FinishReason.LENGTH and num_written < self._of(request).expected(0, self._quantile):
@@ -93,7 +101,9 @@ class _Answers:
             self._sorted.remove(self._latest.popleft())
 
     def expected(self, num_written: int, quantile: float) -> int:
-        longer: Sequence[int] = self._sorted if num_written == 0 else self._sorted[bisect_right(self._sorted, num_written) :]
+        longer = self._sorted
+        if num_written:
+            longer = longer[bisect_right(longer, num_written) :]
         if len(longer) < _LEAST_LONGER:
             return num_written + max(num_written, LEAST)
         return max(longer[ceil(quantile * len(longer)) - 1], num_written + LEAST)
@@ -102,7 +112,7 @@ class _Answers:
 def _is_certain(request: Request) -> bool:
     """Whether it writes all that it may: nothing else ends it."""
     sampling = request.sampling
-    return sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids and sampling.grammar is None
+    return sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids or sampling.grammar)
 
 
 def _route(request: Request) -> str:

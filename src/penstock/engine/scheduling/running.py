@@ -25,13 +25,13 @@ _SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, fo
 
 
 class Running:
-    """Admission is by what a request is likely to need: so much is promised to it when it enters, and it can always draw that. What its
-    prompt needs is drawn then: room was made for it a moment ago, and later others may have come to be forgotten first. The rest stays in
-    use as a cache until it is drawn.
+    """Admission is by what a request is likely to need: so much is promised to it when it enters, and it can
+    always draw that. What its prompt needs is drawn then: room was made for it a moment ago, and later others
+    may have come to be forgotten first. The rest stays in use as a cache until it is drawn.
 
-    A request that outlives its promise gets more where nothing is promised to others. Where there is no such room, one of those that have
-    outlived theirs leaves. It comes back when twice what it has written is promised to it: so nobody leaves more often than its answer
-    can double.
+    A request that outlives its promise gets more where nothing is promised to others. Where there is no such
+    room, one of those that have outlived theirs leaves. It comes back when twice what it has written is
+    promised to it: so nobody leaves more often than its answer can double.
     """
 
     def __init__(self, ledger: KvLedger, budget: Budget, lengths: Lengths) -> None:
@@ -44,7 +44,7 @@ class Running:
         self._budget = budget
         self._num_promised = 0  # blocks
         self.num_deep = 0  # blocks that deep requests may need in host memory
-        self._num_grown_at = blocks_for(LEAST, ledger.block_tokens)  # blocks before the end of what one was promised
+        self._num_grown_at = blocks_for(LEAST, ledger.block_tokens)  # blocks that are left of a promise
         self._next_rank = _NEXT_RANK  # of what the request wants that is next: below that of whoever was next before
         self.free_rows = list(range(budget.max_batch))  # heap: low rows first
 
@@ -52,8 +52,9 @@ class Running:
         return len(self.tracks)
 
     def fits(self, track: Track, match: Match) -> bool:
-        """Whether what it is likely to need can be promised on top of what is promised already. Matched idle blocks stop being evictable,
-        so they count as taken; matched blocks that others hold cost nothing. Nothing may happen between this and `enter`."""
+        """Whether what it is likely to need can be promised on top of what is promised already. Matched idle
+        blocks stop being evictable, so they count as taken; matched blocks that others hold cost nothing.
+        Nothing may happen between this and `enter`."""
         available = self._ledger.num_available - match.num_idle
         needed = self._needs(track, match)
         matched = (match.num_blocks + match.num_colder) * self._ledger.block_tokens
@@ -93,7 +94,8 @@ class Running:
         return min(num_unpromised, self._ledger.num_free - min(self._num_promised, self._num_for_answers))
 
     def _needs(self, track: Track, match: Match) -> int:
-        """Blocks to promise to it: what it is likely to need and is not on the device, as far as it will be there at the same time."""
+        """Blocks to promise to it: what it is likely to need and is not on the device, as far as it will be
+        there at the same time."""
         return self.most_blocks(track) - match.num_blocks
 
     def most_blocks(self, track: Track) -> int:
@@ -101,12 +103,14 @@ class Running:
         return self._budget.resident_blocks if track.is_deep else track.promised or self._likely(track)
 
     def _likely(self, track: Track) -> int:
-        """Blocks that it needs, most likely. One that was retracted needed more than that: it comes back with twice what it has written."""
+        """Blocks that it needs, most likely. One that was retracted needed more than that: it comes back with
+        twice what it has written."""
         num_written = len(track.tokens) - track.num_prompt
         num = self._lengths.expected(track.request, num_written)
         if track.state is State.RETRACTED:
             num = min(track.request.sampling.max_tokens, max(num, 2 * num_written))
-        return blocks_for(track.num_prompt + max(0, num - 1), self._ledger.block_tokens)  # the last one is never fed back
+        num_kept = track.num_prompt + max(0, num - 1)  # the last one is never fed back
+        return blocks_for(num_kept, self._ledger.block_tokens)
 
     def _lifetime(self, track: Track) -> int:
         """Blocks that it may need."""
@@ -181,8 +185,9 @@ class Running:
         return True
 
     def _grow(self, track: Track, num_blocks: int) -> None:
-        """It draws so many blocks, and comes near the end of what it was promised. It is promised more, where nothing is promised to
-        others. Some blocks before it needs them, so that others end meanwhile; then one slot in so many is left, as at admission."""
+        """It draws so many blocks, and comes near the end of what it was promised. It is promised more, where
+        nothing is promised to others. Some blocks before it needs them, so that others end meanwhile; then
+        one slot in so many is left, as at admission."""
         if track.promised == self._lifetime(track):
             return
         num_beyond = num_blocks - self._may_draw(track)
@@ -195,7 +200,8 @@ class Running:
     def num_short(self, track: Track, num_blocks: int) -> int:
         """How many blocks have to be let go of before it can draw so many."""
         num_beyond = num_blocks - self._may_draw(track)
-        return max(num_blocks - self._ledger.num_available, num_beyond - self._num_unpromised if num_beyond > 0 else 0)
+        num_lacking = num_blocks - self._ledger.num_available
+        return max(num_lacking, num_beyond - self._num_unpromised) if num_beyond > 0 else num_lacking
 
     @property
     def _num_unpromised(self) -> int:
@@ -258,12 +264,13 @@ class Running:
             self._ledger.free_up(num_blocks)
 
     def next_to_leave(self, track: Track) -> Track:
-        """The youngest of the lowest priority, of those that have outlived what they were promised; where promises exceed memory, of all."""
+        """The youngest of the lowest priority, of those that have outlived what they were promised; where
+        promises exceed memory, of all."""
         if self._budget.overcommit > 1.0:
             leaving = list(self.tracks.values())
         else:
             others = (other for other in self.tracks.values() if not other.is_deep)
-            leaving = [other for other in others if other is track or other.held_table().num_slots > other.assured]
+            leaving = [one for one in others if one is track or one.held_table().num_slots > one.assured]
         return max(leaving, key=lambda other: (other.request.priority, other.order))
 
     def keep_context(self, track: Track, is_answered: bool) -> range:
@@ -323,5 +330,7 @@ class Running:
     def _may_draw(self, track: Track) -> int:
         """Blocks that were promised to it and that its table does not have yet."""
         table = track.held_table()
-        most = self._budget.resident_blocks - track.num_lent + table.num_paged if track.is_deep else track.promised
+        most = track.promised
+        if track.is_deep:
+            most = self._budget.resident_blocks - track.num_lent + table.num_paged
         return most - table.num_slots - table.num_fetched

@@ -68,8 +68,9 @@ class Scheduler:
         drafter: Drafter | None = None,
         lengths: Lengths | None = None,
     ) -> None:
-        """`times`: by which chunks are sized where the budget limits what they may take. `drafter` None: every step decodes one token.
-        `lengths`: what requests are likely to write; None: all that they may."""
+        """`times`: by which chunks are sized where the budget limits what they may take. `drafter` None:
+        every step decodes one token. `lengths`: what requests are likely to write; None: all that they
+        may."""
         self.lengths = lengths or WholeLife()
         self._drafter = drafter
         self._has_draft_kv = drafter is not None and drafter.has_kv
@@ -260,8 +261,9 @@ class Scheduler:
         return {one.track: drafts for one, drafts in zip(found, proposed, strict=True) if drafts}
 
     def _most_drafts(self, track: Track) -> int:
-        """How many there is room for in what it was promised; where promises exceed memory, in what it has. Nobody leaves for a draft. A
-        request that is paged out or has a grammar decodes one token at a time."""
+        """How many there is room for in what it was promised; where promises exceed memory, in what it has.
+        Nobody leaves for a draft. A request that is paged out or has a grammar decodes one token at a
+        time."""
         sampling = track.request.sampling
         if track.num_left != 1 or track.is_deep or sampling.grammar is not None or track.num_planned < track.num_cached:
             return 0
@@ -458,8 +460,8 @@ class Scheduler:
         return True
 
     def _draw(self, track: Track, num_tokens: int) -> bool:
-        """Give the table room for `num_tokens` more. Where that is more than it was promised and there is no room besides, or promises
-        exceed memory, others are retracted, or it is itself. False: not now."""
+        """Give the table room for `num_tokens` more. Where that is more than it was promised and there is no
+        room besides, or promises exceed memory, others are retracted, or it is itself. False: not now."""
         size, table = self._ledger.block_tokens, track.held_table()
         num_lacking = track.num_planned + num_tokens - table.num_slots * size
         if num_lacking <= 0:

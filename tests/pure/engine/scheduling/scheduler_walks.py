@@ -61,7 +61,12 @@ class Walker:
         cold = Cold(shape.num_host, shape.overlap_tokens, shape.stores, postpones=shape.postpones)
         deep = {"num_resident": shape.num_resident, "num_deep": shape.num_deep}
         self.world = World(
-            *shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s, **deep, lengths=guessed(shape.expects)
+            *shape[:5],
+            cold=cold,
+            timed=shape.timed,
+            max_overtaken_s=shape.max_overtaken_s,
+            lengths=guessed(shape.expects),
+            **deep,
         )
         assert self.world.tiers is not None
         self.tiers = self.world.tiers

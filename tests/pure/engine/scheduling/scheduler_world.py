@@ -323,7 +323,8 @@ class World:
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
         self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
         self.lengths = lengths
-        self.scheduler = make(self.cache, self.budget, [EOS], timed.times, *((None, lengths) if lengths else ()))
+        others = () if lengths is None else (None, lengths)
+        self.scheduler = make(self.cache, self.budget, [EOS], timed.times, *others)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

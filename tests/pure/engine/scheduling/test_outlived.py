@@ -1,4 +1,5 @@
-"""Requests that write more than was expected of them: all of them end, none is pushed out again and again, and promises are kept."""
+"""Requests that write more than was expected of them: all of them end, none is pushed out again and again,
+and promises are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ HOSTS = {"host memory": 64, "little host memory": 3, "no host memory": 0}
 
 def a_world(num_more: int = 1, num_slots: int = NUM_SLOTS, num_host: int = 64, **settings: int) -> World:
     cold = Cold(num_host, postpones=True) if num_host else None
-    return World(num_slots=num_slots, prefill_chunk=8, cold=cold, lengths=Guess(num_more), **{"max_batch": 8, **settings})
+    sizes = {"num_slots": num_slots, "prefill_chunk": 8, "max_batch": 8, **settings}
+    return World(**sizes, cold=cold, lengths=Guess(num_more))
 
 
 def ask(world: World, prompt: list[int], max_tokens: int, priority: int = 0) -> str:
@@ -32,8 +34,8 @@ def num_retractions(world: World) -> Counter[str]:
     return Counter(request_id for request_id, state in world.scheduler.lives if state is State.RETRACTED)
 
 
-def running(world: World) -> set[str]:
-    return {request_id for request_id in world.asked if world.state_of(request_id) == "running"}
+def states(world: World, *request_ids: str) -> list[str]:
+    return [world.state_of(request_id) for request_id in request_ids]
 
 
 # Holds invariant 17: what was promised at admission can be drawn, however many outlive their promises.
@@ -54,13 +56,14 @@ def test_a_request_that_outlives_its_promise_gets_more_where_there_is_room() -> 
 
 
 def test_one_that_has_outlived_its_promise_leaves_and_one_within_its_own_stays() -> None:
-    """The younger one was promised all of its life. The older one needs a block more than there is: it makes way itself."""
+    """The younger one was promised all of its life. The older one needs a block more than there is: it makes
+    way itself."""
     world = a_world(num_more=8, num_slots=10)
     older = ask(world, A[:4], 24)
     younger = ask(world, [*B, *C][:20], 8)
     while not world.scheduler.counts.retractions:
         assert world.step()
-    assert world.state_of(older) == "retracted" and world.state_of(younger) == "running"
+    assert states(world, older, younger) == ["retracted", "running"]
     world.close()
     assert num_retractions(world) == {older: 1}
 
@@ -70,7 +73,7 @@ def test_of_those_that_have_outlived_their_promises_the_youngest_leaves() -> Non
     first, second, third = (ask(world, prompt[:4], 24) for prompt in (A, B, C))
     while not world.scheduler.counts.retractions:
         assert world.step()
-    assert (world.state_of(first), world.state_of(second), world.state_of(third)) == ("running", "running", "retracted")
+    assert states(world, first, second, third) == ["running", "running", "retracted"]
     world.close()
 
 
@@ -79,7 +82,7 @@ def test_a_lower_priority_leaves_first_though_it_came_first() -> None:
     low, high, other = (ask(world, prompt[:4], 24, priority) for prompt, priority in ((A, 1), (B, 0), (C, 0)))
     while not world.scheduler.counts.retractions:
         assert world.step()
-    assert (world.state_of(low), world.state_of(high), world.state_of(other)) == ("retracted", "running", "running")
+    assert states(world, low, high, other) == ["retracted", "running", "running"]
     world.close()
 
 
@@ -101,7 +104,8 @@ def test_one_that_was_pushed_out_comes_back_when_there_is_room_for_twice_what_it
 @pytest.mark.parametrize("num_host", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("seed", range(12))
 def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed: int, num_host: int) -> None:
-    """All write to the end of the context, and the estimate is always wrong. So nobody is pushed out often, and all end."""
+    """All write to the end of the context, and the estimate is always wrong. So nobody is pushed out often,
+    and all end."""
     r = random.Random(seed)
     num_slots = r.randint(6, 2 * NUM_SLOTS)
     world = a_world(r.choice((1, 2, 5)), num_slots, num_host, max_batch=r.choice((4, 8, 16)))
@@ -118,7 +122,7 @@ def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed
         for request_id, state in world.scheduler.lives[num_seen:]:
             if state is State.RETRACTED:
                 num_written = len(world.asked[request_id].got) + world.samples_in_flight(request_id)
-                assert num_written >= 2 * written.get(request_id, 0), f"{request_id} was pushed out again too soon"
+                assert num_written >= 2 * written.get(request_id, 0), f"{request_id} left too soon"
                 written[request_id] = num_written
     world.close()
     assert num_slots < 12 or written, "some were pushed out"
@@ -156,4 +160,5 @@ def test_what_is_computed_again_is_no_more_than_what_is_written(num_host: int) -
     for request_id, num in computed.items():
         assert num <= 2 * 36 + 4 * (1 + retractions[request_id]) + retractions[request_id] * BLOCK
     if num_host > 10:
-        assert sum(computed.values()) <= 6 * (36 + 4) + 2 * sum(retractions.values()), "what was saved is not computed again"
+        most = 6 * (36 + 4) + 2 * sum(retractions.values())
+        assert sum(computed.values()) <= most, "what was saved is not computed again"
