@@ -23,6 +23,8 @@ EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "cost")  # the defaul
 DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")  # cheap enough for the device: what they do is done for whole runs
 SchedulingName = Literal["cost", "fifo"]
 SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
+PromiseName = Literal["expected", "lifetime"]
+PROMISES: tuple[PromiseName, ...] = ("expected", "lifetime")
 ResidencyName = Literal["exact", "scored"]
 RESIDENCIES: tuple[ResidencyName, ...] = ("exact", "scored")
 ScorerName = Literal["qk", "lru"]
@@ -161,11 +163,12 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens of prompt plus output; None: the model's own limit, as far as KV memory goes
     max_batch: int = 256  # requests that run at once; one row of device state each
     prefill_chunk: int = 0  # prompt tokens computed in one step at most; 0: 512 on CPU, 8192 on CUDA
-    overcommit: float = 1.0  # 1: a request is admitted only if its whole lifetime fits; 2: lifetimes may sum to twice the memory
+    overcommit: float = 1.0  # 1: what is promised to requests fits; 2: it may sum to twice the memory
     scheduling: SchedulingName = "cost"  # who in line runs next: whoever is cheapest to start, within a bound; or whoever came first
     max_overtaken_s: float = 60.0  # with "cost": nobody is overtaken by a request that arrived so much later
     capture: bool = True  # run decode steps as captured replays
     seed: int = 0  # from which requests without a seed get theirs
+    admission: PromiseName = "expected"  # room is promised for what is likely to be written, or all that may be
     prefill_chunk_ms: float | None = None  # of a step for prompts, where others get tokens; 0: no limit; None: 150 on CUDA, 0 on CPU
 
     def __post_init__(self) -> None:
@@ -173,6 +176,8 @@ class EngineConfig:
         _need(1 <= self.max_batch <= 4096, f"--max-batch must be between 1 and 4096, got {self.max_batch}")
         _need(self.prefill_chunk >= 0, f"--prefill-chunk must not be negative, got {self.prefill_chunk}")
         _need(self.scheduling in SCHEDULINGS, f"--scheduling must be one of {', '.join(SCHEDULINGS)}, got {self.scheduling!r}")
+        known = ", ".join(PROMISES)
+        _need(self.admission in PROMISES, f"--admission must be one of {known}, got {self.admission!r}")
         _need(0 < self.max_overtaken_s <= 3600, f"--max-overtaken-s must be above 0 and at most 3600, got {self.max_overtaken_s}")
         within = self.prefill_chunk_ms is None or 0 <= self.prefill_chunk_ms <= 60_000
         _need(within, f"--prefill-chunk-ms must be between 0 and 60000, got {self.prefill_chunk_ms}")

@@ -262,6 +262,7 @@ class Request:
     priority: int = 0  # lower ones run first, whatever else is in line
     session: str = ""  # whose conversation it belongs to, as its client says; empty: it does not say
     residency: Residency | None = None  # None: where it does not fit, it attends to all of its context all the same
+    route: str = ""  # by which it came, such as "chat": requests of one route write about as much
 
     def distinct(self) -> NDArray[np.int32]:
         """The prompt's tokens, each once. The caller of `submit` works it out where a penalty needs it: long prompts take milliseconds."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from penstock.config import (
     ADMISSIONS,
     EVICTIONS,
+    PROMISES,
     RESIDENCIES,
     SCHEDULINGS,
     SCORERS,
@@ -150,7 +151,10 @@ def _step_flags(group: Any) -> None:
     number(group, "--prefill-chunk", "prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA", 0)
     text = "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: 150 on CUDA, 0 on the CPU)"
     number(group, "--prefill-chunk-ms", text, kind=float)
-    number(group, "--overcommit", "admit lifetimes of X times the KV memory; over 1 may retract requests", engine.overcommit, float)
+    text = "promise X times the KV memory; over 1 may retract requests"
+    number(group, "--overcommit", text, engine.overcommit, float)
+    text = "a request needs room for what it is likely to write (expected), or for all that it may (lifetime)"
+    group.add_argument("--admission", choices=PROMISES, default=engine.admission, help=text)
     text = "who in line runs next: cost: whoever is cheapest to start, within a bound; fifo: whoever came first"
     group.add_argument("--scheduling", choices=SCHEDULINGS, default=engine.scheduling, help=text)
     text = "with --scheduling cost: nobody is overtaken by a request that arrived more than S seconds later"
@@ -234,6 +238,7 @@ def config_of(args: argparse.Namespace) -> Config:
             args.max_overtaken_s,
             capture=not args.no_capture,
             seed=args.seed,
+            admission=args.admission,
             prefill_chunk_ms=args.prefill_chunk_ms,
         ),
         offload=_offload_of(args),

@@ -30,6 +30,7 @@ from penstock.engine.execution.replays import cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Sampler
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.scheduling.budget import Budget, blocks_for
+from penstock.engine.scheduling.lengths import LOST_QUANTILE, SAVED_QUANTILE, Lengths, WholeLife, Written
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
@@ -168,7 +169,7 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
     parts = EngineParts(
         name=loaded.name,
         tokenizer=loaded.tokenizer,
-        scheduler=Scheduler(cache, budget, dims.eos_ids, cache.prefill, speculation),
+        scheduler=Scheduler(cache, budget, dims.eos_ids, cache.prefill, speculation, _lengths(config)),
         executor=executor,
         adapters=adapters,
         cache=cache,
@@ -313,6 +314,13 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
         chunk_s=chunk_ms / 1000,
         min_chunk=_CUDA_MIN_CHUNK if on_cuda else _CPU_MIN_CHUNK,
     )
+
+
+def _lengths(config: Config) -> Lengths:
+    """Where a request that is pushed out is computed again, more is promised to each."""
+    if config.engine.admission == "lifetime":
+        return WholeLife()
+    return Written(SAVED_QUANTILE if config.offload.enabled else LOST_QUANTILE)
 
 
 def _may_be_paged(config: Config, max_model_len: int, num_blocks: int) -> bool:

@@ -137,9 +137,12 @@ class Engine:
         hint: CacheHint | None = None,
         residency: ResidencyName | None = None,
         pins: Sequence[tuple[int, int]] | None = None,
+        route: str = "",
     ) -> str:
-        """Check the request on the caller's thread and hand it to the engine's. `listener` is called there, once per step at most. `hint`
-        is about the KV of its `session`. `residency` and `pins`: where it does not fit, what it attends to; None: as configured."""
+        """Check the request on the caller's thread and hand it to the engine's. `listener` is called there,
+        once per step at most. `hint` is about the KV of its `session`. `residency` and `pins`: where it does
+        not fit, what it attends to; None: as configured. `route`: requests of the same write about as
+        much."""
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
@@ -156,7 +159,8 @@ class Engine:
         part, choice = None, self._parts.residency
         if choice.scored or residency is not None or pins is not None:
             part = choice.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
-        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session, part)
+        about = priority, session, part, route
+        request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, *about)
         listener = self._sessions.follow(request, cache_salt, hint, listener)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
             if adapter is not None:
@@ -289,6 +293,7 @@ class Engine:
             generated_tokens=scheduler.counts.generated_tokens,
             kv_blocks={**{tier: slots._asdict() for tier, slots in cache.slots.items()}, **cache.cold},
             retractions=scheduler.counts.retractions,
+            expected_tokens=scheduler.lengths.by_route(),
             blocked_s=dict(self._blocked_s),
             ttft=self._outbox.ttft.copy(),
             inter_token=self._outbox.inter_token.copy(),

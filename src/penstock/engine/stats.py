@@ -33,4 +33,5 @@ class EngineStats:
     accepted: tuple[int, ...] = ()  # and those that were kept
     residency: ResidencyFigures = field(default_factory=ResidencyFigures)
     host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there
+    expected_tokens: dict[str, int] = field(default_factory=dict)  # by route: of one answer
     snapshots: SnapshotFigures = field(default_factory=SnapshotFigures)

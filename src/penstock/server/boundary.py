@@ -183,6 +183,7 @@ class SubmitOptions(Sent, kw_only=True):
     hint: CacheHint | None = None
     residency: ResidencyName | None = None
     pins: Sequence[tuple[int, int]] | None = None
+    route: str = ""
 
 
 class Submit(Sent, tag=1):

@@ -141,16 +141,32 @@ class RouteKind:
 
     body: type[msgspec.Struct]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
+    name: str  # by which lengths of answers are told apart
     id_prefix: str
     translate: Callable[[Any, bool], ChatBody] | None = None  # the second argument: whether the model reasons
     names: Mapping[str, str] = field(default_factory=dict)  # what a field of the translation is called in what was given
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "cmpl-")
-CHAT = RouteKind(ChatBody, ChatReply, "chatcmpl-")
-MESSAGES = RouteKind(messages.MessagesBody, messages.MessagesReply, "msg_", messages.as_chat, messages.NAMES, messages.QUERIES)
-RESPONSES = RouteKind(responses.ResponsesBody, responses.ResponsesReply, "resp_", responses.as_chat, responses.NAMES)
+COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "completions", "cmpl-")
+CHAT = RouteKind(ChatBody, ChatReply, "chat", "chatcmpl-")
+MESSAGES = RouteKind(
+    messages.MessagesBody,
+    messages.MessagesReply,
+    "messages",
+    "msg_",
+    messages.as_chat,
+    messages.NAMES,
+    messages.QUERIES,
+)
+RESPONSES = RouteKind(
+    responses.ResponsesBody,
+    responses.ResponsesReply,
+    "responses",
+    "resp_",
+    responses.as_chat,
+    responses.NAMES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +285,7 @@ class Generate:
             read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
         codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
+        asked["route"] = self._kind.name
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:

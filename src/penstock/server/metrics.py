@@ -73,6 +73,8 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     yield counter("penstock_host_read_steps", "Steps that read KV which deep requests have in host memory.", stats.host_steps)
     yield from _residency(stats.residency)
     yield counter("penstock_retractions", "Running requests that gave up their device slots.", stats.retractions)
+    expected = "Output tokens that a request is admitted for, by route: what most of the last ones wrote."
+    yield gauge("penstock_expected_output_tokens", expected, stats.expected_tokens, "route")
     blocked = "Seconds that the engine thread spent waiting or in cache calls."
     yield counter("penstock_engine_blocked_seconds", blocked, stats.blocked_s, "where")
     yield from _sessions(stats.sessions)

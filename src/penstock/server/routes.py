@@ -168,6 +168,7 @@ class Small:
             "cache": stats.cache,
             "prompt_tokens": stats.prompt_tokens,
             "retractions": stats.retractions,
+            "expected_output_tokens": stats.expected_tokens,
             "sessions": asdict(stats.sessions),
             "snapshots": asdict(stats.snapshots),
         }

@@ -20,7 +20,7 @@ from penstock.bench.agents_replay import Agenda, EngineReplay, Record, ServerAdd
 from penstock.bench.trace_files import Asking, Question, User, read_conversations, reusable, select
 from penstock.cli import main
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SchedulingName, ServerConfig
-from penstock.contract import StepFailure
+from penstock.contract import FinishReason, SamplingParams, StepFailure, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
@@ -79,12 +79,32 @@ def run_by_hand(replay: EngineReplay) -> None:
             raise replay._error
 
 
+class OpenReplay(EngineReplay):
+    """Agents that allow answers up to the end of the context. Each ends as recorded, as by a stop string."""
+
+    def _submit(self, user: int, number: int) -> None:
+        ask = self._users[user].asks[number]
+        record = Record(self._users[user].conversation, number + 1, ask, self.now_s())
+        self.records.append(record)
+        listen, own_id = self._listener(user, record), f"{user} {number}"
+
+        def hear(event: TokenEvent) -> None:
+            is_over = event.finish is FinishReason.CANCELLED
+            listen(event._replace(finish=FinishReason.LENGTH) if is_over else event)
+            if event.finish is None and record.generated >= ask.max_tokens:
+                self._engine.cancel(own_id)
+
+        room = self._engine.max_model_len - len(ask.prompt)
+        sampling = SamplingParams(max_tokens=room, temperature=0.0, ignore_eos=True, stop=("never",))
+        self._engine.submit(ask.prompt, sampling, hear, cache_salt=self._salt, request_id=own_id)
+
+
 @cache
-def replayed(host_blocks: int, scheduling: SchedulingName = "cost") -> list[Record]:
+def replayed(host_blocks: int, scheduling: SchedulingName = "cost", replays: type[EngineReplay] = EngineReplay) -> list[Record]:
     """From one thread alone, so that who is asked when depends on nothing but steps."""
     engine = build(config_of(host_blocks, scheduling))
     chosen = select(read_conversations(EXCERPT), ASKING.users, ASKING.context, ASKING.requests)
-    replay = EngineReplay(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "salt")
+    replay = replays(ASKING.users_of(chosen, engine.tokenizer.vocab_size), engine, "salt")
     run_by_hand(replay)
     engine.close(timeout_s=20.0)
     return replay.records
@@ -129,6 +149,11 @@ def test_with_too_little_room_nearly_all_is_still_reused_because_of_who_runs_nex
     assert reused > 0.9 * possible
     in_order, _ = shares(replayed(host_blocks, "fifo"))
     assert in_order < 0.6 * possible, "in order of arrival there is room enough, too: this shows nothing"
+
+
+def test_agents_that_allow_far_more_than_they_write_reuse_nearly_all_as_well():
+    reused, possible = shares(replayed(SCARCE, replays=OpenReplay))
+    assert reused > 0.8 * possible
 
 
 # -------------------------------------------------------------------------------------------------------------- figures

@@ -145,10 +145,6 @@ def want_rank(track: Track, rank: float | None = None) -> float:
     return (track.rank if rank is None else rank) + _PRIORITY_S * max(-_MOST_PRIORITY, min(_MOST_PRIORITY, track.request.priority))
 
 
-def arrival(track: Track) -> int:
-    return track.order
-
-
 # ------------------------------------------------------------------------------------------------------ what they find cached
 
 

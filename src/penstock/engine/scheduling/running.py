@@ -7,7 +7,7 @@ import heapq
 
 from penstock.contract import Fence, KvLedger, Match, Residency
 from penstock.engine.scheduling.budget import Budget, blocks_for
-from penstock.engine.scheduling.line import arrival
+from penstock.engine.scheduling.lengths import LEAST, Lengths
 from penstock.engine.scheduling.residency import Division, KeptContexts, ResidentSet
 from penstock.engine.scheduling.steps import Steps
 from penstock.engine.scheduling.track import State, Track
@@ -25,10 +25,17 @@ _SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, fo
 
 
 class Running:
-    """Admission is by lifetime: all that a request may need is promised to it when it enters. What its prompt needs is drawn then: room was
-    made for it a moment ago, and later others may have come to be forgotten first. The rest stays in use as a cache until it is drawn."""
+    """Admission is by what a request is likely to need: so much is promised to it when it enters, and it can
+    always draw that. What its prompt needs is drawn then: room was made for it a moment ago, and later others
+    may have come to be forgotten first. The rest stays in use as a cache until it is drawn.
 
-    def __init__(self, ledger: KvLedger, budget: Budget) -> None:
+    A request that outlives its promise gets more where nothing is promised to others. Where there is no such
+    room, one of those that have outlived theirs leaves. It comes back when twice what it has written is
+    promised to it: so nobody leaves more often than its answer can double.
+    """
+
+    def __init__(self, ledger: KvLedger, budget: Budget, lengths: Lengths) -> None:
+        self._lengths = lengths
         self.tracks: dict[str, Track] = {}
         self.num_loading = 0
         self.num_scored = 0
@@ -37,6 +44,7 @@ class Running:
         self._budget = budget
         self._num_promised = 0  # blocks
         self.num_deep = 0  # blocks that deep requests may need in host memory
+        self._num_grown_at = blocks_for(LEAST, ledger.block_tokens)  # blocks that are left of a promise
         self._next_rank = _NEXT_RANK  # of what the request wants that is next: below that of whoever was next before
         self.free_rows = list(range(budget.max_batch))  # heap: low rows first
 
@@ -44,21 +52,22 @@ class Running:
         return len(self.tracks)
 
     def fits(self, track: Track, match: Match) -> bool:
-        """Whether its whole life can be promised on top of what is promised already. Matched idle blocks stop being evictable,
-        so they count as taken; matched blocks that others hold cost nothing. Nothing may happen between this and `enter`."""
+        """Whether what it is likely to need can be promised on top of what is promised already. Matched idle
+        blocks stop being evictable, so they count as taken; matched blocks that others hold cost nothing.
+        Nothing may happen between this and `enter`."""
         available = self._ledger.num_available - match.num_idle
-        lifetime = self._needs(track, match)
+        needed = self._needs(track, match)
         matched = (match.num_blocks + match.num_colder) * self._ledger.block_tokens
         first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
         if track.is_deep:
-            first_step = lifetime
+            first_step = needed
             if not self.fits_host(track):
                 return False
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED or track.is_deep else self._budget.overcommit
         num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))  # taken for it alone: they count as if it had yet to draw them
         num_spare = self._ledger.num_blocks // _SPARE_SHARE if self.tracks else 0
-        promised = self._num_promised + lifetime + num_ahead + num_spare
+        promised = self._num_promised + needed + num_ahead + num_spare
         return promised <= (available + num_ahead) * overcommit and first_step <= available
 
     def fits_host(self, track: Track) -> bool:
@@ -85,15 +94,26 @@ class Running:
         return min(num_unpromised, self._ledger.num_free - min(self._num_promised, self._num_for_answers))
 
     def _needs(self, track: Track, match: Match) -> int:
-        """Blocks of its life that are not on the device, as far as they will be there at the same time."""
+        """Blocks to promise to it: what it is likely to need and is not on the device, as far as it will be
+        there at the same time."""
         return self.most_blocks(track) - match.num_blocks
 
     def most_blocks(self, track: Track) -> int:
-        """That it may have on the device at the same time."""
-        return self._budget.resident_blocks if track.is_deep else self._lifetime(track)
+        """That it has on the device at the same time, most likely."""
+        return self._budget.resident_blocks if track.is_deep else track.promised or self._likely(track)
+
+    def _likely(self, track: Track) -> int:
+        """Blocks that it needs, most likely. One that was retracted needed more than that: it comes back with
+        twice what it has written."""
+        num_written = len(track.tokens) - track.num_prompt
+        num = self._lengths.expected(track.request, num_written)
+        if track.state is State.RETRACTED:
+            num = min(track.request.sampling.max_tokens, max(num, 2 * num_written))
+        num_kept = track.num_prompt + max(0, num - 1)  # the last one is never fed back
+        return blocks_for(num_kept, self._ledger.block_tokens)
 
     def _lifetime(self, track: Track) -> int:
-        """Blocks of its life."""
+        """Blocks that it may need."""
         return blocks_for(track.lifetime_tokens, self._ledger.block_tokens)
 
     def enter(self, track: Track, match: Match) -> bool:
@@ -110,6 +130,7 @@ class Running:
             self.num_deep += self._lifetime(track)
         else:
             track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
+            track.promised = track.assured = self._likely(track)
         num_now = min(self._needs(track, match), blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks)
         num_promised = self._num_promised + self._needs(track, match)
         self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))  # what it draws now leaves answers theirs
@@ -153,11 +174,38 @@ class Running:
         track.move(State.RUNNING)
 
     def try_draw(self, track: Track, num_blocks: int) -> bool:
-        """Some of what is promised to it, or nothing: promises may exceed memory."""
+        """Some of what is promised to it, and more where there is room; or nothing."""
+        if not track.is_deep and self._may_draw(track) - num_blocks < self._num_grown_at:
+            self._grow(track, num_blocks)
+            if num_blocks > self._may_draw(track):
+                return False
         if not track.held_table().try_extend(num_blocks):
             return False
         self._num_promised -= num_blocks
         return True
+
+    def _grow(self, track: Track, num_blocks: int) -> None:
+        """It draws so many blocks, and comes near the end of what it was promised. It is promised more, where
+        nothing is promised to others. Some blocks before it needs them, so that others end meanwhile; then
+        one slot in so many is left, as at admission."""
+        if track.promised == self._lifetime(track):
+            return
+        num_beyond = num_blocks - self._may_draw(track)
+        room = self._num_unpromised - (0 if num_beyond > 0 else self._ledger.num_blocks // _SPARE_SHARE)
+        num_more = min(room, max(num_beyond, self._likely(track) - track.promised))
+        if num_more >= max(1, num_beyond):
+            track.promised += num_more
+            self._num_promised += num_more
+
+    def num_short(self, track: Track, num_blocks: int) -> int:
+        """How many blocks have to be let go of before it can draw so many."""
+        num_beyond = num_blocks - self._may_draw(track)
+        num_lacking = num_blocks - self._ledger.num_available
+        return max(num_lacking, num_beyond - self._num_unpromised) if num_beyond > 0 else num_lacking
+
+    @property
+    def _num_unpromised(self) -> int:
+        return int(self._ledger.num_available * self._budget.overcommit) - self._num_promised
 
     def num_fitting(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
         """How many of the next `num_tokens` of a deep request there is room for on the device. Its first blocks there make way; `fence`
@@ -215,8 +263,15 @@ class Running:
         if num_blocks > 2 * self._ledger.num_free and self._ledger.make_room(num_blocks, self._num_promised, _SAVED_TOGETHER):
             self._ledger.free_up(num_blocks)
 
-    def youngest(self) -> Track:
-        return max(self.tracks.values(), key=arrival)
+    def next_to_leave(self, track: Track) -> Track:
+        """The youngest of the lowest priority, of those that have outlived what they were promised; where
+        promises exceed memory, of all."""
+        if self._budget.overcommit > 1.0:
+            leaving = list(self.tracks.values())
+        else:
+            others = (other for other in self.tracks.values() if not other.is_deep)
+            leaving = [one for one in others if one is track or one.held_table().num_slots > one.assured]
+        return max(leaving, key=lambda other: (other.request.priority, other.order))
 
     def keep_context(self, track: Track, is_answered: bool) -> range:
         """A scored request leaves. Where it `is_answered`, the next turn of its conversation can go on from what it has; returns where what
@@ -252,6 +307,7 @@ class Running:
         heapq.heappush(self.free_rows, track.row)
         del self.tracks[track.request.id]
         track.table, track.row, track.resident = None, -1, None
+        track.promised = track.assured = 0
 
     def check(self) -> None:
         """Recount what is kept as running totals; raises InvariantBroken where they differ."""
@@ -272,7 +328,9 @@ class Running:
             raise InvariantBroken(f"rows do not add up: {rows}")
 
     def _may_draw(self, track: Track) -> int:
-        """Blocks of its life that its table does not have yet, as far as they will be on the device at the same time."""
+        """Blocks that were promised to it and that its table does not have yet."""
         table = track.held_table()
-        most = self._budget.resident_blocks - track.num_lent + table.num_paged if track.is_deep else self._lifetime(track)
+        most = track.promised
+        if track.is_deep:
+            most = self._budget.resident_blocks - track.num_lent + table.num_paged
         return most - table.num_slots - table.num_fetched

@@ -28,6 +28,7 @@ from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room, blocks
 from penstock.engine.scheduling.conversations import Conversations, begins
 from penstock.engine.scheduling.drafts import Decoding, Drafter
 from penstock.engine.scheduling.events import Events, SchedulerCounts
+from penstock.engine.scheduling.lengths import Lengths, WholeLife
 from penstock.engine.scheduling.line import (
     Line,
     find_match,
@@ -65,8 +66,12 @@ class Scheduler:
         stop_ids: Iterable[int],
         times: PrefillTimes | None = None,
         drafter: Drafter | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
-        """`times`: by which chunks are sized where the budget limits what they may take. `drafter` None: every step decodes one token."""
+        """`times`: by which chunks are sized where the budget limits what they may take. `drafter` None:
+        every step decodes one token. `lengths`: what requests are likely to write; None: all that they
+        may."""
+        self.lengths = lengths or WholeLife()
         self._drafter = drafter
         self._has_draft_kv = drafter is not None and drafter.has_kv
         self._ledger = ledger
@@ -77,7 +82,7 @@ class Scheduler:
         self._seals_late = False  # blocks may get their keys in it some tokens after they were filled: those of tracks that say so
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
         self._line = Line(budget.max_overtaken_s)
-        self._running = Running(ledger, budget)
+        self._running = Running(ledger, budget, self.lengths)
         self._draft = Draft()
         self._steps = Steps()
         self.waits = Waits()  # what the ids of the plan made last stand for
@@ -256,15 +261,15 @@ class Scheduler:
         return {one.track: drafts for one, drafts in zip(found, proposed, strict=True) if drafts}
 
     def _most_drafts(self, track: Track) -> int:
-        """How many there is room for: it was promised blocks for its life, and where promises exceed memory nobody leaves for a draft. A
-        request that is paged out or has a grammar decodes one token at a time."""
+        """How many there is room for in what it was promised; where promises exceed memory, in what it has.
+        Nobody leaves for a draft. A request that is paged out or has a grammar decodes one token at a
+        time."""
         sampling = track.request.sampling
         if track.num_left != 1 or track.is_deep or sampling.grammar is not None or track.num_planned < track.num_cached:
             return 0
         most = sampling.max_tokens - (track.num_expected - track.num_prompt) - 1
-        if self._budget.overcommit > 1.0:
-            most = min(most, track.held_table().num_slots * self._ledger.block_tokens - track.num_planned - 1)
-        return most
+        num_blocks = track.held_table().num_slots if self._budget.overcommit > 1.0 else track.promised
+        return min(most, num_blocks * self._ledger.block_tokens - track.num_planned - 1)
 
     def _stays_out(self, track: Track) -> bool:
         return not self._reads_host and track.reads_host
@@ -455,16 +460,17 @@ class Scheduler:
         return True
 
     def _draw(self, track: Track, num_tokens: int) -> bool:
-        """Give the table room for `num_tokens` more, retracting younger requests where promises exceed memory."""
+        """Give the table room for `num_tokens` more. Where that is more than it was promised and there is no
+        room besides, or promises exceed memory, others are retracted, or it is itself. False: not now."""
         size, table = self._ledger.block_tokens, track.held_table()
         num_lacking = track.num_planned + num_tokens - table.num_slots * size
         if num_lacking <= 0:
             return True
         wanted = blocks_for(num_lacking, size)
         while not self._running.try_draw(track, wanted):
-            if wanted <= self._ledger.num_available + self._ledger.num_settling:
+            if self._running.num_short(track, wanted) <= self._ledger.num_settling:
                 return False  # transfers that are under way free enough: it waits for them, and nobody is pushed out
-            victim = self._running.youngest()
+            victim = self._running.next_to_leave(track)
             self._retract(victim)
             if victim is track:
                 return False
@@ -474,10 +480,10 @@ class Scheduler:
         """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was promised, which it may draw;
         where promises exceed memory nobody leaves for a draft, and those without slots are not verified either."""
         end = track.num_planned + num_tokens
-        most = min(self._draft.num_ahead, track.lifetime_tokens - end)
+        size, table = self._ledger.block_tokens, track.held_table()
+        most = min(self._draft.num_ahead, track.lifetime_tokens - end, track.promised * size - end)
         if most <= 0 or end < track.num_expected or track.is_deep or track.request.sampling.grammar is not None:
             return 0
-        size, table = self._ledger.block_tokens, track.held_table()
         wanted = blocks_for(end + most, size) - table.num_slots
         if wanted > 0 and (self._budget.overcommit > 1.0 or not self._running.try_draw(track, wanted)):
             return table.num_slots * size - end
@@ -650,6 +656,8 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.ended(track)
         track.finish = event.finish
+        if event.finish is not None:
+            self.lengths.saw(track.request, len(track.tokens) - track.num_prompt, event.finish)
         del self._tracks[track.request.id]
         if not self._tracks:
             self._conversations.forget()

@@ -34,7 +34,7 @@ class CountsIdleBlocksTwice(Scheduler):
 
     def __init__(self, ledger: KvLedger, budget: Budget, *args: Any) -> None:
         super().__init__(ledger, budget, *args)
-        self._running = _CountsIdleBlocks(ledger, budget)
+        self._running = _CountsIdleBlocks(ledger, budget, self.lengths)
 
 
 class WritesOnAFullMatch(Scheduler):

@@ -14,6 +14,7 @@ from scheduler_world import World
 
 from event_walks import Event, choose_events, told_shortly
 from penstock.contract import Match, Prefix
+from support.guesses import guessed
 
 STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
 KINDS: list[dict[str, object]] = [
@@ -47,6 +48,7 @@ class Shape(NamedTuple):
     num_deep: int = 0  # blocks of a request that is not deep yet, at most; 0: as many as of one that is
     num_resident: int = 0  # blocks that a deep request may have on the device; 0: there are no deep ones
     token_s: float = 0.0  # what computing a token is believed to take; 0: nobody knows
+    expects: int = 0  # tokens that every request is believed to write besides what it has; 0: all that it may
 
 
 class Walker:
@@ -58,7 +60,14 @@ class Walker:
         self._prioritizes = shape.prioritizes
         cold = Cold(shape.num_host, shape.overlap_tokens, shape.stores, postpones=shape.postpones)
         deep = {"num_resident": shape.num_resident, "num_deep": shape.num_deep}
-        self.world = World(*shape[:5], cold=cold, timed=shape.timed, max_overtaken_s=shape.max_overtaken_s, **deep)
+        self.world = World(
+            *shape[:5],
+            cold=cold,
+            timed=shape.timed,
+            max_overtaken_s=shape.max_overtaken_s,
+            lengths=guessed(shape.expects),
+            **deep,
+        )
         assert self.world.tiers is not None
         self.tiers = self.world.tiers
         if shape.token_s:
@@ -381,6 +390,7 @@ def choose(seed: int, behind: bool = False, deep: bool = False) -> tuple[Shape, 
         postpones=r.random() < 0.6,
         prioritizes=r.random() < 0.3,
         token_s=r.choice([0.0, 0.001, 0.02, 0.5]),
+        expects=r.choice([0, 0, 1, 1, 3]),
     )
     return shape, events
 

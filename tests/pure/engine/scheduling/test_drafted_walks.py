@@ -36,6 +36,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
+from support.guesses import guessed
 
 BLOCK, STOP = 4, 999
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
@@ -93,6 +94,7 @@ class Script:
         if self.world.overcommit > 1.0:
             num_held = track.held_table().num_slots * BLOCK
             assert track.num_planned + 1 + one.most <= num_held, "a draft draws no block: somebody may have to leave for it"
+        assert track.num_planned + 1 + one.most <= track.promised * BLOCK, "no draft draws what was not promised"
         self.alive[track.request.id] = 0
         num = rng.randrange(min(one.most, 5) + 1)
         right = self.world.said[track.request.id].all[track.num_expected : track.num_expected + num]
@@ -135,14 +137,23 @@ class SealsWatched(KvCache):
 
 
 class World:
-    def __init__(self, seed: int, ahead: bool, num_blocks: int, overcommit: float, failing: float) -> None:
+    def __init__(
+        self,
+        seed: int,
+        ahead: bool,
+        num_blocks: int,
+        overcommit: float,
+        failing: float,
+        expects: int = 0,
+    ) -> None:
         self.rng = random.Random(seed)
         self.masks = random.Random(seed)
         self.overcommit = overcommit
         self.cache = SealsWatched(self, num_blocks)
         self.said: dict[str, Said] = {}
         self.script = Script(self, ahead)
-        self.scheduler = Scheduler(self.cache, Budget(max_batch=4, prefill_chunk=8, overcommit=overcommit), [STOP], drafter=self.script)
+        budget = Budget(max_batch=4, prefill_chunk=8, overcommit=overcommit)
+        self.scheduler = Scheduler(self.cache, budget, [STOP], drafter=self.script, lengths=guessed(expects))
         self.kv: dict[int, tuple[int, ...]] = {}  # by place: all tokens up to the one whose KV is there
         self.launched: list[tuple[StepPlan, StepResult]] = []  # whose results were not taken in
         self.failing = failing  # how often a step fails, or lacks KV
@@ -255,12 +266,16 @@ class World:
         self.cache.close()
 
 
+# Blocks, how many times they are promised, and tokens that each is believed to write besides what it has.
+ROOMS = {"wide": (64, 1.0), "narrow": (20, 1.0), "overcommitted": (20, 2.5), "outlived": (20, 1.0, 1)}
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["reads first", "plans ahead"])
-@pytest.mark.parametrize("room", [(64, 1.0), (20, 1.0), (20, 2.5)], ids=["wide", "narrow", "overcommitted"])
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
 @pytest.mark.parametrize("failing", [0.0, 0.1], ids=["sound", "failing"])
 @pytest.mark.parametrize("seed", range(4))
-def test_with_any_drafts_everybody_gets_what_they_say(seed: int, failing: float, room: tuple[int, float], ahead: bool) -> None:
-    world = World(seed, ahead, *room, failing)
+def test_with_any_drafts_everybody_gets_what_they_say(seed: int, failing: float, room: Any, ahead: bool) -> None:
+    world = World(seed, ahead, *room[:2], failing, *room[2:])
     for _ in range(250):
         getattr(world, world.rng.choices(["submit", "step", "cancel"], [3, 12, 0.5])[0])()
     world.finish()

@@ -1,0 +1,119 @@
+"""How much a request is likely to write. Owns what earlier requests have written, by model and route; who is
+admitted by it is decided elsewhere. A request's `max_tokens` is what it may write, and says little about what
+it will."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from math import ceil
+from typing import Protocol
+
+from penstock.contract import FinishReason, Request
+
+# Of what requests write. Of many that run together some end early, and leave room for others that go on: with
+# a higher one memory stays unused. Where a request that does not fit cannot be saved to host memory, it would
+# be computed again.
+SAVED_QUANTILE = 0.7
+LOST_QUANTILE = 0.9
+# Before anything was seen: seven in ten answers have up to 384 tokens. The lengths leave one by one as
+# answers end.
+PRIOR = (32, 64, 96, 128, 192, 256, 384, 512, 512, 1024)
+LEAST = 64  # tokens that are expected of any request: fewer are not worth being asked for again
+_REMEMBERED = 256  # answers of one route
+_LEAST_LONGER = 8  # longer answers that say how much more is to come; with fewer, as much again is expected
+_MOST_ROUTES = 64  # the one used longest ago is forgotten
+
+
+class Lengths(Protocol):
+    """Called by the engine thread."""
+
+    def expected(self, request: Request, num_written: int) -> int:
+        """Tokens that it writes in all, having written `num_written`: more than these, and no more than it
+        may."""
+
+    def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
+        """It has ended."""
+
+    def by_route(self) -> dict[str, int]:
+        """Tokens expected of a request that has written nothing; the route is `adapter:route` where there is
+        an adapter. Any thread."""
+
+
+class WholeLife:
+    """All that it may write."""
+
+    def expected(self, request: Request, num_written: int) -> int:
+        return request.sampling.max_tokens
+
+    def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
+        pass
+
+    def by_route(self) -> dict[str, int]:
+        return {}
+
+
+class Written:
+    """A quantile of what the last requests of the same model and route have written."""
+
+    def __init__(self, quantile: float = SAVED_QUANTILE) -> None:
+        self._quantile = quantile
+        self._prior = _Answers()
+        self._routes: OrderedDict[str, _Answers] = OrderedDict()
+
+    def expected(self, request: Request, num_written: int) -> int:
+        most = request.sampling.max_tokens
+        if _is_certain(request):
+            return most
+        return min(most, self._of(request).expected(num_written, self._quantile))
+
+    def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
+        """A hang-up and a stop string end an answer as well as the model does. What was cut off by
+        `max_tokens` would have been longer: it counts where it is longer than expected already."""
+        if num_written == 0 or finish is FinishReason.ERROR or _is_certain(request):
+            return
+        if finish is FinishReason.LENGTH and num_written < self._of(request).expected(0, self._quantile):
+            return
+        route = _route(request)
+        self._routes.setdefault(route, _Answers()).add(num_written)
+        self._routes.move_to_end(route)
+        if len(self._routes) > _MOST_ROUTES:
+            self._routes.popitem(last=False)
+
+    def by_route(self) -> dict[str, int]:
+        return {route: answers.expected(0, self._quantile) for route, answers in self._routes.copy().items()}
+
+    def _of(self, request: Request) -> _Answers:
+        return self._routes.get(_route(request), self._prior)
+
+
+class _Answers:
+    """Lengths of the last answers of one route."""
+
+    def __init__(self) -> None:
+        self._latest = deque(PRIOR)  # oldest first
+        self._sorted = sorted(PRIOR)
+
+    def add(self, num_tokens: int) -> None:
+        self._latest.append(num_tokens)
+        insort(self._sorted, num_tokens)
+        if len(self._latest) > _REMEMBERED:
+            self._sorted.remove(self._latest.popleft())
+
+    def expected(self, num_written: int, quantile: float) -> int:
+        longer = self._sorted
+        if num_written:
+            longer = longer[bisect_right(longer, num_written) :]
+        if len(longer) < _LEAST_LONGER:
+            return num_written + max(num_written, LEAST)
+        return max(longer[ceil(quantile * len(longer)) - 1], num_written + LEAST)
+
+
+def _is_certain(request: Request) -> bool:
+    """Whether it writes all that it may: nothing else ends it."""
+    sampling = request.sampling
+    return sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids or sampling.grammar)
+
+
+def _route(request: Request) -> str:
+    return request.route if request.adapter is None else f"{request.adapter.name}:{request.route}"
