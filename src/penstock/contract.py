@@ -76,8 +76,8 @@ class FinishReason(enum.StrEnum):
 class Grammar(NamedTuple):
     """What the text of an answer has to be. Whether it can be met is found out where it is compiled."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
-    text: str  # a schema and a list of choices as JSON
+    kind: Literal["json_schema", "regex", "choice", "lark", "parts"]
+    text: str  # a schema and a list of choices as JSON; parts as JSON, too: a rule in Lark, and by name the grammars that it refers to
 
 
 @dataclass(frozen=True, slots=True)

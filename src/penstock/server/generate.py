@@ -27,7 +27,7 @@ from penstock.server.faults import fault_of
 from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, usage_of
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
-from penstock.server.tools import AnswerFormat, MarkedTokens, Tool, format_of, reasons, showing, told
+from penstock.server.tools import AnswerFormat, Asked, MarkedTokens, Tool, calls_or_form, format_of, reader_of, reasons, showing, told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -230,11 +230,11 @@ class Generate:
             reading.seats.widen(body.num_prompts * (body.n or 1))
 
             async def work() -> None:
-                asked = body.asked()
+                asked = self._asked(body)
                 kept = None if asked is None else await self._service.compile(asked)  # for the submits that follow
                 before = None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
                 num_bytes = num_read + (0 if before is None else len(before.tokens))
-                running = await self._service.compute(lambda: self._submit(given, body, reading, exchange, before), num_bytes)
+                running = await self._service.compute(lambda: self._submit(given, body, asked, reading, exchange, before), num_bytes)
                 del kept
                 answer = _stream if body.stream else _whole
                 try:
@@ -254,8 +254,21 @@ class Generate:
             body.check()
         return given, body, num_bytes
 
+    def _asked(self, body: CompletionBody | ChatBody) -> Asked | None:
+        """What the answer has to be, in the words of this model."""
+        asked, config, tokenizer = body.asked(), self._service.config, self._service.engine.tokenizer
+        if asked is None or not isinstance(body, ChatBody) or body.asking.choice != "auto":
+            return asked
+        return calls_or_form(body.asking, asked, reader_of(body.asking, config, tokenizer), tokenizer)
+
     def _submit(
-        self, given: Any, body: CompletionBody | ChatBody, reading: Generations, exchange: Exchange, before: SnapshotContent | None
+        self,
+        given: Any,
+        body: CompletionBody | ChatBody,
+        form: Asked | None,
+        reading: Generations,
+        exchange: Exchange,
+        before: SnapshotContent | None,
     ) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine, config = self._service.engine, self._service.config
@@ -266,13 +279,14 @@ class Generate:
         choices: list[ChoiceText] = []
         read_as = None
         if isinstance(body, ChatBody):
-            read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
+            read_as = format_of(body.asking, form is not None, config, engine.tokenizer, prompts[0].ids)
         codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
+                sampling = replace(sampling, grammar=None if form is None else form.grammar)
                 for i in range(body.n or 1):
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)

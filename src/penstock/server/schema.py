@@ -331,10 +331,8 @@ class ChatBody(Generating, kw_only=True):
         return ToolRequest(self.tools or (), choice, self.parallel_tool_calls is not False)
 
     def asked(self) -> Asked | None:
-        form = super().asked()
-        if form is not None and self.asking.shown:
-            raise InvalidRequest(f"{form.field} and tools cannot be combined: give tool_choice none, or no {form.field}", form.field)
-        return self.asking.asked() or form
+        """A call that has to be comes before a form. Of a model that may call, the form is that of an answer without calls."""
+        return self.asking.asked() or super().asked()
 
     @property
     def num_logprobs(self) -> int | None:
