@@ -362,7 +362,10 @@ def calls_or_content(sink: MessageParser, reader: str) -> Reading[None]:
             return
         held += character
         core = held.lstrip(_BLANK)
-    yield from _begun(READERS[reader](sink) if core in starts else content(sink), held)
+    if core in starts:
+        yield from _begun(READERS[reader](sink), core)
+    else:
+        yield from _begun(content(sink), held)
 
 
 def thinking(sink: MessageParser, rest: Reading[None], begun: bool) -> Reading[None]:

@@ -359,7 +359,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"speed": "fast"}, "speed", "one speed"),
     ({"output_config": {"effort": "low"}}, "output_config.effort", ""),
     ({"output_config": {"format": {"type": "json_schema", "schema": 7}}}, "output_config.format.schema", ""),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}, "tools": TOOLS}, "output_config.format", "tools"),
     ({"metadata": {"user_id": "x" * 1025}}, "metadata.user_id", ""),
     ({"metadata": {"k": "v"}}, "metadata.k", "not a field"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "not supported"),

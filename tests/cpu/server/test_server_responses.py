@@ -264,7 +264,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "where there are tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "no tool has that name"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type", ""),
-    ({"tools": TOOLS, "text": {"format": FORM}}, "text.format", "tools"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "name and schema"),
     ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format", "name and schema"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", ""),

@@ -371,3 +371,36 @@ def test_a_tool_whose_schema_cannot_be_met_beside_a_form_is_refused_and_a_large_
         asked = {"model": REAL_MODEL, "messages": ASK, "tools": tools, "response_format": FORM, "max_tokens": 9}
         reply = server.http.post("/v1/chat/completions", json=asked)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "response_format"
+
+
+def test_tools_beside_a_form_work_in_the_other_apis_too(server: Tiered) -> None:
+    function = TOOLS[0]["function"]
+    responses = {
+        "input": "How warm is it?",
+        "max_output_tokens": 600,
+        "tools": [{"type": "function", **function}],
+        "text": {"format": {"type": "json_schema", "name": "report", "schema": REPORT}},
+    }
+    messages = {
+        "messages": ASK,
+        "max_tokens": 600,
+        "tools": [{"name": "weather", "input_schema": WEATHER}],
+        "output_config": {"format": {"type": "json_schema", "schema": REPORT}},
+    }
+    found = set()
+    for seed in range(12):
+        own = {"model": REAL_MODEL, "seed": seed}
+        (item,) = server.http.post("/v1/responses", json={**responses, **own, "parallel_tool_calls": False}).json()["output"]
+        reply = server.http.post("/v1/messages", json={**messages, **own, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
+        (block,) = reply.json()["content"]
+        found |= {item["type"], block["type"]}
+        assert reply.json()["stop_reason"] == ("tool_use" if block["type"] == "tool_use" else "end_turn")
+        if item["type"] == "function_call":
+            check_weather(json.loads(item["arguments"]))
+        else:
+            assert json.loads(item["content"][0]["text"])["degrees"] in (20, 21)
+        if block["type"] == "tool_use":
+            check_weather(block["input"])
+        else:
+            assert json.loads(block["text"])["degrees"] in (20, 21)
+    assert found == {"function_call", "message", "tool_use", "text"}
