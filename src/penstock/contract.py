@@ -98,11 +98,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()  # looked up for every token, on the engine's thread
     ignore_eos: bool = False
+    min_tokens: int = 0  # nothing but a grammar ends the answer before
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and what is added to their logits, behind penalties
     grammar: Grammar | None = None  # only tokens that it allows are chosen, and it ends the answer
 
     def __post_init__(self) -> None:
         _range("max_tokens", self.max_tokens, 0, None)
+        _range("min_tokens", self.min_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, and there are at most {self.max_tokens} tokens (max_tokens)", "min_tokens")
         _range("temperature", self.temperature, 0.0, 100.0)
         _range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _range("top_k", self.top_k, -1, MAX_TOP_K)

@@ -62,7 +62,7 @@ class ChoiceText:
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
         # A grammar has seen the blank that a text may begin with: what it allowed is what the client gets.
-        self._stream = TextStream(tokenizer, stops, begins=prompt.ends and sampling.grammar is None)
+        self._stream = TextStream(tokenizer, stops, begins=prompt.ends and sampling.grammar is None, least=sampling.min_tokens)
         self._scored = sampling.logprobs is not None
         self._echo = prompt if echo else None
         self._base = len(prompt.text) if echo else 0  # characters before the generated text

@@ -70,7 +70,8 @@ CacheRetention = Annotated[str | None, Neutral(("in_memory", "in-memory"), "cach
 
 NO_EFFECT = ("user", "safety_identifier", "metadata")  # labels for whoever reads the client's traffic: any value is taken
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "ignore_eos", "min_tokens")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,6 +126,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: Count | None = None
+    min_tokens: Count | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -141,7 +143,6 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     service_tier: Annotated[str | None, Neutral(("auto", "default"), "there is one tier; priority says who goes first")] = None
     store: Annotated[bool | None, Neutral((False,), "answers are not stored")] = None
     prompt_cache_retention: CacheRetention = None
-    min_tokens: Annotated[Count | None, Neutral((0,), "ignore_eos with max_tokens gives a fixed length")] = None
     bad_words: Annotated[list[str] | None, Neutral(([],), "words cannot be ruled out")] = None
     use_beam_search: Annotated[bool | None, Neutral((False,), "there is no beam search")] = None
     length_penalty: Annotated[float | None, Neutral((1.0,), "there is no beam search")] = None
@@ -247,7 +248,7 @@ class CompletionBody(Generating, kw_only=True):
                 raise InvalidRequest(f"prompt {what}", "prompt")
         if self.snapshot is not None and self.echo:
             raise InvalidRequest("echo and snapshot cannot be combined: the snapshot's text is not sent back", "echo")
-        self.sampling(1, {})
+        self.sampling(MAX_INT, {})
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that fit the context behind the prompt. `defaults`: what the model states for fields that are not given."""
@@ -347,7 +348,7 @@ class ChatBody(Generating, kw_only=True):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
         with renamed({"logprobs": "top_logprobs"}):
-            self.sampling(1, {})
+            self.sampling(MAX_INT, {})
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less. `defaults`: as above."""
