@@ -12,13 +12,15 @@ import json
 from collections.abc import Callable, Collection, Generator
 from typing import Literal, TypeVar
 
+from penstock.contract import THINK_MARKS
+
 _BLANK = " \n\r\t"
 _ARGUMENTS = ("arguments", "parameters")  # what models call them
 
 HERMES = ("<tool_call>", "</tool_call>")
 LLAMA3 = "<|python_tag|>"
 MISTRAL, MISTRAL_ARGS = "[TOOL_CALLS]", "[ARGS]"
-THINK = ("<think>", "</think>")
+THINK = THINK_MARKS
 MARKERS: dict[str, tuple[str, ...]] = {"hermes": HERMES, "llama3": (LLAMA3,), "mistral": (MISTRAL, MISTRAL_ARGS), "json": (), "none": ()}
 
 R = TypeVar("R")

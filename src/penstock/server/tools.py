@@ -376,12 +376,10 @@ PLAIN = AnswerFormat("none", None, False, False, None)  # all of it is content
 
 
 def format_of(
-    asking: ToolRequest, is_formed: bool, config: ServerConfig, tokenizer: TextCodec, prompt: Sequence[int]
+    asking: ToolRequest, is_formed: bool, thinks: bool, tokenizer: TextCodec, reader: str, prompt: Sequence[int]
 ) -> AnswerFormat | None:
-    """None: all of the answer is content. `is_formed`: a grammar says what it is, from its first token on."""
+    """None: all of the answer is content. `is_formed`: a grammar says what it is. `thinks`: reasoning may come before."""
     forced = asking.choice.function.name if isinstance(asking.choice, NamedTool) else None
-    reader = reader_of(asking, config, tokenizer)
-    thinks = not is_formed and reasons(config, tokenizer)
     if reader == "none" and forced is None and not thinks:
         return None
     begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(THINK[0])
@@ -397,12 +395,6 @@ def reader_of(asking: ToolRequest, config: ServerConfig, tokenizer: TextCodec) -
 
 def _template_of(asking: ToolRequest, tokenizer: TextCodec) -> str:
     return "" if tokenizer.chat_template is None else tokenizer.chat_template.of(asking.shown).source
-
-
-def reasons(config: ServerConfig, tokenizer: TextCodec) -> bool:
-    """Whether reasoning may come before an answer."""
-    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-    return config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and THINK[1] in template)
 
 
 def parser_name(chosen: str, template: str) -> str:

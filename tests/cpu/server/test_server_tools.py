@@ -391,7 +391,9 @@ def test_tools_beside_a_form_work_in_the_other_apis_too(server: Tiered) -> None:
     for seed in range(12):
         own = {"model": REAL_MODEL, "seed": seed}
         (item,) = server.http.post("/v1/responses", json={**responses, **own, "parallel_tool_calls": False}).json()["output"]
-        reply = server.http.post("/v1/messages", json={**messages, **own, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
+        reply = server.http.post(
+            "/v1/messages", json={**messages, **own, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+        )
         (block,) = reply.json()["content"]
         found |= {item["type"], block["type"]}
         assert reply.json()["stop_reason"] == ("tool_use" if block["type"] == "tool_use" else "end_turn")

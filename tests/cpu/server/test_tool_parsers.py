@@ -22,7 +22,9 @@ def parse(
     kind: str, pieces: list[str], thinks: bool = False, begun: bool = False, most: int | None = None, names: list[str] | None = None
 ) -> Message:
     parser = MessageParser(most, names)
-    reading = named_call(parser, "forced") if kind == "forced" else READERS[kind](parser) if names is None else calls_or_content(parser, kind)
+    reading = (
+        named_call(parser, "forced") if kind == "forced" else READERS[kind](parser) if names is None else calls_or_content(parser, kind)
+    )
     parser.start(thinking(parser, reading, begun) if thinks else reading)
     said = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []

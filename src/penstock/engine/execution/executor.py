@@ -128,7 +128,7 @@ class Executor:
         grammars: Grammars,
     ) -> None:
         device = forward.model.device
-        self.masks = Masks(grammars.wait_compiled, grammars.num_words, limits.max_batch, lane)
+        self.masks = Masks(grammars, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # where there is host memory to page out to
         self.scores: ContextKeys | None = None  # where requests may attend to a part of their context
@@ -261,7 +261,7 @@ class Executor:
             self._spoil(self.guard, chain, plan)
         for start in plan.starts:
             self._rows.start(start)
-            if self.masks.answers or start.sampling.grammar is not None:
+            if self.masks.answers or start.sampling.masked_from is not None:
                 self.masks.start(start)
             access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
             if needs_state(start.sampling):

@@ -90,6 +90,7 @@ class Grammars:
     found again for as long as somebody holds it."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
+        self.token_bytes = tokenizer.token_bytes
         self.num_words = -(-(vocab + 1) // 32)  # of a mask; the last bit is an end that models without one do not have
         self._vocabulary = _Vocabulary(tokenizer, vocab, eos_ids)
         self._lock = threading.Lock()

@@ -222,9 +222,7 @@ def counts_before(drafts: Tensor, vocab: int) -> Tensor:
 class Sampler:
     """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
 
-    def __init__(
-        self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, num_pending: int = 0, eos_ids: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, num_pending: int = 0, eos_ids: Iterable[int] = ()) -> None:
         """`num_pending`: drafts of each request that wait on the device for the next step. `eos_ids`: end any answer, unless ignored."""
         num_rows, device = max_batch + 1, uploads.device  # one more for padding
         self._lane = lane

@@ -259,9 +259,9 @@ class Scheduler:
         """How many there is room for: it was promised blocks for its life, and where promises exceed memory nobody leaves for a draft. A
         request that is paged out or has a grammar decodes one token at a time."""
         sampling = track.request.sampling
-        if track.num_left != 1 or track.is_deep or sampling.grammar is not None or track.num_planned < track.num_cached:
+        if track.num_left != 1 or track.is_deep or track.num_planned < track.num_cached:
             return 0
-        most = sampling.max_tokens - (track.num_expected - track.num_prompt) - 1
+        most = min(sampling.max_tokens - (track.num_expected - track.num_prompt) - 1, track.num_unmasked)
         if self._budget.overcommit > 1.0:
             most = min(most, track.held_table().num_slots * self._ledger.block_tokens - track.num_planned - 1)
         return most
@@ -474,8 +474,8 @@ class Scheduler:
         """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was promised, which it may draw;
         where promises exceed memory nobody leaves for a draft, and those without slots are not verified either."""
         end = track.num_planned + num_tokens
-        most = min(self._draft.num_ahead, track.lifetime_tokens - end)
-        if most <= 0 or end < track.num_expected or track.is_deep or track.request.sampling.grammar is not None:
+        most = min(self._draft.num_ahead, track.lifetime_tokens - end, track.num_unmasked)
+        if most <= 0 or end < track.num_expected or track.is_deep:
             return 0
         size, table = self._ledger.block_tokens, track.held_table()
         wanted = blocks_for(end + most, size) - table.num_slots
