@@ -82,8 +82,8 @@ class ChatTemplate:
         tools: Tools | None = None,
         how: Rendering = ANSWERED,
     ) -> str:
-        mark = chr(secrets.choice(PRIVATE))  # behind the last message's text, which nothing that is stripped from it goes beyond
         if how.continues:
+            mark = chr(secrets.choice(PRIVATE))  # behind the last message's text: what a template strips ends before it
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
         given = {
             "messages": messages,

@@ -25,7 +25,7 @@ from penstock.models.chat import ANSWERED, Rendering
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
-from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, usage_of
+from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, Wants, usage_of
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
 from penstock.server.thinking import is_off, reasons, thought_of, variables_of
@@ -62,7 +62,7 @@ def prompts_of(
     start = [] if before is None else np.frombuffer(before.tokens, np.uint32).tolist()
     prompts = []
     for item in body.items:
-        ids = encode_prompt(tokenizer, item, rules, begins=before is None)
+        ids = encode_prompt(tokenizer, item, rules, begins=before is None and body.add_special_tokens is not False)
         text = item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else ""
         prompt = Prompt([*start, *ids] if start else ids, text)
         scored = body.echo and body.logprobs is not None
@@ -302,6 +302,9 @@ class Generate:
             if thinks and budget is not None and read_as is not None:
                 thought = thought_of(budget, read_as.begun, engine.tokenizer)
         codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
+        if body.skip_special_tokens is False:
+            codec = MarkedTokens(engine.tokenizer.token_bytes, engine.tokenizer.errors)
+        wants = Wants(bool(body.echo), bool(body.return_token_ids), bool(body.include_stop_str_in_output))
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
@@ -312,7 +315,7 @@ class Generate:
                 for i in range(body.n or 1):
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
-                    choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo), bool(body.return_token_ids)))
+                    choices.append(ChoiceText(codec, seeded, stops, prompt, wants))
         head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, prompts=prompts)
         exchange.model, exchange.stream = body.model, bool(body.stream)
         reply = self._kind.reply(engine.tokenizer, given, head, read_as)

@@ -53,18 +53,18 @@ class ChoiceDelta(NamedTuple):
     ids: tuple[int, ...] = ()  # of its tokens, where they are wanted; not held back as text is
 
 
+class Wants(NamedTuple):
+    """What a client wants of a choice besides the text that was generated."""
+
+    echo: bool = False  # the prompt before it
+    ids: bool = False  # those of its tokens
+    stop: bool = False  # the stop string that ended it
+
+
 class ChoiceText:
     """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
 
-    def __init__(
-        self,
-        tokenizer: TextCodec,
-        sampling: SamplingParams,
-        stops: Sequence[StopString],
-        prompt: Prompt,
-        echo: bool,
-        with_ids: bool = False,
-    ) -> None:
+    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, wants: Wants) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
         self.source: KvSource | None = None
@@ -74,10 +74,11 @@ class ChoiceText:
         # A grammar has seen the blank that a text may begin with: what it allowed is what the client gets.
         self._stream = TextStream(tokenizer, stops, begins=prompt.ends and sampling.grammar is None, least=sampling.min_tokens)
         self._scored = sampling.logprobs is not None
-        self._echo = prompt if echo else None
-        self._base = len(prompt.text) if echo else 0  # characters before the generated text
+        self._with_stop = wants.stop
+        self._echo = prompt if wants.echo else None
+        self._base = len(prompt.text) if wants.echo else 0  # characters before the generated text
         self._shown = 0  # characters handed out
-        self._ids: list[int] | None = [] if with_ids else None  # since it was last asked
+        self._ids: list[int] | None = [] if wants.ids else None  # since it was last asked
         self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
 
     def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
@@ -126,7 +127,7 @@ class ChoiceText:
             self._ids.extend(event.tokens[: len(delta.offsets)])
         if delta.stopped:
             self.finish = "stop"
-        return delta.text
+        return delta.text + (self._stream.stopped_by or "") if delta.stopped and self._with_stop else delta.text
 
     def _end(self, event: TokenEvent) -> str:
         if event.finish is FinishReason.ERROR:
@@ -172,6 +173,7 @@ class ChunkedReply:
         self._parsers: dict[int, MessageParser] = {}  # by choice, where there is something to take apart
         self._logprobs: int | None = body.num_logprobs
         self._with_ids = bool(body.return_token_ids)
+        self._names_ids = bool(body.return_tokens_as_token_ids)
         self._num_choices: int = body.n or 1  # of each prompt
         self._opened: set[int] = set()  # choices that have said something
 
@@ -244,6 +246,8 @@ class CompletionReply(ChunkedReply):
 
     def _label(self, token: int) -> str:
         """Tokens that are not whole characters must not become the same key."""
+        if self._names_ids:
+            return f"token_id:{token}"
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()
@@ -314,7 +318,8 @@ class ChatReply(ChunkedReply):
     def _entry(self, token: int, logprob: float, first: bool) -> Json:
         """Bytes as they stand in the message: those of its tokens in a row are the message."""
         raw = self._tokenizer.token_bytes(token, first)
-        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+        name = f"token_id:{token}" if self._names_ids else raw.decode(errors="replace")
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 def _finite(logprob: float) -> float:

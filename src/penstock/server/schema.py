@@ -131,6 +131,9 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -150,10 +153,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     bad_words: Annotated[list[str] | None, Neutral(([],), "words cannot be ruled out")] = None
     use_beam_search: Annotated[bool | None, Neutral((False,), "there is no beam search")] = None
     length_penalty: Annotated[float | None, Neutral((1.0,), "there is no beam search")] = None
-    skip_special_tokens: Annotated[bool | None, Neutral((True,), "special tokens have no text in an answer")] = None
-    spaces_between_special_tokens: Annotated[bool | None, Neutral((True, False), "special tokens have no text in an answer")] = None
-    include_stop_str_in_output: Annotated[bool | None, Neutral((False,), "a text ends before its stop string")] = None
-    return_tokens_as_token_ids: Annotated[bool | None, Neutral((False,), "logprobs name tokens by their text")] = None
+    spaces_between_special_tokens: Annotated[bool | None, Neutral((True, False), "nothing is put between them")] = None
 
     def asked(self) -> Asked | None:
         return asked_of(self) if any(getattr(self, name) is not None for name in ASKING) else None
@@ -223,6 +223,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 class CompletionBody(Generating, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: int | None = None
     suffix: Annotated[str | None, Neutral(("",), "these models continue a text and do not fill a gap in it")] = None
     best_of: Annotated[Count | None, Neutral((1,), "choices are not ranked: ask for n of them")] = None

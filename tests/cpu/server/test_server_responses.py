@@ -267,7 +267,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "name and schema"),
     ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format", "name and schema"),
     ({"text": {"verbosity": "low"}}, "text.verbosity", ""),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "not supported"),
+    ({"reasoning": {"effort": "much"}}, "reasoning.effort", ""),
     ({"max_output_tokens": -1}, "max_output_tokens", ""),
     ({"max_output_tokens": 1 << 30}, "max_output_tokens", "maximum context length"),
     ({"temperature": -1}, "temperature", ""),
