@@ -76,8 +76,20 @@ class FinishReason(enum.StrEnum):
 class Grammar(NamedTuple):
     """What the text of an answer has to be. Whether it can be met is found out where it is compiled."""
 
-    kind: Literal["json_schema", "regex", "choice", "lark"]
-    text: str  # a schema and a list of choices as JSON
+    kind: Literal["json_schema", "regex", "choice", "lark", "parts"]
+    text: str  # a schema and a list of choices as JSON; parts as JSON, too: a rule in Lark, and by name the grammars that it refers to
+
+
+THINK_MARKS = ("<think>", "</think>")  # around reasoning
+
+
+class Thought(NamedTuple):
+    """Reasoning before an answer, and how much of it."""
+
+    most: int  # tokens; then it is ended
+    begun: bool  # the prompt has opened it
+    opens: tuple[int, ...]  # tokens that open it
+    closes: tuple[int, ...]  # and that end it
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +110,18 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()  # looked up for every token, on the engine's thread
     ignore_eos: bool = False
+    min_tokens: int = 0  # nothing but a grammar ends the answer before
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and what is added to their logits, behind penalties
     grammar: Grammar | None = None  # only tokens that it allows are chosen, and it ends the answer
+    thought: Thought | None = None  # the grammar is that of what follows it
 
     def __post_init__(self) -> None:
         _range("max_tokens", self.max_tokens, 0, None)
+        _range("min_tokens", self.min_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, and there are at most {self.max_tokens} tokens (max_tokens)", "min_tokens"
+            )
         _range("temperature", self.temperature, 0.0, 100.0)
         _range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _range("top_k", self.top_k, -1, MAX_TOP_K)
@@ -133,6 +152,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @property
+    def masked_from(self) -> int | None:
+        """Generated tokens behind which the next one waits for a mask. None: none does."""
+        return 0 if self.grammar is not None else None if self.thought is None else self.thought.most
 
 
 def _range(name: str, value: float, low: float, high: float | None, low_open: bool = False) -> None:

@@ -25,6 +25,7 @@ from penstock.contract import (
     Request,
     SamplingParams,
     StepPlan,
+    Thought,
     TokenLogprob,
     TokenScores,
 )
@@ -57,6 +58,8 @@ GOOD: list[tuple[str, Any]] = [
     ("stop_token_ids", frozenset({0, 1})),
     ("stop_token_ids", frozenset(range(MAX_STOP_TOKEN_IDS))),
     ("ignore_eos", True),
+    ("min_tokens", 1),
+    ("thought", Thought(3, True, (), (1,))),
     ("logit_bias", ((0, -100.0), (7, 100.0))),
     ("logit_bias", tuple((token, 0.0) for token in range(MAX_LOGIT_BIAS))),
     ("grammar", None),
@@ -94,6 +97,8 @@ BAD: list[tuple[str, Any]] = [
     ("stop", ("x",) * (MAX_STOPS + 1)),
     ("stop", ("x", "x" * (MAX_STOP_CHARS + 1))),
     ("stop_token_ids", frozenset(range(MAX_STOP_TOKEN_IDS + 1))),
+    ("min_tokens", -1),
+    ("min_tokens", 2),
     ("logit_bias", ((0, 100.5),)),
     ("logit_bias", ((0, -100.5),)),
     ("logit_bias", ((0, math.nan),)),
@@ -122,7 +127,7 @@ def test_a_value_beyond_the_edge_is_the_callers_fault_and_names_its_field(name: 
 def test_every_field_with_a_range_is_in_both_tables() -> None:
     names = {f.name for f in dataclasses.fields(SamplingParams)}
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"ignore_eos", "grammar"}
+    assert {name for name, _ in BAD} == names - {"ignore_eos", "grammar", "thought"}
 
 
 def test_a_grammar_has_a_longest_text_and_says_itself_when_an_answer_is_over() -> None:

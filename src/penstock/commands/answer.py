@@ -94,7 +94,7 @@ class Answer:
         self._engine = engine
         self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
-        self._stream = TextStream(engine.tokenizer, tuple(map(StopString, sampling.stop)), begins)
+        self._stream = TextStream(engine.tokenizer, tuple(map(StopString, sampling.stop)), begins, sampling.min_tokens)
         self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader wants no more
         self.tokens: list[int] = []  # whose text is part of the answer
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []

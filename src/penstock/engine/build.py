@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -145,7 +145,7 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     buckets = _buckets(config, limits, device)
     speculation = _speculation(config, limits, device)
-    executor = _executor(model, attention, lane, limits, buckets, adapters, grammars)
+    executor = _executor(model, attention, lane, limits, buckets, adapters, grammars, dims.eos_ids)
     executor.guard = storage.guard
     guesser: Guesser | None = None if head is None else HeadGuesser(head, attention, limits.max_batch + 1)
     if draft is not None:
@@ -237,9 +237,10 @@ def _executor(
     buckets: tuple[Shape, ...],
     adapters: AdapterStore,
     grammars: Grammars,
+    eos_ids: Iterable[int],
 ) -> Executor:
     uploads = Uploads(model.device, lane)
-    sampler = Sampler(limits.max_batch, model.config.vocab, lane, uploads, limits.num_ahead)
+    sampler = Sampler(limits.max_batch, model.config.vocab, lane, uploads, limits.num_ahead, eos_ids)
     return Executor(Forward(model, attention, sampler.pending), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
 
 

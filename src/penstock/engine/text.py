@@ -37,9 +37,11 @@ class TextStream:
     neither part of a character nor a possible start of a stop string.
 
     An output either begins a text or goes on with its prompt's: where it `begins` one, its pieces are what decoding it alone gives.
+    No stop string ends it that is complete within its first `least` tokens.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stops: Sequence[StopString] = (), begins: bool = False) -> None:
+    def __init__(self, tokenizer: TokenBytes, stops: Sequence[StopString] = (), begins: bool = False, least: int = 0) -> None:
+        self._least = least
         self.first: int | None = None  # which of the consumed tokens began a text
         self.stopped_by: str | None = None  # the stop string that is complete
         self._tokenizer = tokenizer
@@ -99,7 +101,7 @@ class TextStream:
             # The longest of those that end here starts first. All of them advance: each follows the text for itself.
             self._matched = [stop.advance(matched, character) for stop, matched in zip(self._stops, self._matched, strict=True)]
             completed = max(matched if matched == stop.length else 0 for stop, matched in zip(self._stops, self._matched, strict=True))
-            if completed:
+            if completed and self._num_tokens > self._least:
                 self.stopped_by = self._held[end - completed : end]
                 certain, self._held, self._stopped = self._held[: end - completed], "", True
                 return certain

@@ -23,6 +23,17 @@ PRIVATE = range(0xF0000, 0xFFFFE)  # characters without a meaning: they stand fo
 _DISGUISES = "characters_in_disguise"  # among a template's variables
 
 
+class Rendering(NamedTuple):
+    """How a template is to write a conversation."""
+
+    answers: bool = True  # the prompt ends where the assistant's next message begins
+    continues: bool = False  # it ends where the text of the last message does
+    variables: Mapping[str, Any] = {}
+
+
+ANSWERED = Rendering()
+
+
 class _GenerationTag(Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is only its contents."""
 
@@ -46,11 +57,13 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self.source = source
         try:
-            self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # those that it looks at
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template cannot be parsed: {error}") from error
+        self.takes_tools = "tools" in self.variables
         self.special_tokens = dict(special_tokens)
+        self._own = {"messages", "add_generation_prompt", "tools", "documents", _DISGUISES, *special_tokens, *environment.globals}
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
 
     @property
@@ -62,21 +75,56 @@ class ChatTemplate:
         return self._for_tools if tools and self._for_tools is not None else self
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, disguises: str = "", tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        disguises: str = "",
+        tools: Tools | None = None,
+        how: Rendering = ANSWERED,
     ) -> str:
+        if how.continues:
+            mark = chr(secrets.choice(PRIVATE))  # behind the last message's text: what a template strips ends before it
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
+        given = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt and how.answers and not how.continues,
+            "tools": tools,
+            "documents": None,
+        }
         try:
-            return self.of(tools)._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=None,
-                **{**self.special_tokens, _DISGUISES: disguises},
-            )
+            text = self.of(tools)._template.render({**how.variables, **given, **self.special_tokens, _DISGUISES: disguises})
         except Exception as error:  # templates index, add and call what the client sent: anything can come out of that
             raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error
+        if not how.continues:
+            return text
+        before, found, _ = text.rpartition(mark)
+        if not found:
+            raise InvalidRequest("the chat template does not write the last message as it is, so it cannot be continued", "messages")
+        return before
+
+    def check_variables(self, how: Rendering, controls: Sequence[str]) -> None:
+        """Of what a client gives: nothing that the server gives, and no text that could be a part of one of `controls`."""
+        if own := sorted(self._own & how.variables.keys()):
+            raise InvalidRequest(f"chat_template_kwargs cannot set {own[0]}: the server does", "chat_template_kwargs")
+        texts: list[str] = []
+
+        def heard(text: str) -> str:
+            texts.append(text)
+            return text
+
+        _changed({"": dict(how.variables)}, heard)
+        starts = {control[0] for control in controls}
+        if bad := next((start for start in sorted(starts) if any(start in text for text in texts)), None):
+            message = f"text in chat_template_kwargs cannot have the character {bad!r}: special tokens of this model begin with it"
+            raise InvalidRequest(message, "chat_template_kwargs")
 
     def render_apart(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, controls: Sequence[str], tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        controls: Sequence[str],
+        tools: Tools | None = None,
+        how: Rendering = ANSWERED,
     ) -> Rendered:
         """As `render`, but every spelling of one of `controls` in the result is the template's own.
 
@@ -109,9 +157,9 @@ class ChatTemplate:
             ]
 
         given, given_tools = all_of(disguised) if spelled else (messages, tools)
-        rendered = self.render(given, add_generation_prompt, "".join(disguises.values()), given_tools)
+        rendered = self.render(given, add_generation_prompt, "".join(disguises.values()), given_tools, how)
         said_nothing, no_tools = all_of(lambda text: _silenced(text, blank))
-        silent = self.render(said_nothing, add_generation_prompt, tools=no_tools)
+        silent = self.render(said_nothing, add_generation_prompt, tools=no_tools, how=how)
         if any(rendered.count(control) != silent.count(control) for control in controls):
             raise InvalidRequest("the chat template would make control tokens of what these messages say", "messages")
         return Rendered(rendered, {disguise: character for character, disguise in disguises.items()})

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, models
 
 from penstock.errors import InvalidRequest, ModelError, PromptTooLong
-from penstock.models.chat import PRIVATE, ChatTemplate, Rendered, Tools
+from penstock.models.chat import ANSWERED, PRIVATE, ChatTemplate, Rendered, Rendering, Tools
 
 BYTE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -158,7 +158,12 @@ class TextCodec(Protocol):
         """Spellings of special tokens become them. More than `most` tokens are refused, where possible before they are made."""
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        special_in_text: bool = False,
+        tools: Tools | None = None,
+        how: Rendering = ANSWERED,
     ) -> list[int]:
         """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those that messages spell. `tools`
         are for templates that take them."""
@@ -211,13 +216,20 @@ class Tokenizer:
             raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        special_in_text: bool = False,
+        tools: Tools | None = None,
+        how: Rendering = ANSWERED,
     ) -> list[int]:
         if self.chat_template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
-        if special_in_text or not self._controls:
-            return self.encode(self.chat_template.render(messages, True, tools=tools), add_special=False, most=most)
-        rendered = self.chat_template.render_apart(messages, True, self._controls, tools)
+        controls = () if special_in_text else self._controls
+        self.chat_template.of(tools).check_variables(how, controls)
+        if not controls:
+            return self.encode(self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most)
+        rendered = self.chat_template.render_apart(messages, True, controls, tools, how)
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
         return self._secret.encode(rendered, lambda backend, text: self._ids(backend, text, False, most))
 
@@ -412,9 +424,15 @@ class ByteTokenizer:
         return list(data)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], most: int | None = None, special_in_text: bool = False, tools: Tools | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        special_in_text: bool = False,
+        tools: Tools | None = None,
+        how: Rendering = ANSWERED,
     ) -> list[int]:
-        return self.encode(self.chat_template.render(messages, True, tools=tools), add_special=False, most=most)
+        self.chat_template.of(tools).check_variables(how, ())
+        return self.encode(self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")

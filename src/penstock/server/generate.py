@@ -21,13 +21,15 @@ from starlette.types import Receive, Scope, Send
 from penstock.contract import SnapshotContent, TokenEvent
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong
+from penstock.models.chat import ANSWERED, Rendering
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
-from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, usage_of
+from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, Wants, usage_of
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
-from penstock.server.tools import AnswerFormat, MarkedTokens, Tool, format_of, reasons, showing, told
+from penstock.server.thinking import is_off, reasons, thought_of, variables_of
+from penstock.server.tools import AnswerFormat, Asked, MarkedTokens, Tool, calls_or_form, format_of, reader_of, showing, told
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -41,7 +43,9 @@ def beyond_context(error: PromptTooLong) -> ContextExceeded:
     return ContextExceeded(error.most, f"your prompt has {error.what}", error.param or "prompt")
 
 
-def prompts_of(tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rules, before: SnapshotContent | None = None) -> list[Prompt]:
+def prompts_of(
+    tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rules, before: SnapshotContent | None = None, reasons: bool = False
+) -> list[Prompt]:
     """Of a text, one for each item. `before`: a snapshot that they go on from. Of a text: its tokens, then those of each prompt, cut by
     themselves. Of a conversation: its messages, then the request's, written by the template as one: the prompt of somebody who sends
     everything, whatever the template puts where."""
@@ -52,11 +56,13 @@ def prompts_of(tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rul
             raise InvalidRequest(message, "snapshot")
         if before is not None:
             said = [*_MESSAGES.decode(before.messages), *said]
-        return [Prompt(encode_chat(tokenizer, said, rules, body.asking.shown), ends=True)]
+        how = rendering_of(tokenizer, body, reasons)
+        of_chat = encode_chat(tokenizer, said, rules, body.asking.shown, how)
+        return [Prompt(of_chat, ends=not how.continues, variables=how.variables)]
     start = [] if before is None else np.frombuffer(before.tokens, np.uint32).tolist()
     prompts = []
     for item in body.items:
-        ids = encode_prompt(tokenizer, item, rules, begins=before is None)
+        ids = encode_prompt(tokenizer, item, rules, begins=before is None and body.add_special_tokens is not False)
         text = item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else ""
         prompt = Prompt([*start, *ids] if start else ids, text)
         scored = body.echo and body.logprobs is not None
@@ -64,11 +70,21 @@ def prompts_of(tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rul
     return prompts
 
 
-def encode_chat(tokenizer: TextCodec, messages: Sequence[Message], rules: Rules, tools: Sequence[Tool] = ()) -> list[int]:
+def rendering_of(tokenizer: TextCodec, body: ChatBody, reasons: bool) -> Rendering:
+    """What the fields of a chat mean to the model's template."""
+    given, template = body.chat_template_kwargs or {}, tokenizer.chat_template
+    if template is not None:
+        given = variables_of(body.reasoning_effort, given, template.of(body.asking.shown), reasons)
+    return Rendering(body.add_generation_prompt is not False, bool(body.continue_final_message), given)
+
+
+def encode_chat(
+    tokenizer: TextCodec, messages: Sequence[Message], rules: Rules, tools: Sequence[Tool] = (), how: Rendering = ANSWERED
+) -> list[int]:
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
     told_messages, told_tools = told([message.as_dict() for message in messages], tools, tokenizer)
-    return tokenizer.encode_chat(told_messages, rules.most, rules.special_in_text, told_tools)
+    return tokenizer.encode_chat(told_messages, rules.most, rules.special_in_text, told_tools, how)
 
 
 def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True) -> Sequence[int]:
@@ -143,7 +159,7 @@ class RouteKind:
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
     name: str  # by which lengths of answers are told apart
     id_prefix: str
-    translate: Callable[[Any, bool], ChatBody] | None = None  # the second argument: whether the model reasons
+    translate: Callable[[Any], ChatBody] | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # what a field of the translation is called in what was given
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -202,7 +218,7 @@ class RunningRequest:
             if choice.finish is not None:
                 continue
             piece = choice.feed(events)
-            if piece.text or piece.tokens or piece.finish:
+            if piece.text or piece.tokens or piece.finish or piece.ids:
                 pieces[index] = piece
             if piece.stop is not None:
                 self.reading.end(index)
@@ -246,11 +262,11 @@ class Generate:
             reading.seats.widen(body.num_prompts * (body.n or 1))
 
             async def work() -> None:
-                asked = body.asked()
+                asked = self._asked(body)
                 kept = None if asked is None else await self._service.compile(asked)  # for the submits that follow
                 before = None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
                 num_bytes = num_read + (0 if before is None else len(before.tokens))
-                running = await self._service.compute(lambda: self._submit(given, body, reading, exchange, before), num_bytes)
+                running = await self._service.compute(lambda: self._submit(given, body, asked, reading, exchange, before), num_bytes)
                 del kept
                 answer = _stream if body.stream else _whole
                 try:
@@ -265,36 +281,59 @@ class Generate:
         """A checked body, the same translated, and its size. Its raw bytes are not kept while the request runs."""
         kind, service = self._kind, self._service
         given, num_bytes = await service.body(Request(scope, receive), kind.body, **kind.queries)
-        body = given if kind.translate is None else kind.translate(given, reasons(service.config, service.engine.tokenizer))
+        body = given if kind.translate is None else kind.translate(given)
         with schema.renamed(kind.names):
             body.check()
         return given, body, num_bytes
 
+    def _asked(self, body: CompletionBody | ChatBody) -> Asked | None:
+        """What the answer has to be, in the words of this model."""
+        asked, config, tokenizer = body.asked(), self._service.config, self._service.engine.tokenizer
+        if asked is None or not isinstance(body, ChatBody) or body.asking.choice != "auto":
+            return asked
+        return calls_or_form(body.asking, asked, reader_of(body.asking, config, tokenizer), tokenizer)
+
     def _submit(
-        self, given: Any, body: CompletionBody | ChatBody, reading: Generations, exchange: Exchange, before: SnapshotContent | None
+        self,
+        given: Any,
+        body: CompletionBody | ChatBody,
+        form: Asked | None,
+        reading: Generations,
+        exchange: Exchange,
+        before: SnapshotContent | None,
     ) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine, config = self._service.engine, self._service.config
         try:
-            prompts = prompts_of(engine.tokenizer, body, self._service.prompt_rules, before)
+            prompts = prompts_of(engine.tokenizer, body, self._service.prompt_rules, before, reasons(config, engine.tokenizer))
         except PromptTooLong as error:
             raise beyond_context(error) from None
         choices: list[ChoiceText] = []
-        read_as = None
+        read_as = thought = None
         if isinstance(body, ChatBody):
-            read_as = format_of(body.asking, body.asked() is not None, config, engine.tokenizer, prompts[0].ids)
+            asking, budget = body.asking, None if is_off(prompts[0].variables) else body.thinking_token_budget
+            thinks = reasons(config, engine.tokenizer) and (form is None or budget is not None)
+            reader = reader_of(asking, config, engine.tokenizer)
+            read_as = format_of(asking, form is not None, thinks, engine.tokenizer, reader, prompts[0].ids)
+            if thinks and budget is not None and read_as is not None:
+                thought = thought_of(budget, read_as.begun, engine.tokenizer)
         codec: Any = engine.tokenizer if read_as is None else showing(engine.tokenizer, read_as)
+        if body.skip_special_tokens is False:
+            codec = MarkedTokens(engine.tokenizer.token_bytes, engine.tokenizer.errors)
+        wants = Wants(bool(body.echo), bool(body.return_token_ids), bool(body.include_stop_str_in_output))
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
         asked["route"] = self._kind.name
         exchange.submitted_s = time.monotonic()
         with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
+                if form is not None or (thought is not None and thought.most < sampling.max_tokens):
+                    sampling = replace(sampling, grammar=None if form is None else form.grammar, thought=thought)
                 for i in range(body.n or 1):
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
-                    choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
-        head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model)
+                    choices.append(ChoiceText(codec, seeded, stops, prompt, wants))
+        head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, prompts=prompts)
         exchange.model, exchange.stream = body.model, bool(body.stream)
         reply = self._kind.reply(engine.tokenizer, given, head, read_as)
         return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)
@@ -312,7 +351,8 @@ async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: 
 
 def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
     tokens = tuple(token for piece in pieces for token in piece.tokens)
-    return ChoiceDelta("".join(piece.text for piece in pieces), tokens, pieces[-1].finish, pieces[-1].stop)
+    ids = tuple(id for piece in pieces for id in piece.ids)
+    return ChoiceDelta("".join(piece.text for piece in pieces), tokens, pieces[-1].finish, pieces[-1].stop, ids)
 
 
 async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,6 +14,7 @@ from penstock.contract import SamplingParams
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.replies import BlockKind, BlockReply, ChoiceDelta, Heading, Json
+from penstock.server.thinking import switched
 from penstock.server.tools import (
     MAX_DEPTH,
     MOST_TOOLS,
@@ -38,7 +39,13 @@ if TYPE_CHECKING:
 QUERIES = {"beta": ("true",)}  # of Anthropic's clients for what is in beta there; the fields say what is asked for
 NO_EFFECT = ("cache_control", "metadata")  # prefixes are cached wherever they are; labels are nobody's concern here
 # What a field of the chat is called here.
-NAMES = {"stop": "stop_sequences", "prompt": "messages", "response_format": "output_config.format"}
+NAMES = {
+    "stop": "stop_sequences",
+    "prompt": "messages",
+    "response_format": "output_config.format",
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+}
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
@@ -168,15 +175,16 @@ class Choice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ThinkingOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: schema.Count | None = None
+    budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=schema.MAX_INT)] | None = None
     display: Literal["summarized"] | None = None
 
-    def check(self, reasons: bool) -> None:
-        if self.type == "enabled":
-            message = "reasoning cannot be bounded: leave thinking out, or give the type adaptive; a model that reasons does so by itself"
-            raise InvalidRequest(message, "thinking")
-        if self.type == "disabled" and reasons:
-            raise InvalidRequest("this model reasons before it answers, and cannot be told not to", "thinking")
+    def __post_init__(self) -> None:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError("budget_tokens goes with the type enabled, and with no other")
+
+    def variables(self) -> dict[str, bool]:
+        """Of the chat template."""
+        return switched(self.type != "disabled")
 
 
 class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -186,7 +194,7 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputFormat | None = None
-    effort: Literal["high"] | None = None  # Anthropic's default; these models have no such setting
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # for templates that know it
 
 
 class UserMetadata(msgspec.Struct, forbid_unknown_fields=True):
@@ -211,9 +219,6 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     workspace_id: schema.Unsupported = None
 
     def chat_messages(self) -> list[schema.Message]:
-        if self.messages[-1].role == "assistant":
-            message = "messages: the last one is the assistant's; the model answers the last message and does not continue it"
-            raise InvalidRequest(message, "messages")
         system = schema.text_of(self.system)
         turns = [message for turn in self.messages for message in turn.messages()]
         return [schema.Message(role="system", content=system), *turns] if system else turns
@@ -222,7 +227,12 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         choice = self.tool_choice
         form = None if self.output_config is None else self.output_config.format
         schema = None if form is None else JsonSchema(name="answer", schema=form.schema)
+        variables: dict[str, Any] = {} if self.thinking is None else {**self.thinking.variables()}
+        if self.output_config is not None and self.output_config.effort is not None:
+            variables["reasoning_effort"] = self.output_config.effort
         return {
+            "chat_template_kwargs": variables,
+            "continue_final_message": self.messages[-1].role == "assistant",
             "model": self.model,
             "messages": self.chat_messages(),
             "tools": None if self.tools is None else [tool.tool() for tool in self.tools],
@@ -265,15 +275,16 @@ class FittingChat(schema.ChatBody, kw_only=True):
         return self._params(defaults, min(self.max_tokens or 0, max(room, 1)), None)
 
 
-def as_chat(given: MessagesBody, reasons: bool) -> schema.ChatBody:
-    """`reasons`: the model does, before it answers."""
+def as_chat(given: MessagesBody) -> schema.ChatBody:
     schema.check_neutral(given, NEUTRAL)
-    if given.thinking is not None:
-        given.thinking.check(reasons)
+    budget = None if given.thinking is None else given.thinking.budget_tokens
+    if budget is not None and budget >= given.max_tokens:
+        raise InvalidRequest(f"thinking.budget_tokens must be below max_tokens, which is {given.max_tokens}", "thinking.budget_tokens")
     return FittingChat(
         **given.chat_fields(),
         **schema.own_fields(given),
         max_tokens=given.max_tokens,
+        thinking_token_budget=budget,
         stop=given.stop_sequences,
         stream=given.stream,
         temperature=given.temperature,
@@ -282,10 +293,8 @@ def as_chat(given: MessagesBody, reasons: bool) -> schema.ChatBody:
     )
 
 
-def as_counted(given: CountTokensBody, reasons: bool) -> schema.ChatBody:
+def as_counted(given: CountTokensBody) -> schema.ChatBody:
     schema.check_neutral(given, NEUTRAL)
-    if given.thinking is not None and given.thinking.type != "enabled":  # how long it thinks is no matter here
-        given.thinking.check(reasons)
     return schema.ChatBody(**given.chat_fields())
 
 

@@ -31,6 +31,7 @@ class Prompt(NamedTuple):
     text: str = ""  # only where the client gave text, or asked to have it echoed
     offsets: Sequence[int] = ()  # characters of the text at which its tokens begin; only where they are to be scored
     ends: bool = False  # an answer to it is a text of its own; elsewhere it goes on with this one's
+    variables: Mapping[str, Any] = {}
 
 
 class ScoredToken(NamedTuple):
@@ -49,12 +50,21 @@ class ChoiceDelta(NamedTuple):
     tokens: tuple[ScoredToken, ...]
     finish: str | None
     stop: str | None = None  # the stop string that ended it
+    ids: tuple[int, ...] = ()  # of its tokens, where they are wanted; not held back as text is
+
+
+class Wants(NamedTuple):
+    """What a client wants of a choice besides the text that was generated."""
+
+    echo: bool = False  # the prompt before it
+    ids: bool = False  # those of its tokens
+    stop: bool = False  # the stop string that ended it
 
 
 class ChoiceText:
     """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
 
-    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, echo: bool) -> None:
+    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, wants: Wants) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
         self.source: KvSource | None = None
@@ -62,11 +72,13 @@ class ChoiceText:
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
         # A grammar has seen the blank that a text may begin with: what it allowed is what the client gets.
-        self._stream = TextStream(tokenizer, stops, begins=prompt.ends and sampling.grammar is None)
+        self._stream = TextStream(tokenizer, stops, begins=prompt.ends and sampling.grammar is None, least=sampling.min_tokens)
         self._scored = sampling.logprobs is not None
-        self._echo = prompt if echo else None
-        self._base = len(prompt.text) if echo else 0  # characters before the generated text
+        self._with_stop = wants.stop
+        self._echo = prompt if wants.echo else None
+        self._base = len(prompt.text) if wants.echo else 0  # characters before the generated text
         self._shown = 0  # characters handed out
+        self._ids: list[int] | None = [] if wants.ids else None  # since it was last asked
         self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
 
     def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
@@ -92,7 +104,10 @@ class ChoiceText:
         # Tokens whose text is out; at an end that no stop string made, those without text of their own too.
         ready = len(self._held) if ended else sum(token.offset < self._shown for token in self._held)
         released, self._held = tuple(self._held[:ready]), self._held[ready:]
-        return ChoiceDelta(text, released, self.finish, self._stream.stopped_by)
+        ids = tuple(self._ids or ())
+        if self._ids is not None:
+            self._ids.clear()
+        return ChoiceDelta(text, released, self.finish, self._stream.stopped_by, ids)
 
     def _open(self, echo: Prompt, event: TokenEvent) -> str:
         """The echoed prompt, before anything else; it waits for the first event, which has its scores."""
@@ -108,9 +123,11 @@ class ChoiceText:
             firsts = (number == self._stream.first for number in itertools.count(self.num_tokens))
             self._held.extend(map(ScoredToken, event.tokens, event.logprobs, offsets, firsts))
         self.num_tokens += len(delta.offsets)
+        if self._ids is not None:
+            self._ids.extend(event.tokens[: len(delta.offsets)])
         if delta.stopped:
             self.finish = "stop"
-        return delta.text
+        return delta.text + (self._stream.stopped_by or "") if delta.stopped and self._with_stop else delta.text
 
     def _end(self, event: TokenEvent) -> str:
         if event.finish is FinishReason.ERROR:
@@ -119,6 +136,8 @@ class ChoiceText:
             self.failure = EngineClosed("the server is shutting down and gave this request up")
         else:
             self.num_tokens += event.stop_token is not None
+            if self._ids is not None and event.stop_token is not None:
+                self._ids.append(event.stop_token)
             self.finish = str(event.finish)
         return self._stream.finish()
 
@@ -136,6 +155,7 @@ class Heading:
     id: str
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
+    prompts: Sequence[Prompt] = ()
 
 
 class ChunkedReply:
@@ -152,6 +172,9 @@ class ChunkedReply:
         self._read_as = read_as
         self._parsers: dict[int, MessageParser] = {}  # by choice, where there is something to take apart
         self._logprobs: int | None = body.num_logprobs
+        self._with_ids = bool(body.return_token_ids)
+        self._names_ids = bool(body.return_tokens_as_token_ids)
+        self._num_choices: int = body.n or 1  # of each prompt
         self._opened: set[int] = set()  # choices that have said something
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
@@ -163,16 +186,23 @@ class ChunkedReply:
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
         return self._object(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage)
 
+    def _ids_of(self, piece: ChoiceDelta) -> Json:
+        return {"token_ids": list(piece.ids)} if self._with_ids else {}
+
+    def _prompt_ids(self, index: int) -> Json:
+        """Of the prompt that a choice answers."""
+        return {"prompt_token_ids": list(self._head.prompts[index // self._num_choices].ids)} if self._with_ids else {}
+
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
         """What the choices say now."""
         so_far = usage() if self._options.continuous_usage_stats else None
-        choices = []
+        chunks = []
         for index, piece in pieces.items():
             if self.first_delta is not None and index not in self._opened:
-                choices.append({"index": index, "delta": self.first_delta, "logprobs": None, "finish_reason": None})
+                opening = {"index": index, "delta": self.first_delta, "logprobs": None, "finish_reason": None}
+                chunks.append(self._object(self.chunk_kind, [opening], so_far) | self._prompt_ids(index))
+            chunks.append(self._object(self.chunk_kind, [self.chunk_choice(index, piece)], so_far))
             self._opened.add(index)
-            choices.append(self.chunk_choice(index, piece))
-        chunks = [self._object(self.chunk_kind, [choice], so_far) for choice in choices]
         return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
@@ -196,7 +226,8 @@ class CompletionReply(ChunkedReply):
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         scores = None if self._logprobs is None else self._scores(piece.tokens)
-        return {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish}
+        made = {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish, **self._ids_of(piece)}
+        return made if index in self._opened else made | self._prompt_ids(index)
 
     chunk_choice = choice
 
@@ -215,6 +246,8 @@ class CompletionReply(ChunkedReply):
 
     def _label(self, token: int) -> str:
         """Tokens that are not whole characters must not become the same key."""
+        if self._names_ids:
+            return f"token_id:{token}"
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()
@@ -230,7 +263,11 @@ class ChatReply(ChunkedReply):
 
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
         delta, finish = self._parts(index, piece)
-        return {"index": index, "delta": delta, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
+        scores = self._scores(piece.tokens)
+        return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish, **self._ids_of(piece)}
+
+    def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
+        return super().whole(pieces, usage) | self._prompt_ids(0)
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         parts, finish = self._parts(index, piece)
@@ -238,7 +275,8 @@ class ChatReply(ChunkedReply):
         if calls := parts.get("tool_calls"):
             message["content"] = parts.get("content")
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-        return {"index": index, "message": message, "logprobs": self._scores(piece.tokens), "finish_reason": finish}
+        scores = self._scores(piece.tokens)
+        return {"index": index, "message": message, "logprobs": scores, "finish_reason": finish, **self._ids_of(piece)}
 
     def _parts(self, index: int, piece: ChoiceDelta) -> tuple[Json, str | None]:
         """What the piece adds to `content`, `reasoning_content` and `tool_calls`, as far as it does; and the finish reason. The first news
@@ -280,7 +318,8 @@ class ChatReply(ChunkedReply):
     def _entry(self, token: int, logprob: float, first: bool) -> Json:
         """Bytes as they stand in the message: those of its tokens in a row are the message."""
         raw = self._tokenizer.token_bytes(token, first)
-        return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+        name = f"token_id:{token}" if self._names_ids else raw.decode(errors="replace")
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 def _finite(logprob: float) -> float:

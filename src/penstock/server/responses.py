@@ -11,6 +11,7 @@ import msgspec
 from penstock.errors import InvalidRequest
 from penstock.server import schema
 from penstock.server.replies import BlockKind, BlockReply, Heading, Json, obfuscated
+from penstock.server.thinking import Effort
 from penstock.server.tools import (
     MOST_TOOLS,
     AnswerFormat,
@@ -33,7 +34,13 @@ if TYPE_CHECKING:
 _NOT_STORED = "answers are not stored: send the whole conversation as input"
 NO_EFFECT = ("metadata", "safety_identifier", "user")
 # What a field of the chat is called here.
-NAMES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 _INCLUDE = schema.Neutral(([], ["reasoning.encrypted_content"]), "answers have nothing else to include; reasoning is not encrypted")
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
@@ -122,9 +129,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """These models have no such settings."""
-
-    effort: schema.Unsupported = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = None
     generate_summary: schema.Unsupported = None
 
@@ -195,7 +200,7 @@ def _messages(items: Sequence[Item]) -> list[schema.Message]:
     return made
 
 
-def as_chat(given: ResponsesBody, reasons: bool) -> schema.ChatBody:
+def as_chat(given: ResponsesBody) -> schema.ChatBody:
     schema.check_neutral(given, NEUTRAL)
     form = None if given.text is None or given.text.format is None else given.text.format.response_format()
     options = None if given.stream_options is None else schema.StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
@@ -212,6 +217,7 @@ def as_chat(given: ResponsesBody, reasons: bool) -> schema.ChatBody:
         tool_choice=chosen(given.tool_choice.name) if isinstance(given.tool_choice, ChosenFunction) else given.tool_choice,
         parallel_tool_calls=given.parallel_tool_calls,
         response_format=form,
+        reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
         prompt_cache_key=given.prompt_cache_key,
     )
 
@@ -343,7 +349,7 @@ def _echoed(given: ResponsesBody, head: Heading) -> Json:
         "metadata": given.metadata or {},
         "parallel_tool_calls": given.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None if given.reasoning is None else given.reasoning.effort, "summary": None},
         "store": False,
         "temperature": given.temperature,
         "text": {"format": form, "verbosity": "medium"},

@@ -34,7 +34,7 @@ from penstock.server.generate import (
     prompts_of,
 )
 from penstock.server.service import Service
-from penstock.server.tools import reasons
+from penstock.server.thinking import reasons
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
@@ -103,10 +103,10 @@ class Small:
             tokenizer, rules = self._service.engine.tokenizer, self._service.side_rules
 
             def reply() -> Response:
-                body = messages.as_counted(given, reasons(self._service.config, tokenizer))
+                body, thinks = messages.as_counted(given), reasons(self._service.config, tokenizer)
                 with schema.renamed(messages.NAMES):
                     body.check()
-                    return json_response({"input_tokens": len(prompts_of(tokenizer, body, rules)[0].ids)})
+                    return json_response({"input_tokens": len(prompts_of(tokenizer, body, rules, reasons=thinks)[0].ids)})
 
             return await self._service.compute(reply, num_bytes)
 

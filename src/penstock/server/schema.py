@@ -14,8 +14,10 @@ from starlette.datastructures import QueryParams
 from penstock.config import MAX_SPANS, ResidencyName
 from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
 from penstock.errors import InvalidRequest
+from penstock.server.thinking import Effort, Variables, check_variables
 from penstock.server.tools import (
     ASKING,
+    MAX_DEPTH,
     Asked,
     ResponseFormat,
     Schema,
@@ -27,6 +29,7 @@ from penstock.server.tools import (
     Tools,
     Words,
     asked_of,
+    is_deep,
 )
 
 MAX_INT = 2**31 - 1
@@ -70,7 +73,8 @@ CacheRetention = Annotated[str | None, Neutral(("in_memory", "in-memory"), "cach
 
 NO_EFFECT = ("user", "safety_identifier", "metadata")  # labels for whoever reads the client's traffic: any value is taken
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "ignore_eos")
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "ignore_eos", "min_tokens")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,6 +129,11 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
     user: Label | None = None
     safety_identifier: Label | None = None
@@ -141,15 +150,10 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     service_tier: Annotated[str | None, Neutral(("auto", "default"), "there is one tier; priority says who goes first")] = None
     store: Annotated[bool | None, Neutral((False,), "answers are not stored")] = None
     prompt_cache_retention: CacheRetention = None
-    min_tokens: Annotated[Count | None, Neutral((0,), "ignore_eos with max_tokens gives a fixed length")] = None
     bad_words: Annotated[list[str] | None, Neutral(([],), "words cannot be ruled out")] = None
     use_beam_search: Annotated[bool | None, Neutral((False,), "there is no beam search")] = None
     length_penalty: Annotated[float | None, Neutral((1.0,), "there is no beam search")] = None
-    skip_special_tokens: Annotated[bool | None, Neutral((True,), "special tokens have no text in an answer")] = None
-    spaces_between_special_tokens: Annotated[bool | None, Neutral((True, False), "special tokens have no text in an answer")] = None
-    include_stop_str_in_output: Annotated[bool | None, Neutral((False,), "a text ends before its stop string")] = None
-    return_token_ids: Annotated[bool | None, Neutral((False,), "answers are text; POST /tokenize gives ids")] = None
-    return_tokens_as_token_ids: Annotated[bool | None, Neutral((False,), "logprobs name tokens by their text")] = None
+    spaces_between_special_tokens: Annotated[bool | None, Neutral((True, False), "nothing is put between them")] = None
 
     def asked(self) -> Asked | None:
         return asked_of(self) if any(getattr(self, name) is not None for name in ASKING) else None
@@ -219,6 +223,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 class CompletionBody(Generating, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     logprobs: int | None = None
     suffix: Annotated[str | None, Neutral(("",), "these models continue a text and do not fill a gap in it")] = None
     best_of: Annotated[Count | None, Neutral((1,), "choices are not ranked: ask for n of them")] = None
@@ -247,7 +252,7 @@ class CompletionBody(Generating, kw_only=True):
                 raise InvalidRequest(f"prompt {what}", "prompt")
         if self.snapshot is not None and self.echo:
             raise InvalidRequest("echo and snapshot cannot be combined: the snapshot's text is not sent back", "echo")
-        self.sampling(1, {})
+        self.sampling(MAX_INT, {})
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that fit the context behind the prompt. `defaults`: what the model states for fields that are not given."""
@@ -312,14 +317,15 @@ class ChatBody(Generating, kw_only=True):
     function_call: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None  # vLLM's, as are those below
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Variables | None = None
+    thinking_token_budget: Count | None = None
     web_search_options: Unsupported = None
     functions: Annotated[list[Any] | None, Neutral(([],), "functions are called tools now")] = None
     modalities: Annotated[list[str] | None, Neutral((["text"],), "answers are text")] = None
     verbosity: Annotated[str | None, Neutral(("medium",), "these models have no such setting: say it in the prompt")] = None
-    add_generation_prompt: Annotated[bool | None, Neutral((True,), "the model answers the last message")] = None
-    continue_final_message: Annotated[bool | None, Neutral((False,), "the model answers the last message and does not continue it")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Neutral(({},), "chat templates are given the messages alone")] = None
     documents: Annotated[list[Any] | None, Neutral(([],), "chat templates are given the messages alone")] = None
 
     num_prompts = 1
@@ -331,10 +337,8 @@ class ChatBody(Generating, kw_only=True):
         return ToolRequest(self.tools or (), choice, self.parallel_tool_calls is not False)
 
     def asked(self) -> Asked | None:
-        form = super().asked()
-        if form is not None and self.asking.shown:
-            raise InvalidRequest(f"{form.field} and tools cannot be combined: give tool_choice none, or no {form.field}", form.field)
-        return self.asking.asked() or form
+        """A call that has to be comes before a form. Of a model that may call, the form is that of an answer without calls."""
+        return self.asking.asked() or super().asked()
 
     @property
     def num_logprobs(self) -> int | None:
@@ -344,12 +348,27 @@ class ChatBody(Generating, kw_only=True):
         """Everything that can be refused before a token is counted."""
         self._check_shared()
         self.asking.check(self.tool_choice)
+        if is_deep(self.chat_template_kwargs):
+            raise InvalidRequest(f"chat_template_kwargs is nested deeper than {MAX_DEPTH} lists and objects", "chat_template_kwargs")
+        check_variables(self.chat_template_kwargs or {})
+        if self.continue_final_message:
+            self._check_continued()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed where logprobs is true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
         with renamed({"logprobs": "top_logprobs"}):
-            self.sampling(1, {})
+            self.sampling(MAX_INT, {})
+
+    def _check_continued(self) -> None:
+        if self.add_generation_prompt:
+            message = (
+                "continue_final_message and add_generation_prompt cannot both be true: the prompt ends with the last message, or behind it"
+            )
+            raise InvalidRequest(message, "continue_final_message")
+        if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+            message = "continue_final_message needs a last message of the role assistant, without tool_calls"
+            raise InvalidRequest(message, "continue_final_message")
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less. `defaults`: as above."""

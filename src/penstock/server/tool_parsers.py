@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Literal, TypeVar
+
+from penstock.contract import THINK_MARKS
 
 _BLANK = " \n\r\t"
 _ARGUMENTS = ("arguments", "parameters")  # what models call them
@@ -18,7 +20,7 @@ _ARGUMENTS = ("arguments", "parameters")  # what models call them
 HERMES = ("<tool_call>", "</tool_call>")
 LLAMA3 = "<|python_tag|>"
 MISTRAL, MISTRAL_ARGS = "[TOOL_CALLS]", "[ARGS]"
-THINK = ("<think>", "</think>")
+THINK = THINK_MARKS
 MARKERS: dict[str, tuple[str, ...]] = {"hermes": HERMES, "llama3": (LLAMA3,), "mistral": (MISTRAL, MISTRAL_ARGS), "json": (), "none": ()}
 
 R = TypeVar("R")
@@ -44,8 +46,9 @@ class FedReading:
 class MessageParser:
     """One choice's message, as its text comes. Its reading says the parts of it, in the order in which they were written."""
 
-    def __init__(self, most_calls: int | None = None) -> None:
-        """Calls behind the first `most_calls` are dropped."""
+    def __init__(self, most_calls: int | None = None, names: Collection[str] | None = None) -> None:
+        """Calls behind the first `most_calls` are dropped. `names`: only an object that names one of these is a call."""
+        self.names = names
         self.num_calls = 0
         self.in_call = False  # the last call is not over
         self._most = most_calls
@@ -211,7 +214,7 @@ class JsonCall:
 
     def _take(self, key: str, text: str) -> bool:
         if key == "name" and not self._named:
-            if not (name := _loaded(text)):
+            if not (name := _loaded(text)) or (self._sink.names is not None and name not in self._sink.names):
                 return False
             self._sink.call(name)
             self._named = True
@@ -347,6 +350,24 @@ READERS: dict[str, Callable[[MessageParser], Reading[None]]] = {
     "json": json_calls,
     "none": content,
 }
+
+
+STARTS: dict[str, tuple[str, ...]] = {"hermes": HERMES[:1], "llama3": ("{", LLAMA3), "mistral": (MISTRAL,), "json": ("{", "["), "none": ()}
+
+
+def calls_or_content(sink: MessageParser, reader: str) -> Reading[None]:
+    """Calls, where the text begins as calls do. Else all of it is content, whatever it spells: a grammar has made it one or the other."""
+    held, core, starts = "", "", STARTS[reader]
+    while core not in starts and any(start.startswith(core) for start in starts):
+        if not (character := (yield)):
+            sink.content(held)
+            return
+        held += character
+        core = held.lstrip(_BLANK)
+    if core in starts:
+        yield from _begun(READERS[reader](sink), core)
+    else:
+        yield from _begun(content(sink), held)
 
 
 def thinking(sink: MessageParser, rest: Reading[None], begun: bool) -> Reading[None]:

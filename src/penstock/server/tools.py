@@ -13,7 +13,19 @@ import msgspec
 
 from penstock.contract import MAX_GRAMMAR_CHARS, Grammar
 from penstock.errors import InvalidRequest
-from penstock.server.tool_parsers import MARKERS, READERS, THINK, MessageParser, named_call, thinking
+from penstock.server.tool_parsers import (
+    HERMES,
+    LLAMA3,
+    MARKERS,
+    MISTRAL,
+    MISTRAL_ARGS,
+    READERS,
+    THINK,
+    MessageParser,
+    calls_or_content,
+    named_call,
+    thinking,
+)
 
 if TYPE_CHECKING:
     from penstock.config import ServerConfig
@@ -126,7 +138,7 @@ def asked_of(body: Any) -> Asked | None:
     return found[0] if found else None
 
 
-def _grammar(kind: Any, value: Schema | list[str] | str) -> Grammar:
+def _grammar(kind: Any, value: Schema | list[Any] | str) -> Grammar:
     """A schema may come as its text."""
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
@@ -233,14 +245,56 @@ class ToolRequest(NamedTuple):
 
 
 def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
-    """A list of calls. The schemas of arguments lie in the definitions, and what they refer to moves with them."""
+    """A list of calls."""
+    call = _call_of(tools)
+    return {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, "maxItems": most, "$defs": call["$defs"]}
+
+
+def _call_of(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, Any]:
+    """One call. The schemas of `arguments` lie in the definitions, and what they refer to moves with them."""
     items, definitions = [], {}
     for number, tool in enumerate(tools):
         own = f"tool{number}"
         definitions[own] = _moved(tool.arguments, f"#/$defs/{own}")
-        fields = {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/{own}"}}
+        fields = {"name": {"const": tool.function.name}, arguments: {"$ref": f"#/$defs/{own}"}}
         items.append({"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})
-    return {"type": "array", "items": {"anyOf": items}, "minItems": 1, "maxItems": most, "$defs": definitions}
+    return {"anyOf": items, "$defs": definitions}
+
+
+def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: TextCodec) -> Asked:
+    """The grammar of an answer that calls tools in the reader's format, with arguments that fit, or is what `form` says."""
+    if reader == "none":
+        return form
+
+    def mark(text: str) -> str:
+        """A special token is no text to a grammar."""
+        ids = tokenizer.encode(text, add_special=False)
+        return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special(ids[0]) else json.dumps(text)
+
+    tools, more = asking.tools, MOST_CALLS - 1 if asking.parallel else 0
+    calls = {"call": _grammar("json_schema", _call_of(tools, "parameters" if reader == "llama3" else "arguments"))}
+    line = "/\\n?/"
+
+    def many(first: str, next_one: str) -> str:
+        return f"{first} ({next_one}){{0,{more}}}" if more else first
+
+    match reader:
+        case "hermes":
+            rule = f"calls: {many('one', f'{line} one')}\none: {mark(HERMES[0])} {line} @call {line} {mark(HERMES[1])}"
+        case "llama3":
+            rule = f"calls: {mark(LLAMA3)}? {many('@call', '/; ?/ @call')}"
+        case "mistral" if MISTRAL_ARGS in _template_of(asking, tokenizer):
+            calls = {f"call{number}": _grammar("json_schema", tool.arguments) for number, tool in enumerate(tools)}
+            named = (f"{json.dumps(tool.function.name)} {mark(MISTRAL_ARGS)} @call{number}" for number, tool in enumerate(tools))
+            rule = f"calls: {many('one', 'one')}\none: {mark(MISTRAL)} ({' | '.join(named)})"
+        case _:  # a list; and one object, where nothing stands before it
+            row = f'"[" {many("@call", "/, ?/ @call")} "]"'
+            rule = f"calls: {mark(MISTRAL)} {row}" if reader == "mistral" else f"calls: @call | {row}"
+    asked = Asked(form.field, _grammar("parts", [f"start: @form | calls\n{rule}", {"form": form.grammar, **calls}]))
+    if len(asked.grammar.text) > MAX_GRAMMAR_CHARS:
+        message = f"{form.field} and the tools beside it have at most {MAX_GRAMMAR_CHARS} characters together"
+        raise InvalidRequest(message, form.field)
+    return asked
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -302,10 +356,14 @@ class AnswerFormat(NamedTuple):
     thinks: bool  # reasoning may come first
     begun: bool  # and the prompt has opened it
     most_calls: int | None
+    names: frozenset[str] | None = None  # of the tools, where a grammar makes the answer calls or content, and not both
 
     def parser(self) -> MessageParser:
-        parser = MessageParser(self.most_calls)
-        reading = named_call(parser, self.forced) if self.forced is not None else READERS[self.reader](parser)
+        parser = MessageParser(self.most_calls, self.names)
+        if self.names is not None:
+            reading = calls_or_content(parser, self.reader)
+        else:
+            reading = named_call(parser, self.forced) if self.forced is not None else READERS[self.reader](parser)
         parser.start(thinking(parser, reading, self.begun) if self.thinks else reading)
         return parser
 
@@ -318,23 +376,25 @@ PLAIN = AnswerFormat("none", None, False, False, None)  # all of it is content
 
 
 def format_of(
-    asking: ToolRequest, is_formed: bool, config: ServerConfig, tokenizer: TextCodec, prompt: Sequence[int]
+    asking: ToolRequest, is_formed: bool, thinks: bool, tokenizer: TextCodec, reader: str, prompt: Sequence[int]
 ) -> AnswerFormat | None:
-    """None: all of the answer is content. `is_formed`: a grammar says what it is, from its first token on."""
-    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.of(asking.shown).source
+    """None: all of the answer is content. `is_formed`: a grammar says what it is. `thinks`: reasoning may come before."""
     forced = asking.choice.function.name if isinstance(asking.choice, NamedTool) else None
-    reader = "json" if asking.choice == "required" else parser_name(config.tool_call_parser, template) if asking.shown else "none"
-    thinks = not is_formed and reasons(config, tokenizer)
     if reader == "none" and forced is None and not thinks:
         return None
     begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(THINK[0])
-    return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1)
+    names = frozenset(tool.function.name for tool in asking.tools) if is_formed and asking.choice == "auto" else None
+    return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1, names)
 
 
-def reasons(config: ServerConfig, tokenizer: TextCodec) -> bool:
-    """Whether reasoning may come before an answer."""
-    template = "" if tokenizer.chat_template is None else tokenizer.chat_template.source
-    return config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and THINK[1] in template)
+def reader_of(asking: ToolRequest, config: ServerConfig, tokenizer: TextCodec) -> str:
+    if asking.choice == "required":
+        return "json"
+    return parser_name(config.tool_call_parser, _template_of(asking, tokenizer)) if asking.shown else "none"
+
+
+def _template_of(asking: ToolRequest, tokenizer: TextCodec) -> str:
+    return "" if tokenizer.chat_template is None else tokenizer.chat_template.of(asking.shown).source
 
 
 def parser_name(chosen: str, template: str) -> str:

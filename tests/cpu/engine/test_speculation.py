@@ -95,6 +95,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
     {**SAMPLED, "logit_bias": ((7, 4.0), (9, -100.0))},
     {"prompt_logprobs": 2, "logprobs": 2},
+    {"min_tokens": 17, "stop_token_ids": frozenset(range(0, 500, 2))},
+    {**SAMPLED, "min_tokens": 17, "stop_token_ids": frozenset(range(0, 500, 2))},
 ]
 
 

@@ -145,7 +145,6 @@ BAD_CHATS = {
         "no tool has that name",
     ),
     "parallel calls as text": (chat(tools=[tool()], parallel_tool_calls="no"), "parallel_tool_calls", "`str`"),
-    "tools and a form": (chat(tools=[tool()], response_format={"type": "json_object"}), "response_format", "cannot be combined"),
     "an unknown format": (chat(response_format={"type": "xml"}), "response_format.type", "xml"),
     "a format without its schema": (chat(response_format={"type": "json_schema"}), "response_format", "json_schema goes with"),
     "a schema without its format": (

@@ -13,7 +13,7 @@ import pytest
 from served import MODEL, Served, completion, read_until, serving
 
 from penstock.server import schema
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import EOS, ScriptedEngine
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES = {"/v1/completions": schema.CompletionBody, "/v1/chat/completions": schema.ChatBody}
@@ -27,6 +27,16 @@ HARMLESS: dict[str, list[Any]] = {
     "tools": [[]],
     "tool_choice": ["none", "auto"],
     "parallel_tool_calls": [True, False],
+    "min_tokens": [0],
+    "skip_special_tokens": [True],
+    "include_stop_str_in_output": [False],
+    "return_token_ids": [False],
+    "return_tokens_as_token_ids": [False],
+    "add_generation_prompt": [True],
+    "continue_final_message": [False],
+    "chat_template_kwargs": [{}, {"enable_thinking": False}],
+    "reasoning_effort": ["none", "high"],
+    "thinking_token_budget": [0, 100],
 }
 # Values that mean something which this server does not do. Raw JSON, so that what JSON cannot say can be sent.
 MEANINGFUL: dict[str, list[str]] = {
@@ -38,17 +48,9 @@ MEANINGFUL: dict[str, list[str]] = {
     "service_tier": ['"flex"', '"' + "x" * 100_000 + '"'],
     "store": ["true"],
     "prompt_cache_retention": ['"24h"'],
-    "min_tokens": ["1", "2147483647"],
     "bad_words": ['["x"]'],
     "use_beam_search": ["true"],
     "length_penalty": ["0", "1.5", "-1", "1e308"],
-    "skip_special_tokens": ["false"],
-    "include_stop_str_in_output": ["true"],
-    "return_token_ids": ["true"],
-    "return_tokens_as_token_ids": ["true"],
-    "add_generation_prompt": ["false"],
-    "continue_final_message": ["true"],
-    "chat_template_kwargs": ['{"enable_thinking": false}'],
     "documents": ['[{"text": "x"}]'],
 }
 ANY_VALUE = {"spaces_between_special_tokens"}  # of their type: nothing depends on them
@@ -91,6 +93,8 @@ def test_values_that_would_change_the_answer_are_refused_with_a_reason(served: S
 def test_wrong_types_and_wild_values_of_such_a_field_are_refused_by_name(served: Served, field: str) -> None:
     for path in having(field):
         for value in WRONG:
+            if field == "chat_template_kwargs" and value.startswith("{"):
+                continue  # any JSON
             reply = ask(served, path, field, value)
             assert reply.status_code == 400, f"{path} {field}={value}: {reply.text}"
             param = reply.json()["error"]["param"]
@@ -208,3 +212,70 @@ def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_clients_look_fo
             assert "This model's maximum context length is 64 tokens. However, you" in refused.value.message
         side = served.http.post("/detokenize", json={"tokens": [1] * ((1 << 17) + 1)}).json()["error"]
         assert (side["code"], "context" in side["message"]) == (None, False)  # a limit of that route, and not the model's
+
+
+# ------------------------------------------------------------------------------------------------------------- vLLM's own
+
+
+def test_token_ids_are_in_the_answer_whole_and_streamed() -> None:
+    """Of every token that is counted, the one that ended the answer too; those of the prompt once."""
+    engine = ScriptedEngine(lambda prompt, sampling: [*"Zür <x".encode(), EOS])
+    with serving(engine) as served:
+        ids = [*"Zür <x".encode(), EOS]
+        asked = {"return_token_ids": True, "n": 2, "stop": "<y"}
+        text = served.http.post("/v1/completions", json=completion(prompt=["ab", "c"], **asked)).json()
+        assert [choice["prompt_token_ids"] for choice in text["choices"]] == [[97, 98]] * 2 + [[99]] * 2
+        assert [choice["token_ids"] for choice in text["choices"]] == [ids] * 4 and text["usage"]["completion_tokens"] == 4 * len(ids)
+        chat = {"model": MODEL, "messages": HI, **asked}
+        whole = served.http.post("/v1/chat/completions", json=chat).json()
+        prompt = list(engine.submitted[-1][0])
+        assert whole["prompt_token_ids"] == prompt and [choice["token_ids"] for choice in whole["choices"]] == [ids] * 2
+        for path, body in (("/v1/completions", completion(prompt="ab", **asked)), ("/v1/chat/completions", chat)):
+            lines = served.http.post(path, json={**body, "stream": True}).text.splitlines()
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+            streamed: dict[int, list[int]] = {0: [], 1: []}
+            prompts = []
+            for chunk in chunks:
+                (choice,) = chunk["choices"]
+                streamed[choice["index"]] += choice.get("token_ids", [])
+                prompts += [one["prompt_token_ids"] for one in (chunk, choice) if "prompt_token_ids" in one]
+            assert streamed == {0: ids, 1: ids} and prompts == [[97, 98] if "prompt" in body else prompt] * 2
+
+
+def test_a_stop_string_ends_the_token_ids_and_may_stay_in_the_text() -> None:
+    with serving(ScriptedEngine(lambda prompt, sampling: [*b"one two three", EOS])) as served:
+        asked = completion(stop="two", return_token_ids=True)
+        (choice,) = served.http.post("/v1/completions", json=asked).json()["choices"]
+        assert choice["text"] == "one " and bytes(choice["token_ids"]) == b"one two"
+        for stream in (False, True):
+            reply = served.http.post("/v1/completions", json={**asked, "include_stop_str_in_output": True, "stream": stream}).text
+            found = [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if line.startswith(("data: {", "{"))]
+            assert "".join(one["choices"][0]["text"] for one in found) == "one two"
+
+
+def test_special_tokens_have_text_where_a_client_wants_it_and_logprobs_may_name_ids() -> None:
+    special = 300
+    engine = ScriptedEngine(lambda prompt, sampling: [97, special, 98, EOS])
+    engine.tokenizer.vocab_size = special + 1
+    engine.tokenizer.is_special = lambda id: id >= EOS  # type: ignore[method-assign]
+    with serving(engine) as served:
+        texts = [
+            served.http.post("/v1/completions", json=completion(skip_special_tokens=skip)).json()["choices"][0]["text"]
+            for skip in (True, False)
+        ]
+        assert texts == ["ab", "a<300>b"]
+        asked = completion(logprobs=1, return_tokens_as_token_ids=True)
+        assert served.http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["tokens"][0] == "token_id:97"
+        chat = {"model": MODEL, "messages": HI, "logprobs": True, "return_tokens_as_token_ids": True}
+        entry = served.http.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"][0]
+        assert (entry["token"], entry["bytes"]) == ("token_id:97", [97])
+
+
+def test_no_stop_string_ends_an_answer_that_is_too_short_and_least_is_at_most_most() -> None:
+    with serving(ScriptedEngine(lambda prompt, sampling: [*b"stop, and stop again", EOS])) as served:
+        for least, text in ((0, ""), (3, ""), (4, "stop, and "), (13, "stop, and "), (14, "stop, and stop again")):
+            (choice,) = served.http.post("/v1/completions", json=completion(stop="stop", min_tokens=least, max_tokens=40)).json()["choices"]
+            assert choice["text"] == text, least
+        for fields in ({"max_tokens": 4, "min_tokens": 5}, {"min_tokens": 1 << 30, "max_tokens": None}, {"min_tokens": -1}):
+            reply = served.http.post("/v1/completions", json=completion(**fields))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "min_tokens")

@@ -225,12 +225,10 @@ def test_reasoning_is_a_thinking_block_and_is_not_shown_again() -> None:
         assert error["param"] == "thinking" and "reasons" in error["message"]
 
 
-def test_a_model_without_reasoning_has_no_thinking_blocks_and_cannot_be_given_a_budget() -> None:
+def test_a_model_without_reasoning_has_no_thinking_blocks() -> None:
     with serving(saying("<think>hm</think>Hi")) as served:
-        for thinking in ({"type": "disabled"}, {"type": "adaptive"}, None):
+        for thinking in ({"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 50}, None):
             assert answer(served, thinking=thinking)["content"] == [{"type": "text", "text": "<think>hm</think>Hi"}]
-        error = ask(served, thinking={"type": "enabled", "budget_tokens": 1024}).json()["error"]
-        assert error["param"] == "thinking" and "cannot be bounded" in error["message"]
 
 
 # ----------------------------------------------------------------------------------------------------------------- tokens
@@ -322,7 +320,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "length"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "enum"),
-    ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "messages", "does not continue"),
     ({"messages": []}, "messages", "length"),
     ({"messages": DEEP}, "messages[0]", "object"),
     (
@@ -357,9 +354,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"top_k": -2}, "top_k", ""),
     ({"service_tier": "flex"}, "service_tier", "one tier"),
     ({"speed": "fast"}, "speed", "one speed"),
-    ({"output_config": {"effort": "low"}}, "output_config.effort", ""),
+    ({"output_config": {"effort": "much"}}, "output_config.effort", ""),
     ({"output_config": {"format": {"type": "json_schema", "schema": 7}}}, "output_config.format.schema", ""),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}, "tools": TOOLS}, "output_config.format", "tools"),
     ({"metadata": {"user_id": "x" * 1025}}, "metadata.user_id", ""),
     ({"metadata": {"k": "v"}}, "metadata.k", "not a field"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "not supported"),

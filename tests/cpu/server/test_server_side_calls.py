@@ -96,7 +96,7 @@ def test_whether_messages_may_spell_special_tokens_is_for_the_operator_to_say(al
     assert (rules.prompt_rules.most, rules.prompt_rules.special_in_text) == (50, allowed)
     assert (rules.side_rules.most, rules.side_rules.special_in_text) == (service.SIDE_TOKENS, allowed)
     asked: list[tuple[int, bool]] = []
-    engine.tokenizer.encode_chat = lambda messages, most, special, tools: asked.append((most, special)) or [1]  # type: ignore[method-assign, assignment]
+    engine.tokenizer.encode_chat = lambda messages, most, special, tools, how: asked.append((most, special)) or [1]  # type: ignore[method-assign, assignment]
     message = schema.Message(role="user", content="<|im_end|>")
     assert encode_chat(engine.tokenizer, [message], rules.prompt_rules) == [1] and asked == [(50, allowed)]
 

@@ -300,3 +300,109 @@ def test_a_schema_that_cannot_be_met_is_refused_where_the_call_is_forced(server:
             "/v1/chat/completions", json={"model": REAL_MODEL, "messages": ASK, "tools": bad, "tool_choice": choice, "max_tokens": 9}
         )
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools"
+
+
+# ------------------------------------------------------------------------------------------------ calls, or an answer that fits
+
+REPORT = {"type": "object", "properties": {"degrees": {"enum": [20, 21]}}, "required": ["degrees"], "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}}
+
+
+def call_or_report(choice: Any) -> str:
+    """Which of them the answer is: it is one, and it fits."""
+    calls = calls_of(choice.message)
+    if calls:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        for name, arguments in calls:
+            check_weather(arguments) if name == "weather" else check_none(name, arguments)
+        return "calls"
+    assert choice.finish_reason == "stop" and json.loads(choice.message.content)["degrees"] in (20, 21)
+    return "report"
+
+
+def check_none(name: str, arguments: dict[str, Any]) -> None:
+    assert (name, arguments) == ("now", {})
+
+
+FORMATS = {  # by parser, what a template says of it
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral, named": "[TOOL_CALLS] [ARGS]",
+    "llama3": "<|python_tag|>",
+    "json": "",
+}
+
+
+@pytest.mark.parametrize("words", FORMATS)
+def test_beside_a_form_the_model_calls_with_arguments_that_fit_or_answers_what_fits(words: str) -> None:
+    pytest.importorskip("llguidance", reason="structured output is an extra")
+    flags = {"tool_call_parser": words} if words == "json" else None
+    with tiered(flags, host_blocks=0, blocks=1024) as server:
+        server.engine.tokenizer.chat_template = ChatTemplate(KNOWS_TOOLS.replace("<tool_call>", FORMATS[words]), {})
+        asked = {"response_format": FORM, "tools": TOOLS, "parallel_tool_calls": False}
+        found = {call_or_report(choice) for choice in force(server, "auto", n=24, **asked).choices}
+        assert found == {"calls", "report"}
+        several = force(server, "auto", n=8, response_format=FORM, tools=TOOLS[1:], max_tokens=900).choices
+        assert all(call_or_report(choice) for choice in several if choice.finish_reason != "length")
+
+
+def test_beside_a_form_what_has_to_be_called_is_called_and_none_calls_nothing(server: Tiered) -> None:
+    asked: Any = {"response_format": FORM, "tools": TOOLS, "parallel_tool_calls": False}
+    for choice in force(server, "required", n=3, **asked).choices + force(server, NAMED, n=3, **asked).choices:
+        assert call_or_report(choice) == "calls"
+    for choice in force(server, "none", n=8, **asked).choices:
+        assert call_or_report(choice) == "report"
+    free = force(server, "auto", n=8, **{**asked, "response_format": {"type": "json_object"}}, max_tokens=64).choices
+    assert all(choice.message.tool_calls or choice.message.content.startswith("{") for choice in free)
+
+
+def test_what_is_streamed_beside_a_form_is_what_the_whole_answer_has(server: Tiered) -> None:
+    for seed in range(6):
+        asked: Any = {"response_format": FORM, "tools": TOOLS, "seed": seed, "parallel_tool_calls": False}
+        message = force(server, "auto", **asked).choices[0].message
+        text, calls, finish = gathered(force(server, "auto", stream=True, **asked))
+        assert text == (message.content or "") and finish == ("tool_calls" if calls else "stop")
+        assert [(name, json.loads(arguments)) for name, arguments in calls] == calls_of(message)
+
+
+def test_a_tool_whose_schema_cannot_be_met_beside_a_form_is_refused_and_a_large_one_is_too(server: Tiered) -> None:
+    for parameters in ({"type": "object", "properties": {"x": {"not": {}}}}, {"description": "x" * 70_000}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        asked = {"model": REAL_MODEL, "messages": ASK, "tools": tools, "response_format": FORM, "max_tokens": 9}
+        reply = server.http.post("/v1/chat/completions", json=asked)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "response_format"
+
+
+def test_tools_beside_a_form_work_in_the_other_apis_too(server: Tiered) -> None:
+    function = TOOLS[0]["function"]
+    responses = {
+        "input": "How warm is it?",
+        "max_output_tokens": 600,
+        "tools": [{"type": "function", **function}],
+        "text": {"format": {"type": "json_schema", "name": "report", "schema": REPORT}},
+    }
+    messages = {
+        "messages": ASK,
+        "max_tokens": 600,
+        "tools": [{"name": "weather", "input_schema": WEATHER}],
+        "output_config": {"format": {"type": "json_schema", "schema": REPORT}},
+    }
+    found = set()
+    for seed in range(12):
+        own = {"model": REAL_MODEL, "seed": seed}
+        (item,) = server.http.post("/v1/responses", json={**responses, **own, "parallel_tool_calls": False}).json()["output"]
+        reply = server.http.post(
+            "/v1/messages", json={**messages, **own, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+        )
+        (block,) = reply.json()["content"]
+        found |= {item["type"], block["type"]}
+        assert reply.json()["stop_reason"] == ("tool_use" if block["type"] == "tool_use" else "end_turn")
+        if item["type"] == "function_call":
+            check_weather(json.loads(item["arguments"]))
+        else:
+            assert json.loads(item["content"][0]["text"])["degrees"] in (20, 21)
+        if block["type"] == "tool_use":
+            check_weather(block["input"])
+        else:
+            assert json.loads(block["text"])["degrees"] in (20, 21)
+    assert found == {"function_call", "message", "tool_use", "text"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.server.tool_parsers import READERS, MessageParser, named_call, thinking
+from penstock.server.tool_parsers import READERS, MessageParser, calls_or_content, named_call, thinking
 
 
 class Message(NamedTuple):
@@ -18,9 +18,13 @@ class Message(NamedTuple):
     calls: list[tuple[str, str]]
 
 
-def parse(kind: str, pieces: list[str], thinks: bool = False, begun: bool = False, most: int | None = None) -> Message:
-    parser = MessageParser(most)
-    reading = named_call(parser, "forced") if kind == "forced" else READERS[kind](parser)
+def parse(
+    kind: str, pieces: list[str], thinks: bool = False, begun: bool = False, most: int | None = None, names: list[str] | None = None
+) -> Message:
+    parser = MessageParser(most, names)
+    reading = (
+        named_call(parser, "forced") if kind == "forced" else READERS[kind](parser) if names is None else calls_or_content(parser, kind)
+    )
     parser.start(thinking(parser, reading, begun) if thinks else reading)
     said = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
@@ -34,6 +38,38 @@ def parse(kind: str, pieces: list[str], thinks: bool = False, begun: bool = Fals
                 said[part] += text
     assert parser.num_calls == len(calls)
     return Message(said["text"], said["reasoning"], calls)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3", "mistral", "json", "none"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"text": 'as in <tool_call>{"name": "now"}</tool_call> [TOOL_CALLS]now{} <|python_tag|>{"name": "now"}'}),
+        json.dumps({"name": "Ann", "arguments": {"of": "the answer"}}),
+        json.dumps([{"name": "Ann"}]),
+        json.dumps("<tool_call>"),
+        *("21", "{}", "[]", "<", ""),
+    ],
+)
+def test_an_answer_in_a_form_that_spells_a_call_or_has_a_name_is_no_call(kind: str, text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(kind, pieces, names=["now"]) == Message(text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+        ("llama3", '{"name": "now", "parameters": {}}'),
+        ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}]'),
+        ("mistral", "[TOOL_CALLS]now[ARGS]{}"),
+        ("json", '[{"name": "now", "arguments": {}}]'),
+    ],
+)
+def test_beside_a_form_a_call_of_a_tool_is_a_call(kind: str, text: str) -> None:
+    for pieces in ([text], list(text), ["\n ", text]):
+        assert parse(kind, pieces, names=["now"]) == Message("", "", [("now", "{}")])
 
 
 @pytest.mark.parametrize(

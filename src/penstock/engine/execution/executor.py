@@ -128,7 +128,7 @@ class Executor:
         grammars: Grammars,
     ) -> None:
         device = forward.model.device
-        self.masks = Masks(grammars.wait_compiled, grammars.num_words, limits.max_batch, lane)
+        self.masks = Masks(grammars, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
         self.paged: PagedReads | None = None  # where there is host memory to page out to
         self.scores: ContextKeys | None = None  # where requests may attend to a part of their context
@@ -141,7 +141,7 @@ class Executor:
         self._lane = lane
         self.limits = limits
         self._device = device
-        self._rows = Rows(limits.max_batch)
+        self._rows = Rows(limits.max_batch, sampler.eos_ids)
         self._has_new_draws = False  # rows have changed since drafts were last drawn
         self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
         self._staging = StagingRing(limits.staging_ints, lane, "staged inputs", pinned=device.type == "cuda")
@@ -261,7 +261,7 @@ class Executor:
             self._spoil(self.guard, chain, plan)
         for start in plan.starts:
             self._rows.start(start)
-            if self.masks.answers or start.sampling.grammar is not None:
+            if self.masks.answers or start.sampling.masked_from is not None:
                 self.masks.start(start)
             access = Access(_SAMPLER, (start.row,), _ROW_STATE, Mode.WRITE)
             if needs_state(start.sampling):
@@ -346,7 +346,7 @@ class Executor:
         return Access(_NOTES, packed.row_of, *_ONE[1:], Mode.WRITE), self._accesses(packed, layers)[1]
 
     def _sample_accesses(self, plan: SamplePlan, masks: StepMasks | None, captured: bool) -> list[Access]:
-        state = Access(_SAMPLER, plan.rows, _ROW_STATE if plan.penalties else _LAST, Mode.WRITE)
+        state = Access(_SAMPLER, plan.rows, _ROW_STATE if plan.penalties or plan.ends else _LAST, Mode.WRITE)
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)] if captured else []
         read += [] if masks is None else [masks.access]
         return [state, self._results.access(Mode.WRITE), *read]

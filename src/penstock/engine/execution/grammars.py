@@ -90,6 +90,7 @@ class Grammars:
     found again for as long as somebody holds it."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
+        self.token_bytes = tokenizer.token_bytes
         self.num_words = -(-(vocab + 1) // 32)  # of a mask; the last bit is an end that models without one do not have
         self._vocabulary = _Vocabulary(tokenizer, vocab, eos_ids)
         self._lock = threading.Lock()
@@ -213,7 +214,13 @@ class _Vocabulary:
         return ids
 
 
-_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices", "lark": "grammar"}
+_NAMES = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "choice": "list of choices",
+    "lark": "grammar",
+    "parts": "schema of the answer or of a tool",
+}
 
 
 def _source(matcher: Any, grammar: Grammar) -> str:
@@ -224,6 +231,9 @@ def _source(matcher: Any, grammar: Grammar) -> str:
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
         return str(matcher.grammar_from_lark(grammar.text))
+    if grammar.kind == "parts":
+        rule, parts = json.loads(grammar.text)
+        return json.dumps({"grammars": [{"name": "rule", "lark_grammar": rule}, *(_named(matcher, name, parts[name]) for name in parts)]})
     choices = json.loads(grammar.text)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
         raise ValueError("it takes strings, one at least")
@@ -231,3 +241,10 @@ def _source(matcher: Any, grammar: Grammar) -> str:
     start = 'start: ""' if not any(choices) else "start: CHOICE" if all(choices) else "start: CHOICE?"
     word = "\nCHOICE: " + " | ".join(json.dumps(one) for one in choices if one)
     return str(matcher.grammar_from_lark(start + (word if any(choices) else "")))
+
+
+def _named(matcher: Any, name: str, part: list[Any]) -> dict[str, Any]:
+    """A grammar that others refer to as `@name`."""
+    source = _source(matcher, Grammar(*part))
+    made: dict[str, Any] = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    return {**made, "name": name}

@@ -3,7 +3,7 @@ them while the forward pass runs. Decides nothing about a request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import Access, Chunk, Fence, Grammar, Mode, Start
-from penstock.engine.execution.grammars import Matcher
+from penstock.contract import Access, Chunk, Fence, Mode, Start
+from penstock.engine.execution.grammars import Grammars, Matcher
 from penstock.engine.execution.staging import StagingRing
+from penstock.engine.execution.thoughts import ThoughtMatcher
 from penstock.lanes.lane import Lane
 
 
@@ -32,8 +33,15 @@ class _Answer:
     request_id: str
     num_prompt: int
     num_known: int  # generated tokens that it has been told; those of the matcher once its jobs are done
-    matcher: Matcher | None = None  # made and used by the thread alone
+    masked_from: int  # generated tokens before which any token will do
+    matcher: Matcher | ThoughtMatcher | None = None  # made and used by the thread alone
     waiting: tuple[StepMasks, int, int] | None = None  # a step that needs a mask behind so many tokens, and the mask's place there
+
+    def is_masked(self, chunk: Chunk) -> bool:
+        """Whether the step that samples `chunk` needs a mask. Reasoning that has ended by itself, and has no grammar behind it, needs none:
+        where that is seen late, a mask allows all."""
+        is_free = isinstance(self.matcher, ThoughtMatcher) and self.matcher.is_free
+        return chunk.kv_len - self.num_prompt >= self.masked_from and not is_free
 
 
 @dataclass(slots=True, eq=False)
@@ -60,9 +68,9 @@ class StepMasks:
 class Masks:
     """Called from the engine thread; what a job does, it does on the thread's own. Jobs run in order."""
 
-    def __init__(self, matcher_of: Callable[[Grammar], Matcher], num_words: int, max_batch: int, lane: Lane) -> None:
-        self._matcher_of = matcher_of
-        self._num_words = num_words
+    def __init__(self, grammars: Grammars, max_batch: int, lane: Lane) -> None:
+        self._grammars = grammars
+        self._num_words = grammars.num_words
         self._max_batch = max_batch
         self._lane = lane
         self._ring: StagingRing | None = None  # made for the first that needs it
@@ -75,21 +83,26 @@ class Masks:
         if (last := self._by_row.pop(start.row, None)) is not None and self.answers.get(last.request_id) is last:
             del self.answers[last.request_id]  # it has ended without a word
         self.answers.pop(start.request_id, None)  # of its last life, or of an earlier request that had the same id
-        if (grammar := start.sampling.grammar) is None:
+        if (masked_from := start.sampling.masked_from) is None:
             return
-        answer = _Answer(start.request_id, start.num_prompt, len(start.output))
+        answer = _Answer(start.request_id, start.num_prompt, len(start.output), masked_from)
         self.answers[start.request_id] = self._by_row[start.row] = answer
 
         def make() -> None:
-            answer.matcher = self._matcher_of(grammar).copy()
-            answer.matcher.consume(start.output)
+            grammar, thought = start.sampling.grammar, start.sampling.thought
+            matcher = None if grammar is None else self._grammars.wait_compiled(grammar).copy()
+            answer.matcher = matcher if thought is None else ThoughtMatcher(thought, self._grammars.token_bytes, matcher)
+            if answer.matcher is not None:
+                answer.matcher.consume(start.output)
 
         self._thread.submit(make)
 
     def for_step(self, chunks: Sequence[Chunk], pinned: bool) -> StepMasks | None:
         """`chunks`: those that are sampled, in order. None: none of them is constrained."""
         found = [
-            (at, answer, chunk) for at, chunk in enumerate(chunks) if (answer := self.answers.get(chunk.request_id)) and chunk.num_logits
+            (at, answer, chunk)
+            for at, chunk in enumerate(chunks)
+            if (answer := self.answers.get(chunk.request_id)) and chunk.num_logits and answer.is_masked(chunk)
         ]
         if not found:
             return None
@@ -147,16 +160,29 @@ def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[n
 
 def _fill(answers: Sequence[tuple[_Answer, int]], rows: NDArray[np.int32]) -> list[GrammarEnd]:
     """The masks of what may come next; where nothing may, any token will do, since nobody uses it."""
-    going_on = [(matcher, row) for answer, row in answers if (matcher := answer.matcher) is not None and not matcher.is_over]
+    going_on: list[tuple[Matcher, int]] = []
+    reasoning: set[int] = set()
+    for answer, row in answers:
+        matcher = answer.matcher
+        if isinstance(matcher, ThoughtMatcher):
+            if matcher.answering is None:
+                reasoning.add(row)
+                rows[row] = -1 if matcher.due is None else 0
+                if matcher.due is not None:
+                    rows[row].view(np.uint32)[matcher.due // 32] = 1 << matcher.due % 32
+                continue
+            matcher = matcher.answering
+        if matcher is not None and not matcher.is_over:
+            going_on.append((matcher, row))
     Matcher.fill(going_on, rows)
-    open_rows = {row for matcher, row in going_on if not matcher.is_over and rows[row].any()}
+    open_rows = reasoning | {row for matcher, row in going_on if not matcher.is_over and rows[row].any()}
     ended = [(answer, row) for answer, row in answers if row not in open_rows]
     for _, row in ended:
         rows[row] = -1
     return [GrammarEnd(answer.request_id, _why_not(answer.matcher)) for answer, _ in ended]
 
 
-def _why_not(matcher: Matcher | None) -> str | None:
+def _why_not(matcher: Matcher | ThoughtMatcher | None) -> str | None:
     """None: the answer is complete."""
     if matcher is None:
         return "its schema or grammar could not be compiled again"

@@ -3,6 +3,7 @@ device the last token, counts for penalties, biases."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.contract import MAX_LOGIT_BIAS, SamplingParams, Start
+from penstock.contract import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams, Start
 from penstock.engine.execution.batch import DraftedInputs
 from penstock.engine.execution.staging import Uploads
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-NUM_FLOATS = len(_FLOATS) + 1  # and 1 for a row that has biases, else 0: what another request left in the row does not count
+# And 1 for a row that has biases, else 0: what another request left in the row does not count; and whether it may end, see `Rows`.
+NUM_FLOATS = len(_FLOATS) + 2
 NUM_PARAMS = NUM_FLOATS + 3  # and top_k, two words of draw key; behind them the keys of draws at earlier positions
 _MASK32 = 0xFFFFFFFF
 NO_TOKEN = -1  # of a row behind the first draft that was rejected
@@ -38,27 +40,31 @@ class SamplePlan:
     params: NDArray[np.int32] | None  # [NUM_PARAMS + 2 * unsure, S] packed words, None where greedy
     biases: bool = False  # any row has some; then `penalties` is set too
     random: bool = False  # any row is sampled
+    ends: bool = False  # any row may be too short to end; then state of rows is needed
 
 
 class Rows:
-    """Parameters of the request in each row."""
+    """Parameters of the request in each row. `eos_ids`: end any answer, unless it ignores them."""
 
-    def __init__(self, max_batch: int) -> None:
+    def __init__(self, max_batch: int, eos_ids: frozenset[int] = frozenset()) -> None:
+        self._eos_ids = eos_ids
         self._floats = np.zeros((NUM_FLOATS, max_batch + 1), np.float32)
         self._floats[5] = 1.0
         self._top_k = np.zeros(max_batch + 1, np.int32)
         self._seeds = np.zeros(max_batch + 1, np.uint64)
         self._num_logprobs = np.full(max_batch + 1, -1, np.int32)
         self._flags = np.zeros((4, max_batch + 1), bool)  # random, penalties, filters, biases
+        self._may_end_at = np.zeros(max_batch + 1, np.int32)  # the position behind which a token may end the answer
 
     def start(self, start: Start) -> None:
         row, sampling = start.row, start.sampling
         biased = bool(sampling.logit_bias)
-        self._floats[:, row] = [*(getattr(sampling, name) for name in _FLOATS), biased]
+        self._floats[:, row] = [*(getattr(sampling, name) for name in _FLOATS), biased, 0.0]
+        self._may_end_at[row] = start.num_prompt + sampling.min_tokens - 1 if ends_of(sampling, self._eos_ids) else 0
         self._top_k[row] = max(sampling.top_k, 0)
         self._seeds[row] = np.uint64((sampling.seed or 0) & (2**64 - 1))
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
-        self._flags[:, row] = (not sampling.greedy, needs_state(sampling), sampling.top_k > 0 or sampling.top_p < 1.0, biased)
+        self._flags[:, row] = (not sampling.greedy, is_penalised(sampling), sampling.top_k > 0 or sampling.top_p < 1.0, biased)
 
     def draw_words(self) -> NDArray[np.int32]:
         """[6, rows]: bits of temperature, top-p and min-p; top-k; the two words of the seed."""
@@ -69,23 +75,37 @@ class Rows:
         """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch. The
         device may find that some are up to `num_unsure` less, and gets the keys of these draws as well."""
         random, penalties, filters, biases = (bool(flags.any()) for flags in self._flags[:, rows])
-        greedy = not (random or penalties)
+        num_lacking = self._may_end_at[rows] - positions  # tokens before one may end the answer; more where a position is less
+        ends = bool((num_lacking > -num_unsure).any()) and bool(self._may_end_at[rows].any())
+        greedy = not (random or penalties or ends)
         params = None
         if not greedy:
             params = np.empty((NUM_PARAMS + 2 * num_unsure, len(rows)), np.int32)
             params[:NUM_FLOATS] = self._floats[:, rows].view(np.int32)
+            if ends:
+                params[NUM_FLOATS - 1] = num_lacking.astype(np.float32).view(np.int32)
             params[NUM_FLOATS] = self._top_k[rows]
             seeds = self._seeds[rows]
             for shift in range(num_unsure + 1):
                 at = NUM_FLOATS + 1 + 2 * shift
                 params[at : at + 2] = draw_keys(seeds, positions - shift)
-        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases, random)
+        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases, random, ends)
 
 
 def needs_state(sampling: SamplingParams) -> bool:
-    """Whether the device keeps something for the row: counts of its tokens, or biases."""
+    """Whether the device keeps something for the row: counts of its tokens, biases, or what may not end it yet."""
+    return is_penalised(sampling) or sampling.min_tokens > 0
+
+
+def is_penalised(sampling: SamplingParams) -> bool:
+    """Or biased."""
     penalised = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
     return penalised or bool(sampling.logit_bias)
+
+
+def ends_of(sampling: SamplingParams, eos_ids: frozenset[int]) -> list[int]:
+    """Tokens that are not chosen before the answer has its `min_tokens`."""
+    return sorted(sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)) if sampling.min_tokens else []
 
 
 def draw_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -202,8 +222,8 @@ def counts_before(drafts: Tensor, vocab: int) -> Tensor:
 class Sampler:
     """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
 
-    def __init__(self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, num_pending: int = 0) -> None:
-        """`num_pending`: drafts of each request that wait on the device for the next step."""
+    def __init__(self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, num_pending: int = 0, eos_ids: Iterable[int] = ()) -> None:
+        """`num_pending`: drafts of each request that wait on the device for the next step. `eos_ids`: end any answer, unless ignored."""
         num_rows, device = max_batch + 1, uploads.device  # one more for padding
         self._lane = lane
         self._uploads = uploads
@@ -214,6 +234,9 @@ class Sampler:
         self._in_prompt = torch.zeros((num_rows, vocab), dtype=torch.bool, device=device)
         self._biased = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)  # token ids; those not used have no bias
         self._bias = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
+        self.eos_ids = frozenset(eos_ids)
+        most_ends = MAX_STOP_TOKEN_IDS + len(self.eos_ids)
+        self._ends = torch.zeros((num_rows, most_ends), dtype=torch.int64, device=device)  # token ids; the first again behind the last
 
     def start(self, start: Start) -> None:
         """Set up penalty state for a request that takes a row: work of the lane, before the step's own. The step before, which may still
@@ -231,6 +254,9 @@ class Sampler:
             words = np.array([bias for _, bias in biases], np.float32).view(np.int32)
             self._biased[start.row, : len(biases)] = self._uploads.send([token for token, _ in biases])
             self._bias[start.row, : len(biases)] = self._uploads.send(words).to(torch.int32).view(torch.float32)
+
+        if ends := ends_of(start.sampling, self.eos_ids):
+            self._ends[start.row] = self._uploads.send([*ends, *ends[:1] * (self._ends.shape[1] - len(ends))])
 
     def _require_lane(self) -> None:
         if not self._lane.is_current():
@@ -277,7 +303,9 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor, drafting: DraftedInputs | None = None) -> Tensor:
         floats = params[:NUM_FLOATS].view(torch.float32)
-        temperature, top_p, min_p, presence, frequency, repetition, biased = (f[:, None] for f in floats)
+        temperature, top_p, min_p, presence, frequency, repetition, biased, lacking = (f[:, None] for f in floats)
+        if plan.ends:
+            logits = self._without_ends(logits, rows, lacking, drafting)
         if plan.penalties:
             counts = None
             if drafting is not None and drafting.num_drafts:  # drafts before a row count there as if they had been emitted
@@ -306,6 +334,16 @@ class Sampler:
         keep[:, 0] = True  # rounding never empties the choice
         best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
         return ids.gather(1, best)[:, 0]
+
+    def _without_ends(self, logits: Tensor, rows: Tensor, lacking: Tensor, drafting: DraftedInputs | None) -> Tensor:
+        """What would end an answer that lacks tokens is not chosen, unless a grammar allows nothing else."""
+        if drafting is not None and drafting.num_unsure:
+            lacking = lacking + (self.rejected[rows] * drafting.unsure)[:, None]
+        is_short = lacking > 0
+        ends = self._ends[rows.long()]
+        going_on = logits.scatter(1, ends, -torch.inf)
+        can_go_on = going_on.amax(dim=-1, keepdim=True) > -torch.inf
+        return torch.where(is_short & can_go_on, going_on, logits)
 
     def _keys(self, params: Tensor, rows: Tensor, drafting: DraftedInputs | None) -> Tensor:
         """int32 [2, S] of the draws, by the positions that the rows turned out to have."""

@@ -262,12 +262,12 @@ class Scheduler:
 
     def _most_drafts(self, track: Track) -> int:
         """How many there is room for in what it was promised; where promises exceed memory, in what it has.
-        Nobody leaves for a draft. A request that is paged out or has a grammar decodes one token at a
-        time."""
+        No request is retracted for a draft. A request that is paged out or has a grammar decodes one token
+        at a time."""
         sampling = track.request.sampling
-        if track.num_left != 1 or track.is_deep or sampling.grammar is not None or track.num_planned < track.num_cached:
+        if track.num_left != 1 or track.is_deep or track.num_planned < track.num_cached:
             return 0
-        most = sampling.max_tokens - (track.num_expected - track.num_prompt) - 1
+        most = min(sampling.max_tokens - (track.num_expected - track.num_prompt) - 1, track.num_unmasked)
         num_blocks = track.held_table().num_slots if self._budget.overcommit > 1.0 else track.promised
         return min(most, num_blocks * self._ledger.block_tokens - track.num_planned - 1)
 
@@ -482,7 +482,8 @@ class Scheduler:
         end = track.num_planned + num_tokens
         size, table = self._ledger.block_tokens, track.held_table()
         most = min(self._draft.num_ahead, track.lifetime_tokens - end, track.promised * size - end)
-        if most <= 0 or end < track.num_expected or track.is_deep or track.request.sampling.grammar is not None:
+        most = min(most, track.num_unmasked)
+        if most <= 0 or end < track.num_expected or track.is_deep:
             return 0
         wanted = blocks_for(end + most, size) - table.num_slots
         if wanted > 0 and (self._budget.overcommit > 1.0 or not self._running.try_draw(track, wanted)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -112,6 +113,13 @@ class Track:
     def num_expected(self) -> int:
         """Tokens known once everything in flight has landed."""
         return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_unmasked(self) -> int:
+        """Drafts that may be verified next, as far as masks go: the step behind them, which is planned before they are decided, needs none
+        either."""
+        masked_from = self.request.sampling.masked_from
+        return sys.maxsize if masked_from is None else masked_from - (self.num_expected - self.num_prompt) - 2
 
     @property
     def num_left(self) -> int:

@@ -122,7 +122,7 @@ def test_an_answer_moves_its_own_copy_alone(gated: Gated) -> None:
 def test_a_mask_whose_token_never_comes_allows_every_token(gated: Gated) -> None:
     """Its request has ended, or begins anew. What the buffer had from steps before would be some other request's, or nothing at all."""
     lane = CpuLane("compute")
-    masks = Masks(gated.grammars.wait_compiled, gated.grammars.num_words, 4, lane)
+    masks = Masks(gated.grammars, 4, lane)
     try:
         sampling = SamplingParams(max_tokens=9, grammar=Grammar("regex", "abc"))
         masks.start(Start(0, "r", sampling, (), None, 3))

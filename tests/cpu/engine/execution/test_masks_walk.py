@@ -41,7 +41,7 @@ class World:
 
     def __init__(self, grammars: Grammars, lane: CpuLane, r: random.Random) -> None:
         self.r, self.grammars, self.lane = r, grammars, lane
-        self.masks = Masks(grammars.wait_compiled, grammars.num_words, NUM_ROWS, lane)
+        self.masks = Masks(grammars, NUM_ROWS, lane)
         self.asked: list[Asked] = []
         self.news: list[tuple[Asked, int]] = []  # tokens of the step before
         self.num_checked = 0

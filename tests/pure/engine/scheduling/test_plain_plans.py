@@ -33,6 +33,7 @@ from penstock.contract import (
     StepFailure,
     StepPlan,
     StepResult,
+    Thought,
     TokenLogprob,
     TokenScores,
     Waits,
@@ -42,7 +43,7 @@ from penstock.errors import InvariantBroken, TransferFailed
 NUM_WALKS = 30
 PLAIN = (type(None), bool, int, float, str)
 RECORDS = (
-    *(StepPlan, Chunk, Scoring, KeptSums, Echo, Adapter, Start, SamplingParams, Grammar, FenceId),
+    *(StepPlan, Chunk, Scoring, KeptSums, Echo, Adapter, Start, SamplingParams, Grammar, Thought, FenceId),
     *(StepResult, Sampled, TokenLogprob, TokenScores, PartScores, StepFailure),
 )
 
