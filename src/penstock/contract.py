@@ -776,9 +776,9 @@ class Table(Protocol):
         """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.
         `fence` lies behind the step that computed it."""
 
-    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
-        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory has them; returns how many.
-        `fence` lies behind all steps launched."""
+    def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
+        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory has them, in multiples of
+        `unit`; returns how many. `fence` lies behind all steps launched."""
 
     def fetch(self, firsts: Sequence[int], num_blocks: int) -> Sequence[FetchedBlocks]:
         """Have runs of its paged-out blocks, each of so many from one of `firsts` on, copied together into slots that are drawn for it.

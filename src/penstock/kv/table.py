@@ -248,23 +248,24 @@ class BlockTable:
         self.paged_pins.append(pin)
         self.paged_slots = np.concatenate((self.paged_slots, pin.array))
 
-    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
+    def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
         """Not those that a transfer uses. What host memory lacks is on its way there when this returns."""
         hold, host, saves = self.hold, self._tables.host, self._tables.saves
         hold.require_open()
         first = self.num_paged
         end = min(first + num_blocks, self.num_keyed, min((pin.first for pin in hold.run_pins), default=self.num_keyed))
         keys = self.sealed_keys[first:end]
-        pin = host.pin_run(keys, self.owner) if keys else None
+        pin = host.pin_run(keys, self.owner, unit) if keys else None
         num = 0 if pin is None else len(pin.run)
         if pin is not None:
             self.add_paged(pin)
             hold.drop_first(num, fence)
         if num < len(keys):  # its copy has failed, or was not made: once more
-            absent = host.absent(keys[num:])
+            num_here = num + host.num_leading(keys[num:])
+            absent = host.absent(keys[num_here:])
             missing = next((place for place, is_absent in enumerate(absent) if not is_absent), len(absent))
             if missing:
-                saves.offer(hold, first + num, keys[num : num + missing], fence, due=True)
+                saves.offer(hold, first + num_here, keys[num_here : num_here + missing], fence, due=True)
                 saves.submit()  # there may be no step before it is needed
         return num
 

@@ -657,9 +657,17 @@ def hold_loads(engine: Engine) -> tuple[threading.Event, threading.Event]:
 
 
 def test_decoding_goes_on_while_parts_are_on_their_way(make_engine: Make, prompts: Prompts) -> None:
+    """But not before the first part is there, which every step shows."""
     engine = scored_engine(make_engine)
     may_go_on, stopped = hold_loads(engine)
     deep = submit(engine, prompts(LONG), max_tokens=60)
+    run_until(engine, stopped.is_set)
+    for _ in range(20):
+        engine.step()
+    assert len(deep.tokens) == 1, "that one is the prompt's, which attends to all"
+    may_go_on.set()
+    run_until(engine, lambda: len(deep.tokens) > 1)
+    may_go_on, stopped = hold_loads(engine)
     run_until(engine, lambda: len(deep.tokens) == 60, turns=400)
     assert stopped.is_set()
     may_go_on.set()
@@ -694,8 +702,9 @@ def test_closed_in_the_middle_of_a_fetch_it_waits_for_the_copy(make_engine: Make
 
 def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(make_engine: Make, prompts: Prompts) -> None:
     engine = scored_engine(make_engine)
-    may_go_on, stopped = hold_loads(engine)
     deep = submit(engine, prompts(LONG), max_tokens=60)
+    run_until(engine, lambda: len(deep.tokens) > 1)
+    may_go_on, stopped = hold_loads(engine)
     run_until(engine, lambda: stopped.is_set() and len(deep.tokens) >= 20)
     scheduler = engine._parts.scheduler
     scheduler._retract(scheduler._running.tracks[deep.request_id])

@@ -64,12 +64,12 @@ class WatchedTable(BlockTable):
     def _cache(self) -> WatchedCache:
         return self._tables.watched  # type: ignore[attr-defined, no-any-return]
 
-    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
+    def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
         cache, world = self._cache, self._cache.world
         newest, held = world.newest_fence, list(self.hold.slots)
         assert fence is newest, f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
         num_before = cache.num_available
-        num = super().page_out(num_blocks, fence)
+        num = super().page_out(num_blocks, fence, unit)
         world.seen["paged out what others have"] += cache.num_available < num_before + num
         cache.lent[self] = cache.lent.get(self, 0) + num_before + num - cache.num_available
         if newest is not None:
