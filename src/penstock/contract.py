@@ -488,6 +488,10 @@ class Prefetch(Protocol):
     def ended(self) -> bool:
         """Nothing more of it is read, whether it is there or not: by `end`, by a reset, or since somebody else needs its room."""
 
+    @property
+    def origins(self) -> Mapping[int, str]:
+        """By the number of a block: the tier that it is read from, by this or by another read that is under way."""
+
     def end(self) -> None:
         """Nobody wants more of it. What is being read still lands. Idempotent."""
 

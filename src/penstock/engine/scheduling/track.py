@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Track:
     rank: float = 0.0  # its place in line, which knows what it means,
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
+    origins: dict[int, str] = field(default_factory=dict)  # by number of a block that was read so, in any of its lives: the tier that had it
     may_prefetch: bool = True  # nobody has looked yet whether something should be
     num_read: int = 0  # blocks that host memory had of a deep request when it was looked at last
     ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,
@@ -135,8 +137,26 @@ class Track:
         runs: Sequence[tuple[str, int]] = () if self.lease is None else self.lease.runs_from(match.num_blocks)
         if self.is_deep:
             runs = (("host", match.num_paged),)
-        self.sources = tuple((tier, num * block_tokens) for tier, num in (*self._resident_runs(match.num_blocks), *runs))
+        self._note_origins()
+        runs = self._by_origin((*self._resident_runs(match.num_blocks), *runs))
+        self.sources = tuple((tier, num * block_tokens) for tier, num in runs)
         self.note_sources()
+
+    def _by_origin(self, runs: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Runs of its first blocks by the tier that they came from in its life: what host memory has may have been read for it."""
+        if not self.origins:
+            return list(runs)
+        found: list[tuple[str, int]] = []
+        end = 0
+        for tier, num in runs:
+            first, end = end, end + num
+            origins = (self.origins.get(block, tier) if tier == "host" else tier for block in range(first, end))
+            found += [(origin, len(list(same))) for origin, same in itertools.groupby(origins)]
+        return found
+
+    def _note_origins(self) -> None:
+        if self.prefetch is not None:
+            self.origins.update(self.prefetch.origins)
 
     def _resident_runs(self, num_blocks: int) -> list[tuple[str, int]]:
         """Whose the first `num_blocks` blocks were, which are on the device: what was copied there for it came from host memory."""
@@ -179,6 +199,7 @@ class Track:
 
     def end_prefetch(self) -> None:
         """Idempotent."""
+        self._note_origins()
         if self.prefetch is not None:
             self.prefetch.end()
             self.prefetch = None
