@@ -794,7 +794,7 @@ class Table(Protocol):
 
     def keep_closed(self, name: bytes, first: int, end: int) -> None:
         """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host memory: somebody knows their keys.
-        Whoever has the key `name` forgotten, which the last of them would have otherwise, has them forgotten as well."""
+        They are forgotten with the key `name`, which the last of them would have otherwise, and with the block before them."""
 
     def retract(self, num_tokens: int, fence: Fence | None) -> Lease | None:
         """End it, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
