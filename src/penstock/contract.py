@@ -513,6 +513,10 @@ class Prefetch(Protocol):
     def ended(self) -> bool:
         """Nothing more of it is read, whether it is there or not: by `end`, by a reset, or since somebody else needs its room."""
 
+    @property
+    def origins(self) -> Mapping[int, str]:
+        """By the number of a block: the tier that it is read from, by this or by another read that is under way."""
+
     def end(self) -> None:
         """Nobody wants more of it. What is being read still lands. Idempotent."""
 
@@ -801,9 +805,9 @@ class Table(Protocol):
         """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.
         `fence` lies behind the step that computed it."""
 
-    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
-        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory has them; returns how many.
-        `fence` lies behind all steps launched."""
+    def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
+        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory has them, in multiples of
+        `unit`; returns how many. `fence` lies behind all steps launched."""
 
     def fetch(self, firsts: Sequence[int], num_blocks: int) -> Sequence[FetchedBlocks]:
         """Have runs of its paged-out blocks, each of so many from one of `firsts` on, copied together into slots that are drawn for it.
@@ -815,7 +819,7 @@ class Table(Protocol):
 
     def keep_closed(self, name: bytes, first: int, end: int) -> None:
         """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host memory: somebody knows their keys.
-        Whoever has the key `name` forgotten, which the last of them would have otherwise, has them forgotten as well."""
+        They are forgotten with the key `name`, which the last of them would have otherwise, and with the block before them."""
 
     def retract(self, num_tokens: int, fence: Fence | None) -> Lease | None:
         """End it, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""

@@ -358,9 +358,9 @@ class KvCache:
     # ----------------------------------------------------------------------------------------------------------- sessions
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """Forget these blocks in device and host memory, but for those that a table holds; returns how many copies. What a lease or a
-        transfer still reads stays until it is done."""
-        num_closed = self.saves.end_unshared([key for name in keys for key in self._tables.kept.pop(name, ())])
+        """Forget these blocks in device and host memory, but for those that a table holds, and what scored requests have kept that goes on
+        from them; returns how many copies. What a lease or a transfer still reads stays until it is done."""
+        num_closed = self.saves.end_unshared(self._tables.take_kept(keys))
         placed = zip(keys, self._pool.find_each(keys), strict=True)
         unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not self._pool.is_held(slot)]
         num_device = self._pool.forget([slot for _, slot in unheld if slot != ABSENT])

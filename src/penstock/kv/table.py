@@ -9,6 +9,7 @@ sees it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,13 @@ from penstock.kv.blocks.key import block_key, private_scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad, Loads
+
+
+class KeptClosed(NamedTuple):
+    """Blocks of a closed scope that outlive their table."""
+
+    keys: Sequence[bytes]
+    root: bytes | None  # the key of the block before them, which anybody may find: without it they are of no use
 
 
 class OpenTables:
@@ -37,7 +45,7 @@ class OpenTables:
         self.num_misses = 0  # prompt blocks with a key that they were opened without
         self.open: dict[Hold, BlockTable] = {}
         self.announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
-        self.kept: dict[bytes, Sequence[bytes]] = {}  # what was kept of tables with a scope of their own, by name
+        self.kept: dict[bytes, KeptClosed] = {}  # what was kept of tables with a scope of their own, by name
 
     def add(self, hold: Hold, prefix: Prefix | None, num_matched: int) -> BlockTable:
         """A new one, which begins with the first `num_matched` blocks of its prompt."""
@@ -51,7 +59,13 @@ class OpenTables:
     def unname(self, keys: Sequence[bytes]) -> None:
         """Nothing that ends with one of `keys` is kept under its name any more."""
         gone = set(keys)
-        self.kept = {name: kept for name, kept in self.kept.items() if kept[-1] not in gone}
+        self.kept = {name: kept for name, kept in self.kept.items() if kept.keys[-1] not in gone}
+
+    def take_kept(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Of what was kept under one of `keys`, or goes on from one of them: its keys. It is kept no more."""
+        gone = set(keys)
+        names = [name for name, kept in self.kept.items() if name in gone or kept.root in gone]
+        return [key for name in names for key in self.kept.pop(name).keys]
 
     def give_way(self, num_blocks: int) -> None:
         """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again when they have to leave it."""
@@ -239,7 +253,7 @@ class BlockTable:
         self.num_kept, keys = end, self.sealed_keys[first:end]
         self._tables.unname(keys)  # what this table went on from is now a part of it
         if keys:
-            self._tables.kept[name] = keys
+            self._tables.kept[name] = KeptClosed(keys, self.sealed_keys[first - 1] if first else None)
 
     # ----------------------------------------------------------------------------------------------------------- paged out
 
@@ -248,23 +262,24 @@ class BlockTable:
         self.paged_pins.append(pin)
         self.paged_slots = np.concatenate((self.paged_slots, pin.array))
 
-    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
+    def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
         """Not those that a transfer uses. What host memory lacks is on its way there when this returns."""
         hold, host, saves = self.hold, self._tables.host, self._tables.saves
         hold.require_open()
         first = self.num_paged
         end = min(first + num_blocks, self.num_keyed, min((pin.first for pin in hold.run_pins), default=self.num_keyed))
         keys = self.sealed_keys[first:end]
-        pin = host.pin_run(keys, self.owner) if keys else None
+        pin = host.pin_run(keys, self.owner, unit) if keys else None
         num = 0 if pin is None else len(pin.run)
         if pin is not None:
             self.add_paged(pin)
             hold.drop_first(num, fence)
         if num < len(keys):  # its copy has failed, or was not made: once more
-            absent = host.absent(keys[num:])
+            num_here = num + host.num_leading(keys[num:])
+            absent = host.absent(keys[num_here:])
             missing = next((place for place, is_absent in enumerate(absent) if not is_absent), len(absent))
             if missing:
-                saves.offer(hold, first + num, keys[num : num + missing], fence, due=True)
+                saves.offer(hold, first + num_here, keys[num_here : num_here + missing], fence, due=True)
                 saves.submit()  # there may be no step before it is needed
         return num
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.contract import FinishReason, Match, Request, SamplingParams, StepPlan, Waits
+from penstock.contract import FinishReason, KvSource, Match, Request, SamplingParams, StepPlan, Waits
 from penstock.engine import build as build_module
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
@@ -283,6 +283,7 @@ def test_after_a_restart_it_goes_on_from_disk(make_engine: Make, prompts: Prompt
     ours = generate(engine, prompt, max_tokens=20, logprobs=1)
     assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
     assert ours.source is not None and ours.source.computed <= 60 + 16, ours.source
+    assert ours.source == KvSource(ssd=len(prompt) - ours.source.computed, computed=ours.source.computed), "not the tier it was read into"
 
 
 def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prompts: Prompts) -> None:

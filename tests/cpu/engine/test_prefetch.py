@@ -49,7 +49,7 @@ def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(make_en
     until(engine, lambda: engine.stats().traffic.bytes["ssd", "host"] > 0 and engine.cache.num_in_flight == 0)  # type: ignore[union-attr]
     assert ahead.finish is None and not behind.tokens, "while the first one computes"
     run_all(engine)
-    assert behind.tokens == cold.tokens and behind.source == KvSource(host=399, computed=1)
+    assert behind.tokens == cold.tokens and behind.source == KvSource(ssd=399, computed=1)
     settle_all(engine)
     engine.check()
 

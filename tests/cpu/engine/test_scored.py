@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
-from support.driving import Collected, generate, run_all, settle_all, submit
+from support.driving import Collected, generate, run_all, settle_all, submit, wait_scanned
 from support.recording import recorded
 
 Make = Callable[..., Engine]
@@ -519,6 +519,48 @@ def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: 
     assert generate(engine, prompt[:1500], max_tokens=2).source.host == 0  # type: ignore[union-attr]
 
 
+def in_session(engine: Engine, prompt: list[int], release: bool = False) -> Collected:
+    answer = Collected()
+    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    engine.submit(prompt, params, answer.events.append, session="agent", hint=CacheHint(release=release))
+    run_all(engine)
+    settle_all(engine)
+    return answer
+
+
+def test_a_released_session_leaves_nothing_of_answers_that_it_did_not_go_on_from(make_engine: Make, prompts: Prompts) -> None:
+    """A client sends back less than it was given, or other text, or asks again: what such a turn has kept hangs on blocks of the session."""
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    for _ in range(2):
+        answer = in_session(engine, prompt)
+    in_session(engine, [*prompt, *answer.tokens[:50], *prompts(40, seed=1)])
+    assert len(kept_of(engine)) > 1
+    in_session(engine, [*prompt, *prompts(40, seed=2)], release=True)
+    for _ in range(5):
+        engine.step()
+    assert engine.stats().kv_blocks["host"]["idle"] == engine.stats().kv_blocks["device"]["idle"] == 0
+    assert not engine.cache.saves._unshared
+
+
+@pytest.mark.parametrize("mode", ["exact", "scored"])
+def test_a_released_session_that_came_from_disk_leaves_nothing_in_memory(
+    mode: str, make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
+    """What was read for it was not in memory before it."""
+    disk, prompt = {"ssd_dir": str(tmp_path), "ssd_gib": 0.05, "residency": mode}, prompts(1024)
+    first = scored_engine(make_engine, **disk)
+    generate(first, prompt, max_tokens=1)
+    settle_all(first)
+    first.close(timeout_s=20.0)
+    engine = scored_engine(make_engine, **disk)
+    wait_scanned(engine)
+    answer = in_session(engine, prompt, release=True)
+    assert answer.source is not None and answer.source.ssd > 900
+    for _ in range(5):
+        engine.step()
+    assert engine.stats().kv_blocks["host"]["idle"] == engine.stats().kv_blocks["device"]["idle"] == 0
+
+
 def test_two_may_go_on_from_the_same_turn(make_engine: Make, prompts: Prompts) -> None:
     engine, prompt = scored_engine(make_engine, blocks=120, host_blocks=600), prompts(1024)
     answer = generate(engine, prompt, max_tokens=100)
@@ -657,9 +699,17 @@ def hold_loads(engine: Engine) -> tuple[threading.Event, threading.Event]:
 
 
 def test_decoding_goes_on_while_parts_are_on_their_way(make_engine: Make, prompts: Prompts) -> None:
+    """But not before the first part is there, which every step shows."""
     engine = scored_engine(make_engine)
     may_go_on, stopped = hold_loads(engine)
     deep = submit(engine, prompts(LONG), max_tokens=60)
+    run_until(engine, stopped.is_set)
+    for _ in range(20):
+        engine.step()
+    assert len(deep.tokens) == 1, "that one is the prompt's, which attends to all"
+    may_go_on.set()
+    run_until(engine, lambda: len(deep.tokens) > 1)
+    may_go_on, stopped = hold_loads(engine)
     run_until(engine, lambda: len(deep.tokens) == 60, turns=400)
     assert stopped.is_set()
     may_go_on.set()
@@ -694,8 +744,9 @@ def test_closed_in_the_middle_of_a_fetch_it_waits_for_the_copy(make_engine: Make
 
 def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(make_engine: Make, prompts: Prompts) -> None:
     engine = scored_engine(make_engine)
-    may_go_on, stopped = hold_loads(engine)
     deep = submit(engine, prompts(LONG), max_tokens=60)
+    run_until(engine, lambda: len(deep.tokens) > 1)
+    may_go_on, stopped = hold_loads(engine)
     run_until(engine, lambda: stopped.is_set() and len(deep.tokens) >= 20)
     scheduler = engine._parts.scheduler
     scheduler._retract(scheduler._running.tracks[deep.request_id])

@@ -169,7 +169,7 @@ def reads_first(track: Track, match: Match, ledger: KvLedger) -> bool:
     """`track` could start now with what matched. Whether it is deep, and tiers behind host memory have more of it, which it waits for: its
     lease may have expired, what was read for it may have gone again, or there was no room for all while others ran. They are asked once
     for each length of what matched, if that has grown."""
-    num_found, num_usable = match.num_blocks + match.num_paged, (len(track.tokens) - 1) // ledger.block_tokens
+    num_found, num_usable = match.num_blocks + match.num_paged, _whole(track, (len(track.tokens) - 1) // ledger.block_tokens)
     if not track.is_deep or track.computes or track.continues is not None or track.prefetch is not None:
         return False
     if track.prefix is None or not track.request.may_match or not track.leased_at < num_found < num_usable:
@@ -177,7 +177,12 @@ def reads_first(track: Track, match: Match, ledger: KvLedger) -> bool:
     track.leased_at = num_found
     _lease_again(track, track.prefix, ledger)
     track.may_prefetch, track.num_read = True, match.num_paged
-    return track.lease is not None and (not track.lease.ready or track.lease.num_from(0) > num_found)
+    return track.lease is not None and (not track.lease.ready or _whole(track, track.lease.num_from(0)) > num_found)
+
+
+def _whole(track: Track, num_blocks: int) -> int:
+    """So many of its first blocks, as far as they can be in host memory alone."""
+    return num_blocks // track.unit * track.unit
 
 
 def is_pending(track: Track, ledger: KvLedger) -> bool:
@@ -218,7 +223,8 @@ def _find_deep(track: Track, prefix: Prefix, ledger: KvLedger, most_resident: in
         if num:
             track.continues = context, num
             return Match(0, 0, False, num_paged=num)
-    return ledger.match_deep(keys, most_resident)
+    match = ledger.match_deep(keys, most_resident)
+    return match._replace(num_paged=_whole(track, match.num_paged))
 
 
 def is_arriving(track: Track) -> bool:

@@ -6,6 +6,9 @@ for it, and what the next turn of its conversation is told; draws nothing and mo
 A part is 64 tokens, or one block where that is more. All before the window is in host memory; parts that are chosen are copied back beside
 it. Decoding goes on over the old choice until the copies have landed.
 
+Every step shows its tokens the first part, pinned parts and the trailing window. A request that begins with blocks in host memory waits
+until these have been copied. Where that is not possible, its steps read all of its context in host memory.
+
 The next turn finds all that the last one had in host memory, and what was known of its keys. It begins with the last choice, waits until
 that is on the device, and computes its prompt over it. So its first token waits for what is resident, however long the context is. Behind
 the prompt parts are scored, and chosen again.
@@ -24,7 +27,7 @@ from numpy.typing import NDArray
 
 from penstock.config import KvConfig, ResidencyName, wrong_spans
 from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 PART_TOKENS = 64
 WINDOW_SHARE = 4  # one in so many of the resident parts is the trailing window, and one at least
@@ -70,11 +73,6 @@ class Division:
     @property
     def part_tokens(self) -> int:
         return self.part_blocks * self.block_tokens
-
-    @property
-    def most_fetched(self) -> int:
-        """Blocks."""
-        return (self.chosen + self.moving) * self.part_blocks
 
     def pinned(self, pins: Sequence[tuple[int, int]], num_tokens: int) -> tuple[int, ...]:
         """Parts that hold the first token or pinned ones, of a sequence of at most `num_tokens`. Raises InvalidRequest where they leave
@@ -259,7 +257,8 @@ class ResidentSet:
         self._num_scorings = 0
         self.context: KeptContext | None = None  # that it goes on from
         self._kept: KeptSums | None = None  # where what is known of its keys is, until a step is told
-        self._is_filling = False  # nothing is computed before what is chosen has come
+        self._is_filling = False  # nothing is computed before all that is chosen has come
+        self._may_wait = True  # no copy has failed
         if continues is not None:
             self.context, self._num_summed = continues
             self.num_exact, self._score_at = self._num_summed * division.block_tokens, num_known + 1
@@ -280,15 +279,17 @@ class ResidentSet:
         for the step, and as long as it is larger than it has to be, for parts that are wanted more. In whole parts, and only what is
         summed up."""
         size = self.division.part_blocks
-        num_wanted = len(self.wanted(table)) * size
-        num_spare = most + num_short - self.division.window * size
-        num = max(num_short, min(num_short + num_wanted, num_spare))
-        end = -(-(table.num_paged + max(0, num)) // size) * size
-        return max(0, min(end, self._num_summed // size * size) - table.num_paged) if num > 0 else 0
+        num_wanted = -(-num_short // size) + len(self.wanted(table))  # parts, as the others here
+        num_spare = (most + num_short) // size - self.division.window
+        num = max(-(-num_short // size), min(num_wanted, num_spare))
+        return max(0, min(num * size, self._num_summed // size * size - table.num_paged))
 
     def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
         """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores. `may_read`: the step may read host
-        memory, as it does now and then to see how much was left out."""
+        memory, as it does now and then to see how much was left out. Raises InvariantBroken where its tokens would not see what every step
+        shows."""
+        if table.num_paged % self.division.part_blocks:
+            raise InvariantBroken(f"{table.num_paged} blocks of a scored request are paged out: no whole parts of {self.division.part_blocks}")
         tail, self._is_filling = table.slots(end), False
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None
@@ -297,6 +298,10 @@ class ResidentSet:
         own = np.concatenate((self._chosen_slots(), tail))
         num_left_out = table.num_paged - len(own) + len(tail)
         scoring = self._later(table, tail, start, may_score)
+        if not self.shows_needed(table):
+            if not may_read:
+                raise InvariantBroken(f"a step at token {start} shows neither its trailing window nor host memory")
+            return Placed(own, self._left_out(table), 0, scoring)
         if scoring is not None and scoring.num_parts:
             self._num_scorings += 1
             if may_read and num_left_out and self._num_scorings % RECALL_EVERY == FIRST_RECALL:
@@ -367,14 +372,14 @@ class ResidentSet:
             fetched = self._coming.pop(part)
             if fetched.failed:
                 failed.append(fetched)
-                self._is_filling = False  # nothing waits for what may never come
+                self._may_wait = False  # for what may never come
             else:
                 self._chosen[part], self._slots = fetched, None
         return failed
 
     def take_surplus(self, table: Table) -> list[FetchedBlocks]:
         """What gives way to what has landed: the least wanted of what is chosen."""
-        num = len(self._chosen) - self.division.chosen
+        num = len(self._chosen) - self._most_chosen(table)
         if num <= 0:
             return []
         place = {part: at for at, part in enumerate(self._in_order(table))}
@@ -384,28 +389,44 @@ class ResidentSet:
 
     def wanted(self, table: Table) -> list[int]:
         """Parts to be fetched now, the most wanted first: as many as may be on their way."""
-        target = self._in_order(table)[: self.division.chosen]
-        num = min(AT_ONCE, self.division.chosen + self.division.moving - len(self._chosen) - len(self._coming))
+        most = self._most_chosen(table)
+        target = self._in_order(table)[:most]
+        num = min(AT_ONCE, most + self.division.moving - len(self._chosen) - len(self._coming))
         missing = (part for part in target if part not in self._chosen and part not in self._coming)
         return [part for part, _ in zip(missing, range(num), strict=False)]
 
+    def most_fetched(self, table: Table) -> int:
+        """Blocks that may have a copy on the device, used or on their way."""
+        return (self._most_chosen(table) + self.division.moving) * self.division.part_blocks
+
+    def _most_chosen(self, table: Table) -> int:
+        """Parts that are in use at once. What stands in for the trailing window has the window's room."""
+        return max(self.division.chosen, len(self._needed(table)))
+
     def _in_order(self, table: Table) -> list[int]:
-        """Parts that are paged out, the most wanted first. As long as the trailing window is not full, those before it are part of it."""
+        """Parts that are paged out, the most wanted first."""
+        end = table.num_paged // self.division.part_blocks
+        return list(dict.fromkeys((*self._needed(table), *(part for part in self._order if part < end))))
+
+    def _needed(self, table: Table) -> list[int]:
+        """Paged-out parts that every step shows: the first, pinned ones, and as long as the blocks behind them do not fill the trailing
+        window, those before these."""
         size = self.division.part_blocks
         end = table.num_paged // size
         num_recent = self.division.window - (table.num_slots - table.num_paged) // size
-        if num_recent <= 0 or self.context is None:
-            return [part for part in self._order if part < end]
         recent = range(end - 1, max(-1, end - 1 - num_recent), -1)
-        return list(dict.fromkeys(part for part in (*self._pinned, *recent, *self._order) if part < end))
+        return list(dict.fromkeys((*(part for part in self._pinned if part < end), *recent)))
+
+    def shows_needed(self, table: Table) -> bool:
+        return all(part in self._chosen for part in self._needed(table))
 
     def coming(self, part: int, fetched: FetchedBlocks) -> None:
         self._coming[part] = fetched
 
-    @property
-    def is_filling(self) -> bool:
-        """Whether it has computed nothing yet, and some of what it begins with is on its way."""
-        return self._is_filling and bool(self._coming)
+    def is_filling(self, table: Table) -> bool:
+        """Whether its next tokens wait for parts that are on their way: for what every step shows, and those of a next turn for all that it
+        begins with."""
+        return self._may_wait and bool(self._coming) and (self._is_filling or not self.shows_needed(table))
 
     # ------------------------------------------------------------------------------------------------------- the next turn
 

@@ -215,15 +215,18 @@ class Running:
         num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)  # while one chunk is computed, the one before it is saved
         most -= table.num_fetched
         num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
+        num_short = -(-num_short // track.unit) * track.unit
         if (resident := track.deciding) is not None:
             num_short = resident.num_making_way(table, num_short, most)
         if num_short > 0:
             num_before = self._ledger.num_available
-            num_paged = table.page_out(num_short, fence)
+            num_paged = table.page_out(num_short, fence, track.unit)
             num_free = self._ledger.num_available - num_before
             self._num_promised += num_free  # and no more: others were promised what is there
             track.num_lent += num_paged - num_free
             most -= num_paged - num_free
+            if resident is not None and num_paged < num_short and not resident.shows_needed(table):
+                return 0  # there is no room yet for what the next tokens have to see
         return max(0, min(num_tokens, (table.num_paged + most) * size - track.num_planned))
 
     def rearrange(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
@@ -237,7 +240,7 @@ class Running:
             fetched.end(fence)
         size = resident.division.part_blocks
         next_blocks = max(0, blocks_for(track.num_planned + num_tokens, self._ledger.block_tokens) - table.num_slots)
-        room = min(resident.division.most_fetched - track.num_lent - table.num_fetched, self._may_draw(track) - next_blocks)
+        room = min(resident.most_fetched(table) - track.num_lent - table.num_fetched, self._may_draw(track) - next_blocks)
         parts = resident.wanted(table)[: max(0, room // size)]
         coming = table.fetch([part * size for part in parts], size) if parts else ()
         for part, one in zip(parts, coming, strict=False):

@@ -114,6 +114,8 @@ class Scheduler:
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
         most = self._budget.deep_blocks
         track.is_deep = 0 < most < blocks_for(track.lifetime_tokens, self._ledger.block_tokens) and request.prefix is not None
+        if track.is_deep and request.residency is not None and self._budget.division is not None:
+            track.unit = self._budget.division.part_blocks
         if request.sampling.prompt_logprobs is not None:
             track.prompt_logprobs = _FIRST_LOGPROB
         self._tracks[request.id] = track
@@ -282,7 +284,8 @@ class Scheduler:
             resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
             track.held_table().close_scope(track.num_planned)
             self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
-            if resident.is_filling:
+            table = track.held_table()
+            if resident.is_filling(table) or not (self._reads_host or resident.shows_needed(table)):
                 return 0
         return 0 if self._stays_out(track) else num_fitting
 

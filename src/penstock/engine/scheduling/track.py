@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ class Track:
     rank: float = 0.0  # its place in line, which knows what it means,
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
+    origins: dict[int, str] = field(default_factory=dict)  # by number of a block that was read so, in any of its lives: the tier that had it
     may_prefetch: bool = True  # nobody has looked yet whether something should be
     num_read: int = 0  # blocks that host memory had of a deep request when it was looked at last
     ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,
@@ -75,6 +77,7 @@ class Track:
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
+    unit: int = 1  # its first blocks are paged out in multiples of so many: a scored request's in whole parts
     resident: ResidentSet | None = None  # of a scored request that has a table
     continues: tuple[KeptContext, int] | None = None  # what an earlier turn has left, and of how many blocks: matched last
     promised: int = 0  # blocks that its table may have, while it has one and is not deep
@@ -144,8 +147,26 @@ class Track:
         runs: Sequence[tuple[str, int]] = () if self.lease is None else self.lease.runs_from(match.num_blocks)
         if self.is_deep:
             runs = (("host", match.num_paged),)
-        self.sources = tuple((tier, num * block_tokens) for tier, num in (*self._resident_runs(match.num_blocks), *runs))
+        self._note_origins()
+        runs = self._by_origin((*self._resident_runs(match.num_blocks), *runs))
+        self.sources = tuple((tier, num * block_tokens) for tier, num in runs)
         self.note_sources()
+
+    def _by_origin(self, runs: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Runs of its first blocks by the tier that they came from in its life: what host memory has may have been read for it."""
+        if not self.origins:
+            return list(runs)
+        found: list[tuple[str, int]] = []
+        end = 0
+        for tier, num in runs:
+            first, end = end, end + num
+            origins = (self.origins.get(block, tier) if tier == "host" else tier for block in range(first, end))
+            found += [(origin, len(list(same))) for origin, same in itertools.groupby(origins)]
+        return found
+
+    def _note_origins(self) -> None:
+        if self.prefetch is not None:
+            self.origins.update(self.prefetch.origins)
 
     def _resident_runs(self, num_blocks: int) -> list[tuple[str, int]]:
         """Whose the first `num_blocks` blocks were, which are on the device: what was copied there for it came from host memory."""
@@ -188,6 +209,7 @@ class Track:
 
     def end_prefetch(self) -> None:
         """Idempotent."""
+        self._note_origins()
         if self.prefetch is not None:
             self.prefetch.end()
             self.prefetch = None

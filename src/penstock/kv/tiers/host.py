@@ -453,10 +453,11 @@ class HostTier:
         with self._lock:
             return self._pool.pin(as_run(slots), owner)
 
-    def pin_run(self, keys: Sequence[bytes], owner: str) -> Pin | None:
-        """A pin on the longest run of leading `keys` that are here; None where the first is not."""
+    def pin_run(self, keys: Sequence[bytes], owner: str, unit: int = 1) -> Pin | None:
+        """A pin on the longest run of leading `keys` that are here, of a multiple of `unit`; None where there is none."""
         with self._lock:
             run = self._pool.find(keys)
+            run = run[: len(run) // unit * unit]
             return self._pool.pin(run, owner) if len(run) else None
 
     def num_leading(self, keys: Sequence[bytes]) -> int:

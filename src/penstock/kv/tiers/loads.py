@@ -127,6 +127,7 @@ class Fetch(Reads):
         self.keeps = True  # what is read lands in the host tier
         self.num_blocks = 0  # that it reads, or has read
         self.num_came = 0  # of those
+        self.origins: dict[int, str] = {}
         self._ended = False
 
     @property
@@ -659,7 +660,8 @@ class Loads:
         try:
             tiers = whose(slots, asked, fetch.first)
             wanted = [(block, tier) for block, tier in enumerate(tiers[: self._worth(runs_of(tiers), fetch.first)]) if tier != HOST]
-            keys, depths = [fetch.keys[block] for block, _ in wanted], [fetch.first + block for block, _ in wanted]
+            fetch.origins = {fetch.first + block: tier for block, tier in wanted}
+            keys, depths = [fetch.keys[block] for block, _ in wanted], list(fetch.origins)
             displaces = Displaces.ANYTHING if fetch.is_next else Displaces.UNWANTED
             fetch.room = self.host.take(keys, depths, fetch.label, displaces, max(0, self._num_fetchable(fetch.is_next)))
         finally:

@@ -65,12 +65,12 @@ class WatchedTable(BlockTable):
     def _cache(self) -> WatchedCache:
         return self._tables.watched  # type: ignore[attr-defined, no-any-return]
 
-    def page_out(self, num_blocks: int, fence: Fence | None) -> int:
+    def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
         cache, world = self._cache, self._cache.world
         newest, held = world.newest_fence, list(self.hold.slots)
         assert fence is newest, f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
         num_before = cache.num_available
-        num = super().page_out(num_blocks, fence)
+        num = super().page_out(num_blocks, fence, unit)
         world.seen["paged out what others have"] += cache.num_available < num_before + num
         cache.lent[self] = cache.lent.get(self, 0) + num_before + num - cache.num_available
         if newest is not None:
@@ -82,7 +82,8 @@ class WatchedTable(BlockTable):
     def promote(self, lease: Lease, num_blocks: int, num_next: int) -> BlockLoad:
         world = self._cache.world
         asked, first = world.asked[self.owner], self.num_slots
-        asked.sources += [tier for tier, num in lease.runs_from(first) for _ in range(num * BLOCK)]
+        tiers = [tier for tier, num in lease.runs_from(first) for _ in range(num)]
+        asked.sources += [asked.origin(block, tier) for block, tier in enumerate(tiers, first) for _ in range(BLOCK)]
         load = super().promote(lease, num_blocks, num_next)
         assert asked.request.may_match, "it cannot use what is cached"
         asked.load, asked.load_waited, asked.num_asked = load, False, num_blocks
@@ -198,6 +199,7 @@ class WatchedCache(KvCache):
         is_deep = 0 < self.world.budget.deep_blocks < asked.lifetime_blocks  # not all of it is read at once
         assert fetch is None or not asked.was_fetched or is_deep, f"{owner} has its blocks read ahead twice"
         asked.was_fetched |= fetch is not None
+        asked.fetches += [] if fetch is None else [fetch]
         self.world.seen["prefetch"] += fetch is not None
         return fetch
 
@@ -250,6 +252,7 @@ class Asked:
     brought: set[int] = field(default_factory=set)  # blocks that have come that way
     load: BlockLoad | None = None  # the newest for it
     was_fetched: bool = False  # something was read into host memory for it while it waited
+    fetches: list[Fetch] = field(default_factory=list)
     load_waited: bool = False  # a step has waited for it
 
     @property
@@ -268,15 +271,20 @@ class Asked:
         if self.first is None:
             self.came = (self.came if self.ran else self.sources)[:num_tokens]
 
+    def origin(self, block: int, tier: str = "host") -> str:
+        """The tier that the block came from, which `tier` has now: what host memory has may have been read for it."""
+        return next((fetch.origins[block] for fetch in self.fetches[::-1] if block in fetch.origins), tier) if tier == "host" else tier
+
     def open(self, num_blocks: int) -> None:
         """Its table begins with so many blocks of the device."""
         self.num_opened, self.ahead = num_blocks, None
-        self.sources = ["host" if block in self.brought else "device" for block in range(num_blocks) for _ in range(BLOCK)]
+        tiers = [self.origin(block) if block in self.brought else "device" for block in range(num_blocks)]
+        self.sources = [tier for tier in tiers for _ in range(BLOCK)]
 
     def open_paged(self, num_blocks: int) -> None:
         """Its table begins with so many blocks that stay in host memory."""
         self.num_opened, self.ahead = 0, None
-        self.sources = ["host"] * (num_blocks * BLOCK)
+        self.sources = [self.origin(block) for block in range(num_blocks) for _ in range(BLOCK)]
         self.num_landed += num_blocks * BLOCK
 
     def begin_ahead(self, load: BlockLoad) -> None:

@@ -12,6 +12,7 @@ from scheduler_tiers import Cold, land_in_parts
 from scheduler_world import World
 from test_prefetching import reads_of
 
+from penstock.contract import KvSource
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import TransferFailed
 from penstock.kv.tiers import loads as loads_module
@@ -49,7 +50,8 @@ def test_what_is_on_disk_behind_what_host_memory_has_is_waited_for(num_near: int
     assert leading_in_host(world) == num_near
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)
     world.finish()
-    assert source_of(world, deep).computed == 1 and source_of(world, deep).host == len(LONG)
+    num_host = num_near * BLOCK
+    assert source_of(world, deep) == KvSource(host=num_host, ssd=len(LONG) - num_host, computed=1)
     world.close()
 
 
@@ -61,7 +63,7 @@ def test_a_block_that_cannot_be_read_is_asked_for_a_few_times_and_computed(bad: 
     reads = reads_of(world)
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)
     world.finish()
-    assert source_of(world, deep).host == bad * BLOCK and reads[keys[bad]] <= 2
+    assert source_of(world, deep).ssd == bad * BLOCK and reads[keys[bad]] <= 2
     world.close()
 
 
@@ -197,7 +199,7 @@ def test_what_the_device_has_of_it_and_host_memory_does_not_is_read_as_well(num_
     world.cache.reset(["host"])
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)
     world.finish()
-    assert source_of(world, deep).computed == 1 and source_of(world, deep).host == len(LONG)
+    assert source_of(world, deep) == KvSource(ssd=len(LONG), computed=1)
     world.close()
 
 

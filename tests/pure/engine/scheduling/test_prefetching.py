@@ -75,7 +75,7 @@ def test_a_request_that_waits_has_its_cold_blocks_in_host_memory_when_it_starts(
     assert isinstance(world.asked[waiting].load, BlockLoad), "from host memory, layer by layer"
     world.finish()
     assert set(reads.values()) == {1} and len(reads) == 4
-    assert source_of(world, waiting) == KvSource(host=16, computed=1)
+    assert source_of(world, waiting) == KvSource(**{tier: 16}, computed=1), "that is where they came from while it waited"
     world.close()
 
 

@@ -22,7 +22,7 @@ from penstock.engine.scheduling.residency import (
 )
 from penstock.engine.scheduling.steps import Draft
 from penstock.engine.scheduling.track import State, Track
-from penstock.errors import ConfigError, InvalidRequest
+from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 
 class FakeTable:
@@ -100,24 +100,24 @@ def scores(**best: float) -> np.ndarray:
 
 
 def test_the_first_part_and_pinned_ones_are_there_before_any_score_is_known() -> None:
-    resident, table = resident_set(pins=((700, 720),)), FakeTable(400, 380)
+    resident, table = resident_set(pins=((700, 720),)), FakeTable(400, 368)
     assert resident.wanted(table) == [0, 10, 11]
     assert resident_set(pins=((700, 704),)).wanted(table) == [0, 10]
 
 
 def test_what_is_chosen_is_used_when_it_has_landed_and_what_gives_way_is_wanted_least() -> None:
-    resident, table = resident_set(), FakeTable(400, 380)
+    resident, table = resident_set(), FakeTable(400, 368)
     division = resident.division
     resident.take_scores(scores(p7=5.0, p30=4.0, p12=3.0))
     fetched = fetch_all(resident, table)
     assert list(fetched)[:4] == [0, 7, 30, 12] and len(fetched) == division.chosen
-    before = resident.place(table, 6400, 6401, may_score=False, may_read=True)
-    assert before.num_left_out == 380 and land(resident, table, fetched) == []
+    assert not resident.shows_needed(table) and resident.is_filling(table), "nothing is computed without the first part"
+    assert land(resident, table, fetched) == []
     after = resident.place(table, 6400, 6401, may_score=False, may_read=True)
-    assert after.num_left_out == 380 - 4 * division.chosen and after.paged is None
+    assert after.num_left_out == 368 - 4 * division.chosen and after.paged is None
     own = after.slots[: 4 * division.chosen]
     assert (np.diff(own) > 0).all(), "in the order of their positions"
-    assert len(after.slots) == 4 * division.chosen + 401 - 380
+    assert len(after.slots) == 4 * division.chosen + 401 - 368
     resident.take_scores(scores(p40=9.0, p41=8.0))
     more = fetch_all(resident, table)
     assert {40, 41} <= set(more) and len(more) <= division.moving
@@ -126,12 +126,38 @@ def test_what_is_chosen_is_used_when_it_has_landed_and_what_gives_way_is_wanted_
 
 
 def test_a_part_that_did_not_arrive_is_not_used_and_is_wanted_again() -> None:
-    resident, table = resident_set(), FakeTable(400, 380)
+    resident, table = resident_set(), FakeTable(400, 368)
     fetched = fetch_all(resident, table)
     fetched[0].failed = True
     assert land(resident, table, fetched) == [fetched[0]]
-    assert resident.place(table, 6400, 6401, False, False).num_left_out == 380
     assert resident.wanted(table) == [0]
+    placed = resident.place(table, 6400, 6401, may_score=False, may_read=True)
+    assert placed.num_left_out == 0 and placed.paged is not None and len(placed.paged) == 368, "a step without it reads all in host memory"
+    with pytest.raises(InvariantBroken, match="shows neither its trailing window nor host memory"):
+        resident.place(table, 6400, 6401, may_score=False, may_read=False)
+
+
+@pytest.mark.parametrize("num_tail", [0, 1, 5, 27, 28])
+def test_as_long_as_the_blocks_at_its_end_do_not_fill_the_window_those_before_them_do(num_tail: int) -> None:
+    """Whether they were computed, or found in host memory. Pinned parts leave the window its room."""
+    division = Division.of(120, 16)
+    pins = ((0, 64 * (division.chosen - 1)),)
+    start = 16 * (368 + num_tail) - 1
+    resident, table = resident_set(start, pins), FakeTable(368 + num_tail, 368)
+    pinned, num_recent = list(range(division.chosen - 1)), division.window - num_tail // 4
+    fetched = fetch_all(resident, table)
+    assert list(fetched) == [*pinned, *range(91, 91 - num_recent, -1)]
+    assert num_tail // 4 + len(fetched) <= division.num_parts and 4 * len(fetched) <= resident.most_fetched(table)
+    last = dict([fetched.popitem()])
+    assert land(resident, table, fetched) == [] and not resident.shows_needed(table)
+    assert land(resident, table, last) == [] and resident.shows_needed(table)
+    assert len(resident.place(table, start, start + 1, False, False).slots) == 4 * (len(pinned) + num_recent) + num_tail
+
+
+def test_a_part_of_which_some_is_on_the_device_is_shown_to_nobody() -> None:
+    """Where one is paged out in part, its blocks in host memory are no part that can be chosen: it is paged out as a whole."""
+    with pytest.raises(InvariantBroken, match="370 blocks of a scored request are paged out"):
+        resident_set().place(FakeTable(400, 370), 6400, 6401, may_score=False, may_read=True)
 
 
 def test_what_was_wanted_a_moment_ago_is_kept_before_what_never_was() -> None:
@@ -145,26 +171,27 @@ def test_what_was_wanted_a_moment_ago_is_kept_before_what_never_was() -> None:
 
 
 def test_the_last_exact_chunk_sums_up_everything_and_no_window_block_leaves_before_it_is() -> None:
-    resident, table = resident_set(), FakeTable(400, 290)
+    resident, table = resident_set(), FakeTable(400, 288)
     assert resident.num_making_way(table, 10, 100) == 0, "nothing is summed up"
     assert resident.place(table, 6000, 6384, True, True).scoring is None
     scoring = resident.place(table, 6384, 6400, True, True).scoring
-    assert scoring == Scoring(4, resident._most_parts, 290, np.arange(290, 400, dtype=np.int32), True, 100)
-    assert resident.num_making_way(table, 1, 100) == 6, "for the step and for the first part, in whole parts"
+    assert scoring == Scoring(4, resident._most_parts, 288, np.arange(288, 400, dtype=np.int32), True, 100)
+    assert resident.num_making_way(table, 1, 100) == 8, "for the step and for the first part, in whole parts"
     assert resident.num_making_way(table, 0, 4 * resident.division.window) == 0, "it lacks nothing, and is no larger than it has to be"
     assert resident.num_making_way(FakeTable(420, 396), 50, 20) == 4, "what was filled since is not summed up yet"
 
 
 def test_scores_are_asked_for_every_tau_tokens_and_one_step_at_a_time() -> None:
-    resident, table = resident_set(), FakeTable(401, 380)
+    resident, table = resident_set(), FakeTable(401, 368)
     resident.place(table, 6399, 6400, True, True)
+    land(resident, table, fetch_all(resident, table))
     resident.take_scores(scores())
     asked = [start for start in range(6400, 6500) if later(resident, start) is not None]
     assert asked == [6416, 6432, 6448, 6464, 6480, 6496]
 
 
 def later(resident: ResidentSet, start: int) -> Scoring | None:
-    table = FakeTable(start // 16 + 1, 380)
+    table = FakeTable(start // 16 + 1, 368)
     scoring = resident.place(table, start, start + 1, True, False).scoring
     assert resident.place(table, start, start + 1, True, False).scoring is None or scoring is None, "one is under way"
     if scoring is not None and scoring.num_parts:
@@ -174,9 +201,10 @@ def later(resident: ResidentSet, start: int) -> Scoring | None:
 
 def test_without_scores_between_the_window_is_summed_up_all_the_same() -> None:
     """However rarely scores are taken, a part that is full is summed up soon: it could not be paged out otherwise."""
-    resident, table = resident_set(), FakeTable(401, 380)
+    resident, table = resident_set(), FakeTable(401, 368)
     resident.tau = 300
     resident.place(table, 6399, 6400, True, True)
+    land(resident, table, fetch_all(resident, table))
     resident.take_scores(scores())
     asked = {start: later(resident, start) for start in range(6400, 6800)}
     found = {start: one for start, one in asked.items() if one is not None}
@@ -186,7 +214,7 @@ def test_without_scores_between_the_window_is_summed_up_all_the_same() -> None:
 
 
 def test_others_that_score_leave_it_its_turn_later() -> None:
-    resident, table = resident_set(), FakeTable(401, 380)
+    resident, table = resident_set(), FakeTable(401, 368)
     assert resident.place(table, 6399, 6400, False, True).scoring is not None, "it is summed up all the same"
     assert resident.place(table, 6401, 6402, False, True).scoring is None
     found = resident.place(table, 6402, 6403, True, True).scoring
@@ -219,22 +247,22 @@ def short(resident: ResidentSet, start: int) -> Scoring | None:
 
 
 def test_now_and_then_all_that_is_left_out_is_read() -> None:
-    resident, table = resident_set(), FakeTable(420, 380)
+    resident, table = resident_set(), FakeTable(420, 368)
     resident.place(table, 6399, 6400, True, True)
     resident.take_scores(scores(p3=1.0))
     land(resident, table, fetch_all(resident, table, most=2))
     read = []
     for start in range(6400, 6400 + 64 * 16 * 2):
-        placed = resident.place(FakeTable(start // 16 + 1, 380), start, start + 1, True, True)
+        placed = resident.place(FakeTable(start // 16 + 1, 368), start, start + 1, True, True)
         if placed.scoring is not None:
             resident.take_scores(scores())
         if placed.paged is not None:
             assert placed.num_left_out == 0 and placed.scoring is not None and placed.scoring.recall
-            left = set(range(1000, 1380)) - set(range(1000, 1004)) - set(range(1012, 1016))
+            left = set(range(1000, 1368)) - set(range(1000, 1004)) - set(range(1012, 1016))
             assert set(placed.paged.tolist()) == left
             read.append(start)
     assert len(read) == 2
-    assert resident.place(FakeTable(9000 // 16 + 1, 380), 9000, 9001, True, False).paged is None
+    assert resident.place(FakeTable(9000 // 16 + 1, 368), 9000, 9001, True, False).paged is None
 
 
 def test_where_nothing_is_left_out_nobody_asks_how_much_was() -> None:
@@ -270,9 +298,19 @@ class ChoiceWalk:
         self.resident.place(self.table, self.position - 1, self.position, True, True)
         self.num_summed, self.is_scored = 400, True
 
+    def needed(self) -> list[int]:
+        """Pinned parts, and those that the trailing window lacks."""
+        end, num_tail = self.table.num_paged // 4, (self.table.num_slots - self.table.num_paged) // 4
+        pinned = [0, *([10, 11, 12] if self.pins else [])]
+        return [*pinned, *(part for part in range(end - 1, end - 1 - self.division.window + num_tail, -1) if part not in pinned)]
+
+    @property
+    def most(self) -> int:
+        return max(self.division.chosen, len(self.needed()))
+
     def order(self) -> list[int]:
-        """All parts, the most wanted first: pinned ones, then by score, the later of two equal ones first."""
-        first = [0, *([10, 11, 12] if self.pins else [])]
+        """All parts, the most wanted first: those that every step shows, then by score, the later of two equal ones first."""
+        first = self.needed()
         rest = [part for part in range(len(self.scores))[::-1] if part not in first]
         return [*first, *sorted(rest, key=lambda part: -self.scores[part])]
 
@@ -289,8 +327,8 @@ class ChoiceWalk:
     def fetch(self) -> None:
         wanted = self.resident.wanted(self.table)
         here = {*self.landed, *self.coming}
-        room = self.division.chosen + self.division.moving - len(here)
-        target = [part for part in self.order() if part < self.table.num_paged // 4][: self.division.chosen]
+        room = self.most + self.division.moving - len(here)
+        target = [part for part in self.order() if part < self.table.num_paged // 4][: self.most]
         assert wanted == [part for part in target if part not in here][: max(0, room)]
         for part in wanted[: self.rng.integers(0, 4)]:
             self.coming[part] = FakeFetched(part)
@@ -304,7 +342,7 @@ class ChoiceWalk:
             (failed.append(one) if one.failed else self.landed.__setitem__(part, one))
         assert {id(one) for one in self.resident.take_landed()} == {id(one) for one in failed}
         surplus = self.resident.take_surplus(self.table)
-        assert len(surplus) == max(0, len(self.landed) - self.division.chosen)
+        assert len(surplus) == max(0, len(self.landed) - self.most)
         # Of those that are far from being wanted, any may go.
         rank = {part: min(at, 2 * self.division.num_parts) for at, part in enumerate(self.order())}
         gone = [part for part, one in self.landed.items() if any(one is other for other in surplus)]
@@ -317,13 +355,14 @@ class ChoiceWalk:
     def decode(self) -> None:
         for _ in range(self.rng.integers(1, 40)):
             self.table.num_slots = self.position // 16 + 1
-            may_score, may_read = bool(self.rng.random() < 0.7), bool(self.rng.random() < 0.9)
+            shows = all(part in self.landed for part in self.needed())
+            may_score, may_read = bool(self.rng.random() < 0.7), not shows or bool(self.rng.random() < 0.9)
             placed = self.resident.place(self.table, self.position, self.position + 1, may_score, may_read)
             own = [slot for part in sorted(self.landed) for slot in self.landed[part].slots.tolist()]
             assert placed.slots.tolist() == own + self.table.slots(self.position + 1).tolist()
             left = set(range(1000, 1000 + self.table.num_paged)) - {1000 + 4 * part + at for part in self.landed for at in range(4)}
             if placed.paged is None:
-                assert placed.num_left_out == len(left)
+                assert placed.num_left_out == len(left) and shows
             else:
                 assert placed.num_left_out == 0 and set(placed.paged.tolist()) == left, "all of it is read, once"
             if placed.scoring is not None:
@@ -339,7 +378,7 @@ class ChoiceWalk:
         num = self.resident.num_making_way(self.table, num_short, most)
         num_ready = self.num_summed // 4 * 4 - self.table.num_paged
         assert num >= min(num_short, num_ready), "the step has room"
-        num_spare = most + num_short - 4 * self.division.window
+        num_spare = (most + num_short) // 4 * 4 - 4 * self.division.window
         assert num >= min(num_short + num_wanted, num_spare, num_ready), "and so have parts that are wanted, where the window is large"
         assert num < max(num_short, min(num_short + num_wanted, num_spare), 0) + 4
         assert num >= 0 and self.table.num_paged + num <= self.num_summed
@@ -352,7 +391,7 @@ class ChoiceWalk:
 def test_in_any_order_of_turns_what_is_attended_to_is_what_has_landed_and_what_goes_is_wanted_least(seed: int) -> None:
     walk = ChoiceWalk(seed)
     recalls = 0
-    for _ in range(150):
+    for _ in range(300):
         getattr(walk, walk.rng.choice(["score", "fetch", "fetch", "land", "decode", "make_way"]))()
         recalls += walk.resident._num_scorings > 4
     assert recalls and walk.resident._num_scorings > 4 and len(walk.landed) > 4
@@ -559,14 +598,14 @@ def test_it_begins_with_the_end_of_the_last_turn_and_what_that_had_chosen() -> N
     wanted = resident.wanted(table)
     assert wanted[:3] == [0, 10, 11] and wanted[3 : 3 + division.window] == list(range(99, 99 - division.window, -1))
     assert wanted[3 + division.window :][:3] == [40, 50, 60] and len(wanted) == division.chosen
-    assert not resident.is_filling, "nothing is on its way yet"
+    assert not resident.is_filling(table), "nothing is on its way yet"
     fetched = fetch_all(resident, table)
-    assert resident.is_filling
-    land(resident, table, dict(list(fetched.items())[1:]))
-    assert resident.is_filling, "one is still on its way"
-    fetched[wanted[0]].settled = True
-    resident.take_landed()
-    assert not resident.is_filling
+    assert resident.is_filling(table)
+    last = dict([fetched.popitem()])
+    land(resident, table, fetched)
+    assert resident.is_filling(table) and resident.shows_needed(table), "one is still on its way"
+    land(resident, table, last)
+    assert not resident.is_filling(table)
 
 
 def test_as_its_own_tokens_fill_the_window_those_of_the_last_turn_leave_it() -> None:
@@ -577,7 +616,7 @@ def test_as_its_own_tokens_fill_the_window_those_of_the_last_turn_leave_it() -> 
         assert wanted[1 : 4 + recent] == [*range(99, 99 - recent, -1), 40, 50, 60]
 
 
-def test_once_something_is_computed_or_has_failed_nothing_waits_for_parts() -> None:
+def test_once_a_copy_has_failed_or_something_is_computed_nothing_waits_for_chosen_parts() -> None:
     for fails in (False, True):
         resident, table = continuing(), FakeTable(400, 400)
         fetched = fetch_all(resident, table)
@@ -585,8 +624,9 @@ def test_once_something_is_computed_or_has_failed_nothing_waits_for_parts() -> N
             fetched[0].settled = fetched[0].failed = True
             assert resident.take_landed() == [fetched[0]]
         else:
-            resident.place(FakeTable(407, 400), 6400, 6500, may_score=True, may_read=True)
-        assert not resident.is_filling
+            land(resident, table, dict(list(fetched.items())[:8]))  # the first one and the window
+            resident.place(FakeTable(407, 400), 6400, 6500, may_score=True, may_read=False)
+        assert not resident.is_filling(table)
 
 
 def test_it_says_where_what_is_known_of_its_keys_is_with_the_first_scoring_behind_its_first_token() -> None:
