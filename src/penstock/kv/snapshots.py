@@ -36,7 +36,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HOST
 from penstock.kv.tiers.manifest import Manifest, check_scope, check_space, pack, snapshot_id, token_bytes, unpack, words_of
-from penstock.kv.tiers.store import ManifestStore, PinningStore
+from penstock.kv.tiers.store import ManifestStore, PinningStore, Written
 from penstock.lanes.cpu import CpuLane
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 PINNED_SHARE = 0.5  # of the last tier's blocks: what all snapshots may pin
 MAX_SNAPSHOTS = 4096
 MAX_MANIFEST_BYTES = 64 << 20
+_WRITE_TRIES = 3  # of a manifest: others may remove or replace what is found under its name
 _ANSWER_S = 60.0  # for the lane to come round
 _NEVER = float("inf")
 
@@ -127,16 +128,20 @@ class ManifestPlaces:
         """Those that other engines use, too."""
         return ((tier, store) for tier, store in self if not tier.local)
 
-    def write(self, manifest: Manifest, left_s: float | None) -> tuple[str, ...]:
-        """Into every one that takes it; raises where there are some, and none has."""
-        written, failures, data = list[str](), list[StoreFailed](), pack(manifest)
-        for tier, store in self:
+    def write(self, manifest: Manifest, now_s: float) -> tuple[str, ...]:
+        """Into every one that takes it; raises where there are some, and none has. Raises SnapshotTaken where another engine has the name:
+        the store decides that, and is asked first."""
+        written, failures = list[str](), list[StoreFailed]()
+        for tier, store in reversed([*self]):
             try:
-                if not tier.calls.say("write a snapshot", partial(store.write_manifest, manifest.id, data, left_s)):
+                outcome = tier.calls.say("write a snapshot", partial(_write, store, manifest, now_s))
+                if outcome is Written.TAKEN:
+                    raise _taken(manifest)
+                if outcome is Written.FULL:
                     raise StoreFailed(f"the {tier.name} tier has no room for the manifest of a snapshot")
-                written.append(tier.name)
+                written.insert(0, tier.name)
             except StoreFailed as error:
-                failures.append(error)
+                failures.insert(0, error)
         if failures and not written:
             raise failures[0]
         return tuple(written)
@@ -146,7 +151,7 @@ class ManifestPlaces:
         removed when it is found to have expired."""
         for tier, store in self:
             try:
-                tier.calls.say("remove a snapshot", partial(_remove, store, id, own))
+                tier.calls.say("remove a snapshot", partial(store.remove_manifest, id, pack(own)))
             except StoreFailed as error:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
 
@@ -354,10 +359,7 @@ class Snapshots:
     def _commit(self, manifest: Manifest) -> Snapshot:
         if not self._num_kept(manifest):
             raise SnapshotRefused(f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the snapshot then")
-        if self._is_shared(manifest.id):  # by another engine, while blocks were saved; or the store did not answer before
-            raise _taken(manifest)
-        left_s = None if manifest.expires_s is None else manifest.expires_s - self._clock()
-        self._known[manifest.id] = manifest, self._places.write(manifest, left_s)
+        self._known[manifest.id] = manifest, self._places.write(manifest, self._clock())
         self._due_s = min(self._due_s, manifest.expires_s or _NEVER)
         self._counts["taken"] += 1
         return self._shown(manifest)
@@ -514,6 +516,25 @@ def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:
     return (HOST, cache.host) if cache.host.num_slots else None
 
 
-def _remove(store: ManifestStore, id: str, own: Manifest) -> None:
-    if store.read_manifest(id) == pack(own):
-        store.remove_manifest(id)
+def _write(store: ManifestStore, manifest: Manifest, now_s: float) -> Written:
+    """TAKEN: another one of that name is there. One whose time is over is replaced."""
+    data, left_s = pack(manifest), None if manifest.expires_s is None else manifest.expires_s - now_s
+    instead_of = None
+    for _ in range(_WRITE_TRIES):
+        outcome = store.write_manifest(manifest.id, data, left_s, instead_of)
+        if outcome is not Written.TAKEN:
+            return outcome
+        instead_of = store.read_manifest(manifest.id)
+        if instead_of == data:  # the answer to an earlier try was lost
+            return Written.DONE
+        if instead_of is not None and not _is_over(instead_of, now_s):
+            break
+    return Written.TAKEN
+
+
+def _is_over(data: bytes, now_s: float) -> bool:
+    """A damaged one keeps its name until it is deleted."""
+    try:
+        return unpack(data).has_expired(now_s)
+    except SnapshotRefused:
+        return False

@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.contract import SnapshotContent
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
+from penstock.kv.tiers.store import Written
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
 from penstock.server.generate import prompts_of
@@ -530,7 +532,7 @@ def test_a_disk_without_room_for_a_manifest_is_used_for_blocks_all_the_same(on_d
     server = on_disk
     ask(server, PROMPT)
     store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
-    store.write_manifest = lambda *args: False
+    store.write_manifest = lambda *args: Written.FULL
     found = take(server, 503, prompt=PROMPT, name="talk")
     assert found["code"] == "tier_failed" and "no room" in found["message"]
     assert server.http.get("/cache/stats").json()["traffic"]["usable"] == {"ssd": True}
@@ -609,6 +611,44 @@ def test_another_engine_continues_from_the_shared_store() -> None:
             assert two.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
             assert ask(two, MORE, 404, snapshot="talk", cache_salt="mine")["code"] == "snapshot_not_found"
             assert not two.engine.snapshots.figures().known
+
+
+def test_of_two_engines_that_take_one_name_at_the_same_moment_one_has_it_and_the_other_is_told() -> None:
+    """Both have looked, and neither has written, when they are let go."""
+    both_wait = threading.Barrier(2)
+    with valkey_or_skip() as store:
+        remote = {"remote": store.url(), "remote_timeout_s": 5.0}
+        with tiered(**remote) as one, tiered(**remote) as two:
+            for server in (one, two):
+                ask(server, PROMPT)
+                write_together(server, both_wait)
+            lengths = {one: 64, two: 48}
+            with ThreadPoolExecutor(2) as threads:
+                replies = dict(zip(lengths, threads.map(lambda server: take_first(server, lengths[server]), lengths), strict=True))
+            assert sorted(reply.status_code for reply in replies.values()) == [200, 409]
+            (holder,), (other,) = ([server for server in lengths if replies[server].status_code == code] for code in (200, 409))
+            assert error_of(replies[other])["code"] == "snapshot_exists"
+            for server in (one, two):
+                assert [card["tokens"] for card in all_of(server)["data"]] == [lengths[holder]], "both say which one holds"
+                assert ask(server, MORE, snapshot="talk", max_tokens=1)
+            until(lambda: stats(other)["pinned_blocks"] == 0, "what the other one has pinned is given back")
+            assert stats(holder)["pinned_blocks"] == lengths[holder] // 16
+
+
+def write_together(server: Tiered, both_wait: threading.Barrier) -> None:
+    shared: Any = server.engine.cache.cold_tiers["remote"].calls.store
+    inner = shared.write_manifest
+
+    def write(*args: Any) -> Any:
+        both_wait.wait(60.0)
+        shared.write_manifest = inner
+        return inner(*args)
+
+    shared.write_manifest = write
+
+
+def take_first(server: Tiered, num: int) -> httpx.Response:
+    return httpx.post(f"{server.http.base_url}/v1/snapshots", json={"prompt": PROMPT, "name": "talk", "tokens": num}, timeout=60.0)
 
 
 def test_a_damaged_manifest_in_the_shared_store_is_refused_with_the_reason() -> None:

@@ -21,6 +21,7 @@ from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.snapshots import Snapshots
 from penstock.kv.tiers.manifest import snapshot_id, unpack
+from penstock.kv.tiers.store import Written
 from penstock.testing.stores import HandClock, MemoryStore
 
 NUM_HOST = 24  # of which snapshots may pin a half
@@ -52,11 +53,11 @@ class Machine:
     def _watch(self, store: MemoryStore) -> None:
         inner = store.write_manifest
 
-        def write(id: str, data: bytes, expires_in_s: float | None) -> bool:
+        def write(id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
             if store.name in self.failing:
                 raise StoreFailed("no")
             self.told.append((store.name, id, expires_in_s))
-            return inner(id, data, expires_in_s)
+            return inner(id, data, expires_in_s, instead_of)
 
         store.write_manifest = write  # type: ignore[method-assign]
 
@@ -134,7 +135,7 @@ def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
     here, _ = machines
     id = snapshot_id(tenant_of(""), "talk")
     here.take("talk", ttl_s=ttl_s)
-    assert here.told == [("ssd", id, ttl_s), ("remote", id, ttl_s)]
+    assert here.told == [("remote", id, ttl_s), ("ssd", id, ttl_s)]
     assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
 
 
@@ -577,6 +578,46 @@ def test_a_name_that_another_engine_takes_meanwhile_is_its_own(machines: tuple[M
         here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, meanwhile)
     assert here.registry.find("talk", "").num_blocks == 2 and names(here) == names(there) == ["talk"]
     assert here.num_pinned == 0 and not here.on_disk
+
+
+@pytest.mark.parametrize("ttl_s", [None, 5.0])
+def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
+    machines: tuple[Machine, Machine], clock: HandClock, ttl_s: float | None
+) -> None:
+    """Also where it is written in the place of one whose time is over."""
+    here, there = machines
+    if ttl_s is not None:
+        there.take("talk", ttl_s=ttl_s)
+        clock.advance(ttl_s)
+    store, calls = here.rig.stores["remote"], list[str]()
+
+    def look(call: str) -> None:
+        calls.append(call)
+        if call == "write_manifest" and calls.count(call) == (1 if ttl_s is None else 2):
+            there.take("talk", (TALK + 50)[: 2 * BLOCK])
+
+    store.on_call = look
+    with pytest.raises(SnapshotTaken):
+        here.take("talk")
+    assert here.registry.find("talk", "").num_blocks == there.registry.find("talk", "").num_blocks == 2
+    assert here.num_pinned == 0 and not here.on_disk and there.num_pinned == 2
+
+
+def test_one_whose_time_is_over_is_removed_only_while_it_is_there(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    """Another engine takes the name after this one has seen that its own is over, and before it is removed."""
+    here, there = machines
+    here.take("talk", ttl_s=5.0)
+    clock.advance(5.0)
+    store = here.rig.stores["remote"]
+
+    def look(call: str) -> None:
+        if call == "remove_manifest":
+            store.on_call = lambda call: None
+            there.take("talk", (TALK + 50)[: 2 * BLOCK])
+
+    store.on_call = look
+    here.step()
+    assert names(here) == names(there) == ["talk"] and here.registry.find("talk", "").num_blocks == 2
 
 
 def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(machines: tuple[Machine, Machine]) -> None:
