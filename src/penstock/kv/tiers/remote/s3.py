@@ -203,9 +203,7 @@ class BucketStore(SharedStore):
         self._requests.one(self._put_if, (path, b"", "overwrite"))
         honours = not self._requests.one(self._put_if, (path, b"", "create"))
         if not honours:
-            log.warning(
-                "the bucket's server ignores conditions: two engines may both be told that they have taken one name"
-            )
+            log.warning("the bucket's server ignores conditions: two engines may both be told that they have taken one name")
         return honours
 
     # ------------------------------------------------------------------------ one request each; they raise what the library raises
