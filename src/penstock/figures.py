@@ -92,3 +92,4 @@ class SnapshotFigures:
     deleted: int = 0
     expired: int = 0
     refused: int = 0  # for want of room
+    waiting: int = 0  # calls about them that have not begun

@@ -25,7 +25,11 @@ LAYERS = (
     ("penstock.speculation",),
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers",),
-    ("penstock.kv.pager", "penstock.kv.cache + penstock.kv.table + penstock.kv.build + penstock.kv.snapshots", "penstock.sanitizer"),
+    (
+        "penstock.kv.pager",
+        "penstock.kv.cache + penstock.kv.table + penstock.kv.build + penstock.kv.questions + penstock.kv.snapshots",
+        "penstock.sanitizer",
+    ),
     (
         " + ".join(
             f"penstock.engine.{name}"

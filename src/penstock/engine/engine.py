@@ -38,7 +38,7 @@ from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.grammars import Grammars
 from penstock.engine.execution.running_step import RunningStep
-from penstock.engine.inbox import Inbox
+from penstock.engine.inbox import Inbox, fail
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import Pace
 from penstock.engine.scheduling.residency import ResidencyChoice
@@ -258,26 +258,30 @@ class Engine:
             except Overloaded as error:
                 done.set_exception(error)
 
-        self._inbox.put(run, fail=functools.partial(_fail, done), only_open=True)
+        self._inbox.put(run, fail=functools.partial(fail, done), only_open=True)
         return done
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
         """Block until what was sealed before this call has been read from device memory (captured), can be found in the host tier
         (visible), or is in the first tier behind it to stay (persisted). Raises DeadlineExceeded, and StoreFailed where not all of it
         could be persisted."""
-        cache = self._parts.cache
-        if level == "persisted" and not cache.cold_tiers:
-            raise InvalidRequest("nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level")
-        done = self._begin(cache.persist if level == "persisted" else cache.submit_saves)
+        done = self.begin_flush(level)
         try:
             done.result(timeout=timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the cache was not {level} within {timeout_s:g} s; what is under way goes on") from None
 
+    def begin_flush(self, level: FlushLevel) -> Future[None]:
+        """What `wait_flushed` waits for; it may be cancelled."""
+        cache = self._parts.cache
+        if level == "persisted" and not cache.cold_tiers:
+            raise InvalidRequest("nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level")
+        return self._begin(cache.persist if level == "persisted" else cache.submit_saves)
+
     def _begin(self, start: Callable[[], Settling | None]) -> Future[Any]:
         """Have the engine thread start something. The future ends when that is settled, and at the latest when the engine does."""
         done: Future[Any] = Future()
-        self._inbox.put(lambda: self._flushes.append((start(), done)), fail=done.set_exception, only_open=True)
+        self._inbox.put(lambda: self._flushes.append((start(), done)), fail=functools.partial(fail, done), only_open=True)
         return done
 
     @property
@@ -451,7 +455,7 @@ class Engine:
         """Nobody hears anything from here on; whoever waits is told so."""
         self._inbox.end(why)
         for _, done in self._flushes:
-            done.set_exception(EngineClosed(why))
+            fail(done, EngineClosed(why))
         self._flushes = []
         self._outbox.end_all(why)
 
@@ -518,7 +522,7 @@ class Engine:
 
     def _end_flushes(self) -> None:
         for save, done in self._flushes:
-            if save is None or save.settled:
+            if (save is None or save.settled) and not done.done() and done.set_running_or_notify_cancel():
                 error = save.error if isinstance(save, Persisting | Resetting) else None
                 result = save.forgotten if isinstance(save, Resetting) else None
                 done.set_result(result) if error is None else done.set_exception(error)
@@ -543,8 +547,3 @@ class Engine:
 def _pass_on(listener: Listener, kept: object, event: TokenEvent) -> None:
     """`kept` lives as long as the request."""
     listener(event)
-
-
-def _fail(done: Future[Any], error: BaseException) -> None:
-    if not done.cancelled():
-        done.set_exception(error)

@@ -7,7 +7,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 from penstock.errors import EngineClosed
 from penstock.lanes.lane import sharpen_timers
@@ -19,6 +20,12 @@ _AT_ONCE = 64  # commands of one turn: adding a request takes some ten microseco
 
 def _nobody_waits(error: BaseException) -> None:
     """For commands without an answer."""
+
+
+def fail(done: Future[Any], error: BaseException) -> None:
+    """Of a future that its owner may have cancelled, or that is over."""
+    if not done.done() and done.set_running_or_notify_cancel():
+        done.set_exception(error)
 
 
 class Command(NamedTuple):

@@ -5,64 +5,83 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.contract import SamplingParams, Snapshot, SnapshotRequest
+from penstock.engine.inbox import fail
 from penstock.engine.sessions import SessionContent, Sessions
 from penstock.errors import DeadlineExceeded, InvalidRequest, SessionMissing
-from penstock.kv.snapshots import Snapshots
+from penstock.kv.questions import run_steps
+from penstock.kv.snapshots import Snapshots, wait_answered
 
 if TYPE_CHECKING:
-    from penstock.engine.engine import Engine, FlushLevel
+    from penstock.engine.engine import Engine
+
+T = TypeVar("T")
 
 SAVE_S = 60.0  # for what was computed to reach the tiers
-_TURN_S = 30.0  # for the engine thread to come round
+TAKE_S = 150.0  # for the engine thread and the lane to come round besides
 _NAME_BYTES = 8
 
 
 class EngineSnapshots(Snapshots):
-    """Everything may be called from any thread, and may block, but `step`."""
+    """Everything may be called from any thread but `step`. What is called `begin_x` never blocks."""
 
     def __init__(self, engine: Engine, sessions: Sessions, run: Callable[..., None], most_in_host: int | None) -> None:
         self._engine = engine
         self._sessions = sessions
         self._run = run  # on the engine thread
+        self._saving: deque[tuple[float, Future[None]]] = deque()  # with its deadline, which are in order
         super().__init__(engine.cache, most_in_host)
 
-    def take(self, asked: SnapshotRequest) -> Snapshot:
+    def begin_take(self, asked: SnapshotRequest) -> Future[Snapshot]:
         """Raises SnapshotTaken, SnapshotSpace, SnapshotRefused, SessionMissing, StoreFailed."""
         asked = asked if asked.name else asked._replace(name=f"snapshot-{secrets.token_hex(_NAME_BYTES)}")
         if bool(asked.session) == bool(asked.prompt):
             raise InvalidRequest("a snapshot is taken of a session or of a prompt, and not of both", "session_id")
-        tokens = np.frombuffer(asked.prompt, np.uint32)
+        if not asked.session:
+            self._engine.limits.checked(np.frombuffer(asked.prompt, np.uint32), SamplingParams(max_tokens=0))  # type: ignore[arg-type]
+        return run_steps(self._taken(asked))
+
+    def take(self, asked: SnapshotRequest) -> Snapshot:
+        """Blocks."""
+        return wait_answered(self.begin_take(asked), TAKE_S)
+
+    def _taken(self, asked: SnapshotRequest) -> Generator[Future[Any], Any, Snapshot]:
+        tokens = asked.prompt
         if asked.session:
-            content = self._content_of(asked.cache_salt, asked.session)
-            tokens, asked = np.frombuffer(content.tokens, np.uint32), asked._replace(adapter=content.adapter)
-        else:
-            self._engine.limits.checked(tokens, SamplingParams(max_tokens=0))  # type: ignore[arg-type]
-        return self.take_of(asked, tokens, functools.partial(self._wait_saved, asked, tokens))
+            content: SessionContent | None = yield self._begin_turn(lambda: self._sessions.content_of(asked.cache_salt, asked.session))
+            if content is None:
+                raise SessionMissing("no request of this session has ended here lately, or the cache_salt is not the one that it had")
+            tokens, asked = content.tokens, asked._replace(adapter=content.adapter)
+        return (yield from self.taking(asked, np.frombuffer(tokens, np.uint32), self._begin_save))
 
-    def _wait_saved(self, asked: SnapshotRequest, tokens: NDArray[np.uint32]) -> None:
-        """Until its blocks are where they outlive the process, where they can, or in host memory."""
+    def _begin_save(self, keys: Sequence[bytes]) -> Future[None]:
+        """Ends when these blocks are where they outlive the process, where they can, or in host memory."""
         cache = self._engine.cache
-        prefix = cache.prefix_of(tokens[: asked.num_tokens], asked.cache_salt, asked.adapter)
-        if prefix is not None:
-            self._run(lambda: cache.save(prefix.keys, self._engine.launched()), only_open=True)
-        level: FlushLevel = "persisted" if cache.cold_tiers else "visible"
-        self._engine.wait_flushed(level, SAVE_S)
+        self._run(lambda: cache.save(keys, self._engine.launched()), only_open=True)
+        saved = self._engine.begin_flush("persisted" if cache.cold_tiers else "visible")
+        self._saving.append((time.monotonic() + SAVE_S, saved))
+        return saved
 
-    def _content_of(self, salt: str, session: str) -> SessionContent:
-        done: Future[SessionContent | None] = Future()
-        self._run(lambda: done.set_result(self._sessions.content_of(salt, session)), fail=done.set_exception, only_open=True)
-        try:
-            found = done.result(_TURN_S)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the engine loop did not come round within {_TURN_S:g} s") from None
-        if found is None:
-            raise SessionMissing("no request of this session has ended here lately, or the cache_salt is not the one that it had")
-        return found
+    def _begin_turn(self, work: Callable[[], T]) -> Future[T]:
+        """On the engine thread."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_result(work())
+
+        self._run(run, fail=functools.partial(fail, done), only_open=True)
+        return done
+
+    def step(self) -> None:
+        while self._saving and (self._saving[0][1].done() or time.monotonic() >= self._saving[0][0]):
+            fail(self._saving.popleft()[1], DeadlineExceeded(f"its blocks were not saved within {SAVE_S:g} s; what is under way goes on"))
+        super().step()

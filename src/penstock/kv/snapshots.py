@@ -5,7 +5,7 @@ A snapshot moves nothing. Its blocks are in the tiers under their keys; those in
 deleted or its time is over. What a tier has lost all the same is computed again from the manifest's tokens.
 
 Everything that may block happens on a lane of its own, one after the other, so the books need no lock. `step` is the engine thread's and
-never blocks; whoever else calls waits for the lane.
+never blocks. What others ask waits in a bounded line for the lane: `begin_x` returns a future, and its cancel leaves the line.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence, Set
+from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.contract import Adapter, Snapshot, SnapshotContent, SnapshotList, SnapshotRequest
 from penstock.errors import (
     DeadlineExceeded,
-    EngineClosed,
     InvalidRequest,
     LaneClosed,
     SnapshotMissing,
@@ -33,10 +33,11 @@ from penstock.errors import (
 from penstock.figures import SnapshotFigures
 from penstock.kv.blocks.key import Tokens, tenant_of
 from penstock.kv.cache import KvCache
+from penstock.kv.questions import Questions, run_steps
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HOST
 from penstock.kv.tiers.manifest import Manifest, check_scope, check_space, pack, snapshot_id, token_bytes, unpack, words_of
-from penstock.kv.tiers.store import ManifestStore, PinningStore
+from penstock.kv.tiers.store import ManifestStore, PinningStore, Written
 from penstock.lanes.cpu import CpuLane
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ log = logging.getLogger(__name__)
 PINNED_SHARE = 0.5  # of the last tier's blocks: what all snapshots may pin
 MAX_SNAPSHOTS = 4096
 MAX_MANIFEST_BYTES = 64 << 20
-_ANSWER_S = 60.0  # for the lane to come round
+_WRITE_TRIES = 3  # of a manifest: others may remove or replace what is found under its name
+_LIST_AT_ONCE = 16  # snapshots of a list that are read while others wait
+MOST_WAITING = 64  # questions that wait for the lane; equal ones count once
+ANSWER_S = 60.0  # for the lane to come round
 _NEVER = float("inf")
 
 T = TypeVar("T")
@@ -127,16 +131,20 @@ class ManifestPlaces:
         """Those that other engines use, too."""
         return ((tier, store) for tier, store in self if not tier.local)
 
-    def write(self, manifest: Manifest, left_s: float | None) -> tuple[str, ...]:
-        """Into every one that takes it; raises where there are some, and none has."""
-        written, failures, data = list[str](), list[StoreFailed](), pack(manifest)
-        for tier, store in self:
+    def write(self, manifest: Manifest, now_s: float) -> tuple[str, ...]:
+        """Into every one that takes it; raises where there are some, and none has. Raises SnapshotTaken where another engine has the name:
+        the store decides that, and is asked first."""
+        written, failures = list[str](), list[StoreFailed]()
+        for tier, store in reversed([*self]):
             try:
-                if not tier.calls.say("write a snapshot", partial(store.write_manifest, manifest.id, data, left_s)):
+                outcome = tier.calls.say("write a snapshot", partial(_write, store, manifest, now_s))
+                if outcome is Written.TAKEN:
+                    raise _taken(manifest)
+                if outcome is Written.FULL:
                     raise StoreFailed(f"the {tier.name} tier has no room for the manifest of a snapshot")
-                written.append(tier.name)
+                written.insert(0, tier.name)
             except StoreFailed as error:
-                failures.append(error)
+                failures.insert(0, error)
         if failures and not written:
             raise failures[0]
         return tuple(written)
@@ -146,7 +154,7 @@ class ManifestPlaces:
         removed when it is found to have expired."""
         for tier, store in self:
             try:
-                tier.calls.say("remove a snapshot", partial(_remove, store, id, own))
+                tier.calls.say("remove a snapshot", partial(store.remove_manifest, id, pack(own)))
             except StoreFailed as error:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
 
@@ -197,42 +205,69 @@ class Snapshots:
         last = _last_evicting(cache)
         self._pinned = None if last is None else PinnedBlocks(cache, *last, most_in_host)
         self._lane = None if last is None else CpuLane("snapshots")
+        self._questions = None if self._lane is None else Questions(self._lane, MOST_WAITING)
         if self._lane is not None:
             self._lane.submit(self._load, label="load snapshots")
 
     # ---------------------------------------------------------------------------------------------------------- from any thread
 
-    def take_of(self, asked: SnapshotRequest, tokens: Tokens, wait_saved: Callable[[], None]) -> Snapshot:
-        """Of the KV of `tokens`, as far as it is cached. `wait_saved` blocks until what was computed has reached the tiers. All of it is
-        there then, or nothing is."""
-        manifest = self._manifest(asked, tokens)
+    def begin_take_of(self, asked: SnapshotRequest, tokens: Tokens, save: Callable[[Sequence[bytes]], Future[None]]) -> Future[Snapshot]:
+        """Of the KV of `tokens`, as far as it is cached. `save` is called on the lane with the keys of its blocks; its future
+        ends when what was computed of them has reached the tiers. All of it is there then, or nothing is."""
+        return run_steps(self.taking(asked, tokens, save))
+
+    def taking(
+        self, asked: SnapshotRequest, tokens: Tokens, save: Callable[[Sequence[bytes]], Future[None]]
+    ) -> Generator[Future[Any], Any, Snapshot]:
+        """The steps of `begin_take_of`."""
+        reserved: list[Manifest] = []
+
+        def reserve() -> Manifest:
+            manifest = self._manifest(asked, tokens)
+            self._reserve(manifest)
+            reserved.append(manifest)  # also where the caller has gone meanwhile
+            return manifest
+
         try:
-            self._ask(partial(self._reserve, manifest))
-            wait_saved()
-            return self._ask(partial(self._commit, manifest))
+            manifest = yield self._begin(reserve)
+            yield save(manifest.block_keys)
+            taken: Snapshot = yield self._begin(partial(self._commit, manifest), goes_on=True)
+            return taken
         except BaseException:
-            if self._lane is not None:
-                try:
-                    self._lane.submit(partial(self._give_up, manifest), label="give up a snapshot")
-                except LaneClosed:
-                    log.debug("a snapshot was given up after the engine had closed")
+            for manifest in reserved:
+                self._begin_give_up(manifest)
             raise
 
+    def begin_all(self, cache_salt: str = "") -> Future[SnapshotList]:
+        """Those of one tenant. Read some at a time, so that others are answered meanwhile."""
+        return run_steps(self._listing(tenant_of(cache_salt)))
+
+    def begin_find(self, name: str, cache_salt: str = "") -> Future[Snapshot]:
+        """Raises SnapshotMissing, SnapshotRefused."""
+        return self._begin(lambda: self._shown(self._find(name, cache_salt)))
+
+    def begin_open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> Future[SnapshotContent]:
+        """What a request of that adapter goes on from. Raises SnapshotMissing; SnapshotRefused where it is not of the same model."""
+        future = self._begin(partial(self._open, name, cache_salt, adapter), same=(name, cache_salt, adapter))
+        future.add_done_callback(self._count_continued)
+        return future
+
+    def begin_delete(self, name: str, cache_salt: str = "") -> Future[None]:
+        """Also one that cannot be used. Raises SnapshotMissing."""
+        return self._begin(partial(self._delete, name, cache_salt))
+
     def all(self, cache_salt: str = "") -> SnapshotList:
-        """Those of one tenant."""
-        return self._ask(partial(self._all, tenant_of(cache_salt)))
+        """Blocks, as do the next three."""
+        return wait_answered(self.begin_all(cache_salt), ANSWER_S)
 
     def find(self, name: str, cache_salt: str = "") -> Snapshot:
-        """Raises SnapshotMissing, SnapshotRefused."""
-        return self._ask(lambda: self._shown(self._find(name, cache_salt)))
+        return wait_answered(self.begin_find(name, cache_salt), ANSWER_S)
 
     def open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> SnapshotContent:
-        """What a request of that adapter goes on from. Raises SnapshotMissing; SnapshotRefused where it is not of the same model."""
-        return self._ask(partial(self._open, name, cache_salt, adapter))
+        return wait_answered(self.begin_open(name, cache_salt, adapter), ANSWER_S)
 
     def delete(self, name: str, cache_salt: str = "") -> None:
-        """Also one that cannot be used. Raises SnapshotMissing."""
-        self._ask(partial(self._delete, name, cache_salt))
+        wait_answered(self.begin_delete(name, cache_salt), ANSWER_S)
 
     def figures(self) -> SnapshotFigures:
         pinned, counts = self._pinned, self._counts
@@ -246,20 +281,25 @@ class Snapshots:
             deleted=counts["deleted"],
             expired=counts["expired"],
             refused=counts["refused"],
+            waiting=0 if self._questions is None else self._questions.num_waiting,
         )
 
-    def _ask(self, work: Callable[[], T]) -> T:
-        """Block until the lane has done it."""
-        if self._lane is None:
+    def _begin(self, work: Callable[[], T], same: Hashable = None, goes_on: bool = False) -> Future[T]:
+        if self._questions is None:
             raise SnapshotRefused("snapshots need a tier behind the device: this server runs without --kv-offload")
-        answers: list[T] = []
+        return self._questions.begin(work, same, goes_on)
+
+    def _begin_give_up(self, manifest: Manifest) -> None:
+        assert self._lane is not None
         try:
-            self._lane.submit(lambda: answers.append(work()), label="snapshots").wait_done(_ANSWER_S)
+            self._lane.submit(partial(self._give_up, manifest), label="give up a snapshot")
         except LaneClosed:
-            raise EngineClosed("the engine is closed") from None
-        except DeadlineExceeded:
-            raise DeadlineExceeded(f"a tier did not answer about snapshots within {_ANSWER_S:g} s; what is under way goes on") from None
-        return answers[0]
+            log.debug("a snapshot was given up after the engine had closed")
+
+    def _count_continued(self, opened: Future[SnapshotContent]) -> None:
+        """On the lane, where it was opened."""
+        if not opened.cancelled() and opened.exception() is None:
+            self._counts["continued"] += 1
 
     # -------------------------------------------------------------------------------------------------------- the engine thread
 
@@ -270,7 +310,9 @@ class Snapshots:
             self._lane.submit(self._expire, label="expire snapshots")
 
     def close(self, timeout_s: float | None) -> None:
-        """What is under way ends first; nothing is pinned then. Idempotent. Raises DeadlineExceeded."""
+        """What the lane is at ends first, what waits is told; nothing is pinned then. Idempotent. Raises DeadlineExceeded."""
+        if self._questions is not None:
+            self._questions.close()
         if self._lane is not None:
             self._lane.close(timeout_s)
         if self._pinned is not None:
@@ -354,10 +396,7 @@ class Snapshots:
     def _commit(self, manifest: Manifest) -> Snapshot:
         if not self._num_kept(manifest):
             raise SnapshotRefused(f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the snapshot then")
-        if self._is_shared(manifest.id):  # by another engine, while blocks were saved; or the store did not answer before
-            raise _taken(manifest)
-        left_s = None if manifest.expires_s is None else manifest.expires_s - self._clock()
-        self._known[manifest.id] = manifest, self._places.write(manifest, left_s)
+        self._known[manifest.id] = manifest, self._places.write(manifest, self._clock())
         self._due_s = min(self._due_s, manifest.expires_s or _NEVER)
         self._counts["taken"] += 1
         return self._shown(manifest)
@@ -378,32 +417,44 @@ class Snapshots:
     def _open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
         manifest = self._find(name, salt)
         check_scope(manifest, self._cache.scope.of(salt, adapter))
-        self._counts["continued"] += 1
         return SnapshotContent(manifest.tokens, manifest.messages)
 
-    def _all(self, tenant: bytes) -> SnapshotList:
-        self._expire_due()
-        self._look_again()
-        found, is_complete = [manifest for manifest, _ in self._known.values() if manifest.tenant == tenant], self._is_listed
-        try:
-            found += self._shared(tenant)
-        except StoreFailed as error:
-            log.warning("snapshots in a shared store are not listed: %s", error)
-            is_complete = False
-        now, pins = self._clock(), self._own_pins
-        shown = [self._shown(one) for one in sorted(found, key=lambda one: one.created_s) if not one.has_expired(now)]
+    def _listing(self, tenant: bytes) -> Generator[Future[Any], Any, SnapshotList]:
+        """The steps of `begin_all`."""
+        ids, is_complete = yield self._begin(partial(self._ids, tenant))
+        shown: list[Snapshot] = []
+        for first in range(0, len(ids), _LIST_AT_ONCE):
+            some, all_read = yield self._begin(partial(self._shown_of, ids[first : first + _LIST_AT_ONCE]), goes_on=True)
+            shown, is_complete = shown + some, is_complete and all_read
+        shown.sort(key=lambda one: one.created_s)
+        pins = self._own_pins
         return SnapshotList(shown, pins.tier, len(pins), pins.most, self._cache.saves.layout.block_bytes, is_complete)
 
-    def _shared(self, tenant: bytes) -> Iterator[Manifest]:
-        """Those that other engines have put into a store."""
-        for id in self._places.shared_ids(tenant):
+    def _ids(self, tenant: bytes) -> tuple[list[str], bool]:
+        """Of all that there are, and whether every tier has said which it has."""
+        self._expire_due()
+        self._look_again()
+        ids = [id for id, (manifest, _) in self._known.items() if manifest.tenant == tenant]
+        try:
+            return [*ids, *(id for id in self._places.shared_ids(tenant) if id not in self._known)], self._is_listed
+        except StoreFailed as error:
+            log.warning("snapshots in a shared store are not listed: %s", error)
+            return ids, False
+
+    def _shown_of(self, ids: Sequence[str]) -> tuple[list[Snapshot], bool]:
+        """Those of `ids` that can be used, and whether all could be read."""
+        shown, is_complete, now = list[Snapshot](), True, self._clock()
+        for id in ids:
             try:
-                shared = self._places.read_shared(id) if id not in self._known else None
+                manifest = self._known[id][0] if id in self._known else self._places.read_shared(id)
+                if manifest is not None and not manifest.has_expired(now):
+                    shown.append(self._shown(manifest))
             except SnapshotRefused as error:
                 log.warning("snapshot %s in a shared store cannot be used: %s", id, error)
-                continue
-            if shared is not None:
-                yield shared
+            except StoreFailed as error:
+                log.warning("snapshot %s in a shared store is not listed: %s", id, error)
+                is_complete = False
+        return shown, is_complete
 
     def _delete(self, name: str, salt: str) -> None:
         id = snapshot_id(tenant_of(salt), name)
@@ -501,6 +552,17 @@ class Snapshots:
         return manifest
 
 
+def wait_answered(future: Future[T], timeout_s: float) -> T:
+    """Block until it is over. Raises DeadlineExceeded, and cancels it."""
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():  # it has ended so
+            raise
+        future.cancel()
+        raise DeadlineExceeded(f"a tier did not answer about snapshots within {timeout_s:g} s; what is under way goes on") from None
+
+
 def _taken(manifest: Manifest) -> SnapshotTaken:
     return SnapshotTaken(f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name")
 
@@ -514,6 +576,25 @@ def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:
     return (HOST, cache.host) if cache.host.num_slots else None
 
 
-def _remove(store: ManifestStore, id: str, own: Manifest) -> None:
-    if store.read_manifest(id) == pack(own):
-        store.remove_manifest(id)
+def _write(store: ManifestStore, manifest: Manifest, now_s: float) -> Written:
+    """TAKEN: another one of that name is there. One whose time is over is replaced."""
+    data, left_s = pack(manifest), None if manifest.expires_s is None else manifest.expires_s - now_s
+    instead_of = None
+    for _ in range(_WRITE_TRIES):
+        outcome = store.write_manifest(manifest.id, data, left_s, instead_of)
+        if outcome is not Written.TAKEN:
+            return outcome
+        instead_of = store.read_manifest(manifest.id)
+        if instead_of == data:  # the answer to an earlier try was lost
+            return Written.DONE
+        if instead_of is not None and not _is_over(instead_of, now_s):
+            break
+    return Written.TAKEN
+
+
+def _is_over(data: bytes, now_s: float) -> bool:
+    """A damaged one keeps its name until it is deleted."""
+    try:
+        return unpack(data).has_expired(now_s)
+    except SnapshotRefused:
+        return False

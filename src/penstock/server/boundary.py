@@ -11,7 +11,8 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_type_hints
+from concurrent.futures import Future
+from typing import Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -36,7 +37,7 @@ from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
 
-VERSION = 7  # of everything below; both ends say it first
+VERSION = 8  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
 _LENGTH = struct.Struct("<I")
 
@@ -232,7 +233,13 @@ class Call(Sent, tag=7):
     arguments: bytes  # MessagePack of what it takes
 
 
-FromFront = Submit | Cancel | HoldAdapter | LetGo | FrontFigures | Awake | Call
+class Abandon(Sent, tag=8):
+    """Nobody waits for the answer to that call any more."""
+
+    number: int
+
+
+FromFront = Submit | Cancel | HoldAdapter | LetGo | FrontFigures | Awake | Call | Abandon
 
 
 class CallTypes(NamedTuple):
@@ -243,6 +250,8 @@ class CallTypes(NamedTuple):
 def _types_of(method: Callable[..., Any]) -> CallTypes:
     hints = get_type_hints(method)
     gives = hints.pop("return")
+    if get_origin(gives) is Future:
+        (gives,) = get_args(gives)
     return CallTypes(tuple[tuple(hints.values())], gives)  # type: ignore[misc]
 
 
@@ -251,7 +260,8 @@ CALLS = {
         method.__qualname__: _types_of(method)
         for method in (
             *(EngineClient.reset_cache, EngineClient.wait_flushed, AdapterNames.load_inside, AdapterNames.unload),
-            *(SnapshotStore.take, SnapshotStore.all, SnapshotStore.find, SnapshotStore.open, SnapshotStore.delete),
+            *(SnapshotStore.begin_take, SnapshotStore.begin_all, SnapshotStore.begin_find),
+            *(SnapshotStore.begin_open, SnapshotStore.begin_delete),
         )
     },
     EngineClient.stats.__qualname__: CallTypes(tuple[()], tuple[EngineStats, list[RequestFigures]]),  # figures: of all other fronts

@@ -63,6 +63,7 @@ class FrontLink:
         self._queue: SimpleQueue[list[tuple[int, TokenEvent]] | bytes | None] = SimpleQueue()
         self._num_queued = self._num_sent = 0  # events; each counted by one thread
         self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
+        self._begun: dict[int, Future[Any]] = {}  # calls about snapshots that are not answered
         self._is_cut = False
         self._num_beats = 0  # that it was told of
         self._heard_at: int | None = None  # their number when it last said something; None while that is dealt with, and before
@@ -191,6 +192,9 @@ class FrontLink:
                 self._links.note(self, adapters_seen=message.adapters)
             case boundary.Call():
                 self._call(message)
+            case boundary.Abandon():
+                if (begun := self._begun.get(message.number)) is not None:
+                    begun.cancel()
 
     def _submit(self, message: boundary.Submit) -> None:
         self._open[message.number] = message.request_id
@@ -227,11 +231,21 @@ class FrontLink:
                     begun = self._engine.prefetch(tokens, session=session, cache_salt=salt, adapter=adapter)
                     begun.add_done_callback(lambda done: self._answer(call.number, done.result))
                     return
+                case name if name.startswith("SnapshotStore."):
+                    asked: Future[Any] = getattr(self._engine.snapshots, name.partition(".")[2])(*arguments)
+                    self._begun[call.number] = asked
+                    asked.add_done_callback(functools.partial(self._end_begun, call.number))
+                    return
                 case _:
                     work = functools.partial(self._links.do, call.name, arguments, self)
             threading.Thread(target=self._answer, args=(call.number, work), name=f"front-call-{self.index}", daemon=True).start()
         except Exception as error:
             self.tell(boundary.Returned(call.number, fault=_fault(error)))
+
+    def _end_begun(self, call: int, asked: Future[Any]) -> None:
+        self._begun.pop(call, None)
+        if not asked.cancelled():
+            self._answer(call, asked.result)
 
     def _keep_compiled(self, call: int, future: Future[Any]) -> None:
         """It is kept until its front has submitted what it is for."""
@@ -257,6 +271,8 @@ class FrontLink:
         for kept in list(self._kept.values()):
             _end_kept(kept)
         self._kept.clear()
+        for begun in list(self._begun.values()):
+            begun.cancel()
         for request_id in list(self._open.values()):
             self._engine.cancel(request_id)
         self._settle()
@@ -359,7 +375,7 @@ class FrontLinks:
     def do(self, name: str, arguments: Any, asking: FrontLink) -> Any:
         """On a thread of its own."""
         owner, method = name.split(".")
-        parts: dict[str, Any] = {"EngineClient": self.engine, "AdapterNames": self.engine.adapters, "SnapshotStore": self.engine.snapshots}
+        parts: dict[str, Any] = {"EngineClient": self.engine, "AdapterNames": self.engine.adapters}
         work = functools.partial(getattr(parts[owner], method), *arguments)
         match method:
             case "stats":

@@ -142,6 +142,7 @@ def _sessions(figures: SessionFigures) -> Iterator[Metric]:
 
 def _snapshots(figures: SnapshotFigures) -> Iterator[Metric]:
     yield gauge("penstock_snapshots", "Snapshots by state.", {"known": figures.known, "damaged": figures.damaged}, "state")
+    yield gauge("penstock_snapshot_calls_waiting", "Calls about snapshots that wait for a tier.", figures.waiting)
     yield gauge("penstock_snapshot_pinned_blocks", "KV blocks that snapshots pin in the last tier.", figures.pinned_blocks)
     yield gauge("penstock_snapshot_pinned_blocks_max", "KV blocks that snapshots may pin there.", figures.pinned_blocks_max)
     asked = {name: getattr(figures, name) for name in ("taken", "continued", "deleted", "expired", "refused")}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -30,7 +30,6 @@ from penstock.server.client import AdapterNames, EngineClient, RequestFigures, S
 logger = logging.getLogger("penstock.server")
 
 STATS_S = 10.0  # for the engine's process to say how it is doing
-SNAPSHOT_S = 150.0  # for what is computed to be saved, and for tiers to answer
 SLOW_S = 600.0  # for what reads files or empties disks there
 CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadline that it was given
 RECEIVE_BYTES = 1 << 18
@@ -70,15 +69,26 @@ def _result(future: Future[Any], timeout_s: float) -> Any:
 
 def asked(method: Callable[Concatenate[Any, P], R], timeout_s: float) -> Callable[Concatenate[Any, P], R]:
     """A method of the interface that the engine's process answers. Blocks."""
-    signature = inspect.signature(method)
+    begin = begun(method)
 
     def ask(self: Any, /, *args: P.args, **options: P.kwargs) -> R:
-        bound = signature.bind(self, *args, **options)
-        bound.apply_defaults()
-        answer: R = _result(self.engine.call(method.__qualname__, *bound.args[1:]), timeout_s)
+        answer: R = _result(cast(Future[Any], begin(self, *args, **options)), timeout_s)
         return answer
 
     return ask
+
+
+def begun(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """A method of the interface that the engine's process answers with a future."""
+    signature = inspect.signature(method)
+
+    def begin(self: Any, /, *args: P.args, **options: P.kwargs) -> R:
+        bound = signature.bind(self, *args, **options)
+        bound.apply_defaults()
+        future: R = self.engine.call(method.__qualname__, *bound.args[1:])
+        return future
+
+    return begin
 
 
 class RemoteEngine:
@@ -191,14 +201,19 @@ class RemoteEngine:
         return answer
 
     def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """Ends with the answer or when the engine is gone. Its owner may cancel it: the answer goes nowhere then."""
+        """Ends with the answer or when the engine is gone. Its owner may cancel it: the engine is told, and the answer goes nowhere."""
         self._check_alive()
         number, future = self.next_number(), Future[Any]()
         self._calls[number] = future, name
+        future.add_done_callback(lambda over: self._abandon(number) if over.cancelled() else None)
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
         if self._over.is_set():  # it has ended meanwhile, and its end may have missed this one
             self._end_calls(self._error or EngineClosed(_SHUTTING_DOWN))
         return future
+
+    def _abandon(self, number: int) -> None:
+        if self._calls.pop(number, None) is not None:
+            self.send(boundary.Abandon(number))
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -379,16 +394,16 @@ class RemoteAdapters:
 
 
 class RemoteSnapshots:
-    """Each call waits for the engine's process, which waits for its tiers."""
+    """Each call is answered by the engine's process, which waits for its tiers."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.engine = engine
 
-    take = asked(SnapshotStore.take, SNAPSHOT_S)
-    all = asked(SnapshotStore.all, SNAPSHOT_S)
-    find = asked(SnapshotStore.find, SNAPSHOT_S)
-    open = asked(SnapshotStore.open, SNAPSHOT_S)
-    delete = asked(SnapshotStore.delete, SNAPSHOT_S)
+    begin_take = begun(SnapshotStore.begin_take)
+    begin_all = begun(SnapshotStore.begin_all)
+    begin_find = begun(SnapshotStore.begin_find)
+    begin_open = begun(SnapshotStore.begin_open)
+    begin_delete = begun(SnapshotStore.begin_delete)
 
 
 class RemoteGrammars:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -18,9 +19,9 @@ from penstock import __version__
 from penstock.contract import LoadedAdapter, Prefetched, Snapshot, SnapshotRequest
 from penstock.errors import InvalidRequest
 from penstock.server import about, messages, metrics, schema
-from penstock.server.client import FlushLevel
+from penstock.server.client import FlushLevel, SnapshotStore
 from penstock.server.connection import read_body
-from penstock.server.faults import Refused, json_response
+from penstock.server.faults import Hangup, Refused, json_response
 from penstock.server.generate import (
     CHAT,
     COMPLETIONS,
@@ -32,9 +33,12 @@ from penstock.server.generate import (
     encode_chat,
     encode_given,
     prompts_of,
+    while_connected,
 )
 from penstock.server.service import Service
 from penstock.server.thinking import reasons
+
+T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
@@ -281,16 +285,16 @@ class SnapshotRoutes:
         salt, name = self._salt(request), request.path_params["name"]
         with self._service.side.take(1):
             if request.method == "DELETE":
-                await self._service.on_snapshots(lambda snapshots: snapshots.delete(name, salt))
+                await self._answer(request, lambda snapshots: snapshots.begin_delete(name, salt))
                 return json_response({"id": name, "object": "snapshot", "deleted": True})
-            return json_response(_snapshot_card(await self._service.on_snapshots(lambda snapshots: snapshots.find(name, salt))))
+            return json_response(_snapshot_card(await self._answer(request, lambda snapshots: snapshots.begin_find(name, salt))))
 
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
             return await self._take(request)
         salt = self._salt(request)
         with self._service.side.take(1):
-            found = await self._service.on_snapshots(lambda snapshots: snapshots.all(salt))
+            found = await self._answer(request, lambda snapshots: snapshots.begin_all(salt))
         pinned = {"tier": found.tier, "blocks": found.pinned_blocks, "max_blocks": found.pinned_blocks_max}
         pinned = {**pinned, "bytes": found.pinned_blocks * found.block_bytes, "max_bytes": found.pinned_blocks_max * found.block_bytes}
         data = [_snapshot_card(one) for one in found.snapshots]
@@ -302,7 +306,19 @@ class SnapshotRoutes:
             body, num_bytes = await self._service.body(request, schema.SnapshotBody)
             body.check()
             asked = await self._service.compute(lambda: self._asked(body), num_bytes)
-            return json_response(_snapshot_card(await self._service.on_snapshots(lambda snapshots: snapshots.take(asked))))
+            return json_response(_snapshot_card(await self._answer(request, lambda snapshots: snapshots.begin_take(asked))))
+
+    async def _answer(self, request: Request, begin: Callable[[SnapshotStore], Future[T]]) -> T:
+        """Until the client hangs up: what has not begun by then is not done."""
+        answers: list[T] = []
+
+        async def work() -> None:
+            answers.append(await self._service.on_snapshots(begin))
+
+        await while_connected(request.receive, lambda: None, work)
+        if not answers:
+            raise Hangup
+        return answers[0]
 
     def _asked(self, body: schema.SnapshotBody) -> SnapshotRequest:
         """On a worker thread where the body is large."""

@@ -176,6 +176,7 @@ SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
 RESET_TIMEOUT_S = 30.0
 PREFETCH_TIMEOUT_S = 10.0  # for the engine loop to come round and begin it
 FLUSH_TIMEOUT_S = 60.0
+SNAPSHOT_S = 150.0  # for what is computed to be saved, and for tiers to answer
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
 
 T = TypeVar("T")
@@ -369,14 +370,17 @@ class Service:
         except TimeoutError:
             raise DeadlineExceeded(f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch") from None
 
-    async def on_snapshots(self, work: Callable[[SnapshotStore], T]) -> T:
-        """On a thread of its own: a disk or a store may have to be waited for. It goes on where nobody waits any more."""
-        return await _in_thread(lambda: work(self.engine.snapshots), "penstock-snapshot")
+    async def on_snapshots(self, begin: Callable[[SnapshotStore], Future[T]]) -> T:
+        """A disk or a store may have to be waited for. Who waits no longer leaves the line."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(begin(self.engine.snapshots)), SNAPSHOT_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the engine did not answer about snapshots within {SNAPSHOT_S:g} s") from None
 
     async def open_snapshot(self, body: CompletionBody | ChatBody, name: str) -> SnapshotContent:
         """What the request's prompts go on from."""
         with self.hold_model(body.model) as adapter:
-            return await self.on_snapshots(lambda snapshots: snapshots.open(name, body.cache_salt or "", adapter))
+            return await self.on_snapshots(lambda snapshots: snapshots.begin_open(name, body.cache_salt or "", adapter))
 
 
 def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import SCOPE_BYTES
-from penstock.kv.tiers.store import HEADER_BYTES, Outcome, StoreUsage, pack, unpack
+from penstock.kv.tiers.store import HEADER_BYTES, Outcome, StoreUsage, Written, pack, unpack
 
 _DEADLINE_S = 30.0  # a test that forgets to let go fails instead of hanging
 _GARBAGE = 0xEE  # what stands in a buffer after any outcome but DONE
@@ -157,14 +157,19 @@ class MemoryStore:
         self._enter("read_manifest")
         return self.kept_manifests.get(id)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
         self._enter("write_manifest")
-        self.kept_manifests[id] = data
-        return True
+        with self._lock:
+            if self.kept_manifests.get(id) != instead_of:
+                return Written.TAKEN
+            self.kept_manifests[id] = data
+        return Written.DONE
 
-    def remove_manifest(self, id: str) -> None:
+    def remove_manifest(self, id: str, only: bytes | None = None) -> None:
         self._enter("remove_manifest")
-        self.kept_manifests.pop(id, None)
+        with self._lock:
+            if only is None or self.kept_manifests.get(id) == only:
+                self.kept_manifests.pop(id, None)
 
     # ------------------------------------------------------------------------------------------------------------- private
 

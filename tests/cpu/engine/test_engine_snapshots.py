@@ -7,7 +7,7 @@ import contextlib
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from penstock.contract import Adapter, SamplingParams, SnapshotRequest
-from penstock.engine import snapshots as snapshots_module
 from penstock.engine.engine import Engine
 from penstock.errors import (
     DeadlineExceeded,
@@ -134,9 +133,8 @@ def test_what_cannot_be_of_this_model_is_refused_by_name(make_engine: Make, prom
     assert engine.cache.stats().slots["host"].pinned == 0 and engine.snapshots.all().snapshots == []
 
 
-def test_of_an_engine_that_is_closed_no_session_is_asked_for(make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_engine_that_is_closed_no_session_is_asked_for(make_engine: Make, prompts: Prompts) -> None:
     """Nobody would answer: whoever asks is told so, and does not wait for a turn that never comes."""
-    monkeypatch.setattr(snapshots_module, "_TURN_S", 0.01)
     engine = make_engine(blocks=64, host_blocks=64)
     generate(engine, prompts(70))
     engine.close(20.0)
@@ -150,8 +148,17 @@ def test_what_is_being_taken_is_pinned_from_the_first_moment(make_engine: Make, 
     generate(engine, prompts(70))
     settle_all(engine)
     tokens = np.asarray(prompts(70), np.uint32)
-    taken = engine.snapshots.take_of(request(prompts(70)), tokens, lambda: fill(engine, prompts))
-    assert taken.kept_tokens == 64
+    reached, saved = concurrent.futures.Future[None](), concurrent.futures.Future[None]()
+
+    def save(keys: Sequence[bytes]) -> concurrent.futures.Future[None]:
+        reached.set_result(None)
+        return saved
+
+    taking = engine.snapshots.begin_take_of(request(prompts(70)), tokens, save)
+    reached.result(60.0)
+    fill(engine, prompts)
+    saved.set_result(None)
+    assert taking.result(60.0).kept_tokens == 64
     keys = engine.cache.prefix_of(tokens).keys  # type: ignore[union-attr]
     assert engine.cache.cold_tiers["ssd"].calls.store.find(keys) == 4
 
@@ -351,7 +358,7 @@ def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
     registry, gate = engine.snapshots, threading.Event()
     assert registry._lane is not None
     registry._lane.submit(lambda: gate.wait(60.0) and None, label="a tier that does not answer")
-    monkeypatch.setattr("penstock.kv.snapshots._ANSWER_S", 0.01)
+    monkeypatch.setattr("penstock.engine.snapshots.TAKE_S", 0.01)
     with pytest.raises(DeadlineExceeded):
         take(engine, request(prompts(70)))
     monkeypatch.undo()
@@ -385,8 +392,7 @@ def test_blocks_that_only_the_device_has_are_saved_under_whose_they_are(
     assert engine.cache.loads.host.num_leading(keys) == 4
 
 
-def test_whoever_asks_for_a_session_is_told_when_the_engine_ends(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.snapshots._TURN_S", 10.0)
+def test_whoever_asks_for_a_session_is_told_when_the_engine_ends(make_engine: Make) -> None:
     engine = make_engine(blocks=64, host_blocks=64)
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         asking = threads.submit(engine.snapshots.take, SnapshotRequest("talk", session="agent"))

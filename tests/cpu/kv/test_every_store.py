@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
 
 from penstock.kv.tiers.remote import KINDS, open_store
-from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome, pack
+from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome, Written, pack
 from store_servers import valkey_or_skip
 from support.servers import ServerMissing
 from support.servers_more import Bucket, Mooncake, mooncake_environment
@@ -201,15 +202,49 @@ def manifests(store: BlockStore) -> ManifestStore:
 def test_a_manifest_is_read_as_it_was_written_and_goes_when_it_is_removed(manifests: ManifestStore) -> None:
     long = os.urandom(3 << 20)
     assert manifests.read_manifest("aa-1") is None and manifests.manifests() == []
-    assert manifests.write_manifest("aa-1", long, None) is True
+    assert manifests.write_manifest("aa-1", long, None) is Written.DONE
     manifests.write_manifest("ab-2", b"short", 1000.0)
     assert manifests.read_manifest("aa-1") == long and manifests.read_manifest("ab-2") == b"short"
     assert sorted(manifests.manifests()) == ["aa-1", "ab-2"] and manifests.manifests("aa") == ["aa-1"]
-    manifests.write_manifest("aa-1", b"other", None)
-    assert manifests.read_manifest("aa-1") == b"other"
     manifests.remove_manifest("aa-1")
     manifests.remove_manifest("aa-1")
     assert manifests.read_manifest("aa-1") is None and manifests.manifests() == ["ab-2"]
+
+
+def test_a_manifest_is_written_and_removed_only_where_what_is_there_is_as_its_writer_says(manifests: ManifestStore) -> None:
+    assert manifests.write_manifest("aa-1", b"new", None, b"old") is Written.TAKEN and manifests.read_manifest("aa-1") is None
+    assert manifests.write_manifest("aa-1", b"old", 1000.0) is Written.DONE
+    for instead_of in (None, b"ol", b"older"):
+        assert manifests.write_manifest("aa-1", b"new", None, instead_of) is Written.TAKEN
+    assert manifests.read_manifest("aa-1") == b"old"
+    assert manifests.write_manifest("aa-1", b"new", None, b"old") is Written.DONE
+    manifests.remove_manifest("aa-1", b"old")
+    assert manifests.read_manifest("aa-1") == b"new" and manifests.manifests() == ["aa-1"]
+    manifests.remove_manifest("aa-1", b"new")
+    assert manifests.read_manifest("aa-1") is None and manifests.manifests() == []
+    assert manifests.write_manifest("aa-1", b"again", None) is Written.DONE and manifests.read_manifest("aa-1") == b"again"
+
+
+@pytest.mark.parametrize("instead_of", [None, b"old"])
+def test_of_writers_of_one_manifest_at_once_exactly_one_is_told_that_it_is_there(
+    url: str, slots: Slots, manifests: ManifestStore, instead_of: bytes | None
+) -> None:
+    if url.startswith("s3:"):
+        pytest.skip("this server ignores conditions; test_s3_store.py has the same for a bucket that honours them")
+    values, start = [f"by {number}".encode() for number in range(8)], threading.Barrier(8)
+
+    def write(value: bytes) -> Written:
+        with opened(url, slots) as own:
+            assert isinstance(own, ManifestStore)
+            start.wait(60.0)
+            return own.write_manifest("aa-1", value, None, instead_of)
+
+    if instead_of is not None:
+        manifests.write_manifest("aa-1", instead_of, None)
+    with ThreadPoolExecutor(len(values)) as threads:
+        outcomes = list(threads.map(write, values))
+    assert sorted(outcome.name for outcome in outcomes) == ["DONE", *["TAKEN"] * 7]
+    assert manifests.read_manifest("aa-1") == values[outcomes.index(Written.DONE)]
 
 
 def test_manifests_are_no_blocks_and_a_reset_leaves_them(store: BlockStore, manifests: ManifestStore, slots: Slots) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from penstock.errors import ConfigError  # noqa: E402
 from penstock.kv.tiers import remote  # noqa: E402
 from penstock.kv.tiers.remote import open_store, s3  # noqa: E402
 from penstock.kv.tiers.remote.s3 import BucketStore, parse_address  # noqa: E402
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack  # noqa: E402
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, Written, pack  # noqa: E402
 from support.servers import ServerMissing  # noqa: E402
 from support.servers_more import Bucket  # noqa: E402
 
@@ -421,7 +423,53 @@ def test_all_requests_of_a_call_have_one_deadline(slots: Slots, monkeypatch: pyt
 def test_manifests_are_listed_from_every_page(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store("s3://bucket?endpoint=http://127.0.0.1:1&region=r", slots.space, 60.0)
     assert isinstance(store, BucketStore)
-    pages = [[{"path": f"{store._manifests}/aa-1"}, {"path": f"{store._manifests}/ab-2"}], [{"path": f"{store._manifests}/aa-3"}]]
+    names = (("aa-1", "ab-2"), ("aa-3", "aa-4"))
+    pages = [[{"path": f"{store._manifests}/{name}", "size": 0 if name == "aa-4" else 9} for name in page] for page in names]
     monkeypatch.setattr(obstore, "list", lambda *args: iter(pages))
     assert store.manifests() == ["aa-1", "ab-2", "aa-3"] and store.manifests("aa") == ["aa-1", "aa-3"]
     store.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------ manifests
+
+
+@pytest.fixture
+def honouring(slots: Slots) -> Iterator[BucketStore]:
+    """Over a bucket in memory: it compares and writes in one step, as S3 does."""
+    address = parse_address("s3://bucket/prefix")
+    with contextlib.closing(BucketStore(obstore.store.MemoryStore(), address, slots.space, 10.0)) as store:  # type: ignore[arg-type]
+        yield store
+
+
+def test_of_writers_of_one_manifest_at_once_exactly_one_is_told_that_it_is_there(honouring: BucketStore) -> None:
+    for number, instead_of in enumerate([None, b"old"] * 5):
+        id, start = f"aa-{number}", threading.Barrier(8)
+        if instead_of is not None:
+            honouring.write_manifest(id, instead_of, None)
+
+        def write(value: int, id: str = id, instead_of: bytes | None = instead_of, start: threading.Barrier = start) -> Written:
+            start.wait(60.0)
+            return honouring.write_manifest(id, b"by %d" % value, None, instead_of)
+
+        with ThreadPoolExecutor(8) as threads:
+            outcomes = list(threads.map(write, range(8)))
+        assert sorted(outcome.name for outcome in outcomes) == ["DONE", *["TAKEN"] * 7]
+        assert honouring.read_manifest(id) == b"by %d" % outcomes.index(Written.DONE)
+
+
+def test_a_name_whose_manifest_was_removed_under_a_condition_is_free(honouring: BucketStore) -> None:
+    assert honouring.write_manifest("aa-1", b"old", None) is Written.DONE
+    honouring.remove_manifest("aa-1", b"another")
+    assert honouring.manifests() == ["aa-1"]
+    honouring.remove_manifest("aa-1", b"old")
+    assert honouring.read_manifest("aa-1") is None and honouring.manifests() == []
+    assert honouring.write_manifest("aa-1", b"new", None) is Written.DONE
+    assert honouring.write_manifest("aa-1", b"newer", None) is Written.TAKEN and honouring.read_manifest("aa-1") == b"new"
+
+
+def test_a_server_that_ignores_conditions_is_told_of_once(store: BucketStore, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("aa-1", "aa-2"):
+        assert store.write_manifest(name, b"text", None) is Written.DONE
+    assert [record.getMessage() for record in caplog.records if "ignores conditions" in record.getMessage()] == [
+        "the bucket's server ignores conditions: two engines may both be told that they have taken one name"
+    ]

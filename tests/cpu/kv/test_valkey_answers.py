@@ -15,7 +15,7 @@ from valkey_rig import BLOCK_BYTES, CALLS, DONE, PATIENT_S, keys_of, name_of, nu
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.remote import Node, open_store, valkey
 from penstock.kv.tiers.remote.valkey import resolve
-from penstock.kv.tiers.store import Outcome, Space, StoreUsage
+from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written
 from support.servers import LOOPBACK
 
 FINE = {b"PING": b"+PONG", b"EXISTS": b":1", b"TOUCH": b":0", b"SET": b"+OK", b"GET": b"$-1", b"SCAN": b"*2\r\n$1\r\n0\r\n*0"}
@@ -217,15 +217,15 @@ def test_each_block_has_the_answer_to_its_own_write(monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------------------- manifests
 
 
-@pytest.mark.parametrize(("answer", "written"), [(b"+OK", True), (b"-OOM no room", False)])
-def test_a_manifest_counts_as_written_where_the_server_has_it(answer: bytes, written: bool) -> None:
+@pytest.mark.parametrize(("answer", "written"), [(b"+OK", Written.DONE), (b"-OOM no room", Written.FULL), (b"$-1", Written.TAKEN)])
+def test_a_manifest_counts_as_written_where_the_server_has_it(answer: bytes, written: Written) -> None:
     with answering(SET=answer) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
         assert store.write_manifest("aa-1", b"text", None) is written
 
 
 MANIFEST_CALLS: list[tuple[str, bytes, Callable[[valkey.ValkeyStore], object], object]] = [
     ("GET", b"$4\r\ntext", lambda store: store.read_manifest("aa-1"), b"text"),
-    ("SET", b"+OK", lambda store: store.write_manifest("aa-1", b"text", None), True),
+    ("SET", b"+OK", lambda store: store.write_manifest("aa-1", b"text", None), Written.DONE),
     ("UNLINK", b":1", lambda store: store.remove_manifest("aa-1"), None),
 ]
 
@@ -275,8 +275,8 @@ def test_a_manifest_for_less_than_a_second_is_kept_for_one() -> None:
         return b"+OK"
 
     with answering(SET=answer) as url, contextlib.closing(opened(url)) as store:
-        assert store.write_manifest("aa-1", b"text", 0.25) and store.write_manifest("aa-2", b"text", -3.0)
-    assert [words[3:] for words in asked] == [[b"EX", b"1"]] * 2
+        assert [store.write_manifest(id, b"text", left_s) for id, left_s in (("aa-1", 0.25), ("aa-2", -3.0))] == [Written.DONE] * 2
+    assert [words[3:] for words in asked] == [[b"NX", b"EX", b"1"]] * 2
 
 
 def test_a_manifest_that_is_replaced_while_it_is_read_is_not_served_in_part() -> None:

@@ -86,7 +86,7 @@ class Linked:
     """An engine whose loop runs, and as many fronts as a test makes."""
 
     def __init__(self) -> None:
-        self.engine: Engine = build(tiny_config("tiny-llama"))
+        self.engine: Engine = build(tiny_config("tiny-llama", host_blocks=16))
         self.loop = EngineLoop(self.engine)
         self.detached: list[int] = []
         self.open_then: list[int] = []  # requests of all fronts, each time that one was over
@@ -460,9 +460,27 @@ def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatc
     monkeypatch.setattr(linked.engine, "reset_cache", fail)
     front = linked.front()
     front.send(call(1, "EngineClient.reset_cache", ("device",)))
-    front.send(call(2, "SnapshotStore.find", "none", ""))
+    front.send(call(2, "SnapshotStore.begin_find", "none", ""))
     faults = {reply.call: reply.fault for reply in (_reply(front), _reply(front))}
     assert faults[1] == boundary.SentError("StoreFailed", "the disk is gone") and faults[2] is not None
+
+
+def test_a_call_about_snapshots_that_is_abandoned_leaves_the_line_and_one_of_a_front_that_is_gone_does(linked: Linked) -> None:
+    """Invariant 20. No thread waits for either."""
+    snapshots, reached, go_on = linked.engine.snapshots, threading.Event(), threading.Event()
+    busy = snapshots._begin(lambda: (reached.set(), go_on.wait(60.0)))
+    assert reached.wait(60.0)
+    front = linked.front()
+    for number in (1, 2):
+        front.send(call(number, "SnapshotStore.begin_open", f"talk-{number}", "", None))
+    until(lambda: snapshots.figures().waiting == 2, "both wait")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("front-call")]
+    front.send(boundary.Abandon(1))
+    until(lambda: snapshots.figures().waiting == 1, "the first has left")
+    front.sock.close()
+    until(lambda: snapshots.figures().waiting == 0, "the second has left with its front")
+    assert not busy.done()
+    go_on.set()
 
 
 @pytest.mark.parametrize(("method", "arguments"), [("reset_cache", (("device",),)), ("wait_flushed", ("persisted", 1.0))])
@@ -901,15 +919,35 @@ def test_a_prefetch_of_a_session_has_no_prompt_and_one_of_a_prompt_may_fill_the_
     as_front(play)
 
 
-def test_a_call_says_all_that_it_takes_and_is_answered_on_another_thread() -> None:
+def test_a_call_says_all_that_it_takes_and_is_answered_with_a_future() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
-        deleting = asyncio.create_task(asyncio.to_thread(client.snapshots.delete, "talk"))
+        deleting = asyncio.wrap_future(client.snapshots.begin_delete("talk"))
         asked = await _heard(engine)
-        assert isinstance(asked, boundary.Call) and asked.name == "SnapshotStore.delete"
+        assert isinstance(asked, boundary.Call) and asked.name == "SnapshotStore.begin_delete"
         assert boundary.arguments_of(asked) == ("talk", "")
         engine.send(boundary.Returned(asked.number, fault=fault_from(StoreFailed("the disk is gone"))))
         with pytest.raises(StoreFailed, match="the disk is gone"):
             await deleting
+
+    as_front(play)
+
+
+def test_a_call_that_nobody_waits_for_is_given_up_there_and_its_answer_goes_nowhere() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        opening = asyncio.create_task(asyncio.wait_for(asyncio.wrap_future(client.snapshots.begin_open("talk")), 60.0))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call) and boundary.arguments_of(asked) == ("talk", "", None)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert await _heard(engine) == boundary.Abandon(asked.number)
+        engine.send(boundary.Returned(asked.number, fault=fault_from(StoreFailed("too late"))))
+        finding = asyncio.wrap_future(client.snapshots.begin_find("talk"))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call)
+        engine.send(boundary.Returned(asked.number, fault=fault_from(StoreFailed("in time"))))
+        with pytest.raises(StoreFailed, match="in time"):
+            await finding
 
     as_front(play)
 
@@ -947,6 +985,7 @@ def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(m
             await asyncio.to_thread(client.stats)
         late = await _heard(engine)
         assert isinstance(late, boundary.Call)
+        assert await _heard(engine) == boundary.Abandon(late.number)
         engine.send(boundary.Returned(late.number, b"no stats"))
         engine.send(boundary.Beat(7.0))
         assert await _heard(engine) == boundary.Awake(0)

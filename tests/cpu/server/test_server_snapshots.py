@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from served import until
 from tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
 
 from penstock.contract import SnapshotContent
-from penstock.errors import StoreFailed
+from penstock.engine.engine import Engine
+from penstock.errors import EngineClosed, StoreFailed
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.tiers import manifest as format_
+from penstock.kv.tiers.store import Written
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
 from penstock.server.generate import prompts_of
@@ -530,7 +533,7 @@ def test_a_disk_without_room_for_a_manifest_is_used_for_blocks_all_the_same(on_d
     server = on_disk
     ask(server, PROMPT)
     store: Any = server.engine.cache.cold_tiers["ssd"].calls.store
-    store.write_manifest = lambda *args: False
+    store.write_manifest = lambda *args: Written.FULL
     found = take(server, 503, prompt=PROMPT, name="talk")
     assert found["code"] == "tier_failed" and "no room" in found["message"]
     assert server.http.get("/cache/stats").json()["traffic"]["usable"] == {"ssd": True}
@@ -558,8 +561,99 @@ def test_a_client_that_hangs_up_in_the_middle_leaves_all_of_it_or_nothing(on_dis
         assert there.wait(60.0)
     assert ask(server, OTHER)[1]["computed"] == 70, "requests are served meanwhile"
     go_on.set()
-    until(lambda: stats(server)["taken"] == 1, "it is taken all the same")
-    assert all_of(server)["data"][0]["id"] == "talk"
+    until(lambda: stats(server)["taken"] == 1, "what the lane was at has ended")
+    whole, nothing = (["talk"], 4), ([], 0)  # by whether the hang-up was seen before it was answered
+    until(lambda: ([one["id"] for one in all_of(server)["data"]], stats(server)["pinned_blocks"]) in (whole, nothing), "one of them")
+
+
+def hang_up_on(server: Tiered, path: str, body: dict[str, Any]) -> None:
+    """A request whose client goes as soon as it is sent."""
+    data, url = json.dumps(body).encode(), server.http.base_url
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
+
+
+def num_hang_ups(server: Tiered) -> float:
+    return sum(
+        num for (name, labels), num in server.scrape().items() if name.endswith("http_requests_total") and ("status", "499") in labels
+    )
+
+
+def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread() -> None:
+    """Invariant 20: a cancel releases everything, also where a snapshot is waited for. The store stands still until all have gone."""
+    there, go_on, reads = threading.Event(), threading.Event(), list[str]()
+    with valkey_or_skip() as store:
+        remote = {"remote": store.url(), "remote_timeout_s": 60.0}
+        with tiered(**remote) as one:
+            ask(one, PROMPT)
+            take(one, prompt=PROMPT, name="talk")
+        with tiered(**remote) as two:
+            shared: Any = two.engine.cache.cold_tiers["remote"].calls.store
+            inner = shared.read_manifest
+
+            def held(id: str) -> Any:
+                reads.append(id)
+                there.set()
+                assert go_on.wait(60.0)
+                return inner(id)
+
+            shared.read_manifest = held
+            ask(two, OTHER)
+            with ThreadPoolExecutor(1) as threads:
+                patient = threads.submit(going_on, two, "talk")
+                assert there.wait(60.0)
+                num_threads = threading.active_count()
+                for number in range(100):
+                    body = {"model": MODEL, "prompt": MORE, "max_tokens": 1, "snapshot": f"other-{number}"}
+                    hang_up_on(two, "/v1/completions", body)
+                    hang_up_on(two, "/v1/snapshots", {"prompt": PROMPT, "name": f"new-{number}"})
+                until(lambda: num_hang_ups(two) == 200, "all of them are over, while the store stands still")
+                assert stats(two)["waiting"] == 0 and threading.active_count() <= num_threads + 2  # and those of /cache/stats
+                go_on.set()
+                assert patient.result().status_code == 200
+            assert ask(two, MORE, snapshot="talk")[1]["computed"] == 10
+            assert len(set(reads)) == 1, "the store is asked for nothing that no client waits for"
+            assert stats(two)["pinned_blocks"] == 0 and stats(two)["continued"] == 2
+
+
+def test_calls_that_wait_for_a_slow_store_are_bounded_and_equal_ones_share_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.kv.snapshots.MOST_WAITING", 3)
+    there, go_on, reads = threading.Event(), threading.Event(), list[str]()
+    with valkey_or_skip() as store, tiered(remote=store.url(), remote_timeout_s=60.0) as server:
+        shared: Any = server.engine.cache.cold_tiers["remote"].calls.store
+        inner = shared.read_manifest
+
+        def held(id: str) -> Any:
+            reads.append(id)
+            there.set()
+            assert go_on.wait(60.0)
+            return inner(id)
+
+        shared.read_manifest = held
+        names = ["first", *["second"] * 4, "third", "fourth"]
+        with ThreadPoolExecutor(len(names)) as threads:
+            asked = []
+            for number, name in enumerate(names):
+                asked.append(threads.submit(going_on, server, name))
+                if number == 0:
+                    assert there.wait(60.0)
+            until(lambda: stats(server)["waiting"] == 6, "all wait but the first")
+            refused = going_on(server, "fifth")
+            assert refused.status_code == 429 and error_of(refused)["code"] == "overloaded" and refused.headers["Retry-After"]
+            go_on.set()
+            assert [one.result().status_code for one in asked] == [404] * len(names)
+        assert len(reads) == len(set(reads)) == 4
+
+
+def going_on(server: Tiered, name: str) -> httpx.Response:
+    body = {"model": MODEL, "prompt": MORE, "max_tokens": 1, "snapshot": name}
+    return httpx.post(f"{server.http.base_url}/v1/completions", json=body, timeout=60.0)
+
+
+def end_of(engine: Engine) -> EngineClosed:
+    """Once it has ended."""
+    until(lambda: engine.ended is not None, "the engine has ended")
+    return EngineClosed("the engine is closed")
 
 
 def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -> None:
@@ -569,12 +663,13 @@ def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -
         ask(server, PROMPT)
         engine = server.engine
 
-        def held(level: str, timeout_s: float) -> None:
-            there.set()
-            until(lambda: engine.ended is not None, "the engine has ended")
-            engine._inbox.check_open()
+        saved: Future[None] = Future()
 
-        engine.wait_flushed = held  # type: ignore[method-assign]
+        def held(level: str) -> Future[None]:
+            there.set()
+            return saved
+
+        engine.begin_flush = held  # type: ignore[method-assign]
 
         def take_it() -> None:
             try:
@@ -585,7 +680,10 @@ def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -
         asking = threading.Thread(target=take_it)
         asking.start()
         assert there.wait(60.0)
+        ending = threading.Thread(target=lambda: saved.set_exception(end_of(engine)))
+        ending.start()
     asking.join(60.0)
+    ending.join(60.0)
     assert failed and failed[0] != 200 and not list((tmp_path / "ssd").glob("*.snapshot"))
 
 
@@ -609,6 +707,44 @@ def test_another_engine_continues_from_the_shared_store() -> None:
             assert two.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
             assert ask(two, MORE, 404, snapshot="talk", cache_salt="mine")["code"] == "snapshot_not_found"
             assert not two.engine.snapshots.figures().known
+
+
+def test_of_two_engines_that_take_one_name_at_the_same_moment_one_has_it_and_the_other_is_told() -> None:
+    """Both have looked, and neither has written, when they are let go."""
+    both_wait = threading.Barrier(2)
+    with valkey_or_skip() as store:
+        remote = {"remote": store.url(), "remote_timeout_s": 5.0}
+        with tiered(**remote) as one, tiered(**remote) as two:
+            for server in (one, two):
+                ask(server, PROMPT)
+                write_together(server, both_wait)
+            lengths = {one: 64, two: 48}
+            with ThreadPoolExecutor(2) as threads:
+                replies = dict(zip(lengths, threads.map(lambda server: take_first(server, lengths[server]), lengths), strict=True))
+            assert sorted(reply.status_code for reply in replies.values()) == [200, 409]
+            (holder,), (other,) = ([server for server in lengths if replies[server].status_code == code] for code in (200, 409))
+            assert error_of(replies[other])["code"] == "snapshot_exists"
+            for server in (one, two):
+                assert [card["tokens"] for card in all_of(server)["data"]] == [lengths[holder]], "both say which one holds"
+                assert ask(server, MORE, snapshot="talk", max_tokens=1)
+            until(lambda: stats(other)["pinned_blocks"] == 0, "what the other one has pinned is given back")
+            assert stats(holder)["pinned_blocks"] == lengths[holder] // 16
+
+
+def write_together(server: Tiered, both_wait: threading.Barrier) -> None:
+    shared: Any = server.engine.cache.cold_tiers["remote"].calls.store
+    inner = shared.write_manifest
+
+    def write(*args: Any) -> Any:
+        both_wait.wait(60.0)
+        shared.write_manifest = inner
+        return inner(*args)
+
+    shared.write_manifest = write
+
+
+def take_first(server: Tiered, num: int) -> httpx.Response:
+    return httpx.post(f"{server.http.base_url}/v1/snapshots", json={"prompt": PROMPT, "name": "talk", "tokens": num}, timeout=60.0)
 
 
 def test_a_damaged_manifest_in_the_shared_store_is_refused_with_the_reason() -> None:

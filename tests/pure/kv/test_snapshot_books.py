@@ -7,7 +7,8 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,36 @@ import pytest
 from stacked_rig import Stacked
 from storage_rig import BLOCK
 
-from penstock.contract import Adapter, SnapshotRequest
+from penstock.contract import Adapter, Snapshot, SnapshotRequest
 from penstock.errors import InvalidRequest, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken, StoreFailed
 from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.snapshots import Snapshots
 from penstock.kv.tiers.manifest import snapshot_id, unpack
+from penstock.kv.tiers.store import Written
 from penstock.testing.stores import HandClock, MemoryStore
 
 NUM_HOST = 24  # of which snapshots may pin a half
 TALK = np.arange(100, 100 + 10 * BLOCK, dtype=np.uint32)
+
+
+def take_of(registry: Snapshots, asked: SnapshotRequest, tokens: np.ndarray, wait_saved: Callable[[], None]) -> Snapshot:
+    """`wait_saved` runs while it waits for its blocks to be saved."""
+    reached, saved = Future[None](), Future[None]()
+
+    def save(keys: Sequence[bytes]) -> Future[None]:
+        reached.set_result(None)
+        return saved
+
+    taking = registry.begin_take_of(asked, tokens, save)
+    wait([reached, taking], 60.0, FIRST_COMPLETED)
+    if reached.done():
+        try:
+            wait_saved()
+            saved.set_result(None)
+        except BaseException as error:
+            saved.set_exception(error)
+    return taking.result(60.0)
 
 
 class Machine:
@@ -47,16 +68,16 @@ class Machine:
                 for talk in (TALK, TALK + 50):
                     store.blocks.update(dict.fromkeys(self.keys(talk, salt), bytearray()))
         self.registry = Snapshots(self.rig.cache, clock=self.clock)
-        self.registry._ask(lambda: None)  # what was on disk is known
+        self.registry._begin(lambda: None).result(60.0)  # what was on disk is known
 
     def _watch(self, store: MemoryStore) -> None:
         inner = store.write_manifest
 
-        def write(id: str, data: bytes, expires_in_s: float | None) -> bool:
+        def write(id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
             if store.name in self.failing:
                 raise StoreFailed("no")
             self.told.append((store.name, id, expires_in_s))
-            return inner(id, data, expires_in_s)
+            return inner(id, data, expires_in_s, instead_of)
 
         store.write_manifest = write  # type: ignore[method-assign]
 
@@ -65,7 +86,7 @@ class Machine:
         return set() if prefix is None else set(prefix.keys)
 
     def take(self, name: str, tokens: np.ndarray = TALK, salt: str = "", **fields: Any) -> Any:
-        return self.registry.take_of(SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None)
+        return take_of(self.registry, SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None)
 
     def heal(self) -> None:
         """Its stores answer, and it looks."""
@@ -78,7 +99,7 @@ class Machine:
     def step(self) -> None:
         """A turn of the engine, and what it has others do."""
         self.registry.step()
-        self.registry._ask(lambda: None)
+        self.registry._begin(lambda: None).result(60.0)
 
     @property
     def num_pinned(self) -> int:
@@ -134,7 +155,7 @@ def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
     here, _ = machines
     id = snapshot_id(tenant_of(""), "talk")
     here.take("talk", ttl_s=ttl_s)
-    assert here.told == [("ssd", id, ttl_s), ("remote", id, ttl_s)]
+    assert here.told == [("remote", id, ttl_s), ("ssd", id, ttl_s)]
     assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
 
 
@@ -164,7 +185,7 @@ def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]
         with pytest.raises(SnapshotMissing):
             here.registry.find("talk", "")
 
-    here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, again)
+    take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, again)
     assert seen == [SnapshotTaken] and here.registry.find("talk", "").num_blocks == 10 and here.num_pinned == 10
 
 
@@ -182,10 +203,62 @@ def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_man
         raise error
 
     with pytest.raises(type(error)):
-        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
     assert names(here) == names(there) == [] and here.num_pinned == 0 and not here.on_disk and not here.shared
     here.take("talk")
     assert here.registry.figures().taken == 1
+
+
+@pytest.mark.parametrize("state", ["waiting", "reserving", "saving", "writing"])
+def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(machines: tuple[Machine, Machine], state: str) -> None:
+    """Invariant 20."""
+    here, there = machines
+    reached, go_on, saved = threading.Event(), threading.Event(), Future[None]()
+    stops_at = {"reserving": "read_manifest", "writing": "write_manifest"}.get(state)
+
+    def look(call: str) -> None:
+        if call == stops_at:
+            here.rig.stores["remote"].on_call = lambda call: None
+            reached.set()
+            assert go_on.wait(60.0)
+
+    def save(keys: Sequence[bytes]) -> Future[None]:
+        if state == "saving":
+            reached.set()
+        else:
+            saved.set_result(None)
+        return saved
+
+    here.rig.stores["remote"].on_call = look
+    if state == "waiting":
+        before = here.registry._begin(lambda: (reached.set(), go_on.wait(60.0)))
+    taking = here.registry.begin_take_of(SnapshotRequest("talk", prompt=b"-"), TALK, save)
+    assert reached.wait(60.0) and taking.cancel()
+    if state == "waiting":
+        assert here.registry.figures().waiting == 0 and not before.done(), "it has left the line, and the lane is still busy"
+    go_on.set()
+    assert names(here) == names(there) == [] and here.num_pinned == 0 and not here.on_disk and not here.shared
+    here.take("talk")
+    assert here.num_pinned == 10
+
+
+def test_a_long_list_lets_others_through(machines: tuple[Machine, Machine]) -> None:
+    here, there = machines
+    for number in range(40):
+        there.take(f"talk-{number}", TALK[:BLOCK])
+    reads = 0
+    found: list[Future[Any]] = []
+
+    def look(call: str) -> None:
+        nonlocal reads
+        reads += call == "read_manifest"
+        if reads == 5 and not found:
+            found.append(here.registry.begin_open("talk-3"))
+            found[0].add_done_callback(lambda _: found.append(Future()) if reads < 40 else None)
+
+    here.rig.stores["remote"].on_call = look
+    assert len(here.registry.all().snapshots) == 40
+    assert found[0].result(60.0).tokens and len(found) == 2, "it was answered before the list was whole"
 
 
 def test_one_store_that_takes_a_manifest_is_enough(machines: tuple[Machine, Machine]) -> None:
@@ -240,7 +313,7 @@ def test_those_that_are_being_taken_count(machines: tuple[Machine, Machine], mon
         with pytest.raises(SnapshotSpace, match="2 snapshots already"):
             here.take("c", TALK[:BLOCK])
 
-    here.registry.take_of(SnapshotRequest("b", prompt=b"-"), TALK, another)
+    take_of(here.registry, SnapshotRequest("b", prompt=b"-"), TALK, another)
     assert here.registry.figures().known == 2
 
 
@@ -553,7 +626,7 @@ def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(mac
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
     assert names(here) == names(there) == ["talk"] and here.num_pinned == 0
     here.registry.delete("talk", "")
     assert not here.shared, "who deletes it by its name deletes it"
@@ -574,9 +647,49 @@ def test_a_name_that_another_engine_takes_meanwhile_is_its_own(machines: tuple[M
             there.take("talk", (TALK + 50)[: 2 * BLOCK])
 
     with pytest.raises(SnapshotTaken):
-        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, meanwhile)
+        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, meanwhile)
     assert here.registry.find("talk", "").num_blocks == 2 and names(here) == names(there) == ["talk"]
     assert here.num_pinned == 0 and not here.on_disk
+
+
+@pytest.mark.parametrize("ttl_s", [None, 5.0])
+def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
+    machines: tuple[Machine, Machine], clock: HandClock, ttl_s: float | None
+) -> None:
+    """Also where it is written in the place of one whose time is over."""
+    here, there = machines
+    if ttl_s is not None:
+        there.take("talk", ttl_s=ttl_s)
+        clock.advance(ttl_s)
+    store, calls = here.rig.stores["remote"], list[str]()
+
+    def look(call: str) -> None:
+        calls.append(call)
+        if call == "write_manifest" and calls.count(call) == (1 if ttl_s is None else 2):
+            there.take("talk", (TALK + 50)[: 2 * BLOCK])
+
+    store.on_call = look
+    with pytest.raises(SnapshotTaken):
+        here.take("talk")
+    assert here.registry.find("talk", "").num_blocks == there.registry.find("talk", "").num_blocks == 2
+    assert here.num_pinned == 0 and not here.on_disk and there.num_pinned == 2
+
+
+def test_one_whose_time_is_over_is_removed_only_while_it_is_there(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+    """Another engine takes the name after this one has seen that its own is over, and before it is removed."""
+    here, there = machines
+    here.take("talk", ttl_s=5.0)
+    clock.advance(5.0)
+    store = here.rig.stores["remote"]
+
+    def look(call: str) -> None:
+        if call == "remove_manifest":
+            store.on_call = lambda call: None
+            there.take("talk", (TALK + 50)[: 2 * BLOCK])
+
+    store.on_call = look
+    here.step()
+    assert names(here) == names(there) == ["talk"] and here.registry.find("talk", "").num_blocks == 2
 
 
 def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(machines: tuple[Machine, Machine]) -> None:
@@ -589,7 +702,7 @@ def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(machines: 
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        here.registry.take_of(SnapshotRequest("talk", prompt=b"-"), TALK, fail)
+        take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, fail)
     assert names(here) == [] and here.on_disk == {id: b"of an earlier process"}
     here.on_disk.clear()
 

@@ -21,7 +21,7 @@ from penstock.kv.blocks.key import prefix_keys, tenant_of
 from penstock.kv.tiers.manifest import Manifest, pack
 from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
 from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore
+from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore, Written
 
 NUM_SLOTS = 64
 TOKENS = np.arange(8 * 16, dtype=np.uint32)
@@ -165,8 +165,13 @@ def test_manifests_are_read_as_they_were_written(store: SsdStore, tmp_path: Path
     assert sorted(store.manifests()) == sorted([one.id, two.id])
     assert store.manifests("f" * 32) == []
     assert store.read_manifest(one.id) == pack(one)
-    store.write_manifest(one.id, b"other", None)
+    assert store.write_manifest(one.id, b"other", None) is store.write_manifest(one.id, b"other", None, b"no") is Written.TAKEN
+    assert store.write_manifest(one.id, b"other", None, pack(one)) is Written.DONE
+    store.remove_manifest(one.id, pack(one))
     assert store.read_manifest(one.id) == b"other"
+    store.remove_manifest(one.id, b"other")
+    assert store.read_manifest(one.id) is None
+    store.write_manifest(one.id, b"other", None)
     store.remove_manifest(one.id)
     store.remove_manifest(one.id)
     assert store.read_manifest(one.id) is None and store.manifests() == [two.id]
@@ -219,7 +224,7 @@ def test_a_disk_that_fails_leaves_no_part_of_a_manifest(tmp_path: Path, call: st
     with pytest.raises(StoreFailed, match="cannot be written"):
         store.write_manifest(manifest().id, pack(manifest()), None)
     disk.errors = {call: errno.ENOSPC}
-    assert store.write_manifest(manifest().id, pack(manifest()), None) is False
+    assert store.write_manifest(manifest().id, pack(manifest()), None) is Written.FULL
     disk.errors = {}
     assert not list(tmp_path.glob("*.new"))
     store.close()

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,14 +25,18 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
+from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import S3Store
 
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.remote import FLAG, SharedStore, StoreUrl, copy_checked, need, parse_url
-from penstock.kv.tiers.store import FORMAT, BlockStore, Outcome, Space, pack
+from penstock.kv.tiers.store import FORMAT, BlockStore, Outcome, Space, Written, pack
 
 if TYPE_CHECKING:
+    from obstore import PutMode
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -153,21 +159,52 @@ class BucketStore(SharedStore):
 
     # ------------------------------------------------------------------------------------------------------------- manifests
 
+    # A bucket can compare and write in one step, but not compare and remove. So what is removed under a condition becomes an empty
+    # object, which counts as nothing. The next one of that name is written in its place.
+
     def manifests(self, start: str = "") -> list[str]:
-        ids = [path.rpartition("/")[2] for path in self._requests.one(self._all_paths, self._manifests)]
+        ids = [path.rpartition("/")[2] for path in self._requests.one(self._paths_with_content, self._manifests)]
         return [id for id in ids if id.startswith(start)]
 
     def read_manifest(self, id: str) -> bytes | None:
-        return self._requests.one(self._get_whole, f"{self._manifests}/{id}")
+        content, _ = self._requests.one(self._get_whole, f"{self._manifests}/{id}")
+        return content or None
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
-        """Nothing forgets it: whoever finds that it has expired passes over it."""
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+        """Nothing forgets it: an engine that finds it expired passes over it."""
         path = f"{self._manifests}/{id}"
-        self._requests.one(lambda value: obstore.put(self._bucket, path, value, use_multipart=False), data)
-        return True
+        if instead_of is None and self._honours_conditions and self._requests.one(self._put_if, (path, data, "create")):
+            return Written.DONE
+        return Written.DONE if self._replace(path, data, instead_of or b"") else Written.TAKEN
 
-    def remove_manifest(self, id: str) -> None:
-        self._requests.one(self._remove_one, f"{self._manifests}/{id}")
+    def remove_manifest(self, id: str, only: bytes | None = None) -> None:
+        path = f"{self._manifests}/{id}"
+        if only is None:
+            self._requests.one(self._remove_one, path)
+        else:
+            self._replace(path, b"", only)
+
+    def _replace(self, path: str, data: bytes, expected: bytes) -> bool:
+        """Where the object has that content; one that is not there has none, where the server ignores conditions. What such a server has
+        afterwards is the last that was written."""
+        content, e_tag = self._requests.one(self._get_whole, path)
+        if self._honours_conditions:
+            version: PutMode = {"e_tag": e_tag}
+            return content == expected and self._requests.one(self._put_if, (path, data, version))
+        if (content or b"") != expected:
+            return False
+        self._requests.one(self._put_if, (path, data, "overwrite"))
+        return self._requests.one(self._get_whole, path)[0] == data
+
+    @functools.cached_property
+    def _honours_conditions(self) -> bool:
+        """Whether the server refuses to create what is there. Some ignore that it may not be."""
+        path = "snapshots/conditions"
+        self._requests.one(self._put_if, (path, b"", "overwrite"))
+        honours = not self._requests.one(self._put_if, (path, b"", "create"))
+        if not honours:
+            log.warning("the bucket's server ignores conditions: two engines may both be told that they have taken one name")
+        return honours
 
     # ------------------------------------------------------------------------ one request each; they raise what the library raises
 
@@ -193,18 +230,29 @@ class BucketStore(SharedStore):
         key, value = named
         obstore.put(self._bucket, self._path(key), value, use_multipart=False)  # in parts, a broken upload would stay and cost money
 
-    def _get_whole(self, path: str) -> bytes | None:
+    def _put_if(self, asked: tuple[str, bytes, PutMode]) -> bool:
+        """False: the object is not as `mode` says."""
+        path, value, mode = asked
         try:
-            return bytes(obstore.get(self._bucket, path).bytes())
+            obstore.put(self._bucket, path, value, mode=mode, use_multipart=False)
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        return True
+
+    def _get_whole(self, path: str) -> tuple[bytes | None, str | None]:
+        """Its content, and the mark of this version of it."""
+        try:
+            answer = obstore.get(self._bucket, path)
+            return bytes(answer.bytes()), answer.meta["e_tag"]
         except FileNotFoundError:
-            return None
+            return None, None
 
     def _remove_one(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             obstore.delete(self._bucket, path)
 
-    def _all_paths(self, folder: str) -> list[str]:
-        return [entry["path"] for chunk in obstore.list(self._bucket, folder) for entry in chunk]
+    def _paths_with_content(self, folder: str) -> list[str]:
+        return [entry["path"] for chunk in obstore.list(self._bucket, folder) for entry in chunk if entry["size"]]
 
     def _some_paths(self, folder: str) -> list[str]:
         chunk = next(iter(obstore.list(self._bucket, folder, chunk_size=_REMOVE_AT_ONCE)), [])

@@ -24,11 +24,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, overload
 
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
 from penstock.kv.tiers.remote import FLAG, Node, SharedStore, StoreUrl, is_block, need, parse_url
-from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, pack
+from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, Written, pack
 
 PASSWORD_VARIABLE = "PENSTOCK_REMOTE_PASSWORD"
 _FORM = (
@@ -49,6 +49,7 @@ _MAX_DEPTH = 4  # of lists in lists: a map of slots has three
 _SCRATCH_BYTES = 1 << 18
 _MAX_PARTS = 512  # the system takes about a thousand at once
 _END = b"\r\n"
+_NOTHING = b"$-1"  # an answer without a value
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -291,21 +292,29 @@ class ValkeyStore(SharedStore):
     def read_manifest(self, id: str) -> bytes | None:
         return self._of_manifest(id, _read_whole)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
         expiry = () if expires_in_s is None else (b"EX", b"%d" % max(1, math.ceil(expires_in_s)))
 
-        def write(connection: ValkeyConnection, name: bytes) -> bool | Refusal:
-            before, behind = command_with_value((b"SET", name), len(data), expiry)
-            connection.send([before, data, behind], 1)
-            answer = connection.read_answer()
-            if not isinstance(answer, Refusal) and answer != b"OK":
+        def write(connection: ValkeyConnection, name: bytes) -> Written | Refusal:
+            if instead_of is not None:
+                return _change_manifest(connection, name, instead_of, _set_command(name, data, expiry))
+            connection.send(_set_command(name, data, (b"NX", *expiry)), 1)
+            answer = connection.read_answer(or_nothing=True)
+            if isinstance(answer, Refusal):
+                return Written.FULL if answer.word == "OOM" else answer
+            if answer not in (b"OK", None):
                 raise StoreFailed("the shared store answered SET with something else")
-            return answer if isinstance(answer, Refusal) and answer.word != "OOM" else answer == b"OK"
+            return Written.TAKEN if answer is None else Written.DONE
 
         return self._of_manifest(id, write)
 
-    def remove_manifest(self, id: str) -> None:
-        self._of_manifest(id, lambda connection, name: connection.ask(b"UNLINK", name))
+    def remove_manifest(self, id: str, only: bytes | None = None) -> None:
+        def remove(connection: ValkeyConnection, name: bytes) -> object:
+            if only is None:
+                return connection.ask(b"UNLINK", name)
+            return _change_manifest(connection, name, only, [command(b"UNLINK", name)])
+
+        self._of_manifest(id, remove)
 
     def _of_manifest(self, id: str, ask: Callable[[ValkeyConnection, bytes], T | Refusal]) -> T:
         """What the node says that has this name. Where it is with another one by now, that is asked: of a block a miss would do, but a
@@ -338,6 +347,27 @@ def _read_whole(connection: ValkeyConnection, name: bytes) -> bytes | Refusal | 
         if isinstance(answer, Refusal):
             return answer
     return bytes(data) if isinstance(received, int) and received == len(data) else None
+
+
+def _set_command(name: bytes, data: bytes, after: Sequence[bytes]) -> list[bytes]:
+    before, behind = command_with_value((b"SET", name), len(data), after)
+    return [before, data, behind]
+
+
+def _change_manifest(connection: ValkeyConnection, name: bytes, expected: bytes, change: Sequence[bytes]) -> Written | Refusal:
+    """One command, where the name has the `expected` value, and where it has it still when the command is carried out."""
+    if isinstance(watched := connection.ask(b"WATCH", name), Refusal):
+        return watched
+    found = _read_whole(connection, name)
+    if isinstance(found, Refusal) or found != expected:
+        connection.ask(b"UNWATCH")
+        return found if isinstance(found, Refusal) else Written.TAKEN
+    connection.ask(b"MULTI")
+    connection.send(change, 1)
+    if isinstance(queued := connection.read_answer(), Refusal):
+        connection.ask(b"DISCARD")
+        return Written.FULL if queued.word == "OOM" else queued
+    return Written.TAKEN if connection.query(b"EXEC") is None else Written.DONE
 
 
 def _need_whole(blocks: Sequence[memoryview], block_bytes: int) -> None:
@@ -559,9 +589,15 @@ class ValkeyConnection:
 
     # ---------------------------------------------------------------------------------------------------------------- answers
 
-    def read_answer(self) -> bytes | int | Refusal:
-        """A whole answer that is one line: a status, a number or a refusal."""
-        answer = _in_line(self._read_line())
+    @overload
+    def read_answer(self) -> bytes | int | Refusal: ...
+    @overload
+    def read_answer(self, or_nothing: bool) -> bytes | int | Refusal | None: ...
+
+    def read_answer(self, or_nothing: bool = False) -> bytes | int | Refusal | None:
+        """A whole answer that is one line: a status, a number, a refusal, or with `or_nothing` None."""
+        line = self._read_line()
+        answer = None if or_nothing and line == _NOTHING else _in_line(line)
         self.num_owed -= 1
         return answer
 
@@ -584,6 +620,8 @@ class ValkeyConnection:
         if line[:1] not in (b"*", b"$"):
             return _in_line(line)
         size = _number(line[1:])
+        if line[:1] == b"*" and size < 0:
+            return None
         if line[:1] == b"*" and depth < _MAX_DEPTH:
             return [self._read_item(depth + 1) for _ in range(size)]
         if line[:1] == b"*" or size > _SCRATCH_BYTES:

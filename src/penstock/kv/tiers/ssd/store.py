@@ -35,7 +35,7 @@ from penstock.kv.tiers.ssd.directory import (
 )
 from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
 from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, SegmentHead, Segments, WithheldSlots, pack_slot, slot_bytes, unpack_slot
-from penstock.kv.tiers.store import Outcome, Space, StoreUsage, pack
+from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written, pack
 
 log = logging.getLogger(__name__)
 
@@ -328,13 +328,17 @@ class SsdStore:
         with self._call():
             return self._manifests.read(id)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None) -> bool:
+    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+        """The directory has one process that writes, and that has one thread for manifests."""
         with self._call(changes=True):
-            return self._manifests.write(id, data)
+            if self._manifests.read(id) != instead_of:
+                return Written.TAKEN
+            return Written.DONE if self._manifests.write(id, data) else Written.FULL
 
-    def remove_manifest(self, id: str) -> None:
+    def remove_manifest(self, id: str, only: bytes | None = None) -> None:
         with self._call(changes=True):
-            self._manifests.remove(id)
+            if only is None or self._manifests.read(id) == only:
+                self._manifests.remove(id)
 
     # ---------------------------------------------------------------------------------------------------------------- place
 
