@@ -73,6 +73,7 @@ def main(control: socket.socket) -> None:
         kind, trial = MESSAGE.unpack(message)
         if kind == KILL and trial in children:
             os.kill(children[trial], signal.SIGKILL)
+            os.waitpid(children.pop(trial), 0)
         elif kind == TRY:
             with socket.socket(fileno=fds[0]) as asked:
                 if (pid := os.fork()) == 0:
