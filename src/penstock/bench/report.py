@@ -119,8 +119,8 @@ def write_json(path: Path, bench: str, fields: Mapping[str, Any]) -> None:
 
 
 def print_table(titles: Sequence[str], lines: Sequence[Sequence[str]], title: str | None = None, left: int = 0) -> None:
-    """On stdout: figures to the right, the first `left` columns to the left. No figure is ever cut. If the terminal is too narrow, or stdout
-    is no terminal, this is plain text as wide as it has to be."""
+    """On stdout: figures to the right, the first `left` columns to the left. No figure is ever cut. If the
+    terminal is too narrow, or stdout is no terminal, this is plain text as wide as it has to be."""
     console = Console()
     lines = [[strip_control_codes(cell) for cell in line] for line in lines]
     drawn = Table(title=None if title is None else Text(title, "table.title"), title_justify="left")  # a model's name is no markup
