@@ -19,12 +19,12 @@ import torch
 
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SpeculationConfig
 from penstock.engine.build import build
-from penstock.speculation.mtp import CONFIG_FILE, SHIPPED, TENSORS_FILE
+from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, installed_heads
 
 
 def write_sized(directory: Path, size: int) -> None:
     """The shipped head over the first `size` tokens; 0: over all. Which ones they are makes no difference to the time."""
-    (shipped,) = (one for one in SHIPPED.iterdir() if (one / CONFIG_FILE).is_file())
+    shipped = installed_heads()[0]
     stated = json.loads((shipped / CONFIG_FILE).read_text()) | {"draft_vocab": size, "d2t_form": "absolute"}
     tensors = safetensors.torch.load_file(shipped / TENSORS_FILE)
     del tensors["d2t"]

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
 
 from penstock.bench.report import BenchReport, Results
 from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
@@ -260,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PenstockError as error:
         raise SystemExit(f"store_clients.py: {error}") from None
     report = BenchReport(TransferBench(args.blocks, (), args.repeat, 0), dimensions_of(args.model)[0], config, results)
-    Console().print(report.table())
+    report.show()
     if args.json is not None:
         report.write(Path(args.json))
 

@@ -99,7 +99,8 @@ def _drop_output() -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="penstock", description="An LLM inference engine whose KV cache outlives the accelerator.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=parser.show_help)
     _add_serve(commands)
     _add_generate(commands)
     _add_chat(commands)
@@ -211,7 +212,8 @@ def _chat(args: argparse.Namespace) -> int:
 def _add_cache(commands: Any) -> None:
     about = "Look into the directory of a disk tier, which no other process may be using meanwhile."
     parser = commands.add_parser("cache", help="look into a disk cache of KV", description=about)
-    actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(title="what to do", metavar="ACTION")
+    parser.set_defaults(run=parser.show_help)
     for action, does in (
         ("inspect", "say whose blocks are there, and how many"),
         ("verify", "read every block and report those that are damaged; exit code 1 where there are any"),

@@ -121,7 +121,12 @@ def runner_of(command: str) -> Callable[[str, str], None] | None:
 @contextmanager
 def served(command: str) -> Iterator[str]:
     """Run the README's command for the server on a free port, until it says that it is ready; end it as Ctrl-C does."""
-    words = [*shlex.split(command), "ARGS=--port 0"]
+    with started([*shlex.split(command), "ARGS=--port 0"]) as ready:
+        yield ready
+
+
+@contextmanager
+def started(words: list[str]) -> Iterator[str]:
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         with killed_after_a_while(process):
@@ -176,6 +181,14 @@ def test_a_command_of_the_readme_works(command: str, url: str) -> None:
 def test_a_program_of_the_readme_works(program: str, url: str) -> None:
     answer = run([sys.executable, "-c", program.replace(README_URL, url)])
     assert "Paris" in answer
+
+
+@pytest.mark.parametrize("command", commands((ROOT / "docs" / "deep-context.md").read_text())[:2])
+def test_the_first_commands_on_deep_contexts_start_a_server_as_they_stand(command: str) -> None:
+    program, *words = shlex.split(command)
+    assert program == ".venv/bin/penstock"
+    with started([sys.executable, "-m", "penstock", *words, "--port", "0"]) as url:
+        ask(f"curl -s {url}/health", url)
 
 
 def test_the_readme_has_its_two_commands_and_its_examples() -> None:

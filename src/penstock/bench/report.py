@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import psutil
+from rich.cells import cell_len
+from rich.console import Console
+from rich.control import strip_control_codes
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -83,14 +87,14 @@ class BenchReport:
         where = machine["gpus"][0]["name"] if device_of(self.config) == "cuda" else f"{machine['cpu']}, threads: {machine['threads']}"
         return f"penstock bench {self.bench.name}: {self.model} on {where}"
 
-    def table(self) -> Table:
+    def show(self) -> None:
         """Without columns that have nothing in them; turned on its side where the others are too many for a terminal."""
         rows = self.results.rows
         columns = [column for column in self.bench.columns if any(column.cell(row) != "-" for row in rows)]
         lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
         if len(columns) > MOST_COLUMNS:
             lines = [list(line) for line in zip(*lines, strict=True)]
-        return table(lines[0], lines[1:], self.title)
+        print_table(lines[0], lines[1:], self.title)
 
     def write(self, path: Path) -> None:
         of = getattr(self.bench, "settings", self.bench)
@@ -114,15 +118,26 @@ def write_json(path: Path, bench: str, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"bench": bench, "measured": now, **fields}, indent=2) + "\n")
 
 
-def table(titles: Sequence[str], lines: Sequence[Sequence[str | Text]], title: str | Text | None = None, left: int = 0) -> Table:
-    """Figures to the right, the first `left` columns to the left."""
-    title = Text(title, "table.title") if isinstance(title, str) else title  # a model's name is no markup
-    drawn = Table(title=title, title_justify="left")
+def print_table(titles: Sequence[str], lines: Sequence[Sequence[str]], title: str | None = None, left: int = 0) -> None:
+    """On stdout: figures to the right, the first `left` columns to the left. No figure is ever cut. If the
+    terminal is too narrow, or stdout is no terminal, this is plain text as wide as it has to be."""
+    console = Console()
+    lines = [[strip_control_codes(cell) for cell in line] for line in lines]
+    drawn = Table(title=None if title is None else Text(title, "table.title"), title_justify="left")  # a model's name is no markup
     for number, name in enumerate(titles):
-        drawn.add_column(name, justify="left" if number < left else "right")
+        drawn.add_column(name, justify="left" if number < left else "right", no_wrap=True)
     for line in lines:
-        drawn.add_row(*line)
-    return drawn
+        drawn.add_row(*map(Text, line))
+    if console.is_terminal and Measurement.get(console, console.options.update(max_width=1 << 16), drawn).maximum <= console.width:
+        console.print(drawn)
+        return
+    if title is not None:
+        print(strip_control_codes(title))
+    widths = [max(cell_len(line[at]) for line in (titles, *lines)) for at in range(len(titles))]
+    for line in (titles, *lines):
+        padded = [" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True)]
+        cells = [cell + pad if at < left else pad + cell for at, (cell, pad) in enumerate(zip(line, padded, strict=True))]
+        print("  ".join(cells).rstrip())
 
 
 # ---------------------------------------------------------------------------------------------------------------- pictures

@@ -20,10 +20,8 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from penstock import __version__
-from penstock.bench.report import save_picture, table, write_json
+from penstock.bench.report import save_picture, write_json
 from penstock.bench.trace_files import BLOCK_TOKENS, Trace
 from penstock.kv.blocks.eviction import make_order, prefill_cost
 from penstock.kv.blocks.pool import BlockPool
@@ -162,17 +160,17 @@ class TraceReport:
         """By capacity."""
         return {row["capacity_blocks"]: row[figure] for row in self.rows if row["policy"] == policy}
 
-    def tables(self) -> dict[str, Table]:
-        """By heading: blocks found, and work saved, for which no bound is known."""
+    def tables(self) -> dict[str, tuple[list[str], list[list[str]]]]:
+        """Titles and lines by heading: blocks found, and work saved, for which no bound is known."""
         return {
             f"{self.title}\nblocks found, % ({BOUND})": self._table(self.policies, "hit_rate"),
             "prefill work saved, %": self._table(self.policies[:-1], "prefill_saved"),
         }
 
-    def _table(self, policies: list[str], figure: str) -> Table:
+    def _table(self, policies: list[str], figure: str) -> tuple[list[str], list[list[str]]]:
         lines = [self.line(policy, figure) for policy in policies]
         cells = [[str(capacity), *(_percent(line[capacity]) for line in lines)] for capacity in lines[0]]
-        return table(["capacity, blocks", *policies], cells)
+        return ["capacity, blocks", *policies], cells
 
     def write(self, path: Path) -> None:
         trace = self.trace

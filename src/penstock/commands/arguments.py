@@ -6,12 +6,14 @@ Nothing here needs torch, so that `--help` and argument errors do not either.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from penstock.commands import vllm_flags
 from penstock.config import (
     ADMISSIONS,
     EVICTIONS,
@@ -54,8 +56,28 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # each command refuses what it does not know by itself
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *filter(None, map(self._hint, unknown))]))
+        return found, unknown
+
+    def show_help(self, _: argparse.Namespace) -> int:
+        """What a command does that needs another word."""
+        self.print_help()
+        return 0
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+    def _hint(self, argument: str) -> str | None:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("-"):
+            return None
+        if (ours := vllm_flags.ours(flag)) is not None:
+            return f"{flag} is vLLM's; here: {ours}"
+        close = difflib.get_close_matches(flag, self._option_string_actions, 1)
+        return f"did you mean {close[0]}?" if close else None
 
 
 def number(group: Any, flag: str, help: str, default: Any = None, kind: Callable[[str], Any] = int) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from penstock.bench.agents import AgentsBench
 from penstock.bench.agents_replay import ServerAddress
 from penstock.bench.deep import DeepBench
-from penstock.bench.report import BenchReport, Results, measured_on, require_matplotlib, table, write_json
+from penstock.bench.report import BenchReport, Results, measured_on, print_table, require_matplotlib, write_json
 from penstock.bench.run import Bench, scratch_ssd
 from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.transfer import TransferBench, dimensions_of
@@ -99,7 +99,7 @@ def show(measure: Callable[[], BenchReport], json_file: Path | None, plot_file: 
         if plot_file is not None:
             report.draw(plot_file)
     finally:
-        Console().print(report.table())
+        report.show()
     return 0 if results.rows and not (report.server and results.skipped) else 1
 
 
@@ -119,7 +119,7 @@ def run_soak(config: Config, bench: SoakBench, json_file: Path | None) -> int:
 def _show_verdict(config: Config, bench: SoakBench, verdict: Verdict) -> None:
     title = f"penstock bench soak: {config.source.model}, {bench.seconds:g} s, seed {bench.seed}"
     counts = [(what, "not asked for" if number is None else f"{number}") for what, number in verdict.counts.items()]
-    Console().print(table(["", "number"], counts, title, left=1))
+    print_table(["", "number"], counts, title, left=1)
     said = Console(soft_wrap=True, highlight=False, markup=False)
     for violation in verdict.violations:
         said.print(f"violated: {violation}")

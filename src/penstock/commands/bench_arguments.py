@@ -38,7 +38,8 @@ _SCAN_BLOCKS = 128  # 65,536 tokens
 
 def add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine, without a server.")
-    kinds = parser.add_subparsers(title="what to measure", metavar="WHAT", required=True)
+    kinds = parser.add_subparsers(title="what to measure", metavar="WHAT")
+    parser.set_defaults(run=parser.show_help)
     _add_decode(kinds)
     _add_ttft(kinds)
     _add_turns(kinds)
@@ -358,9 +359,7 @@ def _trace(args: argparse.Namespace) -> int:
     """Here, and not with the others: it needs no torch."""
     if args.scan is None and args.scan_blocks is not None:
         raise ConfigError("--scan-blocks needs --scan")
-    from rich.console import Console
-
-    from penstock.bench.report import require_matplotlib
+    from penstock.bench.report import print_table, require_matplotlib
     from penstock.bench.trace import TraceReport, ladder, measure
     from penstock.bench.trace_files import read_any, with_scan
     from penstock.commands.progress import ProgressBar
@@ -372,10 +371,9 @@ def _trace(args: argparse.Namespace) -> int:
         trace = with_scan(trace, args.scan, args.scan_blocks or _SCAN_BLOCKS)
     with ProgressBar() as bar:
         report = TraceReport(trace, measure(trace, args.policies, args.capacity_blocks or ladder(trace), bar))
-    console = Console()
-    for heading, table in report.tables().items():
-        console.print(heading, soft_wrap=True, highlight=False, markup=False)
-        console.print(table)
+    for heading, (titles, lines) in report.tables().items():
+        print(heading)
+        print_table(titles, lines)
     if args.json is not None:
         report.write(args.json)
     if args.plot is not None:

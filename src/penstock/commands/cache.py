@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from penstock.bench.report import table
+from penstock.bench.report import print_table
 from penstock.commands.progress import ProgressBar
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd import survey
@@ -71,12 +69,11 @@ def _size(num_bytes: int) -> str:
 
 
 def _show(found: Survey, verified: bool) -> int:
-    console = Console()
-    console.print(table(["", "number"], list(_counts(found)), Text(f"penstock cache: {found.directory}"), left=1))
+    print_table(["", "number"], list(_counts(found)), f"penstock cache: {found.directory}", left=1)
     if found.spaces:
-        console.print(_spaces(found.spaces))
+        _show_spaces(found.spaces)
     if found.snapshots:
-        console.print(_snapshots(found.snapshots))
+        _show_snapshots(found.snapshots)
     unusable = [f"{one.file}: {one.damage}" for one in found.snapshots if one.damage]
     damage = [*found.damaged, *found.corrupt, *found.torn, *unusable]
     for line in damage[:MOST_LINES]:
@@ -108,25 +105,25 @@ def _counts(found: Survey) -> Iterator[tuple[str, str]]:
         yield "torn blocks", str(len(found.torn))
 
 
-def _spaces(spaces: dict[str, SpaceSurvey]) -> Table:
+def _show_spaces(spaces: dict[str, SpaceSurvey]) -> None:
     """Spaces are models as they are run; their names are not on disk."""
     lines = [
         (digest[:NUM_DIGITS], str(space.num_blocks), _size(space.num_bytes), _time(space.oldest), _time(space.newest))
         for digest, space in sorted(spaces.items(), key=lambda item: -item[1].num_bytes)
     ]
-    return table(["space", "blocks", "bytes", "oldest, UTC", "newest, UTC"], lines, "by model, data type and layout", left=1)
+    print_table(["space", "blocks", "bytes", "oldest, UTC", "newest, UTC"], lines, "by model, data type and layout", left=1)
 
 
-def _snapshots(snapshots: list[SnapshotSurvey]) -> Table:
-    lines: list[list[str | Text]] = []
+def _show_snapshots(snapshots: list[SnapshotSurvey]) -> None:
+    lines: list[list[str]] = []
     for one in sorted(snapshots, key=lambda one: (bool(one.damage), one.created_s)):
         if one.damage:
-            lines.append([Text(one.name or "?"), "cannot be used", *["?"] * 5])
+            lines.append([one.name or "?", "cannot be used", *["?"] * 5])
             continue
         expires = "never" if one.expires_s is None else _time(int(one.expires_s * 1e9))
         counts = str(one.num_tokens), str(one.num_blocks), str(one.num_found)
-        lines.append([Text(one.name), one.space[:NUM_DIGITS], *counts, _time(int(one.created_s * 1e9)), expires])
-    return table(["snapshot", "space", "tokens", "blocks", "of them here", "taken, UTC", "expires, UTC"], lines, "snapshots", left=1)
+        lines.append([one.name, one.space[:NUM_DIGITS], *counts, _time(int(one.created_s * 1e9)), expires])
+    print_table(["snapshot", "space", "tokens", "blocks", "of them here", "taken, UTC", "expires, UTC"], lines, "snapshots", left=1)
 
 
 def _time(nanoseconds: int) -> str:

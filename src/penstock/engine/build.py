@@ -50,7 +50,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import DraftModel, check_draft, draft_arena, num_draft_layers
 from penstock.speculation.drafter import Speculation
 from penstock.speculation.length import StepCosts
-from penstock.speculation.mtp import MtpHead, read_head, shipped_head
+from penstock.speculation.mtp import MtpHead, installed_head, read_head
 
 log = logging.getLogger(__name__)
 
@@ -383,10 +383,7 @@ def _head(config: Config, model: Decoder) -> MtpHead | None:
         return None
     if config.speculation.path is not None:
         return read_head(Path(config.speculation.path), model)
-    head = shipped_head(model)
-    if head is None:
-        raise ConfigError("--speculate mtp: no head comes with this model; train one (docs/speculation.md, Train a head) and give mtp:PATH")
-    return head
+    return installed_head(model)
 
 
 def _draft(config: Config, loaded: LoadedModel, device: torch.device, dtype: torch.dtype, progress: Progress) -> DraftModel | None:

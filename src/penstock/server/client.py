@@ -58,10 +58,7 @@ class AdapterNames(Protocol):
 
 class GrammarCompiler(Protocol):
     def begin(self, grammar: Grammar) -> Future[Any]:
-        """Whoever keeps the result finds it again at no cost."""
-
-    def late(self, future: Future[Any]) -> Exception:
-        """Whose fault it is that it is not compiled by now."""
+        """Whoever keeps the result finds it again at no cost. To cancel it is to leave: it is compiled only while it is waited for."""
 
 
 class SnapshotStore(Protocol):

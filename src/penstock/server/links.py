@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ import msgspec
 import numpy as np
 
 from penstock.contract import FinishReason, TokenEvent
-from penstock.engine.execution.grammars import COMPILE_S
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import spec_of
 from penstock.server import boundary
@@ -44,7 +42,6 @@ SILENT_BEATS = 80  # a front answers every beat; one that says nothing for 20 s 
 ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
 DRAIN_S = 5.0  # for a front to read what it is told last
 WATCH_S = 0.25  # how often a loop that has failed is looked for
-COMPILE_MARGIN_S = 0.5  # sooner than the front gives up, which cannot know whose fault it is
 
 
 class FrontLink:
@@ -62,7 +59,7 @@ class FrontLink:
         self._batch: list[tuple[int, TokenEvent]] = []  # the engine thread's
         self._queue: SimpleQueue[list[tuple[int, TokenEvent]] | bytes | None] = SimpleQueue()
         self._num_queued = self._num_sent = 0  # events; each counted by one thread
-        self._kept: dict[int, Any] = {}  # holds of adapters, and grammars that are compiled
+        self._kept: dict[int, Any] = {}  # holds of adapters, and futures of grammars
         self._begun: dict[int, Future[Any]] = {}  # calls about snapshots that are not answered
         self._is_cut = False
         self._num_beats = 0  # that it was told of
@@ -220,11 +217,9 @@ class FrontLink:
         try:
             match call.name:
                 case "GrammarCompiler.begin":
-                    future: Future[Any] = self._engine.grammars.begin(*arguments)
-                    work = functools.partial(self._keep_compiled, call.number, future)
-                    if future.done():
-                        self._answer(call.number, work)
-                        return
+                    self._kept[call.number] = future = self._engine.grammars.begin(*arguments)  # until its front lets go of it
+                    future.add_done_callback(functools.partial(self._answer_compiled, call.number))
+                    return
                 case "EngineClient.prefetch":
                     prompt, session, salt, adapter = arguments
                     tokens: Any = None if prompt is None else np.frombuffer(prompt, np.uint32)
@@ -247,12 +242,12 @@ class FrontLink:
         if not asked.cancelled():
             self._answer(call, asked.result)
 
-    def _keep_compiled(self, call: int, future: Future[Any]) -> None:
-        """It is kept until its front has submitted what it is for."""
-        try:
-            self._kept[call] = future.result(COMPILE_S - COMPILE_MARGIN_S)
-        except FutureTimeout:
-            raise self._engine.grammars.late(future) from None
+    def _answer_compiled(self, call: int, future: Future[Any]) -> None:
+        if future.cancelled():
+            return  # its front has let go of it
+        if future.exception() is not None:
+            self._kept.pop(call, None)
+        self._answer(call, lambda: future.result() and None)
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
         try:
@@ -450,10 +445,11 @@ def _fault(error: BaseException) -> boundary.SentError:
 
 
 def _end_kept(kept: Any) -> None:
-    """A hold ends; a grammar is only let go of."""
-    end = getattr(kept, "end", None)
-    if end is not None:
-        end()
+    """A hold ends; a grammar is let go of, and is compiled no further if no one else waits for it."""
+    if isinstance(kept, Future):
+        kept.cancel()
+    elif kept is not None:
+        kept.end()
 
 
 # ------------------------------------------------------------------------------------------------------ the engine's process

@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.contract import Adapter, FinishReason, Grammar, Listener, LoadedAdapter, Prefetched, SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
-from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, Overloaded, PenstockError
+from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, PenstockError
 from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
 from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
@@ -207,6 +207,8 @@ class RemoteEngine:
         self._calls[number] = future, name
         future.add_done_callback(lambda over: self._abandon(number) if over.cancelled() else None)
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
+        if name == "GrammarCompiler.begin":  # goes on only for those who wait
+            future.add_done_callback(lambda over: self.send(boundary.LetGo(number)) if over.cancelled() else None)
         if self._over.is_set():  # it has ended meanwhile, and its end may have missed this one
             self._end_calls(self._error or EngineClosed(_SHUTTING_DOWN))
         return future
@@ -412,10 +414,6 @@ class RemoteGrammars:
 
     def begin(self, grammar: Grammar) -> Future[Any]:
         return self._engine.call("GrammarCompiler.begin", grammar)
-
-    def late(self, future: Future[Any]) -> Exception:
-        """The engine says by itself whose fault it is; it has not."""
-        return Overloaded("the engine did not come round to compile this schema or grammar in time")
 
 
 class _KeptGrammar:

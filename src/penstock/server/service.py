@@ -28,7 +28,6 @@ from starlette.requests import Request
 
 from penstock.config import ServerConfig
 from penstock.contract import Adapter, FinishReason, Prefetched, SamplingParams, SnapshotContent, TokenEvent
-from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.stats import EngineStats
 from penstock.errors import (
     ConfigError,
@@ -331,15 +330,10 @@ class Service:
         return stats, self.figures.with_others(others)
 
     async def compile(self, asked: Asked) -> object:
-        """Have the form of an answer compiled, on threads of the engine's; whoever keeps what this returns finds it again at no cost."""
+        """Have the form of an answer compiled, by the engine; whoever keeps what this returns finds it again at no cost. A hang-up ends
+        it."""
         try:
-            future = self.engine.grammars.begin(asked.grammar)
-            wrapped = asyncio.wrap_future(future)
-            wrapped.add_done_callback(lambda over: over.cancelled() or over.exception())  # looked at, even where nobody waits any more
-            await asyncio.wait([wrapped], timeout=COMPILE_S)
-            if not future.done():
-                raise self.engine.grammars.late(future)
-            return future.result()
+            return await asyncio.wrap_future(self.engine.grammars.begin(asked.grammar))
         except InvalidRequest as error:
             if error.param == "structured_outputs":  # the engine's one name for all of these fields; the client gave another
                 raise InvalidRequest(str(error), asked.field) from None

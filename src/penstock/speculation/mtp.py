@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from penstock.speculation.vocab import DraftVocab
 
 CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
 FORMAT, VERSION = "penstock-mtp", 1
-SHIPPED = Path(__file__).parent / "heads"
+HEADS_PACKAGE = "penstock_heads"
 MAX_DEPTH = 16
 _SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")  # of the target
 _MAP_FORMS = ("absolute", "offset")
@@ -168,13 +169,26 @@ def read_head(directory: Path, target: Decoder) -> MtpHead:
     return MtpHead(config, weights, vocab, target, hashlib.blake2b(data, digest_size=16).digest())
 
 
-def shipped_head(target: Decoder) -> MtpHead | None:
-    """The head that comes with the package for these weights, if one does."""
-    own = fingerprint(target)
-    for directory in sorted(SHIPPED.iterdir()) if SHIPPED.is_dir() else ():
-        if (directory / CONFIG_FILE).is_file() and read_json(directory / CONFIG_FILE).get("target_fingerprint") == own:
+def installed_heads() -> list[Path]:
+    """Folders with heads: those of the package of heads, or of this project's own folder where it runs from a checkout."""
+    spec = importlib.util.find_spec(HEADS_PACKAGE)
+    places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+    places = places or [Path(__file__).parents[3] / "heads" / HEADS_PACKAGE]
+    return sorted(file.parent for place in places for file in place.glob(f"*/{CONFIG_FILE}"))
+
+
+def installed_head(target: Decoder) -> MtpHead:
+    """The head for these weights. ModelError: there is none, with what to do about it."""
+    own, heads = fingerprint(target), installed_heads()
+    for directory in heads:
+        if read_json(directory / CONFIG_FILE).get("target_fingerprint") == own:
             return read_head(directory, target)
-    return None
+    if not heads:
+        raise ModelError(
+            "--speculate mtp needs a head, and none is installed: run `pip install ./heads` in Penstock's repository, "
+            "or name one of your own: mtp:PATH"
+        )
+    raise ModelError("--speculate mtp: there is no head for this model; train one with `penstock train-mtp`, and name it: mtp:PATH")
 
 
 def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> HeadConfig:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
-from rich.console import Console
 
 from penstock.bench.decode import DecodeBench
-from penstock.bench.report import table
+from penstock.bench.report import print_table
 from penstock.cli import main
 from penstock.models.progress import silent
 
@@ -76,5 +76,32 @@ def test_a_picture_without_matplotlib_is_refused_before_measuring(tmp_path, caps
 
 
 def test_a_models_name_is_no_markup(capsys):
-    Console().print(table(["requests at once"], [["1"]], "a[/b][red]"))
+    print_table(["requests at once"], [["1"]], "a[/b][red]")
     assert "a[/b][red]" in capsys.readouterr().out
+
+
+TITLES, LINES = ["way", *(f"figure {number}" for number in range(12))], [["from disk", *(f"{5510.25 + number}" for number in range(12))]]
+
+
+def test_a_table_that_is_piped_is_plain_text_with_every_figure(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(TITLES, LINES, "a title", left=1)
+    title, titles, line = capsys.readouterr().out.splitlines()
+    assert title == "a title" and (titles + line).isascii()
+    assert line.split() == ["from", "disk", *LINES[0][1:]] and all(name in titles for name in TITLES)
+
+
+@pytest.mark.parametrize("columns", [20, 80, 200])
+def test_a_terminal_shows_every_figure_however_narrow_it_is(monkeypatch, columns):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    print_table(TITLES, LINES, left=1)
+    shown = screen.getvalue()
+    assert all(cell in shown for cell in (*TITLES, *LINES[0])) and "…" not in shown
+    assert ("│" in shown) == (columns == 200)

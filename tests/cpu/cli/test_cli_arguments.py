@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
+from penstock.commands import vllm_flags
 from penstock.commands.arguments import config_of, sampling_of
 from penstock.commands.serve import LogSettings
 from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig, ServerConfig
@@ -21,9 +22,7 @@ WITH_ENGINE = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("benc
 COMMANDS = (*WITH_ENGINE, ("cache", "inspect"), ("cache", "verify"), ("cache", "clear"), ("doctor",))
 
 BAD = [
-    ((), "COMMAND"),
     (("brew",), "brew"),
-    (("bench",), "WHAT"),
     (("bench", "compare"), "compare"),
     (("generate",), "PROMPT"),
     (("generate", "x", "--mod", "y"), "--mod"),
@@ -100,6 +99,50 @@ def test_a_wrong_argument_is_refused_by_name_in_one_line(penstock, argv, named):
     assert ran.out == ""
     assert ran.err.startswith("penstock: error: ") and ran.err.count("\n") == 1
     assert named in ran.err
+
+
+@pytest.mark.parametrize("command", [(), ("bench",), ("cache",)], ids=["penstock", "bench", "cache"])
+def test_a_command_that_needs_another_word_shows_its_help(penstock, command):
+    assert penstock(*command) == penstock(*command, "--help")
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint", "page"),
+    [
+        (("serve", "--prot", "80"), "did you mean --port?", "penstock serve --help"),
+        (("bench", "decode", "--batc=3"), "did you mean --batch?", "penstock bench decode --help"),
+        (("cache", "inspect", "--kv-offload-ssd-dir", "x", "--jsn", "y"), "did you mean --json?", "penstock cache inspect --help"),
+        (
+            ("serve", "m", "--tensor-parallel-size", "2"),
+            "--tensor-parallel-size is vLLM's; here: none: one device",
+            "penstock serve --help",
+        ),
+        (("serve", "--gpu_memory_utilization=0.9"), "here: --device-kv-gib", "penstock serve --help"),
+        (("serve", "--max-num-seqs", "4", "--port", "1"), "--max-num-seqs is vLLM's; here: --max-batch", "penstock serve --help"),
+    ],
+)
+def test_a_flag_that_is_mistyped_or_vllms_leads_to_ours_and_to_the_commands_own_help(penstock, argv, hint, page):
+    ran = penstock(*argv)
+    assert ran.code == 2 and hint in ran.err and f"(see `{page}`)" in ran.err
+
+
+def test_a_flag_like_none_of_ours_gets_no_suggestion(penstock):
+    assert penstock("serve", "--xyzzy").err == "penstock: error: unrecognized arguments: --xyzzy (see `penstock serve --help`)\n"
+
+
+def test_the_page_on_vllm_has_the_table_that_the_messages_come_from():
+    page = (Path(__file__).parents[3] / "docs" / "coming-from-vllm.md").read_text()
+    assert f"\n\n{vllm_flags.table()}\n\n" in page
+
+
+def test_no_flag_of_ours_is_taken_for_vllms():
+    known = {
+        flag
+        for action in cli.make_parser()._actions
+        for parser in (action.choices or {}).values()
+        for flag in parser._option_string_actions
+    }
+    assert "--max-batch" in known and not [flag for flag in known if vllm_flags.ours(flag) is not None]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

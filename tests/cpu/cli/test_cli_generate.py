@@ -169,3 +169,12 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny):
         running.wait(timeout=120)
     assert running.returncode == 1
     assert err == b""
+
+
+def test_a_model_without_a_draft_head_says_how_to_get_one(penstock, monkeypatch):
+    command = ("generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--speculate", "mtp")
+    other = penstock(*command)
+    assert other.code == 2 and "there is no head for this model; train one with `penstock train-mtp`" in other.err
+    monkeypatch.setattr("penstock.speculation.mtp.installed_heads", list)
+    none = penstock(*command)
+    assert none.code == 2 and "none is installed: run `pip install ./heads`" in none.err and none.err.strip().count("\n") <= 1

@@ -162,7 +162,7 @@ def test_whatever_is_damaged_is_named_and_verify_ends_with_it(capsys: pytest.Cap
 def test_the_largest_space_is_shown_first_with_its_times(capsys: pytest.CaptureFixture[str]) -> None:
     day = 86_400 * 10**9
     found = Survey(Path("/kv"), spaces={"a" * 64: SpaceSurvey(1, 10, 0, day), "b" * 64: SpaceSurvey(3, 3 << 20, day, 2 * day)})
-    Console(width=140).print(cache._spaces(found.spaces))
+    cache._show(found, verified=False)
     large, small = [line for line in capsys.readouterr().out.splitlines() if "aaaa" in line or "bbbb" in line]
     assert "b" * cache.NUM_DIGITS in large and "3.0 MiB" in large and "1970-01-02" in large and "1970-01-03" in large
     assert "a" * cache.NUM_DIGITS in small and "10 bytes" in small and "1970-01-01" in small

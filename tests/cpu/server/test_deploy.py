@@ -88,6 +88,11 @@ def test_the_unit_and_the_image_start_a_server_with_flags_that_exist() -> None:
     words = [word for word in shlex.split(unit["Service"]["ExecStart"])[1:] if word != "$ARGS"]
     assert cli.make_parser().parse_args(words).log_format == "json"
     assert float(unit["Service"]["TimeoutStopSec"]) > 20 + 5
+    assert unit["Service"]["Environment"] == f"PENSTOCK_CACHE=/var/cache/{unit['Service']['CacheDirectory']}"  # homes are hidden from it
+    assert (
+        f"useradd --system --home-dir /var/lib/penstock --shell /usr/sbin/nologin {unit['Service']['User']}"
+        in (ROOT / "docs" / "deploying.md").read_text()
+    )
     image = (DEPLOY / "Containerfile").read_text()
     command = json.loads(re.search(r"^CMD (\[.*\])$", image, flags=re.MULTILINE)[1])  # type: ignore[index]
     assert cli.make_parser().parse_args(command).host == "0.0.0.0"

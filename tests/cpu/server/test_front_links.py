@@ -42,7 +42,6 @@ from penstock.contract import (
 )
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from penstock.engine.execution.grammars import COMPILE_S
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduling.residency import Division, ResidencyChoice
 from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
@@ -584,29 +583,23 @@ def test_a_compiled_grammar_is_kept_until_its_front_lets_go(linked: Linked) -> N
     until(lambda: not link._kept, "it is let go of")
 
 
-def test_the_engine_says_whose_fault_a_late_grammar_is_before_its_front_gives_up(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A front waits for COMPILE_S, and cannot tell a schema that is too complex from an engine that is busy."""
-    waited: list[float | None] = []
-
-    class NeverCompiled(Future[object]):
-        def result(self, timeout: float | None = None) -> object:
-            waited.append(timeout)
-            raise TimeoutError
-
-    compiling = NeverCompiled()
-    compiling.set_running_or_notify_cancel()
+def test_a_grammar_that_its_front_lets_go_of_is_compiled_no_further(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling = Future[object]()
     monkeypatch.setattr(linked.engine.grammars, "begin", lambda grammar: compiling)
     front = linked.front()
     front.send(call(7, "GrammarCompiler.begin", Grammar("regex", "[ab]{3}")))
+    front.send(boundary.LetGo(7))
+    front.send(call(9, "EngineClient.reset_cache", ("device",)))
+    assert _reply(front).call == 9 and compiling.cancelled()
+
+
+def test_a_grammar_that_is_refused_is_not_kept(linked: Linked) -> None:
+    front = linked.front()
+    front.send(call(7, "GrammarCompiler.begin", Grammar("regex", "[ab")))
     refusal = _reply(front)
     assert refusal.call == 7 and refusal.fault is not None and refusal.fault.kind == "InvalidRequest"
-    assert "is too complex" in refusal.fault.message
-    (waited_s,) = waited
-    assert waited_s is not None and waited_s + links_module.BEAT_S < COMPILE_S
-    compiling.set_result(object())  # which nobody would let go of
     (link,) = linked.links._links
-    front.send(call(9, "EngineClient.reset_cache", ("device",)))
-    assert not link._kept and _reply(front).call == 9
+    assert not link._kept
 
 
 def _wait_dealt_with(front: Wire[FromEngine]) -> None:
@@ -1083,6 +1076,19 @@ def test_a_second_greeting_is_no_message() -> None:
         (hello,) = Frames[FromEngine](FromEngine).feed(greeting(PromptLimits(512, 300, 512)))
         with pytest.raises(ProtocolBroken, match="Hello is no message for now"):
             client._take(hello)
+
+    as_front(play)
+
+
+def test_a_grammar_that_is_no_longer_waited_for_is_let_go_of_at_once() -> None:
+    async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
+        compiling = client.grammars.begin(Grammar("regex", "[ab]{3}"))
+        asked = await _heard(engine)
+        assert isinstance(asked, boundary.Call)
+        waiting = asyncio.ensure_future(asyncio.wrap_future(compiling))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert await _heard(engine) == boundary.LetGo(asked.number)
 
     as_front(play)
 

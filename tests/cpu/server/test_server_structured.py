@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import openai
 import pydantic
@@ -14,8 +16,7 @@ import pytest
 from served import until
 from tiered_server import MODEL, Tiered, tiered
 
-from penstock.contract import Grammar
-from penstock.engine.execution import grammars as compiling
+from penstock.engine.execution import trials
 
 pytest.importorskip("llguidance", reason="structured output is an extra")
 
@@ -131,27 +132,46 @@ def test_what_cannot_be_met_is_a_400_that_names_the_field(server: Tiered, fields
     assert bad.value.param == param and "cannot be" in bad.value.message
 
 
-def test_others_stream_on_while_a_schema_is_compiled_and_it_is_refused_when_it_takes_too_long(
-    server: Tiered, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, begun, inner = threading.Event(), threading.Event(), server.engine.grammars._vocabulary.matcher
+HOSTILE = {
+    "multipleOf": {"type": "integer", "multipleOf": 86_400, "minimum": 0, "maximum": 10**15},
+    "properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}},
+    "patternProperties": {"type": "object", "patternProperties": {f"^p{i}.*x{i}$": {"type": "string"} for i in range(700)}},
+}
 
-    def slow(grammar: Grammar) -> Any:
-        begun.set()
-        assert gate.wait(60)
-        return inner(grammar)
 
-    monkeypatch.setattr(server.engine.grammars._vocabulary, "matcher", slow)
-    monkeypatch.setattr("penstock.server.service.COMPILE_S", 0.0)
-    try:
-        assert compiling.COMPILE_S > 1.0
-        server.engine.grammars.begin(Grammar("regex", "slow"))
-        assert begun.wait(60)
-        with pytest.raises(openai.BadRequestError, match="too complex") as bad:
-            ask(server, extra_body={"guided_regex": "slow"})
-        assert bad.value.param == "guided_regex"
-        *_, last = ask(server, stream=True, max_tokens=5)
-        assert last.choices[0].finish_reason == "length" and not gate.is_set()
-    finally:
-        gate.set()
-    until(lambda: not server.engine.grammars._compiling, "it is compiled")
+def test_hostile_schemas_are_refused_by_keyword_and_others_are_answered_meanwhile(server: Tiered) -> None:
+    refused: dict[str, openai.BadRequestError] = {}
+
+    def ask_hostile(keyword: str) -> None:
+        with pytest.raises(openai.BadRequestError) as bad:
+            ask(server, extra_body={"guided_json": HOSTILE[keyword]})
+        refused[keyword] = bad.value
+
+    threads = [threading.Thread(target=ask_hostile, args=(keyword,)) for keyword in HOSTILE]
+    for thread in threads:
+        thread.start()
+    for number in range(3):
+        fresh = {**POINT, "title": f"not compiled before {number}"}
+        check_point(ask(server, extra_body={"guided_json": fresh}).choices[0].message.content)
+    assert "patternProperties" not in refused, "the others were answered before"
+    for thread in threads:
+        thread.join(60.0)
+    assert set(refused) == set(HOSTILE)
+    for keyword, error in refused.items():
+        assert error.param == "guided_json" and keyword in error.message
+
+
+def test_a_hang_up_ends_the_compiling_of_a_schema(server: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "TRIAL_S", 300.0)
+    given_up = threading.Event()
+    kill = trials.Trial.kill
+    monkeypatch.setattr(trials.Trial, "kill", lambda self: (given_up.set(), kill(self)))
+    schema = {**HOSTILE["patternProperties"], "title": "hung up"}
+    body = json.dumps({"model": MODEL, "messages": SAY, "guided_json": schema}).encode()
+    url = urlsplit(str(server.http.base_url))
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        until(lambda: server.engine.grammars._compiling, "it is being compiled")
+    assert given_up.wait(60.0)
+    until(lambda: not server.engine.grammars._compiling, "it is given up")

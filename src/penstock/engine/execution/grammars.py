@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,12 +21,12 @@ from numpy.typing import NDArray
 
 from penstock.contract import Grammar
 from penstock.engine.execution.closed_schema import closed
-from penstock.errors import InvalidRequest, Overloaded
+from penstock.engine.execution.schema_limits import check_keywords, costliest
+from penstock.engine.execution.trials import TRIAL_CPU_S, TRIAL_MIB, Trial, Trials
+from penstock.errors import EngineClosed, InvalidRequest, Overloaded
 from penstock.models.tokenizer import TextCodec
 
-COMPILE_S = 5.0  # for one grammar; a schema that people write takes milliseconds
-_NUM_THREADS = 2
-_MOST_COMPILING = 32  # in line for a thread
+MOST_COMPILING = 16  # each has a thread, which waits for its trial
 _KEPT = 64  # compiled grammars that are kept though no request has them
 # Of work, not of time. One unit of fuel is some 20 nanoseconds when a grammar is compiled, and 70 when a mask is computed.
 _LIMITS = {
@@ -37,6 +36,7 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }
+_FORCED_BYTES = 1024  # of text that has to come, which are cut into tokens for one mask
 _PARAM = "structured_outputs"
 _BLANKS = r"[\x20\x0A]{1,24}"  # between two words of JSON: a weak model would go on with blanks for ever
 
@@ -85,9 +85,24 @@ def _pool() -> Any:
     return importlib.import_module("llguidance").LLExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)))
 
 
+class _Compiling:
+    """One grammar that is being compiled, and the futures of those who wait for it."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.waiting: list[Future[Matcher]] = []
+        self.trial: Trial | None = None
+        self.is_given_up = False
+
+    def give_up(self) -> None:
+        self.is_given_up = True
+        if self.trial is not None:
+            self.trial.kill()
+
+
 class Grammars:
-    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start: whoever uses it takes a copy, and it is
-    found again for as long as somebody holds it."""
+    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start: those who use it take a copy, and it is
+    found again for as long as one of them holds it."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
         self.token_bytes = tokenizer.token_bytes
@@ -96,56 +111,90 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: WeakValueDictionary[Grammar, Matcher] = WeakValueDictionary()
         self._recent: deque[Matcher] = deque(maxlen=_KEPT)
-        self._compiling: dict[Grammar, Future[Matcher]] = {}
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
+        self._compiling: dict[Grammar, _Compiling] = {}
+        self._num_compiling = 0  # with those that were given up and have not ended yet
+        self._threads = ThreadPoolExecutor(MOST_COMPILING, "grammar")
 
     def begin(self, grammar: Grammar) -> Future[Matcher]:
-        """Have it compiled, or find it. InvalidRequest in the future: it cannot be met, or is too large. Never blocks for long."""
+        """Have it compiled, or find it. InvalidRequest in the future: it cannot be met, or is too large. Never blocks for long. The future
+        is the caller's own: to cancel it is to leave, and when all who wait have left, compiling ends."""
+        future: Future[Matcher] = Future()
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
-                done: Future[Matcher] = Future()
-                done.set_result(known)
-                return done
-            if (future := self._compiling.get(grammar)) is None:
-                if len(self._compiling) >= _MOST_COMPILING:
-                    raise Overloaded(f"{_MOST_COMPILING} schemas and grammars are being compiled already")
-                future = self._compiling[grammar] = self._threads.submit(self._compile, grammar)
-            return future
+                future.set_result(known)
+                return future
+            if (one := self._compiling.get(grammar)) is None:
+                if self._num_compiling >= MOST_COMPILING:
+                    raise Overloaded(f"{MOST_COMPILING} schemas and grammars are being compiled already")
+                one = _Compiling(grammar)
+                self._threads.submit(self._compile, one)
+                self._compiling[grammar] = one
+                self._num_compiling += 1
+            one.waiting.append(future)
+        future.add_done_callback(functools.partial(self._leave, one))
+        return future
 
-    def wait_compiled(self, grammar: Grammar, timeout_s: float = COMPILE_S) -> Matcher:
-        """Block until it is compiled; what takes longer goes on, and is refused."""
-        future = self.begin(grammar)
-        try:
-            return future.result(timeout_s)
-        except FutureTimeout:
-            raise self.late(future, timeout_s) from None
-
-    @staticmethod
-    def late(future: Future[Matcher], timeout_s: float = COMPILE_S) -> Exception:
-        """Whose fault it is that it is not compiled by now."""
-        if not future.running():
-            return Overloaded("other schemas and grammars are being compiled; this one was not begun in time")
-        return InvalidRequest(f"the schema or grammar is too complex: it was not compiled within {timeout_s:g} s", _PARAM)
+    def wait_compiled(self, grammar: Grammar) -> Matcher:
+        """Block until it is compiled or refused, which takes no longer than a trial and as much work again."""
+        return self.begin(grammar).result()
 
     def close(self) -> None:
-        """Waits for what is under way, whose work is bounded. Idempotent."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Gives up what is under way; what was tried out already is waited for, since its work is bounded. Idempotent."""
+        with self._lock:
+            under_way = list(self._compiling.values())
+        for one in under_way:
+            one.give_up()
+        self._threads.shutdown(wait=True)
+        self._vocabulary.close()
 
-    def _compile(self, grammar: Grammar) -> Matcher:
+    def _leave(self, one: _Compiling, future: Future[Matcher]) -> None:
+        if not future.cancelled():
+            return
+        with self._lock:
+            one.waiting.remove(future)
+            if one.waiting or self._compiling.get(one.grammar) is not one:
+                return
+            del self._compiling[one.grammar]  # the next who asks for it begins anew
+        one.give_up()
+
+    def _compile(self, one: _Compiling) -> None:
+        made, error = None, None
         try:
-            made = self._vocabulary.matcher(grammar)
-            words = np.zeros((1, self.num_words), np.int32)
-            if made.error is None:
-                Matcher.fill([(made, 0)], words)  # the first mask of all is the dearest: it is paid for here
-            if made.error is not None or not (words.any() or made.is_accepting):
-                raise InvalidRequest(f"the {_NAMES[grammar.kind]} cannot be met: {made.error or 'no token can begin it'}", _PARAM)
-            with self._lock:
-                self._compiled[grammar] = made
+            made = self._compiled_one(one)
+        except BaseException as failed:
+            error = failed
+        with self._lock:
+            self._num_compiling -= 1
+            if self._compiling.get(one.grammar) is one:
+                del self._compiling[one.grammar]
+            if made is not None:
+                self._compiled[one.grammar] = made
                 self._recent.append(made)
-            return made
-        finally:
-            with self._lock:
-                del self._compiling[grammar]
+            waiting = list(one.waiting)
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                if made is not None:
+                    future.set_result(made)
+                else:
+                    future.set_exception(error)
+
+    def _compiled_one(self, one: _Compiling) -> Matcher:
+        grammar = one.grammar
+        source = self._vocabulary.source(grammar)
+        one.trial = trial = self._vocabulary.begin_trial()
+        if one.is_given_up:
+            trial.kill()
+        if not trial.wait_fits(source):
+            if one.is_given_up:
+                raise EngineClosed("compiling the schema or grammar was given up")
+            raise _too_complex(grammar)
+        made = self._vocabulary.matcher(source)
+        words = np.zeros((1, self.num_words), np.int32)
+        if made.error is None:
+            Matcher.fill([(made, 0)], words)  # the first mask of all is the dearest: it is paid for here
+        if made.error is not None or not (words.any() or made.is_accepting):
+            raise InvalidRequest(f"the {_NAMES[grammar.kind]} cannot be met: {made.error or 'no token can begin it'}", _PARAM)
+        return made
 
 
 class _Vocabulary:
@@ -161,21 +210,41 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._seen: Any = None
+        self._trials: Trials | None = None
         self._longest = 1
         self._ids: dict[bytes, int] = {}
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def source(self, grammar: Grammar) -> str:
+        """As llguidance takes it. InvalidRequest: it cannot be read, or a keyword of it is over its limit."""
         try:
             library: Any = importlib.import_module("llguidance")
         except ImportError:
             raise InvalidRequest("structured output needs the package llguidance, which this server does not have", _PARAM) from None
-        seen = self._seen_by(library)
-        limits = library.LLParserLimits(**_LIMITS, verbose_errors=False)
         try:
-            source = _source(library.LLMatcher, grammar)
+            return _source(library.LLMatcher, grammar)
         except ValueError as error:
-            raise InvalidRequest(f"the {_NAMES[grammar.kind]} cannot be read: {error}", _PARAM) from None
-        return Matcher(library.LLMatcher(seen, source, log_level=0, limits=limits), self._vocab)
+            raise InvalidRequest(f"the {_NAMES[grammar.kind]} cannot be compiled: {error}", _PARAM) from None
+
+    def matcher(self, source: str) -> Matcher:
+        library: Any = importlib.import_module("llguidance")
+        limits = library.LLParserLimits(**_LIMITS, verbose_errors=False)
+        return Matcher(library.LLMatcher(self._seen_by(library), source, log_level=0, limits=limits), self._vocab)
+
+    def begin_trial(self) -> Trial:
+        """In the process that has this vocabulary, which is started where there is none."""
+        self._seen_by(importlib.import_module("llguidance"))
+        with self._lock:
+            if self._trials is not None and not self._trials.is_alive:
+                self._trials.close()
+                self._trials = None
+            if self._trials is None:
+                self._trials = Trials(self.tokens, self.special_token_ids, self._eos_ids, _LIMITS)
+            return self._trials.begin()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._trials is not None:
+                self._trials.close()
 
     def _seen_by(self, library: Any) -> Any:
         with self._lock:
@@ -192,8 +261,10 @@ class _Vocabulary:
             return self._seen
 
     def __call__(self, data: bytes | str) -> list[int]:
-        """How the model would write text that has to come: as its tokenizer does, or the longest tokens first where that is other text."""
+        """How the model would write text that has to come: as its tokenizer does, or the longest tokens first where that is other text.
+        The beginning is enough: it is asked again for every mask, which has the first of these tokens alone."""
         data = data.encode() if isinstance(data, str) else data
+        data = data if len(data) <= _FORCED_BYTES else data[:_FORCED_BYTES].decode(errors="ignore").encode()
         try:
             ids = self._tokenizer.encode(data.decode(), add_special=False)
             if b"".join(map(self._tokenizer.token_bytes, ids)) == data and not any(map(self._tokenizer.is_special, ids)):
@@ -223,9 +294,17 @@ _NAMES = {
 }
 
 
+def _too_complex(grammar: Grammar) -> InvalidRequest:
+    keyword = costliest(grammar.text) if grammar.kind == "json_schema" else None
+    reason = "" if keyword is None else f"; most of the work is for {keyword}"
+    message = f"the {_NAMES[grammar.kind]} is too complex: it does not compile within {TRIAL_CPU_S} s and {TRIAL_MIB} MiB{reason}"
+    return InvalidRequest(message, _PARAM)
+
+
 def _source(matcher: Any, grammar: Grammar) -> str:
     """As llguidance takes it."""
     if grammar.kind == "json_schema":
+        check_keywords(grammar.text)
         return str(matcher.grammar_from_json_schema(closed(grammar.text), overrides={"whitespace_pattern": _BLANKS}))
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))

@@ -39,7 +39,7 @@ def grammars() -> Iterator[Grammars]:
 
 
 def compiled(grammars: Grammars, schema: Any) -> Matcher:
-    return grammars.wait_compiled(Grammar("json_schema", json.dumps(schema)), 60.0).copy()
+    return grammars.wait_compiled(Grammar("json_schema", json.dumps(schema))).copy()
 
 
 def as_given(grammars: Grammars, schema: Any) -> Matcher:
@@ -236,7 +236,7 @@ def test_what_is_refused_is_refused_as_before(grammars: Grammars, schema: Any) -
 def test_what_is_no_schema_is_left_to_the_library(grammars: Grammars, text: str) -> None:
     assert closed(text) == text
     with pytest.raises(InvalidRequest, match="cannot be"):
-        grammars.wait_compiled(Grammar("json_schema", text), 60.0)
+        grammars.wait_compiled(Grammar("json_schema", text))
 
 
 def test_a_long_chain_of_references_is_followed_to_its_end() -> None:

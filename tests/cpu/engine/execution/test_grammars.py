@@ -6,21 +6,31 @@ import gc
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from penstock.contract import Chunk, Grammar, SamplingParams, Start
 from penstock.engine.execution import grammars as module
+from penstock.engine.execution import trials
 from penstock.engine.execution.grammars import Grammars, Matcher
 from penstock.engine.execution.masks import Masks
-from penstock.errors import InvalidRequest, Overloaded
+from penstock.errors import EngineClosed, InvalidRequest, Overloaded
 from penstock.lanes.cpu import CpuLane
 from penstock.models.tokenizer import ByteTokenizer
 
 pytest.importorskip("llguidance", reason="structured output is an extra")
+
+
+def endless(number: int) -> str:
+    """Each of its patterns is compared with all others; llguidance's own limits do not count that."""
+    return json.dumps({"type": "object", "patternProperties": {f"^q{number}p{i}.*x{i}$": {"type": "string"} for i in range(800)}})
+
+
+ENDLESS = Grammar("json_schema", endless(0))
 
 
 class Gated:
@@ -32,10 +42,10 @@ class Gated:
         self.gate, self.begun = threading.Event(), threading.Semaphore(0)
         self.gate.set()
         self.errors: dict[str, BaseException] = {}
-        self._inner = self.grammars._vocabulary.matcher
-        self.grammars._vocabulary.matcher = self._matcher  # type: ignore[method-assign]
+        self._inner = self.grammars._vocabulary.source
+        self.grammars._vocabulary.source = self._source  # type: ignore[method-assign]
 
-    def _matcher(self, grammar: Grammar) -> Matcher:
+    def _source(self, grammar: Grammar) -> str:
         self.compiled.append(grammar)
         self.begun.release()
         assert self.gate.wait(60.0)
@@ -44,7 +54,7 @@ class Gated:
         return self._inner(grammar)
 
     def wait(self, text: str) -> Matcher:
-        return self.grammars.wait_compiled(Grammar("regex", text), 60.0)
+        return self.grammars.begin(Grammar("regex", text)).result(60.0)
 
 
 @pytest.fixture
@@ -66,28 +76,81 @@ def test_one_that_failed_takes_no_place_and_is_tried_again(gated: Gated, error: 
 
 
 def test_any_number_that_cannot_be_met_leaves_room_for_the_next(gated: Gated) -> None:
-    for number in range(module._MOST_COMPILING + 2):
+    for number in range(module.MOST_COMPILING + 2):
         with pytest.raises(InvalidRequest, match="regular expression cannot be"):
             gated.wait(f"(a{number}")
     assert gated.wait("ab").error is None and not gated.grammars._compiling
 
 
-def test_the_line_is_bounded_and_whose_fault_a_wait_is_depends_on_whether_it_was_begun(gated: Gated) -> None:
+def test_so_many_are_compiled_at_once_and_one_grammar_once_for_all_who_wait(gated: Gated) -> None:
     gated.gate.clear()
-    futures: list[Future[Matcher]] = [gated.grammars.begin(Grammar("regex", f"a{number}")) for number in range(module._MOST_COMPILING)]
-    for _ in range(module._NUM_THREADS):
-        assert gated.begun.acquire(timeout=60.0)
+    futures: list[Future[Matcher]] = [gated.grammars.begin(Grammar("regex", f"a{number}")) for number in range(module.MOST_COMPILING)]
+    for _ in futures:
+        assert gated.begun.acquire(timeout=60.0), "each has a thread: none waits for another"
     with pytest.raises(Overloaded):
         gated.grammars.begin(Grammar("regex", "one more"))
-    assert gated.grammars.begin(Grammar("regex", "a3")) is futures[3], "who asks for one that is in line waits for the same"
-    with pytest.raises(InvalidRequest, match="too complex: it was not compiled within 0 s"):
-        gated.grammars.wait_compiled(Grammar("regex", "a0"), 0.0)
-    with pytest.raises(Overloaded, match="was not begun in time"):
-        gated.grammars.wait_compiled(Grammar("regex", f"a{module._MOST_COMPILING - 1}"), 0.0)
+    futures.append(gated.grammars.begin(Grammar("regex", "a3")))
     gated.gate.set()
     assert all(future.result(60.0).error is None for future in futures)
     assert gated.wait("one more").error is None
-    assert len(gated.compiled) == module._MOST_COMPILING + 1
+    assert len(gated.compiled) == module.MOST_COMPILING + 1
+
+
+def test_it_is_given_up_when_all_who_wait_have_left_and_not_before(gated: Gated) -> None:
+    first, second = (gated.grammars.begin(ENDLESS) for _ in range(2))
+    assert first.cancel()
+    ordinary = gated.wait("ab")
+    assert ordinary.error is None and not second.done()
+    assert second.cancel()
+    gated.grammars.close()  # waits for its thread; a trial that went on would be refused, not given up
+    with pytest.raises(CancelledError):
+        second.result(0.0)
+
+
+def test_one_that_never_ends_is_refused_with_the_keyword_and_others_go_on_meanwhile(gated: Gated) -> None:
+    futures = [gated.grammars.begin(Grammar("json_schema", endless(number))) for number in range(3)]
+    assert gated.wait("ab").error is None and not any(future.done() for future in futures)
+    for future in futures:
+        with pytest.raises(InvalidRequest, match=r"too complex: .* most of the work is for patternProperties"):
+            future.result(60.0)
+
+
+def test_one_that_takes_too_much_memory_is_refused(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "TRIAL_MIB", 1)
+    with pytest.raises(InvalidRequest, match="too complex"):
+        gated.grammars.begin(Grammar("json_schema", '{"type": "integer", "multipleOf": 9973}')).result(60.0)
+
+
+def test_a_close_does_not_wait_for_one_that_never_ends(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "TRIAL_S", 300.0)
+    monkeypatch.setattr(trials, "TRIAL_CPU_S", 300)
+    future = gated.grammars.begin(ENDLESS)
+    assert gated.begun.acquire(timeout=60.0)
+    gated.grammars.close()
+    with pytest.raises(EngineClosed):
+        future.result(0.0)
+
+
+def test_a_process_for_trials_that_was_killed_is_started_anew(gated: Gated) -> None:
+    assert gated.wait("ab").error is None
+    for child in psutil.Process().children():
+        if any("trial_process" in word for word in child.cmdline()):
+            child.kill()
+            child.wait(60.0)
+    assert gated.wait("cd").error is None
+
+
+def test_a_long_text_that_has_to_come_is_cut_into_tokens_by_its_beginning(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for again with every token of the answer."""
+    asked: list[int] = []
+    encode = ByteTokenizer.encode
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text, **how: asked.append(len(text)) or encode(self, text, **how))
+    matcher = gated.grammars.begin(Grammar("choice", json.dumps(["xé" * 20_000]))).result(60.0).copy()
+    for token in "xéxé".encode():
+        words = words_of(gated, matcher)
+        assert [id for id in range(258) if words[id // 32] >> id % 32 & 1] == [token]
+        matcher.consume([token])
+    assert asked and max(asked) <= 1024
 
 
 def test_what_was_compiled_lately_is_there_though_nobody_holds_it_and_what_somebody_holds_stays(gated: Gated) -> None:
@@ -153,7 +216,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
 def test_each_of_a_list_of_choices_can_be_written_and_nothing_else(gated: Gated, choices: list[str]) -> None:
-    compiled = gated.grammars.wait_compiled(Grammar("choice", json.dumps(choices)), 60.0)
+    compiled = gated.grammars.wait_compiled(Grammar("choice", json.dumps(choices)))
     words = np.zeros((1, gated.grammars.num_words), np.int32)
     for choice in (*choices[:4], choices[-1]):
         matcher = compiled.copy()

@@ -5,7 +5,9 @@ it."""
 from __future__ import annotations
 
 import importlib
+import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.kv.tiers.store import HEADER_BYTES, BlockStore, Outcome, Space, StoreUsage, unpack
 
 FLAG = "--kv-offload-remote"
+logger = logging.getLogger(__name__)
 
 # By the URL's scheme: the module here that has `open_store(url, space, timeout_s) -> BlockStore`.
 KINDS = {
@@ -43,6 +46,24 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
         raise ConfigError(f"{FLAG} {scheme}:// {hint}") from None
     make: Callable[[str, Space, float], BlockStore] = module.open_store
     return make(url, space, timeout_s)
+
+
+def check_hosts(hosts: Sequence[str]) -> None:
+    """Refuses names of which none exists: a store may be down at start, but such a name is mistyped. Where names cannot be looked up now,
+    this is said, and the store is tried again like one that is down."""
+    failed: list[socket.gaierror] = []
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            failed.append(error)
+        except UnicodeError:
+            failed.append(socket.gaierror(socket.EAI_NONAME, "no name of a host"))
+    which = "its host" if len(hosts) == 1 else f"{len(failed)} of its {len(hosts)} hosts"
+    if failed:
+        why = failed[0].strerror
+        need(len(failed) < len(hosts) or failed[0].errno == socket.EAI_AGAIN, f"cannot work: {which} cannot be resolved ({why})")
+        logger.warning("%s: %s cannot be resolved now (%s); goes on without it, and tries again", FLAG, which, why)
 
 
 class SharedStore:

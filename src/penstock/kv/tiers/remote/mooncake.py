@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import FLAG, SharedStore, copy_checked, mooncake_program, need, parse_url
+from penstock.kv.tiers.remote import FLAG, SharedStore, check_hosts, copy_checked, mooncake_program, need, parse_url
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, pack
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     need(sys.platform == "linux", "mooncake:// works on Linux only")
     if importlib.util.find_spec("mooncake") is None:  # the library is never imported here
         raise ConfigError(f"{FLAG} mooncake:// needs its client library: pip install 'penstock[mooncake]'; it needs libibverbs1, too")
+    check_hosts([address.host])
     return MooncakeStore(address, space, timeout_s)
 
 

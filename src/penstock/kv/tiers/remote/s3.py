@@ -29,7 +29,7 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 from obstore.store import S3Store
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import FLAG, SharedStore, StoreUrl, copy_checked, need, parse_url
+from penstock.kv.tiers.remote import FLAG, SharedStore, StoreUrl, check_hosts, copy_checked, need, parse_url
 from penstock.kv.tiers.store import FORMAT, BlockStore, Outcome, Space, Written, pack
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ _REMOVE_AT_ONCE = 500  # objects that one request of a reset removes
 def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     """Connects lazily. Raises ConfigError for what can never work."""
     address = parse_address(url)
+    if host := urlsplit(address.options.get("endpoint", "")).hostname:
+        check_hosts([host])
     return BucketStore(connect(address, timeout_s), address, space, timeout_s)
 
 

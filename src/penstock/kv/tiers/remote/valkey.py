@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, overload
 
 from penstock.errors import ConfigError, InvariantBroken, StoreFailed
-from penstock.kv.tiers.remote import FLAG, Node, SharedStore, StoreUrl, is_block, need, parse_url
+from penstock.kv.tiers.remote import FLAG, Node, SharedStore, StoreUrl, check_hosts, is_block, need, parse_url
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, Written, pack
 
 PASSWORD_VARIABLE = "PENSTOCK_REMOTE_PASSWORD"
@@ -58,7 +58,9 @@ _Places = list[tuple[int, int, int, str, tuple[object, ...]]]
 
 def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     """Connects lazily. Raises ConfigError for what can never work."""
-    return ValkeyStore(parse_address(url, os.environ), space, timeout_s)
+    address = parse_address(url, os.environ)
+    check_hosts([node.host for node in address.nodes])
+    return ValkeyStore(address, space, timeout_s)
 
 
 # --------------------------------------------------------------------------------------------------------------------- address

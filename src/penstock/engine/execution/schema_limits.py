@@ -1,0 +1,62 @@
+"""What a JSON schema would cost to compile, by keyword. Owns the limits on single keywords; compiles nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+MOST_MULTIPLE_OF = 10_000  # a state of the lexer for each remainder: larger ones fail in the answer, or never end compiling
+MOST_OPTIONAL = 450  # each is four items of a parser's row, which has 2000
+_VALUES = ("const", "enum", "default", "examples")  # no schemas inside
+_LISTS = ("anyOf", "oneOf", "allOf", "enum", "properties", "prefixItems")
+
+
+def check_keywords(text: str) -> None:
+    """Raises ValueError that names the keyword which is over its limit."""
+    for schema in _schemas(text):
+        multiple = schema.get("multipleOf")
+        if isinstance(multiple, int | float) and multiple > MOST_MULTIPLE_OF:
+            raise ValueError(f"multipleOf is {multiple}, and can be at most {MOST_MULTIPLE_OF}")
+        named, required = schema.get("properties"), schema.get("required")
+        if isinstance(named, dict):
+            num_optional = len(named.keys() - set(map(str, required if isinstance(required, list) else ())))
+            if num_optional > MOST_OPTIONAL:
+                reason = f"properties has {num_optional} that are not required, and can have at most {MOST_OPTIONAL}"
+                raise ValueError(f"{reason}: list more of them in required")
+
+
+def costliest(text: str) -> str | None:
+    """The keyword that most of the work of compiling is for, by an estimate. None: it has none that takes much."""
+    cost: Counter[str] = Counter()
+    for schema in _schemas(text):
+        if isinstance(multiple := schema.get("multipleOf"), int | float):
+            cost["multipleOf"] += abs(int(min(multiple, 1e9)))
+        if isinstance(named := schema.get("patternProperties"), dict):
+            cost["patternProperties"] += 50 * len(named) ** 2  # each is compared with all others
+        if isinstance(pattern := schema.get("pattern"), str):
+            cost["pattern"] += 20 * len(pattern)
+        for keyword in ("maxLength", "minLength", "maxItems", "minItems", "minProperties", "maxProperties"):
+            if isinstance(bound := schema.get(keyword), int | float):
+                cost[keyword] += int(min(bound, 1e4)) // 10
+        for keyword in _LISTS:
+            if isinstance(parts := schema.get(keyword), list | dict):
+                cost[keyword] += len(parts)
+        cost["$ref"] += "$ref" in schema
+    return cost.most_common(1)[0][0] if cost.total() else None
+
+
+def _schemas(text: str) -> Iterator[dict[str, Any]]:
+    """Everything in `text` that may be a schema."""
+    try:
+        line = [json.loads(text)]
+    except (ValueError, RecursionError):
+        return  # left to those who compile it
+    while line:
+        node = line.pop()
+        if isinstance(node, dict):
+            yield node
+            line += [value for name, value in node.items() if name not in _VALUES or isinstance(value, dict)]
+        elif isinstance(node, list):
+            line += node
