@@ -326,7 +326,7 @@ def measured(int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0
     ms = {str(rows): {"int8": int8.get(rows, 9.0), "bfloat16": bfloat16, "float32": float32} for rows in ROWS}
     for rows, of in ms.items():
         of |= {} if int4 is None else {"int4": int4.get(int(rows), 9.0)}
-    return Measurement("a CPU", "2.13", 2, (8, 8, 8), ms)
+    return Measurement("a CPU", "2.13", 2, (8, 8, 8), ms, others=0.0)
 
 
 def test_each_number_of_rows_gets_the_form_that_was_fastest() -> None:
