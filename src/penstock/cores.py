@@ -153,4 +153,4 @@ class ThreadsByLoad:
 
 def threads_beside(used: float, most: int) -> int:
     """Threads for `most` cores of which others use so many. A core that others use for more than a fifth of the time is left to them."""
-    return max(1, int(most - used + 0.8))
+    return max(1, int(most - used + 0.2))
