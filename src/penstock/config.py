@@ -70,7 +70,8 @@ class ModelSource:
     seed: int = 0  # of dummy weights
     positions: int | None = None  # of dummy weights, where more tokens are wanted than the model's own config allows
     generation_config: GenerationConfigName = "auto"  # whether generation_config.json states defaults of requests that leave fields out
-    weights: WeightsName = "auto"  # form of matrices on the CPU; auto: of quantized files the one measured as fastest, else float32
+    weights: WeightsName = "auto"  # form of matrices on the CPU; auto: the one measured as fastest
+    deterministic: bool = False  # on the CPU: a token's logits are the same bits, whatever was reused and whatever else a step computes
 
     def __post_init__(self) -> None:
         _need(self.load_format in ("auto", "dummy"), f"--load-format must be auto or dummy, got {self.load_format!r}")

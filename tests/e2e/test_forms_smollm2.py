@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.commands import doctor
 from penstock.config import Config, ModelSource, WeightsName
+from penstock.models import form_choice
 from penstock.models.form_choice import fastest_forms
 from penstock.models.forms import Matrix
 from penstock.models.layers import TorchLayerOps
@@ -90,6 +91,7 @@ def test_the_file_is_read_straight_into_its_form(tmp_path: Path, monkeypatch: py
 def test_the_first_start_measures_and_the_next_reads_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    monkeypatch.setattr(form_choice, "used_by_others", lambda: 64.0)  # never free of others, so that it is measured once
     stages: list[str] = []
 
     def start() -> LoadedModel:

@@ -20,7 +20,7 @@ WITHOUT_INIT = ("penstock.kv", "penstock.engine")  # packages whose __init__ is 
 # A unit is a module or package with everything inside it. A layer may import the layers before it. Units that "+" joins are one; the
 # others of a layer are siblings, which do not import each other.
 LAYERS = (
-    ("penstock + penstock.contract + penstock.config + penstock.errors + penstock.figures + penstock.observe",),
+    ("penstock + penstock.contract + penstock.config + penstock.cores + penstock.errors + penstock.figures + penstock.observe",),
     ("penstock.lanes", "penstock.kv.blocks", "penstock.kv.memory", "penstock.models", "penstock.engine.scheduling"),
     ("penstock.speculation",),
     ("penstock.kv.transfer", "penstock.engine.execution"),

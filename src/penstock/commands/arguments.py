@@ -119,6 +119,8 @@ def _model_flags(group: Any) -> None:
     device_flag(group)
     dtype_flag(group)
     weights_flag(group)
+    text = "on the CPU: the same bits for the same tokens, whether they are computed or reused, alone or in a batch; prompts take longer"
+    group.add_argument("--deterministic", action="store_true", help=text)
     number(group, "--seed", "of dummy weights, and of requests that bring no seed of their own", 0)
 
 
@@ -200,7 +202,7 @@ def dtype_flag(group: Any) -> None:
 
 
 def weights_flag(group: Any) -> None:
-    text = "form of matrices on the CPU; auto: of a quantized GGUF file what this CPU runs fastest, measured once, else float32"
+    text = "form of matrices on the CPU; auto: what this CPU runs fastest, measured once: 8 bits, or 4 where the file has 4; float32: exact"
     group.add_argument("--weights", choices=WEIGHT_FORMS, default=ModelSource().weights, help=text)
 
 
@@ -240,7 +242,9 @@ def config_of(args: argparse.Namespace) -> Config:
     generation_config: GenerationConfigName = getattr(args, "generation_config", "none")  # other commands have defaults of their own
     model = ModelSource().model if args.model is None else args.model
     return Config(
-        source=ModelSource(model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config, args.weights),
+        source=ModelSource(
+            model, args.load_format, args.device, args.dtype, args.seed, positions, generation_config, args.weights, args.deterministic
+        ),
         kv=KvConfig(
             args.block_tokens,
             args.device_kv_gib,

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from penstock.bench.report import describe_machine, device_of, installed_version
 from penstock.config import GIB, Config, DeviceName, KvConfig, ModelSource
+from penstock.engine.execution.threads import threads_by_load
 from penstock.errors import ConfigError, ModelError
 from penstock.kv.memory import ITEM_BYTES, BlockLayout
 from penstock.lanes.cuda import describe_gpus
@@ -71,7 +72,7 @@ def doctor(config: Config, json_file: Path | None) -> int:
 
 
 def _checks(config: Config) -> Iterator[Check]:
-    yield from (_python(), _torch(), _device(config))
+    yield from (_python(), _torch(), _threads(), _device(config))
     if device_of(config) == "cuda":
         yield _triton()
     yield _memory()
@@ -97,7 +98,14 @@ def _python() -> Check:
 
 
 def _torch() -> Check:
-    return Check("torch", Status.OK, f"{torch.__version__}, {torch.get_num_threads()} threads on {cpu_name()}")
+    return Check("torch", Status.OK, f"{torch.__version__} on {cpu_name()}")
+
+
+def _threads() -> Check:
+    """What an engine would start with now. What was measured of this CPU is kept by that number."""
+    threads = threads_by_load()
+    threads.wait_first_look()
+    return Check("threads", Status.OK, str(threads))
 
 
 def _device(config: Config) -> Check:
@@ -178,7 +186,7 @@ def _sizes(config: Config, facts: ModelFacts) -> Iterator[Check]:
 def _forms(config: Config, facts: ModelFacts, dtype: str, device: str) -> tuple[str, Forms | None]:
     """How a start would hold the matrices, in words; None: in `dtype` alone."""
     name = wanted(config.source.weights, device, getattr(torch, dtype))
-    if name != "auto" or not facts.quantized:
+    if name != "auto" or not facts.file_bytes:
         forms = pinned_forms(name, facts.in_4_bits)
         return str(forms or dtype), forms
     found = kept_measurement(facts.config)

@@ -106,6 +106,8 @@ def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> M
         "adapters": len(engine.adapters.all()),
         "device": str(arena.device),
         "dtype": arena.layout.dtype,
+        "weights": engine.weights,
+        **({} if engine.threads is None else {"threads": str(engine.threads)}),
         "kv": ", ".join([sizes, *shared]),
         "block_tokens": arena.layout.block_tokens,
         "max_model_len": engine.max_model_len,

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from penstock.config import FEWEST_RESIDENT, GIB, Config, ModelSource
-from penstock.engine.adapters import AdapterStore, open_store
+from penstock.cores import ThreadsByLoad
+from penstock.engine.adapters import open_store
 from penstock.engine.engine import Engine, EngineParts
 from penstock.engine.execution.ahead import Guesser, HeadGuesser, ModelGuesser, Passes
 from penstock.engine.execution.attention import Attention
 from penstock.engine.execution.attention.cpu import CpuAttention
+from penstock.engine.execution.attention.cpu_steady import SteadyAttention
 from penstock.engine.execution.batch import Shape
 from penstock.engine.execution.draws import RowDraws
 from penstock.engine.execution.executor import Executor, StepLimits
@@ -29,6 +31,7 @@ from penstock.engine.execution.paging import PagedReads
 from penstock.engine.execution.replays import cuda_buckets, decode_sizes
 from penstock.engine.execution.sampler import Sampler
 from penstock.engine.execution.staging import Uploads
+from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.scheduling.budget import Budget, blocks_for
 from penstock.engine.scheduling.lengths import LOST_QUANTILE, SAVED_QUANTILE, Lengths, WholeLife, Written
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
@@ -39,10 +42,9 @@ from penstock.kv.build import open_cache
 from penstock.kv.memory import BlockLayout, DeviceArena, free_bytes
 from penstock.lanes import cuda
 from penstock.lanes.cuda import make_lane
-from penstock.lanes.lane import Lane
 from penstock.models.adapters import read_adapter
 from penstock.models.decoder import Decoder
-from penstock.models.layers import TorchLayerOps
+from penstock.models.layers import SteadyLayerOps, TorchLayerOps
 from penstock.models.loader import LoadedModel, inspect_model, load_model
 from penstock.models.model import LayerOps, ModelConfig
 from penstock.models.progress import Progress, silent
@@ -78,14 +80,16 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     sanitizer = sanitizer or _sanitizer(config)
     device = device_for(config)
     if device.type == "cuda":
-        return _build(config, device, progress, sanitizer)
+        return _build(config, device, progress, sanitizer, None)
     # On a thread that ends: OpenMP keeps a team for every thread that ever computed, and with more of them than cores it puts its workers
     # to sleep between any two operations of the compute lane's.
     made: Future[Engine] = Future()
 
     def build_apart() -> None:
         try:
-            made.set_result(_build(config, device, progress, sanitizer))
+            threads = threads_by_load()
+            threads.wait_first_look()
+            made.set_result(_build(config, device, progress, sanitizer, threads))
         except BaseException as error:
             made.set_exception(error)
 
@@ -93,17 +97,26 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     return made.result()
 
 
-def _build(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None) -> Engine:
+def _build(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None, threads: ThreadsByLoad | None) -> Engine:
     with contextlib.ExitStack() as undo:  # a directory stays locked, and memory taken, for as long as a cache is open
-        engine = _assemble(config, device, progress, sanitizer, undo)
+        engine = _assemble(config, device, progress, sanitizer, threads, undo)
         undo.pop_all()
     return engine
 
 
-def _assemble(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None, undo: contextlib.ExitStack) -> Engine:
+def _assemble(
+    config: Config,
+    device: torch.device,
+    progress: Progress,
+    sanitizer: Sanitizer | None,
+    threads: ThreadsByLoad | None,
+    undo: contextlib.ExitStack,
+) -> Engine:
     """What has to be closed where it comes to nothing is given to `undo`."""
+    _check_deterministic(config, device)
+    deterministic = config.source.deterministic
     dtype = _dtype(config, device)
-    loaded = load_model(config.source, device, dtype, _layer_ops(device), progress, config.engine.max_model_len)
+    loaded = load_model(config.source, device, dtype, _layer_ops(device, deterministic), progress, config.engine.max_model_len)
     model = loaded.model
     adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
     dims = model.config
@@ -122,6 +135,8 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
     if storage.host_arena is not None and not any(dims.windows):
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = _may_be_paged(config, max_model_len, num_blocks)
+    if may_be_paged and deterministic:
+        raise ConfigError("--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower --max-model-len")
     residency = ResidencyChoice.of(budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv)
     budget = replace(budget, division=residency.division)
     limits = StepLimits(
@@ -138,14 +153,17 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
         num_ahead=0 if proposer is None else config.speculation.drafts,
         num_layers=layout.num_layers,
     )
-    attention = _attention(*_target_part(arena, model, draft), model.rope)
+    attention = _attention(*_target_part(arena, model, draft), model.rope, deterministic)
     lane = make_lane("compute", device, sanitizer)
     undo.callback(_close, lane.close)
     lanes = [lane]
     grammars = Grammars(loaded.tokenizer, dims.vocab, sorted(dims.eos_ids))
     buckets = _buckets(config, limits, device)
     speculation = _speculation(config, limits, device)
-    executor = _executor(model, attention, lane, limits, buckets, adapters, grammars, dims.eos_ids)
+    uploads = Uploads(device, lane)
+    sampler = Sampler(limits.max_batch, dims.vocab, lane, uploads, limits.num_ahead, dims.eos_ids)
+    forward = Forward(model, attention, sampler.pending, (lambda: None) if threads is None else threads.look)
+    executor = Executor(forward, sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
     executor.guard = storage.guard
     guesser: Guesser | None = None if head is None else HeadGuesser(head, attention, limits.max_batch + 1)
     if draft is not None:
@@ -168,6 +186,7 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
         executor.capture_all(progress)
     parts = EngineParts(
         name=loaded.name,
+        weights=loaded.weights,
         tokenizer=loaded.tokenizer,
         scheduler=Scheduler(cache, budget, dims.eos_ids, cache.prefill, speculation, _lengths(config)),
         executor=executor,
@@ -184,6 +203,7 @@ def _assemble(config: Config, device: torch.device, progress: Progress, sanitize
         residency=residency,
         sanitizer=sanitizer,
         speculation=speculation,
+        threads=threads,
     )
     return Engine(parts)
 
@@ -201,6 +221,7 @@ def check_ahead(config: Config) -> None:
     if config.source.load_format == "dummy":
         return
     device = device_for(config)
+    _check_deterministic(config, device)
     facts = inspect_model(config.source, config.engine.max_model_len)
     num_parameters, names = facts.num_parameters, facts.name
     if config.speculation.kind == "draft":
@@ -222,26 +243,25 @@ def check_ahead(config: Config) -> None:
     _max_model_len(config, facts.config, room // layout.block_bytes if given is None else given)
 
 
+def _check_deterministic(config: Config, device: torch.device) -> None:
+    """What has products or attention of its own is refused: it would be none of it."""
+    if not config.source.deterministic:
+        return
+    if device.type != "cpu" or _dtype(config, device) != torch.float32:
+        raise ConfigError("--deterministic needs --device cpu and --dtype float32")
+    if config.lora.adapters or config.lora.dir is not None:
+        raise ConfigError("--deterministic: adapters are not covered; leave --lora and --lora-dir out")
+    if config.speculation.kind in ("mtp", "draft"):
+        raise ConfigError(f"--deterministic: --speculate {config.speculation.kind} is not covered; ngram is")
+    if config.kv.resident_tokens is not None:
+        raise ConfigError("--deterministic: every sequence has to fit on the device; leave --kv-resident-tokens out")
+
+
 def _sanitizer(config: Config) -> Sanitizer | None:
     if config.sanitize.mode == "off":
         return None
     file = config.sanitize.json_file
     return Sanitizer(strict=config.sanitize.mode == "strict", json_file=None if file is None else Path(file))
-
-
-def _executor(
-    model: Decoder,
-    attention: Attention,
-    lane: Lane,
-    limits: StepLimits,
-    buckets: tuple[Shape, ...],
-    adapters: AdapterStore,
-    grammars: Grammars,
-    eos_ids: Iterable[int],
-) -> Executor:
-    uploads = Uploads(model.device, lane)
-    sampler = Sampler(limits.max_batch, model.config.vocab, lane, uploads, limits.num_ahead, eos_ids)
-    return Executor(Forward(model, attention, sampler.pending), sampler, uploads, lane, limits, buckets, adapters.weights_of, grammars)
 
 
 def device_for(config: Config) -> torch.device:
@@ -401,12 +421,12 @@ def _scope(model: Decoder, layout: BlockLayout, proposer: bytes = b"") -> Scope:
     return Scope(digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
 
 
-def _layer_ops(device: torch.device) -> LayerOps:
+def _layer_ops(device: torch.device, deterministic: bool = False) -> LayerOps:
     if device.type == "cuda":
         from penstock.models.triton_layers import TritonLayerOps
 
         return TritonLayerOps()
-    return TorchLayerOps()
+    return SteadyLayerOps() if deterministic else TorchLayerOps()
 
 
 def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -> tuple[Tensor, ModelConfig]:
@@ -419,12 +439,12 @@ def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -
     return arena.tensor, dims
 
 
-def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor) -> Attention:
+def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor, deterministic: bool = False) -> Attention:
     if arena.device.type == "cuda":
         from penstock.engine.execution.attention.triton import TritonAttention
 
         return TritonAttention(arena, dims, rope)
-    return CpuAttention(arena, dims, rope)
+    return SteadyAttention(arena, dims, rope) if deterministic else CpuAttention(arena, dims, rope)
 
 
 def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Speculation | None:

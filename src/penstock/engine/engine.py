@@ -34,6 +34,7 @@ from penstock.contract import (
     StepPlan,
     TokenEvent,
 )
+from penstock.cores import ThreadsByLoad
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.execution.executor import Executor
 from penstock.engine.execution.grammars import Grammars
@@ -70,6 +71,7 @@ class EngineParts:
     """What `engine.build` puts together."""
 
     name: str
+    weights: str  # how matrices are held, in words
     tokenizer: TextCodec
     scheduler: Scheduler
     executor: Executor
@@ -86,6 +88,7 @@ class EngineParts:
     residency: ResidencyChoice
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
     speculation: Speculation | None = None  # proposes tokens, where that was asked for
+    threads: ThreadsByLoad | None = None  # that compute, on a CPU
 
 
 class Engine:
@@ -96,6 +99,8 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self.max_model_len = parts.max_model_len
         self.sampling = parts.sampling
+        self.weights = parts.weights
+        self.threads = parts.threads
         self._parts = parts
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")  # elsewhere compute has better use for the core
         self._outbox = Outbox()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from penstock.config import WEIGHT_FORMS, WeightsName
+from penstock.cores import Others, allowed_cores, busy_seconds
 from penstock.errors import ConfigError
 from penstock.models.embedded import cache_dir
 from penstock.models.forms import GROUP, Forms, Matrix, Quants, empty_matrix, matrix_of_quants, takes_4_bits
@@ -36,6 +38,8 @@ _CANDIDATES = {
     "float32": Forms(torch.float32),
 }
 _ROW_STEP = 64  # rows of a measured matrix are a multiple: every form takes them
+_QUIET = 0.3  # of a core that others may take from the threads that measure: what is found then is kept for good
+_LOOK_S = 0.2  # for what others use now
 _SAMPLE_VALUES = 16 << 20  # weights measured: more than caches hold in any form, and a second or two of products
 
 
@@ -48,6 +52,7 @@ class Measurement:
     threads: int
     shape: tuple[int, int, int]  # width, rows of q, k and v together, width inside the gated part
     ms: Mapping[str, Mapping[str, float]]  # rows -> form -> best of some rounds
+    others: float  # cores that other processes used meanwhile
 
     @property
     def forms(self) -> Forms | None:
@@ -88,10 +93,37 @@ def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName
     raise ConfigError(f"${PINNED} must be one of {', '.join(WEIGHT_FORMS)}, got {named!r}")
 
 
+def chosen_forms(
+    weights: WeightsName, config: ModelConfig, deterministic: bool, progress: Progress, in_4_bits: Collection[str] = ()
+) -> Forms | None:
+    """The forms for `weights`, which `wanted` has returned. None: float32, in tensors of torch's own."""
+    forms = fastest_forms(config, progress) if weights == "auto" else pinned_forms(weights, in_4_bits)
+    if forms is not None:
+        forms = forms.of(in_4_bits)
+    return (forms or Forms(torch.float32)).made_steady() if deterministic else forms
+
+
+def _others() -> Others:
+    return Others(functools.partial(busy_seconds, allowed_cores().cores))
+
+
+def used_by_others() -> float:
+    """Cores that other processes use, by a short look."""
+    others = _others()
+    time.sleep(_LOOK_S)
+    return others.look()
+
+
+def _is_crowded(others: float) -> bool:
+    """Whether the threads that measure have to share cores with others."""
+    return others + torch.get_num_threads() > allowed_cores().num + _QUIET
+
+
 def fastest_forms(config: ModelConfig, progress: Progress) -> Forms | None:
-    """By the measurement that is kept for this CPU, torch, number of threads and shape, or by one made now."""
+    """By the measurement that is kept for this CPU, torch, number of threads and shape, or by one made now. One that was made on crowded
+    cores is made anew where they no longer are."""
     found = kept_measurement(config)
-    if found is None:
+    if found is None or (_is_crowded(found.others) and not _is_crowded(used_by_others())):
         found = measure(config, progress)
         _keep(found, _file(config))
     return found.forms
@@ -101,7 +133,7 @@ def kept_measurement(config: ModelConfig) -> Measurement | None:
     """None: there is none for this machine and this shape, or it cannot be read."""
     try:
         raw = json.loads(_file(config).read_bytes())
-        found = Measurement(raw["cpu"], raw["torch"], raw["threads"], tuple(raw["shape"]), raw["ms"])
+        found = Measurement(raw["cpu"], raw["torch"], raw["threads"], tuple(raw["shape"]), raw["ms"], raw["others"])
         if (found.cpu, found.torch, found.threads, found.shape) != _place(config):
             return None
         _ = found.forms  # raises where a figure is missing
@@ -114,6 +146,7 @@ def measure(config: ModelConfig, progress: Progress, clock: Callable[[], float] 
     """Products of the model's shapes in every form, in turns, so that what else the machine does meets all alike; the best of each."""
     samples = {name: _sample(config, forms) for name, forms in _CANDIDATES.items()}
     samples = {name: matrices for name, matrices in samples.items() if matrices}
+    others = _others()
     ms: dict[str, dict[str, float]] = {}
     for done, rows in enumerate(ROWS):
         inputs = {width: torch.ones(rows, width) for width in {matrix.shape[1] for matrix in samples["int8"]}}
@@ -126,7 +159,7 @@ def measure(config: ModelConfig, progress: Progress, clock: Callable[[], float] 
                 times[name].append(clock() - start)
         ms[str(rows)] = {name: round(min(found[1:]) * 1000, 3) for name, found in times.items()}  # the first warms up
         progress("measuring this CPU (once)", done + 1, len(ROWS))
-    return Measurement(*_place(config), ms)
+    return Measurement(*_place(config), ms, round(others.look(), 2))
 
 
 def _sample(config: ModelConfig, forms: Forms) -> list[Matrix]:

@@ -25,6 +25,9 @@ _MIDDLE = 8  # of 4 bits without a sign: the number that stands for a group's ze
 _ALIGNED_ROWS = 16  # the product of 4 bits takes multiples of so many rows
 _UNSIGNED = 128  # added to 8-bit activations: oneDNN multiplies those without a sign by weights with one
 _HEAD_ROWS = 4  # oneDNN multiplies so many rows in less time than fewer
+_DEPTH = 16  # the product of 8 bits reads rows of weights by so many values, and behind the end of others
+_EVERY = 1 << 30  # rows: more than any product has
+_TILE_ROWS = 16  # of a product in the wide form whose sums must not depend on their number
 _PACKED_ROWS = 1024  # packed at a time, as 32-bit numbers: a multiple of every CPU's tile of rows
 
 
@@ -35,14 +38,22 @@ class Forms:
     wide: torch.dtype  # for many rows: bfloat16 or float32
     few_rows: int = 0  # products of at most so many rows read 8-bit weights; 0: there are none
     few_rows_of_4: int = 0  # the same of weights that the file has in 4 bits; 0: those are held as all others are
+    steady: bool = False  # one product for any number of rows: a row's result is the same bits, whatever is computed beside it
 
     @property
     def scope(self) -> str:
         """Names the values of the weights, for keys. Numbers of rows are not among them: they choose between two products of the same
-        values."""
-        return "+".join([name for name, _ in self._narrow] + [str(self.wide).removeprefix("torch.")])
+        values. Steady ones are: KV that is the same bits each time is not mixed with KV that is not."""
+        names = [name for name, _ in self._narrow] + [str(self.wide).removeprefix("torch.")]
+        return "+".join([*names, "steady"] if self.steady else names)
+
+    def made_steady(self) -> Forms:
+        """The same values, in the form of few rows for all of them."""
+        return Forms(self.wide, _EVERY if self.few_rows else 0, _EVERY if self.few_rows_of_4 else 0, steady=True)
 
     def __str__(self) -> str:
+        if self.steady:
+            return f"{' and '.join(name for name, _ in self._narrow) or str(self.wide).removeprefix('torch.')} for any number of rows"
         narrow = " and ".join(f"{name} for up to {rows} rows" for name, rows in self._narrow)
         name = str(self.wide).removeprefix("torch.")
         return f"{narrow}, {name} for more" if narrow else name
@@ -63,18 +74,19 @@ class Forms:
             if len(shape) == 1:
                 total += 4 * shape[0]
             elif self.few_rows_of_4 and name in in_4_bits:
-                total += math.prod(shape) * self.wide.itemsize + math.prod(shape) // 2 + 4 * math.prod(shape) // GROUP
+                total += math.prod(shape) * (not self.steady) * self.wide.itemsize + math.prod(shape) // 2 + 4 * math.prod(shape) // GROUP
             else:
-                narrow, wide = self.held(name, tied)
+                narrow, wide = self.held(name, shape[1], tied)
                 total += math.prod(shape) * (narrow + wide * self.wide.itemsize) + 2 * narrow * shape[0]
-                total += 0 if wide else math.prod(shape) + 8 * shape[0]  # the head once more, in oneDNN's order
+                is_exact = name in ("embed", "head") and narrow and not wide
+                total += math.prod(shape) + 8 * shape[0] if is_exact else 0  # the head once more, in oneDNN's order
         return total
 
-    def held(self, name: str, tied: bool) -> tuple[bool, bool]:
+    def held(self, name: str, width: int, tied: bool) -> tuple[bool, bool]:
         """Whether a matrix that no file has in 4 bits is held in 8 bits, and whether in the wide form. Logits come from 8 bits alone where
         their product is exact; embeddings that are only looked up are wide."""
-        narrow = self.few_rows > 0 and (name != "embed" or tied)
-        return narrow, not (narrow and name in ("embed", "head") and has_exact_products())
+        narrow = self.few_rows > 0 and (name != "embed" or tied) and width % _DEPTH == 0
+        return narrow, not (narrow and (self.steady or (name in ("embed", "head") and has_exact_products())))
 
 
 def has_exact_products() -> bool:
@@ -98,17 +110,19 @@ def takes_4_bits(shape: tuple[int, ...]) -> bool:
 class Matrix:
     """One matrix [out, in] in its forms."""
 
-    __slots__ = ("few_rows", "is_in_4_bits", "packed", "scale", "shape", "tiled", "wide")
+    __slots__ = ("few_rows", "is_in_4_bits", "packed", "scale", "shape", "steady", "tiled", "wide")
 
-    def __init__(self, packed: Tensor | None, scale: Tensor | None, wide: Tensor | None, few_rows: int) -> None:
+    def __init__(self, packed: Tensor | None, scale: Tensor | None, wide: Tensor | None, few_rows: int, steady: bool = False) -> None:
         # 8 bits: int8 [out, in], and bfloat16 [out] by which a row is multiplied. 4 bits: uint8 [out, in / 2] in the order of this CPU's
         # product, and bfloat16 [in / GROUP, out, 2], a scale and a zero.
         self.packed, self.scale = packed, scale
         self.is_in_4_bits = packed is not None and packed.dtype == torch.uint8
-        self.wide = wide  # None: every product is one of 8-bit numbers
+        self.wide = wide  # None: every product is one of the few bits
+        self.steady = steady  # wide products are of as many rows each
         self.tiled: tuple[Tensor, Tensor, Tensor] | None = None  # the numbers in oneDNN's order, scales and zeros of rows; made by `logits`
         self.few_rows = few_rows
-        self.shape = next(tensor.shape for tensor in (wide, packed) if tensor is not None)
+        in_4_bits = (packed.shape[0], 2 * packed.shape[1]) if packed is not None and self.is_in_4_bits else None
+        self.shape = in_4_bits or next(tuple(tensor.shape) for tensor in (wide, packed) if tensor is not None)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -121,7 +135,7 @@ class Matrix:
         spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         held = (self.packed, self.scale, self.wide)
         parts = ([None if tensor is None else tensor[span] for tensor in held] for span in spans)
-        return [Matrix(packed, scale, wide, self.few_rows) for packed, scale, wide in parts]
+        return [Matrix(packed, scale, wide, self.few_rows, self.steady) for packed, scale, wide in parts]
 
     def fill(self, rows: slice, values: Tensor) -> None:
         """Round float32 `values` [rows, in] to its forms."""
@@ -148,12 +162,12 @@ class Matrix:
                 return torch._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale)
             return torch._weight_int8pack_mm(x.bfloat16(), self.packed, self.scale)
         assert self.wide is not None
-        return F.linear(x.to(self.wide.dtype), self.wide)
+        return _in_tiles(x.to(self.wide.dtype), self.wide) if self.steady else F.linear(x.to(self.wide.dtype), self.wide)
 
     def logits(self, x: Tensor) -> Tensor:
         """`product` for the output head, whose results are compared with each other: bfloat16 would tie neighbours. Activations are two
         8-bit numbers, the second of what the first leaves out, and sums of products are exact."""
-        if self.wide is not None:
+        if self.wide is not None or not has_exact_products():
             return self.product(x).float()
         assert self.packed is not None and self.scale is not None
         if self.tiled is None:  # nothing is filled any more
@@ -180,10 +194,11 @@ class Matrix:
 
 def empty_matrix(name: str, shape: tuple[int, ...], tied: bool, forms: Forms) -> Matrix:
     """Room for one matrix of a model, whose embeddings are perhaps `tied` to its head."""
-    narrow, wide = forms.held(name, tied)
+    narrow, wide = forms.held(name, shape[1], tied)
     packed = torch.empty(shape, dtype=torch.int8) if narrow else None
     scale = torch.empty(shape[0], dtype=torch.bfloat16) if narrow else None
-    return Matrix(packed, scale, torch.empty(shape, dtype=forms.wide) if wide else None, forms.few_rows if narrow else 0)
+    few_rows = forms.few_rows if narrow else 0
+    return Matrix(packed, scale, torch.empty(shape, dtype=forms.wide) if wide else None, few_rows, forms.steady)
 
 
 def matrix_of_quants(quants: Quants, forms: Forms) -> Matrix:
@@ -191,14 +206,22 @@ def matrix_of_quants(quants: Quants, forms: Forms) -> Matrix:
     numbers, (num_rows, width) = quants.numbers, quants.numbers.shape
     scale, zero = quants.scale.bfloat16(), quants.zero.bfloat16()
     packed = torch.empty(num_rows, width // 2, dtype=torch.uint8)
-    wide = torch.empty(num_rows, width, dtype=forms.wide)
+    wide = None if forms.steady else torch.empty(num_rows, width, dtype=forms.wide)
     for first in range(0, num_rows, _PACKED_ROWS):
         rows = slice(first, first + _PACKED_ROWS)
         packed[rows] = torch._convert_weight_to_int4pack_for_cpu(numbers[rows].int(), 1)
+        if wide is None:
+            continue
         steps = numbers[rows].view(-1, width // GROUP, GROUP).float().sub_(_MIDDLE)
         values = steps.mul_(scale[rows].float().unsqueeze(2)).add_(zero[rows].float().unsqueeze(2))
         wide[rows] = values.view(-1, width)
-    return Matrix(packed, torch.stack((scale.t(), zero.t()), dim=2), wide, forms.few_rows_of_4)
+    return Matrix(packed, torch.stack((scale.t(), zero.t()), dim=2), wide, forms.few_rows_of_4, forms.steady)
+
+
+def _in_tiles(x: Tensor, weight: Tensor) -> Tensor:
+    """`F.linear` of as many rows each time, the last ones zeros: how sums are put together may depend on the number of rows."""
+    padded = F.pad(x, (0, 0, 0, -len(x) % _TILE_ROWS))
+    return torch.cat([F.linear(tile, weight) for tile in padded.split(_TILE_ROWS)])[: len(x)]
 
 
 def _scale(rows: Tensor) -> Tensor:

@@ -65,10 +65,6 @@ class GgufModel:
     def tokenizer_files(self) -> dict[str, bytes]:
         return tokenizer_files(self._source.metadata, self._where)
 
-    def is_quantized(self) -> bool:
-        """Whether any tensor is stored in less than 16 bits."""
-        return not all(self._source.encoding(tensor).plain for tensor in self._source.tensors.values())
-
     def in_4_bits(self) -> frozenset[str]:
         """The model's matrices that can be held in 4 bits without being rounded to them: the file has all their parts so. Embeddings and
         the head are not among them, whose products are exact ones of 8 bits; nor are rows that the model puts into another order."""

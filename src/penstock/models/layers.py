@@ -12,6 +12,8 @@ from penstock.models.forms import Matrix
 from penstock.models.model import ModelConfig
 from penstock.models.rotary import plain_frequencies
 
+_GRAIN_VALUES = 32768  # torch gives fewer to one thread
+
 
 class TorchLayerOps:
     """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is applied."""
@@ -47,6 +49,20 @@ class TorchLayerOps:
 
     def gated(self, x: Tensor, weight: Tensor | Matrix) -> Tensor:
         return self.silu_mul(self.linear_shares(x, weight))
+
+
+class SteadyLayerOps(TorchLayerOps):
+    """On a CPU: the result of a row is the same bits, whatever rows are computed beside it. Matrices are in steady forms."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """A few rows at a time, by one thread: where several share the work, the ends of their shares are computed in another way."""
+        num_rows = max(1, _GRAIN_VALUES // gate_up.shape[-1])
+        if len(gate_up) <= num_rows:
+            return super().silu_mul(gate_up)
+        return torch.cat([super(SteadyLayerOps, self).silu_mul(rows) for rows in gate_up.split(num_rows)])
 
 
 _LAYER_OPS = TorchLayerOps()

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ from penstock.errors import InvalidRequest, ModelError
 from penstock.models.architecture import MAX_POSITION
 from penstock.models.decoder import Decoder
 from penstock.models.embedded import NAME, embedded_file
-from penstock.models.form_choice import fastest_forms, pinned_forms, wanted
+from penstock.models.form_choice import chosen_forms, wanted
+from penstock.models.forms import Forms
 from penstock.models.gguf_convert import CONVERTER_VERSION, Content, GgufModel, load_converted
 from penstock.models.hashed_file import HashedFile, WeightFile
 from penstock.models.model import LayerOps, ModelConfig
@@ -51,6 +52,7 @@ class LoadedModel:
     model: Decoder
     tokenizer: TextCodec
     name: str
+    weights: str  # how its matrices are held, in words
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams, where a request does not give them
 
 
@@ -64,23 +66,26 @@ def load_model(
             return _load_dummy(source, device, dtype, ops, progress, max_model_len)
         name, path = _resolve(source.model)
         weights_name = wanted(source.weights, device.type, dtype)
-        # auto: float32, since nothing was lost in these files yet; a GGUF file in other forms is read straight.
-        forms = None if path.is_file() else pinned_forms(weights_name)
+
+        def choose(config: ModelConfig, in_4_bits: Collection[str] = (), name: WeightsName = weights_name) -> Forms | None:
+            return chosen_forms(name, config, source.deterministic, progress, in_4_bits)
 
         def load(directory: Path) -> tuple[LoadedModel, Content]:
             config = read_config(directory).settled(max_model_len)
+            # Of a GGUF file this is the copy in float32; in other forms it is read straight.
+            forms = choose(config, name="float32" if path.is_file() else weights_name)
             tokenizer = load_tokenizer(directory, config)
             config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
             weights = load_directory(directory, config, device, dtype, progress, forms)
             digest = weights_digest(config, dtype, weights.content.values(), forms)
             model = architecture_of(config).model(config, weights.tensors, ops, digest)
             sampling = read_sampling(directory) if source.generation_config == "auto" else {}
-            return LoadedModel(model, tokenizer, name, sampling), weights.content
+            return LoadedModel(model, tokenizer, name, _held(forms, dtype), sampling), weights.content
 
         if not path.is_file():
             return load(path)[0]
         with HashedFile(path, progress) as file:
-            straight = None if weights_name == "float32" else _load_gguf(name, file, weights_name, ops, progress, max_model_len)
+            straight = None if weights_name == "float32" else _load_gguf(name, file, choose, ops, progress, max_model_len)
             return load_converted(file, load, progress) if straight is None else straight
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
@@ -89,18 +94,19 @@ def load_model(
 
 
 def _load_gguf(
-    name: str, file: HashedFile, weights_name: WeightsName, ops: LayerOps, progress: Progress, max_model_len: int | None
+    name: str,
+    file: HashedFile,
+    choose: Callable[[ModelConfig, Collection[str]], Forms | None],
+    ops: LayerOps,
+    progress: Progress,
+    max_model_len: int | None,
 ) -> LoadedModel | None:
-    """The GGUF file straight into the forms that `weights_name` asks for. None: it runs in float32, for which a copy is kept."""
+    """The GGUF file straight into the forms that are chosen for it. None: it runs in float32, for which a copy is kept."""
     source = GgufModel(file)
     config, in_4_bits = source.config.settled(max_model_len), source.in_4_bits()
-    if weights_name == "auto":
-        forms = fastest_forms(config, progress) if source.is_quantized() else None
-    else:
-        forms = pinned_forms(weights_name, in_4_bits)
-    if forms is None:
+    forms = choose(config, in_4_bits)
+    if forms is None or not (forms.few_rows or forms.few_rows_of_4 or forms.wide != torch.float32):
         return None
-    forms = forms.of(in_4_bits)
     with tempfile.TemporaryDirectory() as folder:
         for file_name, data in source.tokenizer_files().items():
             (Path(folder) / file_name).write_bytes(data)
@@ -108,7 +114,7 @@ def _load_gguf(
     config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
     weights = source.read(forms, progress)
     digest = weights_digest(config, torch.float32, [b"gguf", str(CONVERTER_VERSION).encode(), file.digest], forms)
-    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)
+    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name, str(forms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,6 @@ class ModelFacts:
     num_parameters: int
     file_bytes: int  # 0: there are no files
     has_chat_template: bool
-    quantized: bool = False  # whether its files hold tensors of less than 16 bits
     in_4_bits: frozenset[str] = frozenset()  # its weights that files have in 4 bits, as the CPU multiplies them
 
 
@@ -144,7 +149,7 @@ def inspect_model(source: ModelSource, max_model_len: int | None = None) -> Mode
         gguf = GgufModel(file)
         settings = json.loads(gguf.tokenizer_files()["tokenizer_config.json"])
         facts = _facts(name, gguf.config, file.num_bytes, "chat_template" in settings, max_model_len)
-        return dataclasses.replace(facts, quantized=gguf.is_quantized(), in_4_bits=gguf.in_4_bits())
+        return dataclasses.replace(facts, in_4_bits=gguf.in_4_bits())
 
 
 def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:
@@ -204,10 +209,15 @@ def _load_dummy(
     if (positions := source.positions or 0) > MAX_POSITION:
         raise ModelError(f"--max-model-len {positions}: dummy weights have at most {MAX_POSITION} positions")
     config = dataclasses.replace(config, max_position=max(config.max_position, positions))
-    forms = pinned_forms(wanted(source.weights, device.type, dtype))
+    weights_name = wanted(source.weights, device.type, dtype)
+    forms = chosen_forms("float32" if weights_name == "auto" else weights_name, config, source.deterministic, progress)
     digest = dummy_digest(config, source.seed, device, dtype, forms)
     weights = dummy_weights(config, source.seed, device, dtype, progress, forms)
-    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name)
+    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name, _held(forms, dtype))
+
+
+def _held(forms: Forms | None, dtype: torch.dtype) -> str:
+    return str(forms or dtype).removeprefix("torch.")
 
 
 def _dummy_parts(model: str) -> tuple[str, ModelConfig, TextCodec]:

@@ -188,7 +188,9 @@ def installed_head(target: Decoder) -> MtpHead:
             "--speculate mtp needs a head, and none is installed: run `pip install ./heads` in Penstock's repository, "
             "or name one of your own: mtp:PATH"
         )
-    raise ModelError("--speculate mtp: there is no head for this model; train one with `penstock train-mtp`, and name it: mtp:PATH")
+    raise ModelError(
+        "--speculate mtp: there is no head for this model; train one (docs/speculation.md, Train a head), and name it: mtp:PATH"
+    )
 
 
 def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> HeadConfig:

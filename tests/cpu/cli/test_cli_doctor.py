@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -25,10 +28,28 @@ def test_a_machine_that_can_run_it_gets_a_zero_and_a_file(penstock, tmp_path):
     ran = penstock("doctor", "--model", "tiny-llama", "--device", "cpu", "--json", str(file))
     assert ran.code == 0, ran.out
     checks = _checks(file)
-    assert {"python", "torch", "device", "memory", "model", "weights", "KV", "cache folder", "generation"} <= set(checks)
+    assert {"python", "torch", "threads", "device", "memory", "model", "weights", "KV", "cache folder", "generation"} <= set(checks)
     assert checks["generation"]["status"] == "ok" and "32 prompt tokens reused" in checks["generation"]["detail"]
     assert all(name in ran.out for name in checks)
     assert checks["python"]["hint"] == ""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_beside_busy_processes_there_are_fewer_threads_than_cores(tmp_path):
+    """A process of its own: torch reads the number of threads that the environment has when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    cores = sorted(os.sched_getaffinity(0))
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
+    try:
+        file = tmp_path / "doctor.json"
+        argv = [sys.executable, "-m", "penstock", "doctor", "--model", "tiny-llama", "--device", "cpu", "--json", str(file)]
+        subprocess.run(argv, env=environment, capture_output=True, timeout=300, check=True)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    detail = _checks(file)["threads"]["detail"]
+    assert int(detail.split()[0]) < len(cores) and f"{len(cores)} cores, others use" in detail
 
 
 def test_a_missing_model_and_an_unwritable_cache_fail_with_hints(penstock, tmp_path, monkeypatch):

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config import ModelSource, WeightsName
+from penstock.cores import Allowed
 from penstock.errors import ConfigError
 from penstock.models import form_choice, gguf_file
 from penstock.models.decoder import Decoder
 from penstock.models.form_choice import ROWS, Measurement, fastest_forms, kept_measurement, measure, pinned_forms, wanted
-from penstock.models.forms import Forms, Matrix, Quants, empty_matrix, has_exact_products, matrix_of_quants
+from penstock.models.forms import GROUP, Forms, Matrix, Quants, empty_matrix, has_exact_products, matrix_of_quants
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps, rope_table
@@ -298,12 +299,53 @@ def opened(path: Path, weights: WeightsName, max_model_len: int | None = None) -
     return load_model(source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len).model
 
 
-def test_auto_leaves_weights_alone_that_no_file_has_quantized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stored", ["directory", "gguf"])
+def test_auto_takes_8_bits_of_weights_that_no_file_has_quantized_and_float32_is_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PENSTOCK_WEIGHTS")
-    path = write_tiny_gguf(tmp_path / "tiny.gguf")
-    assert opened(path, "auto").digest == opened(path, "float32").digest
-    assert not (tmp_path / "cache" / "forms").exists(), "there was nothing to choose"
+    monkeypatch.setattr(form_choice, "kept_measurement", lambda _: measured({1: 2.0}, bfloat16=3.0, int4={1: 1.0}))
+    path = write_tiny_model(tmp_path / "directory") if stored == "directory" else write_tiny_gguf(tmp_path / "tiny.gguf")
+    found = {name: opened(path, name).digest for name in ("auto", "int8", "float32")}  # type: ignore[arg-type]
+    assert found["auto"] == found["int8"] != found["float32"], "4 bits are for files that have them"
+
+
+def test_a_cpu_that_is_fastest_in_float32_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PENSTOCK_WEIGHTS")
+    monkeypatch.setattr(form_choice, "kept_measurement", lambda _: measured({}, bfloat16=9.0))
+    for path in (write_tiny_model(tmp_path / "directory"), write_tiny_gguf(tmp_path / "tiny.gguf")):
+        assert opened(path, "auto").digest == opened(path, "float32").digest
+
+
+@pytest.mark.parametrize("width", [24, 33, 40])
+def test_rows_that_the_product_of_8_bits_would_read_past_are_held_wide(width: int) -> None:
+    matrix = empty_matrix("layers.0.out", (48, width), False, INT8)
+    values = torch.randn(48, width, generator=torch.Generator().manual_seed(0))
+    matrix.fill(slice(None), values)
+    x = torch.ones(1, width)
+    assert matrix.packed is None
+    torch.testing.assert_close(matrix.product(x).float(), x @ values.t(), rtol=2e-2, atol=5e-2)
+    assert INT8.num_bytes([("layers.0.out", (48, width))], False) == sum(t.numel() * t.element_size() for t in matrix.tensors)
+
+
+@pytest.mark.parametrize("forms", [INT8, INT4, Forms(torch.bfloat16), Forms(torch.float32)], ids=str)
+def test_a_row_of_a_steady_form_is_the_same_bits_among_any_others(forms: Forms) -> None:
+    steady = forms.made_steady()
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 16, (64, 96), generator=generator, dtype=torch.uint8)
+    scale, zero = (torch.rand(64, 96 // GROUP, generator=generator) for _ in range(2))
+    matrix = empty_matrix("layers.0.out", (64, 96), False, steady)
+    if steady.few_rows_of_4:
+        matrix = matrix_of_quants(Quants(numbers, scale, zero), steady)
+    else:
+        matrix.fill(slice(None), numbers * scale.repeat_interleave(GROUP, dim=1))
+    x = torch.randn(200, 96, generator=generator)
+    whole = matrix.product(x)
+    assert all(torch.equal(matrix.product(x[i : i + num]), whole[i : i + num]) for i in (0, 5) for num in (1, 2, 7, 16, 33, 190))
+    assert matrix.shape == (64, 96) and (matrix.wide is None) == bool(steady.few_rows)
+    assert steady.scope != forms.scope and str(steady).endswith("for any number of rows")
 
 
 # ------------------------------------------------------------------------------------------------------------------------ identity of KV
@@ -312,7 +354,7 @@ def test_auto_leaves_weights_alone_that_no_file_has_quantized(tmp_path: Path, mo
 def test_every_form_has_keys_of_its_own_and_the_number_of_rows_none() -> None:
     digests = {name: load(name).digest for name in ("float32", "bfloat16", "int8")}  # type: ignore[arg-type]
     assert len(set(digests.values())) == 3
-    assert load("auto").digest == digests["float32"], "of weights that were not quantized nothing is lost unasked"
+    assert load("auto").digest == digests["float32"], "random weights have nothing to lose, and measure nothing"
     assert Forms(torch.bfloat16, 4).scope == INT8.scope == "int8+bfloat16" != Forms(torch.bfloat16).scope
     assert Forms(torch.bfloat16, 4, 2).scope == INT4.scope == "int4+int8+bfloat16"
     assert INT4.of(frozenset()) == INT8 and INT4.of({"layers.0.qkv"}) == INT4
@@ -326,7 +368,7 @@ def measured(int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0
     ms = {str(rows): {"int8": int8.get(rows, 9.0), "bfloat16": bfloat16, "float32": float32} for rows in ROWS}
     for rows, of in ms.items():
         of |= {} if int4 is None else {"int4": int4.get(int(rows), 9.0)}
-    return Measurement("a CPU", "2.13", 2, (8, 8, 8), ms)
+    return Measurement("a CPU", "2.13", 2, (8, 8, 8), ms, others=0.0)
 
 
 def test_each_number_of_rows_gets_the_form_that_was_fastest() -> None:
@@ -380,6 +422,20 @@ def test_a_cpu_is_measured_once_and_again_where_the_file_is_no_longer_its_own(tm
         assert kept_measurement(TINY) is None, damaged
     assert fastest_forms(TINY, silent) is not None and len(times) == 2
     assert kept_measurement(SMOLLM2_135M) is None, "another shape"
+
+
+@pytest.mark.parametrize(("then", "now", "again"), [(0.0, 0.0, False), (64.0, 0.0, True), (64.0, 64.0, False), (0.0, 64.0, False)])
+def test_what_was_measured_on_crowded_cores_is_measured_again_when_they_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: float, now: float, again: bool
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setattr(form_choice, "allowed_cores", lambda: Allowed(frozenset(range(64)), None))
+    place = dict(zip(("cpu", "torch", "threads", "shape"), form_choice._place(TINY), strict=True))
+    found = [dataclasses.replace(measured({1: 1.0}), others=then, **place), dataclasses.replace(measured({}), others=0.0, **place)]
+    monkeypatch.setattr(form_choice, "measure", lambda *_: found.pop(0))
+    monkeypatch.setattr(form_choice, "used_by_others", lambda: now)
+    assert fastest_forms(TINY, silent) == Forms(torch.bfloat16, 1)
+    assert fastest_forms(TINY, silent) == (Forms(torch.bfloat16) if again else Forms(torch.bfloat16, 1))
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_only_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,10 @@ class LayerOp(NamedTuple):
 class Forward:
     """Makes the ops of one pass over a model."""
 
-    def __init__(self, model: Decoder, attention: Attention, pending: Tensor) -> None:
+    def __init__(self, model: Decoder, attention: Attention, pending: Tensor, begin: Callable[[], None] = lambda: None) -> None:
+        """`begin` is called first of all, on the thread that computes."""
         self.model = model
+        self._begin = begin
         self.attention = attention
         self._pending = pending  # int32 [rows, 1 + drafts]: what each request sampled last, and what was drafted behind it
         self.note: Callable[[Flow], None] | None = None  # where somebody needs hidden states of decoded tokens later
@@ -88,6 +90,7 @@ class Forward:
         return [LayerOp(partial(self._embed, flow), (0, 0), "embed"), *layers, LayerOp(partial(self._head, flow), (0, 0), "head"), *notes]
 
     def _embed(self, flow: Flow) -> None:
+        self._begin()
         inputs = flow.bound_inputs()
         # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from where it was sampled.
         firsts = inputs.tokens[: len(inputs.rows)]

@@ -1,0 +1,129 @@
+"""Attention on the CPU whose result for a token depends on that token and its context alone, bit by bit: not on what else is computed, nor
+on what was reused. Owns its masks and one step's plan; the KV itself is the arena's.
+
+A token always meets calls of the same shapes. Its query heads are rows of a small matrix together with those of a fixed number of
+neighbours, which are zeros where they are not computed. Its keys are those of its context, up to the next multiple of `PAD_TOKENS`, under a
+mask. Sums of the fused kernel follow from these shapes, and from how its memory is aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.execution.attention.cpu import CpuAttention, Preparation, Span, Step
+from penstock.engine.execution.batch import StepInputs
+from penstock.errors import InvariantBroken
+from penstock.models.model import ModelConfig
+
+PAD_TOKENS = 128  # contexts are padded to a multiple of so many tokens
+QUERY_ROWS = 8  # a query matrix has a multiple of so many rows: the kernel's buffers of all threads are aligned alike then
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class _Call(NamedTuple):
+    """Tokens of one chunk whose contexts are padded to the same length."""
+
+    begin: int  # of the step's tokens
+    end: int
+    first: int  # position of the first, within the padding's multiple
+    padded: int  # keys
+
+
+class _Chunk(NamedTuple):
+    """Consecutive tokens of one request: their keys are gathered once."""
+
+    gather: Tensor  # [2 * padded] rows of the arena at layer 0: all keys, then all values
+    space: Tensor  # where they are gathered
+    calls: list[_Call]
+
+
+class SteadyAttention(CpuAttention):
+    """`Attention` in float32 on the CPU. Sequences are on the device as a whole, and all layers have KV of every token."""
+
+    def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
+        super().__init__(arena, config, rope)
+        if arena.dtype != torch.float32:
+            raise InvariantBroken(f"steady attention is computed in float32, not in {arena.dtype}")
+        self._preparation = self._steady = _SteadyPreparation(arena, self._sizes, rope)
+        group = self._sizes.group
+        self._tile = max(1, 1 << (QUERY_ROWS // group).bit_length() - 1) if group <= QUERY_ROWS else 1  # tokens of a query matrix
+        self._num_rows = -(-group * self._tile // QUERY_ROWS) * QUERY_ROWS
+        self._masks: dict[int, Tensor] = {}  # by window
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
+        if self._step is None or self._step.inputs is not inputs:
+            raise InvariantBroken("attend before this step's KV was written")
+        sizes, out = self._sizes, q.new_zeros(q.shape)
+        for chunk in self._steady.chunks:
+            kv = torch.index_select(self._layers[layer].rows, 0, chunk.gather, out=chunk.space)
+            keys, values = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2)
+            for call in chunk.calls:
+                out[call.begin : call.end] = self._attend_call(
+                    q[call.begin : call.end], keys[:, : call.padded], values[:, : call.padded], call, sizes.windows[layer]
+                )
+        return out.flatten(1)
+
+    def _attend_call(self, q: Tensor, keys: Tensor, values: Tensor, call: _Call, window: int) -> Tensor:
+        sizes, tile, group = self._sizes, self._tile, self._sizes.group
+        first_tile, end_tile = call.first // tile, -(-(call.first + len(q)) // tile)
+        num_tiles, skipped = end_tile - first_tile, call.first - first_tile * tile
+        tokens = q.new_zeros(num_tiles * tile, sizes.num_heads, sizes.head_dim)
+        tokens[skipped : skipped + len(q)] = q
+        queries = q.new_zeros(num_tiles, sizes.num_kv_heads, self._num_rows, sizes.head_dim)
+        grouped = tokens.view(num_tiles, tile, sizes.num_kv_heads, group, sizes.head_dim).permute(0, 2, 3, 1, 4)
+        queries[:, :, : group * tile] = grouped.flatten(2, 3)
+        mask = self._mask(window, call.padded)[first_tile:end_tile]
+        of_all = (x.expand(num_tiles, -1, -1, -1) for x in (keys, values))
+        attended = _flash(queries, *of_all, attn_mask=mask, scale=sizes.scale)[0][:, :, : group * tile]
+        attended = attended.unflatten(2, (group, tile)).permute(0, 3, 1, 2, 4).reshape(tokens.shape)
+        return attended[skipped : skipped + len(q)]
+
+    def _mask(self, window: int, num_keys: int) -> Tensor:
+        """[tiles, 1, query rows, keys], added to the scores of all tokens whose contexts are padded to `num_keys`. It is the end of one
+        that is as long as any so far: what a token sees is counted from the end."""
+        mask = self._masks.get(window)
+        if mask is None or mask.shape[-1] < num_keys:
+            length = num_keys if mask is None else max(num_keys, 2 * mask.shape[-1])
+            mask = self._masks[window] = self._make_mask(window, length)
+        return mask[..., mask.shape[-1] - num_keys :]
+
+    def _make_mask(self, window: int, length: int) -> Tensor:
+        tile, group = self._tile, self._sizes.group
+        last = length - PAD_TOKENS + torch.arange(PAD_TOKENS).view(-1, 1, tile, 1)  # visible to each token
+        keys = torch.arange(length)
+        hidden = keys > last
+        if window:
+            hidden |= keys <= last - window
+        mask = torch.zeros(PAD_TOKENS // tile, 1, self._num_rows, length)
+        mask[:, 0, : group * tile].unflatten(1, (group, tile)).masked_fill_(hidden, float("-inf"))
+        return mask
+
+
+class _SteadyPreparation(Preparation):
+    """Makes a step's plan, the same for all layers."""
+
+    chunks: tuple[_Chunk, ...] = ()
+
+    def step(self, inputs: StepInputs) -> Step:
+        self.chunks = tuple(self._chunk(span) for span in self.spans(inputs))
+        return Step(inputs, self._several(inputs), ())
+
+    def _chunk(self, span: Span) -> _Chunk:
+        rows = self.key_rows(span)
+        padding = -span.kv_len % PAD_TOKENS  # masked, but it must be finite: what lies behind the end may be anything
+        keys = torch.cat([rows, rows[:1].expand(padding)])
+        gather = torch.cat([keys, keys + self._sizes.block_tokens])
+        return _Chunk(gather, self._space(len(gather), self._token_width), list(_calls(span)))
+
+
+def _calls(span: Span) -> Iterator[_Call]:
+    begin, position = span.q_begin, span.kv_len - span.q_len
+    while position < span.kv_len:
+        end = min(span.kv_len, (position // PAD_TOKENS + 1) * PAD_TOKENS)
+        yield _Call(begin, begin + end - position, position % PAD_TOKENS, -(-end // PAD_TOKENS) * PAD_TOKENS)
+        begin, position = begin + end - position, end
