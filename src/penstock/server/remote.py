@@ -26,6 +26,7 @@ from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
 from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
 from penstock.server.client import AdapterNames, EngineClient, RequestFigures, SnapshotStore
+from penstock.server.kept import KeptResponse
 
 logger = logging.getLogger("penstock.server")
 
@@ -96,6 +97,7 @@ class RemoteEngine:
         self.adapters = RemoteAdapters(self, hello.adapters, hello.lora_root)
         self.grammars = RemoteGrammars(self)
         self.snapshots = RemoteSnapshots(self)
+        self.responses = RemoteResponses(self)
         self.own_figures: RequestFigures | None = None
         self._figures_sent = b""
         self._limits, self._residency = hello.limits, hello.residency
@@ -389,6 +391,20 @@ class RemoteSnapshots:
     find = asked(SnapshotStore.find, SNAPSHOT_S)
     open = asked(SnapshotStore.open, SNAPSHOT_S)
     delete = asked(SnapshotStore.delete, SNAPSHOT_S)
+
+
+class RemoteResponses:
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    def keep(self, id: str, owner: str, kept: KeptResponse) -> Future[None]:
+        return self._engine.call("ResponseStore.keep", id, owner, kept)
+
+    def find(self, id: str, owner: str) -> Future[KeptResponse]:
+        return self._engine.call("ResponseStore.find", id, owner)
+
+    def delete(self, id: str, owner: str) -> Future[None]:
+        return self._engine.call("ResponseStore.delete", id, owner)
 
 
 class RemoteGrammars:

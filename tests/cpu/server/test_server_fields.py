@@ -19,9 +19,6 @@ HI = [{"role": "user", "content": "hi"}]
 BODIES = {"/v1/completions": schema.CompletionBody, "/v1/chat/completions": schema.ChatBody}
 HARMLESS: dict[str, list[Any]] = {
     **{name: list(neutral.values) for name, neutral in schema.NEUTRAL.items()},
-    "user": ["u", ""],
-    "safety_identifier": ["s", ""],
-    "metadata": [{}, {"k": "v"}, {f"{i}": "x" * 512 for i in range(16)}],
     "prompt_cache_key": ["k"],
     "logit_bias": [{}],
     "tools": [[]],
@@ -30,28 +27,12 @@ HARMLESS: dict[str, list[Any]] = {
 }
 # Values that mean something which this server does not do. Raw JSON, so that what JSON cannot say can be sent.
 MEANINGFUL: dict[str, list[str]] = {
-    "best_of": ["2", "0"],
-    "suffix": ['"x"'],
-    "functions": ['[{"name": "f"}]'],
-    "modalities": ['["audio"]', '["text", "audio"]', "[]"],
-    "verbosity": ['"low"', '""'],
-    "service_tier": ['"flex"', '"' + "x" * 100_000 + '"'],
-    "store": ["true"],
-    "prompt_cache_retention": ['"24h"'],
     "min_tokens": ["1", "2147483647"],
-    "bad_words": ['["x"]'],
-    "use_beam_search": ["true"],
-    "length_penalty": ["0", "1.5", "-1", "1e308"],
-    "skip_special_tokens": ["false"],
-    "include_stop_str_in_output": ["true"],
     "return_token_ids": ["true"],
-    "return_tokens_as_token_ids": ["true"],
     "add_generation_prompt": ["false"],
     "continue_final_message": ["true"],
     "chat_template_kwargs": ['{"enable_thinking": false}'],
-    "documents": ['[{"text": "x"}]'],
 }
-ANY_VALUE = {"spaces_between_special_tokens"}  # of their type: nothing depends on them
 WRONG = ["NaN", "1e999", "-Infinity", '{"a": [[]]}', "[[1]]", "-7", "9" * 400, '"\\ud800"']
 
 
@@ -76,7 +57,7 @@ def test_values_that_mean_nothing_are_taken_and_change_nothing(served: Served) -
 
 
 def test_values_that_would_change_the_answer_are_refused_with_a_reason(served: Served) -> None:
-    assert MEANINGFUL.keys() | ANY_VALUE == schema.NEUTRAL.keys()
+    assert MEANINGFUL.keys() == schema.NEUTRAL.keys()
     for field, values in MEANINGFUL.items():
         for path in having(field):
             for value in values:
