@@ -10,19 +10,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from penstock.server import messages, responses, schema
+from penstock.server import ignored, messages, responses, schema
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 BEGIN, END = "<!-- tables: tools/compatibility.py --write -->", "<!-- end of tables -->"
 BODIES: dict[str, type[Any]] = {"completions": schema.CompletionBody, "chat": schema.ChatBody}
-# Routes of other APIs: each has fields of its own, and values of its own that change nothing.
-DOORS: dict[str, tuple[type[Any], dict[str, schema.Neutral], tuple[str, ...]]] = {
-    "/v1/responses": (responses.ResponsesBody, responses.NEUTRAL, responses.NO_EFFECT),
-    "/v1/messages": (messages.MessagesBody, messages.NEUTRAL, messages.NO_EFFECT),
-    "/v1/messages/count_tokens": (messages.CountTokensBody, messages.NEUTRAL, messages.NO_EFFECT),
+# Routes of other APIs: each has fields of its own.
+DOORS: dict[str, type[Any]] = {
+    "/v1/responses": responses.ResponsesBody,
+    "/v1/messages": messages.MessagesBody,
+    "/v1/messages/count_tokens": messages.CountTokensBody,
 }
+ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 PARTS: dict[str, type[Any]] = {
     "message": schema.Message,
     "stream_options": schema.StreamOptions,
@@ -43,17 +44,28 @@ ELSEWHERE = (
 )  # fmt: skip
 
 
+# Of a type that one word does not describe.
+SOME = {
+    "context_management": "edits of the type `clear_thinking_20251015`, or none",
+    "input[].caller": "of the type `direct`",
+    "messages[].content[].caller": "of the type `direct`",
+}
+
+
 def tables() -> str:
     lines = ["| field | `/v1/completions` | `/v1/chat/completions` | |", "|---|---|---|---|", *_rows()]
-    unknown = [name for name in ELSEWHERE if not any(name in hints(body) for body in BODIES.values())]
+    told = {*hints(schema.CompletionBody), *hints(schema.ChatBody), *(row.path for row in ignored.ROWS)}
+    unknown = [name for name in ELSEWHERE if name not in told]
     lines += [
         "",
         "Fields of OpenAI's or vLLM's that are not known here, and so refused: " + ", ".join(f"`{name}`" for name in unknown) + ".",
     ]
-    for path, (body, neutral, no_effect) in DOORS.items():
-        known = hints(body)
-        lines += ["", f"| field of `{path}` | | |", "|---|---|---|"]
-        lines += [f"| `{field}` | {_cell(field, known, neutral, no_effect)} | {_why(field, neutral)} |" for field in known]
+    for path, body in DOORS.items():
+        lines += [
+            "",
+            f"Fields of `{path}` that are honoured: {_listed([name for name, hint in hints(body).items() if hint is not NoneType])}.",
+        ]
+    lines += ["", "| field without effect | of | why it is taken | values | |", "|---|---|---|---|---|", *_without_effect()]
     lines += ["", "| object | fields that are taken | taken as null only |", "|---|---|---|"]
     for name, kind in PARTS.items():
         taken = [field for field, hint in hints(kind).items() if hint is not NoneType]
@@ -75,26 +87,36 @@ def _rows() -> Iterator[str]:
         yield f"| `{field}` | {' | '.join(cells)} | {_note(field)} |"
 
 
-def _cell(
-    field: str, known: dict[str, Any], neutral: dict[str, schema.Neutral] = schema.NEUTRAL, no_effect: tuple[str, ...] = schema.NO_EFFECT
-) -> str:
+def _without_effect() -> Iterator[str]:
+    for row in sorted(ignored.ROWS, key=lambda row: (row.meaning == "change", row.path)):
+        routes = ", ".join(f"`{ROUTES[api]}`" for api in row.apis.split()) if len(row.apis.split()) < len(ROUTES) else "all"
+        yield f"| `{row.path}` | {routes} | {ignored.MEANINGS[row.meaning]} | {_values(row)} | {row.why} |"
+
+
+def _values(row: ignored.IgnoredField) -> str:
+    if row.meaning == "change":
+        return "refused"
+    if isinstance(row.takes, tuple):
+        return ", ".join(f"`{json.dumps(value)}`" for value in row.takes)
+    inner = get_args(row.takes)[0] if get_origin(row.takes) is list and get_args(row.takes) else row.takes
+    if get_origin(inner) is Literal:
+        listed = ", ".join(f"`{json.dumps(value)}`" for value in get_args(inner))
+        return listed if inner is row.takes else f"some of {listed}"
+    return SOME.get(row.path, "any")
+
+
+def _cell(field: str, known: dict[str, Any]) -> str:
     if field not in known:
         return "refused"
-    if known[field] is NoneType or (field in neutral and not neutral[field].values):
+    if known[field] is NoneType:
         return "null only"
-    if field in neutral:
-        return "only " + ", ".join(f"`{json.dumps(value)}`" for value in neutral[field].values)
-    return "taken, no effect" if field in no_effect else "yes"
+    return "yes"
 
 
 def _note(field: str) -> str:
     if field == "response_format":
         return "types: " + ", ".join(f"`{name}`" for name in _types(get_type_hints(schema.ChatBody)[field]))
-    return _why(field, schema.NEUTRAL)
-
-
-def _why(field: str, neutral: dict[str, schema.Neutral]) -> str:
-    return neutral[field].why if field in neutral else ""
+    return ""
 
 
 def _types(hint: Any) -> list[str]:

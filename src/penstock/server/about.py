@@ -17,6 +17,7 @@ ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", schema.ChatBody),
     "/v1/completions": ("post", "Continue a text.", schema.CompletionBody),
     "/v1/responses": ("post", "Answer a conversation, in the newer words of OpenAI.", responses.ResponsesBody),
+    "/v1/responses/{id}": ("get delete", "Such an answer, while it is kept.", None),
     "/v1/messages": ("post", "Answer a conversation, in the words of Anthropic.", messages.MessagesBody),
     "/v1/messages/count_tokens": ("post", "How long the prompt of such a conversation is.", messages.CountTokensBody),
     "/v1/models": ("get", "The served model and its adapters.", None),

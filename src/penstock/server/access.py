@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.access")
 
 ID_HEADER = "x-request-id"
+IGNORED_HEADER = "x-penstock-ignored"
 MAX_ID = 128  # characters of a client's own id
 MAX_PATH = 200  # characters of a path in the log
 QUIET = frozenset({"/health", "/live", "/metrics"})  # asked every few seconds: logged at debug
 HANGUP = 499
-NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/snapshots/": "/v1/snapshots/{name}"}  # paths with somebody's name behind them
+# Paths with somebody's name behind them.
+NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/snapshots/": "/v1/snapshots/{name}", "/v1/responses/": "/v1/responses/{id}"}
 OTHER = "other"  # a path that is not one of ours: what clients make up must not become a label
 _NOT_IN_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
 _KEY = "penstock.exchange"
@@ -48,6 +50,7 @@ class Exchange:
     output_tokens: int = 0
     sources: dict[str, int] = field(default_factory=dict)  # prompt tokens by where their KV came from
     finish: list[str] = field(default_factory=list)  # by choice
+    ignored: list[str] = field(default_factory=list)  # fields of the body that have no effect
     queue_s: float | None = None  # of the choice that waited longest, from its submit to its first step
     matched_s: float = 0.0  # of that, to key its prompt and look it up
     loaded_s: float = 0.0  # of that, for KV from colder tiers
@@ -126,7 +129,10 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 names = (ID_HEADER, "request-id") if exchange.is_anthropic else (ID_HEADER,)
-                message["headers"] = [*message.get("headers", ()), *((name.encode(), exchange.id.encode()) for name in names)]
+                added = [(name.encode(), exchange.id.encode()) for name in names]
+                if exchange.ignored:
+                    added.append((IGNORED_HEADER.encode(), ", ".join(exchange.ignored).encode()))
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:

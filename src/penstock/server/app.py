@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError, PenstockError
-from penstock.server.access import ID_HEADER, AccessLog, exchange_of
+from penstock.server.access import ID_HEADER, IGNORED_HEADER, AccessLog, exchange_of
 from penstock.server.client import EngineClient, EngineLife, Fronts
 from penstock.server.faults import Hangup, Refused, error_response, on_error, on_hangup
 from penstock.server.routes import OPEN_PATHS, make_routes
@@ -78,7 +78,7 @@ def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None)
     """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its rules come before the key."""
     stack = [Middleware(AccessLog, figures=service.figures, tracing=tracing)]
     if config.cors_origins:
-        seen = (ID_HEADER, "retry-after")
+        seen = (ID_HEADER, IGNORED_HEADER, "retry-after")
         methods = ("GET", "POST", "DELETE")
         cors = Middleware(
             CORSMiddleware, allow_origins=config.cors_origins, allow_methods=methods, allow_headers=("*",), expose_headers=seen

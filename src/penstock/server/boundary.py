@@ -36,6 +36,7 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
+from penstock.server.kept import KeptResponse, ResponseStore
 
 VERSION = 8  # of everything below; both ends say it first
 MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
@@ -267,6 +268,9 @@ CALLS = {
     EngineClient.stats.__qualname__: CallTypes(tuple[()], tuple[EngineStats, list[RequestFigures]]),  # figures: of all other fronts
     EngineClient.prefetch.__qualname__: CallTypes(tuple[bytes | None, str, str, Adapter | None], Prefetched | None),
     GrammarCompiler.begin.__qualname__: CallTypes(tuple[Grammar], None),
+    ResponseStore.keep.__qualname__: CallTypes(tuple[str, str, KeptResponse], None),
+    ResponseStore.find.__qualname__: CallTypes(tuple[str, str], KeptResponse),
+    ResponseStore.delete.__qualname__: CallTypes(tuple[str, str], None),
 }
 
 

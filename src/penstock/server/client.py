@@ -26,6 +26,7 @@ from penstock.contract import (
 from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram
 from penstock.models.tokenizer import TextCodec
+from penstock.server.kept import KeptResponses, ResponseStore
 from penstock.server.seats import Gate, GateNumber, SeatBook
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ class Fronts:
     started_s: float = field(default_factory=time.time)  # when the server was, as all of them say
     engine_pid: int | None = None  # None: it is this process
     stats: Callable[[], tuple[EngineStats, list[RequestFigures]]] | None = None  # of the engine, and of all other fronts. May block
+
+    responses: ResponseStore = field(default_factory=KeptResponses)
 
     def gate(self, limit: int, what: str, number: GateNumber) -> Gate:
         return Gate(limit, what, self.book, self.index, number)

@@ -19,6 +19,7 @@ from penstock.errors import (
     EngineClosed,
     Overloaded,
     PenstockError,
+    ResponseMissing,
     SessionMissing,
     SnapshotMissing,
     SnapshotRefused,
@@ -97,6 +98,7 @@ def shortened(text: str) -> str:
 _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (ContextExceeded, 400, "context_length_exceeded", ""),
     (SessionMissing, 404, "session_not_found", ""),
+    (ResponseMissing, 404, "response_not_found", ""),
     (SnapshotMissing, 404, "snapshot_not_found", ""),
     (SnapshotTaken, 409, "snapshot_exists", ""),
     (SnapshotSpace, 409, "snapshot_space", ""),
@@ -129,7 +131,6 @@ def fault_of(error: BaseException, path: str = "") -> Fault:
 # Routes of other servers, by how their paths begin, and why they are not here.
 NOT_HERE = {
     "/v1/embeddings": "causal models are served for the text that they write, and make no embeddings",
-    "/v1/responses/": "answers are not stored",
     "/v1/chat/completions/": "answers are not stored",
     "/v1/messages/batches": "there are no batches: send requests at once, they share steps",
     "/v1/batches": "there are no batches: send requests at once, they share steps",

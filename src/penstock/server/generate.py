@@ -4,6 +4,7 @@ made, not shapes or engine requests."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -20,11 +21,12 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.contract import SnapshotContent, TokenEvent
 from penstock.engine.text import StopString, TextStream
-from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong
+from penstock.errors import ContextExceeded, InvalidRequest, PenstockError, PromptTooLong, ResponseMissing
 from penstock.models.chat import ANSWERED, Rendering
 from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
+from penstock.server.kept import KeptResponse
 from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, Wants, usage_of
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
@@ -147,6 +149,14 @@ async def while_connected(receive: Receive, on_hangup: Callable[[], None], work:
 
 logger = logging.getLogger("penstock.server")
 
+
+def owner_of(scope: Scope, cache_salt: str | None) -> str:
+    """Who may go on from an answer: requests with the same key and the same cache_salt. Only a digest is kept."""
+    keys = [value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
+    framed = msgspec.json.encode([[key.hex() for key in keys], cache_salt or ""])
+    return hashlib.sha256(framed).hexdigest()
+
+
 SCORE_BYTES = 64  # of JSON for one token and one score
 Reply = ChatReply | CompletionReply | messages.MessagesReply | responses.ResponsesReply
 
@@ -162,6 +172,7 @@ class RouteKind:
     translate: Callable[[Any], ChatBody] | None = None
     names: Mapping[str, str] = field(default_factory=dict)  # what a field of the translation is called in what was given
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keeps: bool = False  # answers can be gone on from by their ids
 
 
 COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "completions", "cmpl-")
@@ -182,6 +193,7 @@ RESPONSES = RouteKind(
     "resp_",
     responses.as_chat,
     responses.NAMES,
+    keeps=True,
 )
 
 
@@ -196,6 +208,15 @@ class RunningRequest:
     reply: Reply
     service: Service
     exchange: Exchange
+    keep: Callable[[Reply, dict[str, Any]], Awaitable[None]] | None = None  # the answer, once all of it is there
+
+    async def wait_kept(self) -> None:
+        """Before the client has the end of the answer: it may go on from it at once. Where it cannot be kept, it is an answer still."""
+        if self.keep is not None:
+            try:
+                await self.keep(self.reply, self.usage())
+            except PenstockError as error:
+                logger.warning("an answer was not kept: %s", error)
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.prompts, self.choices, self.body.n or 1)
@@ -266,7 +287,9 @@ class Generate:
                 kept = None if asked is None else await self._service.compile(asked)  # for the submits that follow
                 before = None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
                 num_bytes = num_read + (0 if before is None else len(before.tokens))
-                running = await self._service.compute(lambda: self._submit(given, body, asked, reading, exchange, before), num_bytes)
+                owner = owner_of(scope, body.cache_salt)
+                submit = partial(self._submit, given, body, asked, reading, exchange, before, owner)
+                running = await self._service.compute(submit, num_bytes)
                 del kept
                 answer = _stream if body.stream else _whole
                 try:
@@ -281,6 +304,8 @@ class Generate:
         """A checked body, the same translated, and its size. Its raw bytes are not kept while the request runs."""
         kind, service = self._kind, self._service
         given, num_bytes = await service.body(Request(scope, receive), kind.body, **kind.queries)
+        if kind.keeps and given.previous_response_id is not None:
+            given, num_bytes = await self._continued(given, num_bytes, owner_of(scope, given.cache_salt))
         body = given if kind.translate is None else kind.translate(given)
         with schema.renamed(kind.names):
             body.check()
@@ -293,6 +318,19 @@ class Generate:
             return asked
         return calls_or_form(body.asking, asked, reader_of(body.asking, config, tokenizer), tokenizer)
 
+    async def _continued(self, given: responses.ResponsesBody, num_bytes: int, owner: str) -> tuple[responses.ResponsesBody, int]:
+        id = given.previous_response_id or ""
+        try:
+            kept = await self._service.on_responses(lambda store: store.find(id, owner))
+        except ResponseMissing:
+            raise responses.missing(id) from None
+        return responses.continued(given, kept), num_bytes + len(kept.items) + len(kept.response)
+
+    async def _keep(self, given: responses.ResponsesBody, owner: str, reply: Any, usage: dict[str, Any]) -> None:
+        response = reply.ended(usage)
+        kept = KeptResponse(msgspec.json.encode(given.items()), msgspec.json.encode(response))
+        await self._service.on_responses(lambda store: store.keep(response["id"], owner, kept))
+
     def _submit(
         self,
         given: Any,
@@ -301,6 +339,7 @@ class Generate:
         reading: Generations,
         exchange: Exchange,
         before: SnapshotContent | None,
+        owner: str,
     ) -> RunningRequest:
         """On a worker thread where the body is large."""
         engine, config = self._service.engine, self._service.config
@@ -336,7 +375,8 @@ class Generate:
         head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, prompts=prompts)
         exchange.model, exchange.stream = body.model, bool(body.stream)
         reply = self._kind.reply(engine.tokenizer, given, head, read_as)
-        return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange)
+        keep = partial(self._keep, given, owner) if self._kind.keeps and given.store is not False else None
+        return RunningRequest(body, prompts, choices, reading, reply, self._service, exchange, keep)
 
 
 async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
@@ -346,6 +386,7 @@ async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: 
             gathered[index].append(piece)
     joined = [_joined(said) for said in gathered]
     content = await running.write(lambda: msgspec.json.encode(running.reply.whole(joined, running.usage())), joined)
+    await running.wait_kept()
     await Response(content, media_type="application/json")(scope, receive, send)
 
 
@@ -364,6 +405,7 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
             if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         last = running.reply.closing(running.usage)
+        await running.wait_kept()
     except Exception as error:
         logger.error("a stream ended early: %s", error, exc_info=not isinstance(error, PenstockError))
         fault = fault_of(error)

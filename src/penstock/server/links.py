@@ -28,6 +28,7 @@ from penstock.models.tokenizer import spec_of
 from penstock.server import boundary
 from penstock.server.boundary import FromFront, FromParent, ProtocolBroken, Wire
 from penstock.server.client import RequestFigures
+from penstock.server.kept import KeptResponses
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -231,6 +232,9 @@ class FrontLink:
                     self._begun[call.number] = asked
                     asked.add_done_callback(functools.partial(self._end_begun, call.number))
                     return
+                case "ResponseStore.keep" | "ResponseStore.find" | "ResponseStore.delete":
+                    self._answer(call.number, getattr(self._links.responses, call.name.partition(".")[2])(*arguments).result)
+                    return
                 case _:
                     work = functools.partial(self._links.do, call.name, arguments, self)
             threading.Thread(target=self._answer, args=(call.number, work), name=f"front-call-{self.index}", daemon=True).start()
@@ -284,6 +288,7 @@ class FrontLinks:
 
     def __init__(self, engine: Engine, loop: EngineLoop, detached: Callable[[int], None]) -> None:
         self.engine = engine
+        self.responses = KeptResponses()
         self._tokenizer = spec_of(engine.tokenizer)
         self._loop = loop
         self.detached = detached

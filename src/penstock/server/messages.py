@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from penstock.server.faults import Fault
 
 QUERIES = {"beta": ("true",)}  # of Anthropic's clients for what is in beta there; the fields say what is asked for
-NO_EFFECT = ("cache_control", "metadata")  # prefixes are cached wherever they are; labels are nobody's concern here
 # What a field of the chat is called here.
 NAMES = {
     "stop": "stop_sequences",
@@ -51,25 +50,18 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
 
 
-class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class _Block(msgspec.Struct, tag_field="type", forbid_unknown_fields=True, kw_only=True):
-    cache_control: CacheControl | None = None
+    pass
 
 
 class TextBlock(_Block, tag="text"):
     text: str
-    citations: schema.Unsupported = None
 
 
 class ToolUseBlock(_Block, tag="tool_use"):
     id: CallId
     name: ToolName
     input: dict[str, Any]
-    caller: schema.Unsupported = None
     toolset_name: schema.Unsupported = None
 
     def __post_init__(self) -> None:
@@ -147,11 +139,6 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None  # as of chats: forced calls always fit
-    cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = None  # inputs are always streamed as they come
-    defer_loading: Literal[False] | None = None
-    input_examples: schema.Unsupported = None
-    allowed_callers: schema.Unsupported = None
 
     def tool(self) -> Tool:
         function = Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
@@ -197,13 +184,10 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # for templates that know it
 
 
-class UserMetadata(msgspec.Struct, forbid_unknown_fields=True):
-    user_id: schema.Label | None = None
-
-
 class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Everything that a prompt is made of."""
 
+    api: ClassVar = "messages"
     model: str
     messages: Annotated[list[MessageTurn], msgspec.Meta(min_length=1)]
     system: str | list[TextBlock] | None = None
@@ -211,12 +195,7 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Choice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
-    speed: Annotated[str | None, schema.Neutral(("standard",), "there is one speed")] = None
-    context_management: schema.Unsupported = None
-    mcp_servers: schema.Unsupported = None
-    user_profile_id: schema.Unsupported = None
-    workspace_id: schema.Unsupported = None
+    mcp_servers: schema.Unsupported = None  # those are left out where there are other tools, see `ignored`
 
     def chat_messages(self) -> list[schema.Message]:
         system = schema.text_of(self.system)
@@ -249,11 +228,6 @@ class MessagesBody(CountTokensBody, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: schema.TopK | None = None
-    metadata: UserMetadata | None = None
-    service_tier: Annotated[str | None, schema.Neutral(("auto", "standard_only"), "there is one tier; priority says who goes first")] = None
-    container: schema.Unsupported = None
-    diagnostics: schema.Unsupported = None
-    inference_geo: schema.Unsupported = None
     # Those of schema.OwnFields, which a struct with another parent cannot have from there.
     seed: int | None = None
     cache_salt: schema.Label | None = None
@@ -265,9 +239,6 @@ class MessagesBody(CountTokensBody, kw_only=True):
     snapshot: schema.SnapshotName | None = None
 
 
-NEUTRAL = schema.neutral_of(MessagesBody)
-
-
 class FittingChat(schema.ChatBody, kw_only=True):
     """A chat whose answer ends where the context does, though more was allowed: Anthropic's clients do not know the length of a prompt."""
 
@@ -276,7 +247,6 @@ class FittingChat(schema.ChatBody, kw_only=True):
 
 
 def as_chat(given: MessagesBody) -> schema.ChatBody:
-    schema.check_neutral(given, NEUTRAL)
     budget = None if given.thinking is None else given.thinking.budget_tokens
     if budget is not None and budget >= given.max_tokens:
         raise InvalidRequest(f"thinking.budget_tokens must be below max_tokens, which is {given.max_tokens}", "thinking.budget_tokens")
@@ -294,7 +264,6 @@ def as_chat(given: MessagesBody) -> schema.ChatBody:
 
 
 def as_counted(given: CountTokensBody) -> schema.ChatBody:
-    schema.check_neutral(given, NEUTRAL)
     return schema.ChatBody(**given.chat_fields())
 
 

@@ -26,6 +26,7 @@ from penstock.models.tokenizer import tokenizer_of
 from penstock.server import boundary
 from penstock.server.boundary import FromEngine, Hello, ProtocolBroken, SubmitOptions, Wire
 from penstock.server.client import AdapterNames, EngineClient, RequestFigures, SnapshotStore
+from penstock.server.kept import KeptResponse
 
 logger = logging.getLogger("penstock.server")
 
@@ -106,6 +107,7 @@ class RemoteEngine:
         self.adapters = RemoteAdapters(self, hello.adapters, hello.lora_root)
         self.grammars = RemoteGrammars(self)
         self.snapshots = RemoteSnapshots(self)
+        self.responses = RemoteResponses(self)
         self.own_figures: RequestFigures | None = None
         self._figures_sent = b""
         self._limits, self._residency = hello.limits, hello.residency
@@ -406,6 +408,20 @@ class RemoteSnapshots:
     begin_find = begun(SnapshotStore.begin_find)
     begin_open = begun(SnapshotStore.begin_open)
     begin_delete = begun(SnapshotStore.begin_delete)
+
+
+class RemoteResponses:
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    def keep(self, id: str, owner: str, kept: KeptResponse) -> Future[None]:
+        return self._engine.call("ResponseStore.keep", id, owner, kept)
+
+    def find(self, id: str, owner: str) -> Future[KeptResponse]:
+        return self._engine.call("ResponseStore.find", id, owner)
+
+    def delete(self, id: str, owner: str) -> Future[None]:
+        return self._engine.call("ResponseStore.delete", id, owner)
 
 
 class RemoteGrammars:

@@ -1,15 +1,16 @@
 """OpenAI's `/v1/responses`: what its clients send, as the chat that it means, and the chat's answer as items and events. Owns these shapes;
-nothing is stored."""
+how long answers are kept is the business of `kept`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, ResponseMissing
 from penstock.server import schema
+from penstock.server.kept import KeptResponse
 from penstock.server.replies import BlockKind, BlockReply, Heading, Json, obfuscated
 from penstock.server.thinking import Effort
 from penstock.server.tools import (
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
-_NOT_STORED = "answers are not stored: send the whole conversation as input"
-NO_EFFECT = ("metadata", "safety_identifier", "user")
 # What a field of the chat is called here.
 NAMES = {
     "messages": "input",
@@ -41,7 +40,6 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-_INCLUDE = schema.Neutral(([], ["reasoning.encrypted_content"]), "answers have nothing else to include; reasoning is not encrypted")
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -53,6 +51,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 Content = str | list[ContentPart]
+SpaceName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)")]
 
 
 class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -70,8 +69,7 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     output: Content | None = None
     summary: list[Any] | None = None  # of reasoning, which is not shown to the model again
     encrypted_content: str | None = None
-    namespace: schema.Unsupported = None
-    caller: schema.Unsupported = None
+    namespace: SpaceName | None = None  # of the function that is called
 
     def __post_init__(self) -> None:
         needed, allowed = _FIELDS[self.type]
@@ -87,16 +85,35 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: what is needed, what else there may be
     "message": (("role", "content"), ("phase",)),
-    "function_call": (("call_id", "name", "arguments"), ()),
-    "function_call_output": (("call_id", "output"), ()),
+    "function_call": (("call_id", "name", "arguments"), ("namespace",)),
+    "function_call_output": (("call_id", "output"), ("name", "namespace")),
     "reasoning": ((), ("content", "summary", "encrypted_content")),
 }
-_ALL_FIELDS = ("role", "content", "phase", "call_id", "name", "arguments", "output", "summary", "encrypted_content")
+_ALL_FIELDS = ("role", "content", "phase", "call_id", "name", "arguments", "output", "summary", "encrypted_content", "namespace")
 
 
-class FunctionTool(Function, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    defer_loading: Literal[False] | None = None
+class FunctionTool(Function, tag_field="type", tag="function", forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, kw_only=True):
+    """Functions that share a name in front of theirs. The model is told of them one by one, by both names; clients are told both."""
+
+    name: SpaceName
+    tools: Annotated[list[FunctionTool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
+    description: str | None = None
+
+    def functions(self) -> Iterator[Function]:
+        about = self.description
+        for tool in self.tools:
+            said = "\n\n".join(filter(None, (about, tool.description)))
+            yield Function(name=spaced(self.name, tool.name), description=said or None, parameters=tool.parameters, strict=tool.strict)
+            about = None  # once is enough
+
+
+def spaced(namespace: str | None, name: str) -> str:
+    """What the model calls a function of a namespace."""
+    return name if not namespace else f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,7 +142,6 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None  # OpenAI's default; these models have no such setting
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -139,6 +155,7 @@ class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
+    api: ClassVar = "responses"
     model: str
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     instructions: str | None = None
@@ -147,29 +164,25 @@ class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     stream: bool | None = None
     stream_options: EventOptions | None = None
-    tools: Annotated[list[FunctionTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[FunctionTool | NamespaceTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     prompt_cache_key: schema.Name | None = None
     user: schema.Label | None = None
-    safety_identifier: schema.Label | None = None
     metadata: schema.Metadata | None = None
-    context_management: schema.Unsupported = None
-    moderation: schema.Unsupported = None
-    prompt_cache_options: schema.Unsupported = None
-    background: Annotated[bool | None, schema.Neutral((False,), "answers come while the client waits")] = None
-    conversation: Annotated[str | dict[str, Any] | None, schema.Neutral((), _NOT_STORED)] = None
-    include: Annotated[list[str] | None, _INCLUDE] = None
-    max_tool_calls: Annotated[schema.Count | None, schema.Neutral((), "this server runs no tools itself")] = None
-    previous_response_id: Annotated[str | None, schema.Neutral((), _NOT_STORED)] = None
-    prompt: Annotated[dict[str, Any] | None, schema.Neutral((), "prompts are not stored: send instructions and input")] = None
-    prompt_cache_retention: schema.CacheRetention = None
-    service_tier: Annotated[str | None, schema.Neutral(("auto", "default"), "there is one tier; priority says who goes first")] = None
-    store: Annotated[bool | None, schema.Neutral((False,), _NOT_STORED)] = None
-    top_logprobs: Annotated[schema.Count | None, schema.Neutral((0,), "logprobs are a field of /v1/chat/completions")] = None
-    truncation: Annotated[str | None, schema.Neutral(("disabled",), "a conversation that does not fit is refused and not cut")] = None
+    previous_response_id: schema.Name | None = None
+    store: bool | None = None
+
+    def items(self) -> list[Item]:
+        return [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    def functions(self) -> list[Function] | None:
+        """All that the model may call, one by one."""
+        if self.tools is None:
+            return None
+        return [one for tool in self.tools for one in (tool.functions() if isinstance(tool, NamespaceTool) else (tool,))]
 
     def messages(self) -> list[schema.Message]:
         said = [schema.Message(role="system", content=self.instructions)] if self.instructions else []
@@ -181,15 +194,12 @@ class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
         return said
 
 
-NEUTRAL = schema.neutral_of(ResponsesBody)
-
-
 def _messages(items: Sequence[Item]) -> list[schema.Message]:
     """Calls in a row are one message of the assistant, together with what it said right before them."""
     made: list[schema.Message] = []
     for item in items:
         if item.type == "function_call":
-            call = ToolCall(id=item.call_id or "", function=CalledFunction(item.name or "", item.arguments or ""))
+            call = ToolCall(id=item.call_id or "", function=CalledFunction(spaced(item.namespace, item.name or ""), item.arguments or ""))
             if not made or made[-1].role != "assistant":
                 made.append(schema.Message(role="assistant", content=""))
             made[-1].tool_calls = [*(made[-1].tool_calls or ()), call]
@@ -201,7 +211,6 @@ def _messages(items: Sequence[Item]) -> list[schema.Message]:
 
 
 def as_chat(given: ResponsesBody) -> schema.ChatBody:
-    schema.check_neutral(given, NEUTRAL)
     form = None if given.text is None or given.text.format is None else given.text.format.response_format()
     options = None if given.stream_options is None else schema.StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
     return schema.ChatBody(
@@ -213,13 +222,38 @@ def as_chat(given: ResponsesBody) -> schema.ChatBody:
         top_p=given.top_p,
         stream=given.stream,
         stream_options=options,
-        tools=None if given.tools is None else [Tool(type="function", function=tool) for tool in given.tools],
+        tools=None if (functions := given.functions()) is None else [Tool(type="function", function=one) for one in functions],
         tool_choice=chosen(given.tool_choice.name) if isinstance(given.tool_choice, ChosenFunction) else given.tool_choice,
         parallel_tool_calls=given.parallel_tool_calls,
         response_format=form,
         reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
         prompt_cache_key=given.prompt_cache_key,
     )
+
+
+# --------------------------------------------------------------------------------------------------- what is gone on from
+
+_ITEMS = msgspec.json.Decoder(list[Item])
+
+
+class _KeptOutput(msgspec.Struct):
+    output: list[Item]
+
+
+_KEPT_OUTPUT = msgspec.json.Decoder(_KeptOutput)
+
+
+def continued(given: ResponsesBody, kept: KeptResponse) -> ResponsesBody:
+    """The whole conversation as input. Instructions are of one request only, as in OpenAI's API."""
+    said = [*_ITEMS.decode(kept.items), *_KEPT_OUTPUT.decode(kept.response).output]
+    return msgspec.structs.replace(given, input=[*said, *given.items()])
+
+
+def missing(id: str) -> ResponseMissing:
+    """In the words of OpenAI's API, by which clients know to send the whole conversation."""
+    error = ResponseMissing(f"Previous response with id '{id}' not found.")
+    error.param = "previous_response_id"
+    return error
 
 
 # ------------------------------------------------------------------------------------------------------------- the answer
@@ -233,6 +267,7 @@ class ResponsesReply(BlockReply):
         self._tokenizer = tokenizer
         self._output: list[Json] = []
         self._response = _echoed(given, head)
+        self._spaces = {spaced(one.name, tool.name): (one.name, tool.name) for one in _namespaces(given) for tool in one.tools}
         self._unique = head.id.removeprefix("resp_")
         self._padded = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
         self._number = 0  # of the next event
@@ -284,6 +319,8 @@ class ResponsesReply(BlockReply):
                 item |= {"type": "reasoning", "summary": [], "content": []}
             case "call":
                 item |= {"type": "function_call", "call_id": self.reading.call_id(), "name": name, "arguments": ""}
+                if name in self._spaces:
+                    item["namespace"], item["name"] = self._spaces[name]
         self._output.append(item)
         yield {"type": "response.output_item.added", "output_index": number, "item": _copied(item)}
         if kind != "call":
@@ -348,13 +385,13 @@ def _echoed(given: ResponsesBody, head: Heading) -> Json:
         "max_output_tokens": given.max_output_tokens,
         "metadata": given.metadata or {},
         "parallel_tool_calls": given.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": given.previous_response_id,
         "reasoning": {"effort": None if given.reasoning is None else given.reasoning.effort, "summary": None},
-        "store": False,
+        "store": given.store is not False,
         "temperature": given.temperature,
         "text": {"format": form, "verbosity": "medium"},
         "tool_choice": "auto" if given.tool_choice is None else msgspec.to_builtins(given.tool_choice),
-        "tools": [{"parameters": None, "strict": None, **_plain(tool)} for tool in given.tools or ()],
+        "tools": [_shown(tool) for tool in given.tools or ()],
         "top_p": given.top_p,
         "truncation": "disabled",
         "background": False,
@@ -362,6 +399,14 @@ def _echoed(given: ResponsesBody, head: Heading) -> Json:
         "usage": None,
         "user": given.user,
     }
+
+
+def _namespaces(given: ResponsesBody) -> list[NamespaceTool]:
+    return [tool for tool in given.tools or () if isinstance(tool, NamespaceTool)]
+
+
+def _shown(tool: FunctionTool | NamespaceTool) -> Json:
+    return _plain(tool) if isinstance(tool, NamespaceTool) else {"parameters": None, "strict": None, **_plain(tool)}
 
 
 def _plain(struct: msgspec.Struct) -> Json:

@@ -32,6 +32,7 @@ from penstock.server.generate import (
     check_num_tokens,
     encode_chat,
     encode_given,
+    owner_of,
     prompts_of,
     while_connected,
 )
@@ -50,6 +51,7 @@ def make_routes(service: Service) -> list[Route]:
     generating = {"completions": COMPLETIONS, "chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
     endpoints: dict[str, Any] = {
         **{f"/v1/{path}": Generate(service, kind) for path, kind in generating.items()},
+        "/v1/responses/{id}": small.response,
         "/v1/messages/count_tokens": small.count_tokens,
         "/v1/models": small.models,
         "/v1/models/{model}": small.model,
@@ -85,6 +87,17 @@ class Small:
         if loaded is None:
             self._service.check_model(name)
         return json_response(model_card(self._service, name, loaded))
+
+    async def response(self, request: Request) -> Response:
+        """An answer that is kept: read or deleted by its id."""
+        schema.check_query(request.query_params, cache_salt=schema.ANY_LABEL)
+        id, owner = request.path_params["id"], owner_of(request.scope, request.query_params.get("cache_salt"))
+        with self._service.side.take(1):
+            if request.method == "DELETE":
+                await self._service.on_responses(lambda store: store.delete(id, owner))
+                return json_response({"id": id, "object": "response", "deleted": True})
+            kept = await self._service.on_responses(lambda store: store.find(id, owner))
+        return Response(kept.response, media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
         with self._service.side.take(1):

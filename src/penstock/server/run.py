@@ -220,5 +220,5 @@ def run_front(setup: FrontSetup, parent: Wire[FromParent], engine: socket.socket
     config = unpacked(setup.server, ServerConfig)
     config = replace(config, max_concurrent=min(config.max_concurrent, remote.max_open))
     book = SeatBook(seats_fd, setup.num_fronts)
-    fronts = Fronts(book, setup.index, remote.started_s, remote.pid, remote.stats_and_figures)
+    fronts = Fronts(book, setup.index, remote.started_s, remote.pid, remote.stats_and_figures, remote.responses)
     FrontServer(remote, config, listener, fronts, parent).run()

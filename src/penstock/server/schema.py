@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -55,23 +55,6 @@ Metadata = Annotated[  # with OpenAI's own limits
 ]
 Unsupported: TypeAlias = None  # a field that we know and cannot honour: only null is taken
 
-
-class Neutral(NamedTuple):
-    """Of a field whose listed values change nothing. Any other value would, and is refused with the reason."""
-
-    values: tuple[Any, ...]
-    why: str
-
-
-def neutral_of(*bodies: type[msgspec.Struct]) -> dict[str, Neutral]:
-    """By field, where a field's type has one."""
-    hints = {name: hint for body in bodies for name, hint in get_type_hints(body, include_extras=True).items()}
-    return {name: one for name, hint in hints.items() for one in getattr(hint, "__metadata__", ()) if isinstance(one, Neutral)}
-
-
-CacheRetention = Annotated[str | None, Neutral(("in_memory", "in-memory"), "cache_hint.retain_s says how long KV is wanted")]
-
-NO_EFFECT = ("user", "safety_identifier", "metadata")  # labels for whoever reads the client's traffic: any value is taken
 
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "ignore_eos", "min_tokens")
@@ -135,9 +118,6 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
-    user: Label | None = None
-    safety_identifier: Label | None = None
-    metadata: Metadata | None = None
     logit_bias: Biases | None = None
     # At most one of these, which are `tools.ASKING`, may ask for something.
     response_format: ResponseFormat | None = None
@@ -146,14 +126,6 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     guided_regex: Text | None = None
     guided_choice: Words | None = None
     guided_grammar: Text | None = None
-    # Of what follows, the listed values change nothing, and others are refused.
-    service_tier: Annotated[str | None, Neutral(("auto", "default"), "there is one tier; priority says who goes first")] = None
-    store: Annotated[bool | None, Neutral((False,), "answers are not stored")] = None
-    prompt_cache_retention: CacheRetention = None
-    bad_words: Annotated[list[str] | None, Neutral(([],), "words cannot be ruled out")] = None
-    use_beam_search: Annotated[bool | None, Neutral((False,), "there is no beam search")] = None
-    length_penalty: Annotated[float | None, Neutral((1.0,), "there is no beam search")] = None
-    spaces_between_special_tokens: Annotated[bool | None, Neutral((True, False), "nothing is put between them")] = None
 
     def asked(self) -> Asked | None:
         return asked_of(self) if any(getattr(self, name) is not None for name in ASKING) else None
@@ -189,7 +161,6 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
         }
 
     def _check_shared(self) -> None:
-        check_neutral(self, NEUTRAL)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed where stream is true", "stream_options")
         if self.cache_hint is not None:
@@ -197,15 +168,6 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
             if self.session_id is None and self.prompt_cache_key is None:
                 message = "cache_hint is about a session: name it by session_id or prompt_cache_key"
                 raise InvalidRequest(message, "cache_hint")
-
-
-def check_neutral(body: msgspec.Struct, table: Mapping[str, Neutral]) -> None:
-    """Nothing that would change the answer is ignored."""
-    for name, neutral in table.items():
-        value = getattr(body, name, None)
-        if value is not None and not any(type(value) is type(one) and value == one for one in neutral.values):
-            allowed = ", except as " + " or ".join(msgspec.json.encode(one).decode() for one in neutral.values) if neutral.values else ""
-            raise InvalidRequest(f"{name} is not supported by this server{allowed}: {neutral.why}", name)
 
 
 @contextmanager
@@ -221,12 +183,11 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class CompletionBody(Generating, kw_only=True):
+    api: ClassVar = "completions"  # whose fields without effect are taken, see `ignored`
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     add_special_tokens: bool | None = None
     logprobs: int | None = None
-    suffix: Annotated[str | None, Neutral(("",), "these models continue a text and do not fill a gap in it")] = None
-    best_of: Annotated[Count | None, Neutral((1,), "choices are not ranked: ask for n of them")] = None
 
     @property
     def items(self) -> Sequence[Any]:
@@ -281,7 +242,6 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: Name | None = None  # of a tool's result
     reasoning_content: str | None = None  # what we gave out before: not shown to the model again
     function_call: Unsupported = None
-    annotations: Unsupported = None
     audio: Unsupported = None
 
     def __post_init__(self) -> None:
@@ -307,6 +267,7 @@ Messages = Annotated[list[Message], msgspec.Meta(min_length=1)]
 
 
 class ChatBody(Generating, kw_only=True):
+    api: ClassVar = "chat"
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -314,19 +275,11 @@ class ChatBody(Generating, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    prediction: Unsupported = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None  # vLLM's, as are those below
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables | None = None
     thinking_token_budget: Count | None = None
-    web_search_options: Unsupported = None
-    functions: Annotated[list[Any] | None, Neutral(([],), "functions are called tools now")] = None
-    modalities: Annotated[list[str] | None, Neutral((["text"],), "answers are text")] = None
-    verbosity: Annotated[str | None, Neutral(("medium",), "these models have no such setting: say it in the prompt")] = None
-    documents: Annotated[list[Any] | None, Neutral(([],), "chat templates are given the messages alone")] = None
 
     num_prompts = 1
     echo = False
@@ -374,9 +327,6 @@ class ChatBody(Generating, kw_only=True):
         """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less. `defaults`: as above."""
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return self._params(defaults, max(room, 1) if given is None else given, self.num_logprobs)
-
-
-NEUTRAL = neutral_of(CompletionBody, ChatBody)
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -453,8 +403,7 @@ def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """`data` as `kind`; anything else is an InvalidRequest that names the field."""
-    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
-        _check_shape(data)
+    check_shape(data)
     try:
         body: Body = decoder(kind).decode(data)
         return body
@@ -463,6 +412,14 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what = "valid UTF-8" if isinstance(error, UnicodeDecodeError) else "valid JSON"
         raise InvalidRequest(f"the body is not {what}: {error}") from None
+
+
+def convert(given: Any, kind: type[Body]) -> Body:
+    """The same of what was parsed from JSON."""
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
 
 
 def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
@@ -479,9 +436,11 @@ def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
             raise InvalidRequest(f"{name} must be one of {', '.join(allowed[name])}, got {value!r}", name)
 
 
-def _check_shape(data: bytes) -> None:
+def check_shape(data: bytes) -> None:
     """The interpreter is held while a body is decoded. Text and numbers are done at once; a million small lists take a second. Here, the
     brackets that are text are left out."""
+    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
+        return
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"")  # without escapes every quote begins or ends a string
     outside = b"".join(bare.split(b'"', 32 * MAX_CONTAINERS)[::2])  # more strings than that are more than any legal body has
     if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:

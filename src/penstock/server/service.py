@@ -36,10 +36,12 @@ from penstock.errors import (
     InvalidRequest,
     Overloaded,
 )
-from penstock.server import schema
+from penstock.server import ignored, schema
+from penstock.server.access import Exchange, exchange_of
 from penstock.server.client import EngineClient, EngineLife, FlushLevel, Fronts, RequestFigures, SnapshotStore
 from penstock.server.connection import read_body
 from penstock.server.faults import Hangup, Refused
+from penstock.server.kept import ResponseStore
 from penstock.server.schema import ChatBody, CompletionBody
 from penstock.server.seats import GateNumber, Seats
 from penstock.server.tools import Asked
@@ -176,6 +178,8 @@ RESET_TIMEOUT_S = 30.0
 PREFETCH_TIMEOUT_S = 10.0  # for the engine loop to come round and begin it
 FLUSH_TIMEOUT_S = 60.0
 SNAPSHOT_S = 150.0  # for what is computed to be saved, and for tiers to answer
+KEPT_TIMEOUT_S = 10.0
+MAX_LOGGED = 256  # fields without effect: types of tools, too, which clients make up
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
 
 T = TypeVar("T")
@@ -202,6 +206,7 @@ class Service:
         self._workers = anyio.CapacityLimiter(NUM_WORKERS)
         self._askers = anyio.CapacityLimiter(NUM_WORKERS)
         self._bridge: Bridge | None = None
+        self._ignored: set[str] = set()  # fields without effect that the log has named
         self._under_way: dict[str, asyncio.Future[Any]] = {}  # a reset, a flush
         self._stop: asyncio.Future[None] | None = None
         self._stop_by_s = 0.0  # monotonic; when closing has taken too long
@@ -294,9 +299,19 @@ class Service:
         """The body as `kind`, of a request whose query and model are known, and its length in bytes."""
         schema.check_query(request.query_params, **queries)
         data = await read_body(request.scope, request.receive, self.config)
-        body: Any = schema.decode(data, kind)
+        body, names = ignored.decode(data, kind)
+        if names:
+            self._note_ignored(exchange_of(request.scope), names)
         self.check_model(getattr(body, "model", None))
         return body, len(data)
+
+    def _note_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
+        """The client is told in a header of its answer, the log once."""
+        exchange.ignored = list(names)
+        for name in names:
+            if name not in self._ignored and len(self._ignored) < MAX_LOGGED:
+                self._ignored.add(name)
+                logger.info("%s: %s has no effect here, and this is said once; docs/compatibility.md says why", exchange.path, name)
 
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is neither the model's nor an adapter's."""
@@ -364,8 +379,15 @@ class Service:
         except TimeoutError:
             raise DeadlineExceeded(f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch") from None
 
+    async def on_responses(self, work: Callable[[ResponseStore], Future[T]]) -> T:
+        """What is kept of earlier answers, beside the engine."""
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(work(self.fronts.responses)), KEPT_TIMEOUT_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"what is kept of earlier answers could not be looked at within {KEPT_TIMEOUT_S:g} s") from None
+
     async def on_snapshots(self, begin: Callable[[SnapshotStore], Future[T]]) -> T:
-        """A disk or a store may have to be waited for. Who waits no longer leaves the line."""
+        """A disk or a store may have to be waited for. A request that waits no longer leaves the line."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begin(self.engine.snapshots)), SNAPSHOT_S)
         except TimeoutError:

@@ -15,7 +15,6 @@ from test_server_tools import CALL, KNOWS_TOOLS, WEATHER, saying
 from tiered_server import MODEL as REAL_MODEL
 from tiered_server import tiered
 
-from penstock.server import responses
 from support.scripted_engine import ScriptedEngine
 
 ASK = "How warm is it in Bern?"
@@ -79,7 +78,7 @@ def test_an_answer_is_an_item_whole_and_streamed() -> None:
         assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
         assert item["content"] == [{"type": "output_text", "text": "It is warm.", "annotations": [], "logprobs": []}]
         assert (whole["object"], whole["status"], whole["model"], whole["error"]) == ("response", "completed", MODEL, None)
-        assert whole["id"].startswith("resp_") and whole["metadata"] == {"k": "v"} and whole["store"] is False
+        assert whole["id"].startswith("resp_") and whole["metadata"] == {"k": "v"} and whole["store"] is True
         assert prompt_of(served) == f"system: Be brief\nuser: {ASK}\nassistant: "
         found = events(served, instructions="Be brief")
         assert kinds(found) == ["created", "in_progress", *TEXT, "completed"]
@@ -192,15 +191,13 @@ def test_reasoning_is_an_item_and_is_not_shown_again() -> None:
 # ---------------------------------------------------------------------------------------------------------------- refusals
 
 HARMLESS: dict[str, list[Any]] = {
-    **{name: list(neutral.values) for name, neutral in responses.NEUTRAL.items()},
     "metadata": [{}, {"k": "v"}],
-    "safety_identifier": ["s"],
     "user": ["u"],
     "prompt_cache_key": ["k"],
     "tools": [[]],
     "tool_choice": ["none", "auto"],
     "parallel_tool_calls": [True, False],
-    "text": [{}, {"format": {"type": "text"}}, {"verbosity": "medium"}],
+    "text": [{}, {"format": {"type": "text"}}],
     "reasoning": [{}, {"effort": None, "summary": "auto"}],
     "instructions": [""],
 }
@@ -230,19 +227,6 @@ def shared() -> Iterator[Served]:
 
 
 IMAGE = {"type": "input_image", "image_url": "data:"}
-MEANINGFUL: dict[str, list[Any]] = {
-    "background": [True],
-    "conversation": ["conv_1", {"id": "conv_1"}],
-    "include": [["message.output_text.logprobs"]],
-    "max_tool_calls": [1],
-    "previous_response_id": ["resp_1", ""],
-    "prompt": [{"id": "pmpt_1"}],
-    "prompt_cache_retention": ["24h"],
-    "service_tier": ["flex"],
-    "store": [True],
-    "top_logprobs": [1],
-    "truncation": ["auto"],
-}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "length"),
     ({"input": None}, "input", "expected"),
@@ -266,7 +250,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type", ""),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "name and schema"),
     ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format", "name and schema"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", ""),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", ""),
     ({"max_output_tokens": -1}, "max_output_tokens", ""),
     ({"max_output_tokens": 1 << 30}, "max_output_tokens", "maximum context length"),
@@ -286,16 +269,6 @@ def test_what_is_wrong_is_refused_by_name(shared: Served, fields: dict[str, Any]
     error = reply.json()["error"]
     assert (reply.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
     assert words in error["message"].lower() and shared.engine.submitted == [], error
-
-
-def test_values_that_would_change_the_answer_are_refused_with_a_reason(shared: Served) -> None:
-    assert MEANINGFUL.keys() == responses.NEUTRAL.keys()
-    for field, values in MEANINGFUL.items():
-        for value in values:
-            reply = ask(shared, **{field: value})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, field), reply.text
-            assert responses.NEUTRAL[field].why in reply.json()["error"]["message"]
-    assert shared.engine.submitted == []
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "9" * 400, '{"a": ' * 2000, '"\\ud800"', '["' + "x" * 100_000 + '"]'])
@@ -320,7 +293,6 @@ def test_a_conversation_that_does_not_fit_is_refused_in_the_words_that_clients_l
         ("/rerank", "score none"),
         ("/v1/rerank", "score none"),
         ("/v1/audio/transcriptions", "text"),
-        ("/v1/responses/resp_1", "not stored"),
         ("/v1/chat/completions/chatcmpl-1", "not stored"),
         ("/v1/files", "not stored"),
     ],
@@ -348,7 +320,9 @@ def test_openais_client_answers_streams_and_calls_tools() -> None:
         call = response.output[1]
         turns = [*response.output, {"type": "function_call_output", "call_id": call.call_id, "output": "21 C"}]
         assert create(model=MODEL, input=turns, tools=TOOLS).status == "completed"
-        with pytest.raises(openai.BadRequestError, match="answers are not stored"):
+        again = create(model=MODEL, input=turns[-1:], tools=TOOLS, previous_response_id=response.id)
+        assert again.previous_response_id == response.id
+        assert served.client().responses.retrieve(response.id).output == response.output
+        served.client().responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError, match=r"Previous response with id 'resp_[0-9a-f]+' not found"):
             create(model=MODEL, input=ASK, previous_response_id=response.id)
-        with pytest.raises(openai.NotFoundError, match="answers are not stored"):
-            served.client().responses.retrieve(response.id)

@@ -14,7 +14,7 @@ import msgspec.inspect as mi
 from fuzz_json import BROKEN, HUGE, Pairs, anything, encode, fits, fits_not
 from hypothesis import strategies as st
 
-from penstock.server import messages, responses, schema
+from penstock.server import ignored, messages, responses, schema
 from penstock.server.routes import make_routes
 
 MODEL, ADAPTER = "tiny", "steady"  # the adapter that is there from start to end; others come and go
@@ -48,7 +48,7 @@ QUERIES: dict[str, dict[str, list[str]]] = {
     "/v1/messages/count_tokens": {"beta": ["true"]},
 }
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-DOORS = {"/v1/responses": responses.NEUTRAL, "/v1/messages": messages.NEUTRAL}  # of other APIs, with values that change nothing
+DOORS = ("/v1/messages", "/v1/responses")  # of other APIs
 HELLO = [{"role": "user", "content": "open the gate"}]
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": MODEL, "prompt": "When the gate opens", "max_tokens": 2, "seed": 1},
@@ -155,7 +155,7 @@ LEGAL: dict[str, list[Any]] = {
         {"retain_s": 0.001, "priority": "low"},
         {"release": True},
     ],
-    "user": [None, "u"],
+    "user": [None, "u"],  # of answers that say it again
     "metadata": [None, {}, {"k": "v"}],
     "logit_bias": [None, {}, {"5": 100, "70": -100.0, "300": 0.5}],
     "echo": [None, True, False],
@@ -197,10 +197,8 @@ OF_DOOR: dict[str, dict[str, list[Any]]] = {
         "messages": [HELLO, [{"role": "user", "content": TEXT_PARTS}, {"role": "assistant", "content": "b"}, *HELLO]],
         "system": [None, "x", TEXT_PARTS],
         "stop_sequences": [None, [], ["the", " a"]],
-        "metadata": [None, {"user_id": "u"}],
         "tool_choice": [None, {"type": "none"}],
         "thinking": [None, {"type": "adaptive"}, {"type": "disabled"}],
-        "cache_control": [None, {"type": "ephemeral", "ttl": "5m"}],
     },
 }
 
@@ -208,12 +206,13 @@ OF_DOOR: dict[str, dict[str, list[Any]]] = {
 def legal_options(path: str) -> dict[str, list[Any]]:
     """Every field of a generating route with its legal values. One that is new gets those of its type."""
     options = {}
-    table = DOORS.get(path, schema.NEUTRAL)
     for field in mi.type_info(BODIES[path]).fields:
         name = field.encode_name
-        neutral = [None, *table[name].values] if name in table else None
         own = OF_DOOR.get(path, {}).get(name)
-        options[name] = own or neutral or LEGAL.get(name) or ([None, True, False] if _is_flag(field.type) else [None])
+        options[name] = own or LEGAL.get(name) or ([None, True, False] if _is_flag(field.type) else [None])
+    for row in ignored.rows_of(BODIES[path].api).values():
+        if isinstance(row.takes, tuple) and "." not in row.path:
+            options[row.path] = [None, *row.takes]
     if path == "/v1/chat/completions":
         options["logprobs"] = [None, True, False]
     return options
@@ -243,7 +242,7 @@ def _drawn(path: str) -> st.SearchStrategy[Case]:
 
 
 legal_in_choices = st.sampled_from(GENERATING).flatmap(_drawn)
-legal = legal_in_choices | st.sampled_from(sorted(DOORS)).flatmap(_drawn)
+legal = legal_in_choices | st.sampled_from(DOORS).flatmap(_drawn)
 
 
 # ---------------------------------------------------------------------------------------------------------- one wrong field

@@ -249,6 +249,20 @@ def test_figures_are_of_all_fronts_whichever_answers(two: Running) -> None:
         connection.close()
 
 
+def test_a_response_is_gone_on_from_at_whichever_front(two: Running) -> None:
+    one, other = (two.connect(front) for front in two.children("front"))
+    with contextlib.closing(one), contextlib.closing(other):
+        for first, second in ((one, other), (other, one)):
+            fields = {"model": "tiny-llama", "input": "Once upon a time", "max_output_tokens": 3}
+            status, kept = ask(first, "/v1/responses", fields)
+            assert status == 200
+            status, after = ask(second, "/v1/responses", {**fields, "previous_response_id": kept["id"]})
+            assert status == 200 and after["usage"]["input_tokens"] > kept["usage"]["input_tokens"] + 3
+            assert ask(second, f"/v1/responses/{kept['id']}") == (200, kept)
+            status, missing = ask(second, "/v1/responses", {**fields, "previous_response_id": "resp_none"})
+            assert (status, missing["error"]["code"]) == (404, "response_not_found")
+
+
 def test_cache_calls_work_from_every_front(two: Running) -> None:
     one, other = (two.connect(front) for front in two.children("front"))
     with contextlib.closing(one), contextlib.closing(other):

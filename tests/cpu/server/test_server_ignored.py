@@ -1,0 +1,268 @@
+"""Fields that have no effect, over all generating routes: taken and named, or refused with the reason; and tools that cannot be run.
+
+Holds invariant 26: nothing that would change the answer is ignored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+from served import MODEL, Served, serving
+from test_server_tools import KNOWS_TOOLS, saying
+
+from penstock.server import ignored, messages, responses, schema
+
+HEADER = "x-penstock-ignored"
+ASK = "How warm is it?"
+SAID = [{"role": "user", "content": [{"type": "text", "text": ASK}]}]
+CALLED = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHAT_TURNS = [
+    *SAID,
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "content": "7", "tool_call_id": "call_1"},
+]
+RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "7"}]}
+USE = {"type": "tool_use", "id": "call_1", "name": "f", "input": {}}
+TURNS = [*SAID, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]
+CHAT_TOOL = {"type": "function", "function": {"name": "f"}}
+TOOL = {"type": "function", "name": "f"}
+SPACE = {"type": "namespace", "name": "space", "tools": [{"type": "function", "name": "g"}]}
+OWN_TOOL = {"name": "f", "input_schema": {"type": "object"}}
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+BODIES: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": ASK, "max_tokens": 5},
+    "chat": {"messages": CHAT_TURNS, "tools": [CHAT_TOOL], "max_tokens": 5},
+    "responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": ASK}]}],
+        "tools": [TOOL, SPACE],
+        "text": {},
+        "max_output_tokens": 5,
+    },
+    "messages": {
+        "messages": TURNS,
+        "system": [{"type": "text", "text": "Be brief."}],
+        "tools": [OWN_TOOL],
+        "output_config": {},
+        "max_tokens": 5,
+    },
+}
+KINDS: dict[str, type[msgspec.Struct]] = {
+    "completions": schema.CompletionBody,
+    "chat": schema.ChatBody,
+    "responses": responses.ResponsesBody,
+    "messages": messages.MessagesBody,
+}
+# Of types: what is taken. Where a type is Any, these are some of everything.
+TAKEN: dict[str, list[Any]] = {
+    "context_management": [{}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
+    "include": [[], ["reasoning.encrypted_content"], ["web_search_call.action.sources", "file_search_call.results"]],
+    "truncation": ["auto", "disabled"],
+    "verbosity": ["low", "medium", "high"],
+    "service_tier": ["auto", "flex", "priority"],
+    "prompt_cache_retention": ["24h", "in_memory"],
+    "store": [True, False],
+    "metadata": [{}, {"user_id": "u"}],
+    "caller": [{"type": "direct"}],
+    "usage": [{"include": True}],
+    "output_config.task_budget": [{"type": "tokens", "total": 1000}],
+}
+REFUSED: dict[str, list[Any]] = {
+    "context_management": [
+        {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        {"edits": [{"type": "compact_20260112"}]},
+        [{"type": "compaction"}],
+    ],
+    "include": [["message.output_text.logprobs"], "x"],
+    "truncation": ["middle"],
+    "verbosity": ["silent", 7],
+    "metadata": ["u", 7],
+    "user": ["x" * 1025, 7],
+    "caller": [{"type": "code_execution_20250825", "tool_id": "x"}],
+    "tools[].allowed_callers": [["programmatic"], []],
+}
+SAMPLES: tuple[Any, ...] = ("x", True, 7, {"a": {"b": [1]}}, [], ["x"], [{"type": "x"}])
+
+
+def rows() -> list[Any]:
+    return [pytest.param(api, row, id=f"{api}-{row.path}") for api in PATHS for row in ignored.rows_of(api).values()]
+
+
+def places(value: Any, steps: list[str]) -> Iterator[dict[str, Any]]:
+    """Objects that the field may be put into."""
+    if not steps:
+        if isinstance(value, dict):
+            yield value
+    elif steps[0] == "[]":
+        for one in value if isinstance(value, list) else ():
+            yield from places(one, steps[1:])
+    elif isinstance(value, dict) and steps[0] in value:
+        yield from places(value[steps[0]], steps[1:])
+
+
+def ask(served: Served, api: str, body: dict[str, Any], **fields: Any) -> Any:
+    return served.http.post(PATHS[api], json={"model": MODEL, "seed": 7, **body, **fields})
+
+
+def with_field(api: str, row: ignored.IgnoredField, value: Any) -> dict[str, Any]:
+    """A body in which one object has the field."""
+    body: dict[str, Any] = json.loads(json.dumps(BODIES[api]))
+    next(places(body, row.path.replace("[]", ".[]").split(".")[:-1]))[row.name] = value
+    return body
+
+
+def examples(row: ignored.IgnoredField, table: dict[str, list[Any]]) -> list[Any]:
+    listed = row.takes if isinstance(row.takes, tuple) else SAMPLES
+    return [*(table.get(row.path) or table.get(row.name) or ()), *listed]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    with serving(saying("Warm.", KNOWS_TOOLS)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("api", "row"), rows())
+def test_a_field_of_the_table_is_named_and_changes_nothing_or_is_refused_with_the_reason(
+    shared: Served, api: str, row: ignored.IgnoredField
+) -> None:
+    plain = ask(shared, api, BODIES[api])
+    prompt = bytes(shared.engine.submitted[-1][0])
+    assert plain.status_code == 200 and HEADER not in plain.headers, plain.text
+    taken = [value for value in examples(row, TAKEN) if row.refusal(value) is None]
+    assert taken or row.meaning == "change"
+    for value in taken:
+        reply = ask(shared, api, with_field(api, row, value))
+        assert reply.status_code == 200, f"{value}: {reply.text}"
+        assert reply.headers[HEADER] == row.path and bytes(shared.engine.submitted[-1][0]) == prompt
+    nothing = ask(shared, api, with_field(api, row, None))
+    assert nothing.status_code == 200 and HEADER not in nothing.headers  # null is absent
+    before = len(shared.engine.submitted)
+    for value in [*REFUSED.get(row.path, REFUSED.get(row.name, [])), *SAMPLES]:
+        if row.refusal(value) is None:
+            continue
+        reply = ask(shared, api, with_field(api, row, value))
+        error = reply.json()["error"]
+        assert reply.status_code == 400 and error["param"].endswith(row.name), reply.text
+        assert row.why in error["message"] and len(error["message"]) < 600
+    assert len(shared.engine.submitted) == before
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_no_field_is_both_in_the_table_and_in_the_type(api: str) -> None:
+    """It would have an effect in some bodies and none in others."""
+    known = get_type_hints(KINDS[api])
+    assert [path for path in ignored.rows_of(api) if path in known] == []
+
+
+def test_what_would_change_the_answer_is_refused_though_agents_send_its_relatives(shared: Served) -> None:
+    for api, name, values in (
+        ("messages", "context_management", REFUSED["context_management"]),
+        ("responses", "include", REFUSED["include"]),
+    ):
+        for value in values:
+            reply = ask(shared, api, BODIES[api], **{name: value})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, name), reply.text
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_a_field_that_is_not_known_at_all_is_refused_by_name(shared: Served, api: str) -> None:
+    for body in (BODIES[api], {**BODIES[api], "client_metadata": {"a": "b"}}):
+        reply = ask(shared, api, body, temperatur=0)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "temperatur"), reply.text
+
+
+def test_streams_and_refusals_have_the_header_too(shared: Served) -> None:
+    assert ask(shared, "chat", BODIES["chat"], user="u", stream=True).headers[HEADER] == "user"
+    refused = ask(shared, "messages", BODIES["messages"], metadata={}, temperature=-1)
+    assert (refused.status_code, refused.headers[HEADER]) == (400, "metadata")
+    counted = shared.http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": SAID, "speed": "fast"})
+    assert (counted.status_code, counted.headers[HEADER]) == (200, "speed")
+
+
+def test_the_log_names_a_field_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "penstock.server"), serving() as served:
+        for _ in range(3):
+            ask(served, "chat", BODIES["chat"], user="u", verbosity="low")
+    said = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(said) == 2 and "user" in said[0] and "verbosity" in said[1]
+
+
+def test_values_that_json_has_and_the_table_has_not_are_no_defect(shared: Served) -> None:
+    for value in ("NaN", "1e999", "9" * 400, '"\\ud800"', '{"a": ' * 2000):
+        body = json.dumps({"model": MODEL, **BODIES["chat"]})[:-1] + f', "client_metadata": {{"a": {value}}}}}'
+        assert shared.http.post(PATHS["chat"], content=body.encode()).status_code in (200, 400)
+
+
+# ------------------------------------------------------------------------------------------------------------------ tools
+
+HOSTED = {
+    "chat": [{"type": "custom", "custom": {"name": "patch"}}],
+    "responses": [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "local_shell"},
+        {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
+        {"type": "mcp", "server_label": "x"},
+    ],
+    "messages": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, {"type": "bash_20250124", "name": "bash"}],
+}
+FORCING = {
+    "chat": {"type": "custom", "custom": {"name": "patch"}},
+    "responses": {"type": "web_search"},
+    "messages": {"type": "tool", "name": "web_search"},
+}
+
+
+@pytest.mark.parametrize("api", HOSTED)
+def test_tools_that_cannot_be_run_are_left_out_where_others_remain(shared: Served, api: str) -> None:
+    ask(shared, api, BODIES[api])
+    prompt = bytes(shared.engine.submitted[-1][0])
+    tools = [*HOSTED[api], *BODIES[api]["tools"]]
+    reply = ask(shared, api, BODIES[api], tools=tools)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers[HEADER] == ", ".join(f"tools[{tool['type']}]" for tool in HOSTED[api])
+    assert bytes(shared.engine.submitted[-1][0]) == prompt  # the model is told of the others
+
+
+@pytest.mark.parametrize("api", HOSTED)
+def test_tools_that_cannot_be_run_are_refused_alone_and_where_they_are_forced(shared: Served, api: str) -> None:
+    for tool in HOSTED[api]:
+        alone = ask(shared, api, BODIES[api], tools=[tool]).json()["error"]
+        assert alone["param"] == "tools[0].type" and "runs no tools itself" in alone["message"]
+    forced = ask(shared, api, BODIES[api], tools=[*HOSTED[api], *BODIES[api]["tools"]], tool_choice=FORCING[api]).json()["error"]
+    assert forced["param"] == "tool_choice" and "runs no tools itself" in forced["message"]
+    none = {"type": "none"} if api == "messages" else "none"
+    assert ask(shared, api, BODIES[api], tools=HOSTED[api], tool_choice=none).status_code == 200
+
+
+def test_servers_of_tools_are_left_out_where_other_tools_remain(shared: Served) -> None:
+    server = {"type": "url", "name": "x", "url": "http://127.0.0.1:1"}
+    assert ask(shared, "messages", BODIES["messages"], mcp_servers=[server]).headers[HEADER] == "mcp_servers"
+    assert ask(shared, "messages", {**BODIES["messages"], "tools": []}, mcp_servers=[]).status_code == 200
+    alone = ask(shared, "messages", {**BODIES["messages"], "tools": []}, mcp_servers=[server])
+    assert (alone.status_code, alone.json()["error"]["param"]) == (400, "mcp_servers")
+
+
+def test_functions_of_a_namespace_are_called_by_both_names_whole_and_streamed() -> None:
+    call = '<tool_call>\n{"name": "space__g", "arguments": {"a": 1}}\n</tool_call>'
+    with serving(saying(call, KNOWS_TOOLS)) as served:
+        body = {
+            **BODIES["responses"],
+            "max_output_tokens": 200,
+            "tools": [TOOL, {**SPACE, "tools": [*SPACE["tools"], HOSTED["responses"][2]]}],
+        }
+        reply = ask(served, "responses", body)
+        (item,) = [item for item in reply.json()["output"] if item["type"] == "function_call"]
+        assert (item["namespace"], item["name"], item["arguments"]) == ("space", "g", '{"a": 1}')
+        assert reply.headers[HEADER] == "tools[custom]"
+        assert "space__g" in bytes(served.engine.submitted[-1][0]).decode()
+        streamed = ask(served, "responses", body, stream=True).text
+        done = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: ")]
+        items = [event["item"] for event in done if event["type"] == "response.output_item.done"]
+        assert [(one["namespace"], one["name"]) for one in items if one["type"] == "function_call"] == [("space", "g")]
+        turns = [*body["input"], item, {"type": "function_call_output", "call_id": item["call_id"], "output": "7"}]
+        assert ask(served, "responses", body, input=turns).status_code == 200
+        assert bytes(served.engine.submitted[-1][0]).decode().count("space__g") >= 2  # as a tool, and as what was called
