@@ -68,7 +68,12 @@ UNUSED = {"stream_options", "user", "max_completion_tokens", "response_format", 
 UNUSED |= {"kv_residency", "kv_pin_spans", "snapshot"}
 UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # they replace what is sampled from
 UNUSED |= {"tools", "tool_choice", "parallel_tool_calls"}
-UNUSED |= {"logit_bias"}  # biases: tests/cpu/engine/execution/test_sampler.py
+UNUSED |= {"logit_bias", "min_tokens"}  # tests/cpu/engine/execution/test_sampler.py and test_min_tokens.py
+# What is shown, not what is sampled.
+UNUSED |= {"return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "include_stop_str_in_output"}
+# What stands in the prompt.
+UNUSED |= {"add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+UNUSED |= {"reasoning_effort", "thinking_token_budget"}
 
 
 @pytest.fixture(scope="module")
