@@ -262,8 +262,8 @@ class Scheduler:
 
     def _most_drafts(self, track: Track) -> int:
         """How many there is room for in what it was promised; where promises exceed memory, in what it has.
-        Nobody leaves for a draft. A request that is paged out or has a grammar decodes one token at a
-        time."""
+        No request is retracted for a draft. A request that is paged out or has a grammar decodes one token at
+        a time."""
         sampling = track.request.sampling
         if track.num_left != 1 or track.is_deep or sampling.grammar is not None or track.num_planned < track.num_cached:
             return 0
