@@ -30,7 +30,8 @@ def num_started_together(server: Tiered, path: str, body: dict[str, Any]) -> int
     started, over = [threading.Event() for _ in range(NUM_CHATS)], threading.Event()
 
     def read(own: threading.Event) -> None:
-        with server.http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as reply:
+        asked = {"model": MODEL, "stream": True, "temperature": 0, **body}
+        with server.http.stream("POST", path, json=asked) as reply:
             for line in reply.iter_lines():
                 if says_something(line):
                     own.set()
