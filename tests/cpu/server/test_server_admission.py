@@ -33,7 +33,7 @@ def num_started_together(server: Tiered, path: str, body: dict[str, Any]) -> int
         asked = {"model": MODEL, "stream": True, "temperature": 0, **body}
         with server.http.stream("POST", path, json=asked) as reply:
             for line in reply.iter_lines():
-                if says_something(line):
+                if says_something(line) and not over.is_set():
                     own.set()
                 if over.is_set() or all(one.is_set() for one in started):
                     return  # it hangs up, and its request is cancelled
