@@ -104,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     engine = build(config_of(args))
     engine.warm()
-    measure(engine, "warm-up", argparse.Namespace(**{**vars(args), "chats": 1}), is_open=False)
+    measure(engine, "warm-up", argparse.Namespace(**{**vars(args), "chats": 2}), is_open=False)
     ways: dict[str, list[dict[str, Any]]] = {"exact": [], "open": []}
     for number in range(args.rounds):
         for way, taken in ways.items():

@@ -30,9 +30,10 @@ def num_started_together(server: Tiered, path: str, body: dict[str, Any]) -> int
     started, over = [threading.Event() for _ in range(NUM_CHATS)], threading.Event()
 
     def read(own: threading.Event) -> None:
-        with server.http.stream("POST", path, json={"model": MODEL, "stream": True, **body}) as reply:
+        asked = {"model": MODEL, "stream": True, "temperature": 0, **body}
+        with server.http.stream("POST", path, json=asked) as reply:
             for line in reply.iter_lines():
-                if says_something(line):
+                if says_something(line) and not over.is_set():
                     own.set()
                 if over.is_set() or all(one.is_set() for one in started):
                     return  # it hangs up, and its request is cancelled

@@ -15,7 +15,7 @@ from penstock.contract import FinishReason, Request
 # a higher one memory stays unused. Where a request that does not fit cannot be saved to host memory, it would
 # be computed again.
 SAVED_QUANTILE = 0.7
-LOST_QUANTILE = 0.9
+LOST_QUANTILE = 0.8
 # Before anything was seen: seven in ten answers have up to 384 tokens. The lengths leave one by one as
 # answers end.
 PRIOR = (32, 64, 96, 128, 192, 256, 384, 512, 512, 1024)

@@ -29,9 +29,9 @@ class Running:
     always draw that. What its prompt needs is drawn then: room was made for it a moment ago, and later others
     may have come to be forgotten first. The rest stays in use as a cache until it is drawn.
 
-    A request that outlives its promise gets more where nothing is promised to others. Where there is no such
-    room, one of those that have outlived theirs leaves. It comes back when twice what it has written is
-    promised to it: so nobody leaves more often than its answer can double.
+    A request that outlives its promise gets more where there are blocks that are promised to no other. Where
+    there are none, a request that has outlived its promise is retracted. It comes back when twice what it has
+    written can be promised to it. So a request is retracted no more often than its answer can double.
     """
 
     def __init__(self, ledger: KvLedger, budget: Budget, lengths: Lengths) -> None:
@@ -267,8 +267,8 @@ class Running:
             self._ledger.free_up(num_blocks)
 
     def next_to_leave(self, track: Track) -> Track:
-        """The youngest of the lowest priority, of those that have outlived what they were promised; where
-        promises exceed memory, of all."""
+        """`track` needs a block, and there is none. The youngest request of the lowest priority leaves, among
+        those that have outlived their promises; where promises exceed memory, among all."""
         if self._budget.overcommit > 1.0:
             leaving = list(self.tracks.values())
         else:

@@ -83,7 +83,7 @@ class Track:
     resident: ResidentSet | None = None  # of a scored request that has a table
     continues: tuple[KeptContext, int] | None = None  # what an earlier turn has left, and of how many blocks: matched last
     promised: int = 0  # blocks that its table may have, while it has one and is not deep
-    assured: int = 0  # of these, so many were promised when it was admitted: nobody takes them from it
+    assured: int = 0  # of these, so many were promised when it was admitted: no other request gets them
     num_lent: int = 0  # blocks that it has paged out and others still have on the device: so many fewer it may have there
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1

@@ -59,7 +59,7 @@ def test_old_answers_are_forgotten() -> None:
     assert written.expected(a_request(), 0) == 100
 
 
-def test_routes_that_nobody_uses_are_forgotten() -> None:
+def test_the_routes_used_longest_ago_are_forgotten() -> None:
     written = Written()
     for number in range(1000):
         written.saw(a_request(f"route {number}"), 100, FinishReason.STOP)
@@ -84,7 +84,7 @@ def test_each_expectation_is_above_what_is_written_until_all_is() -> None:
 
 def test_what_was_cut_off_counts_only_where_it_is_longer_than_expected() -> None:
     short = after(*[16] * 256, finish=FinishReason.LENGTH, max_tokens=16)
-    assert short.expected(a_request(), 0) == 384, "nobody knows how long these would have been"
+    assert short.expected(a_request(), 0) == 384, "how long they would have been is not known"
     assert after(*[4000] * 256, finish=FinishReason.LENGTH, max_tokens=4000).expected(a_request(), 0) == 4000
 
 

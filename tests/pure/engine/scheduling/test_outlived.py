@@ -104,8 +104,8 @@ def test_one_that_was_pushed_out_comes_back_when_there_is_room_for_twice_what_it
 @pytest.mark.parametrize("num_host", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("seed", range(12))
 def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed: int, num_host: int) -> None:
-    """All write to the end of the context, and the estimate is always wrong. So nobody is pushed out often,
-    and all end."""
+    """All write to the end of the context, and the estimate is always wrong. So no request is retracted
+    often, and all end."""
     r = random.Random(seed)
     num_slots = r.randint(6, 2 * NUM_SLOTS)
     world = a_world(r.choice((1, 2, 5)), num_slots, num_host, max_batch=r.choice((4, 8, 16)))
@@ -130,7 +130,7 @@ def test_what_a_request_has_written_doubles_from_one_retraction_to_the_next(seed
 
 @pytest.mark.parametrize("num_host", HOSTS.values(), ids=HOSTS)
 def test_one_that_was_pushed_out_is_not_starved_by_those_that_keep_coming(num_host: int) -> None:
-    """Somebody else comes whenever somebody has ended; all of them write far more than was expected."""
+    """Another request comes whenever one has ended; all write far more than was expected."""
     world = a_world(num_slots=10, num_host=num_host)
     first = ask(world, A[:4], 36)
     num_turns = 0
