@@ -155,7 +155,7 @@ class Engine:
         own_id = request_id or uuid.uuid4().hex
         part, choice = None, self._parts.residency
         if choice.scored or residency is not None or pins is not None:
-            part = choice.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
+            part = choice.for_request(residency, pins, len(tokens), max(0, sampling.max_tokens - 1))
         request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, priority, session, part)
         listener = self._sessions.follow(request, cache_salt, hint, listener)
         with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted

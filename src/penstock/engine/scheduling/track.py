@@ -76,6 +76,7 @@ class Track:
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
+    is_partial: bool = False  # some of its tokens attend to a part of their context, or to KV that was computed so
     unit: int = 1  # its first blocks are paged out in multiples of so many: a scored request's in whole parts
     resident: ResidentSet | None = None  # of a scored request that has a table
     continues: tuple[KeptContext, int] | None = None  # what an earlier turn has left, and of how many blocks: matched last
