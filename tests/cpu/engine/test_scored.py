@@ -553,7 +553,7 @@ def in_session(engine: Engine, prompt: list[int], release: bool = False) -> Coll
 
 
 def test_a_released_session_leaves_nothing_of_answers_that_it_did_not_go_on_from(make_engine: Make, prompts: Prompts) -> None:
-    """A client sends back less than it was given, or other text, or asks again: what such a turn has kept hangs on blocks of the session."""
+    """A client sends back less than it was given, or other text, or asks again."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
     for _ in range(2):
         answer = in_session(engine, prompt)

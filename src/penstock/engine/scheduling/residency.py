@@ -296,7 +296,7 @@ class ResidentSet:
         memory, as it does now and then to see how much was left out. Raises InvariantBroken where its tokens would not see what every step
         shows."""
         if table.num_paged % self.division.part_blocks:
-            raise InvariantBroken(f"{table.num_paged} blocks of a scored request are paged out: no whole parts of {self.division.part_blocks}")
+            raise InvariantBroken(f"{table.num_paged} blocks of a scored request are paged out, which are no whole parts")
         tail, self._is_filling = table.slots(end), False
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None

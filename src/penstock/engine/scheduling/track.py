@@ -66,7 +66,7 @@ class Track:
     rank: float = 0.0  # its place in line, which knows what it means,
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
-    origins: dict[int, str] = field(default_factory=dict)  # by number of a block that was read so, in any of its lives: the tier that had it
+    origins: dict[int, str] = field(default_factory=dict)  # tiers that had the blocks which were read so, by number
     may_prefetch: bool = True  # nobody has looked yet whether something should be
     num_read: int = 0  # blocks that host memory had of a deep request when it was looked at last
     ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,

@@ -139,7 +139,7 @@ def test_a_part_that_did_not_arrive_is_not_used_and_is_wanted_again() -> None:
 
 @pytest.mark.parametrize("num_tail", [0, 1, 5, 27, 28])
 def test_as_long_as_the_blocks_at_its_end_do_not_fill_the_window_those_before_them_do(num_tail: int) -> None:
-    """Whether they were computed, or found in host memory. Pinned parts leave the window its room."""
+    """Holds invariant 29: whether they were computed, or found in host memory. Pinned parts leave the window its room."""
     division = Division.of(120, 16)
     pins = ((0, 64 * (division.chosen - 1)),)
     start = 16 * (368 + num_tail) - 1
