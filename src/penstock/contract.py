@@ -451,7 +451,7 @@ class TokenEvent(NamedTuple):
     failure: PenstockError | None = None  # what the error is, where no step has failed: the request was refused, or its engine is gone
     drafted: int = 0  # drafts that the step verified for it
     accepted: int = 0  # and those of them that were kept
-    scored: bool = False  # on the first event: its tokens behind the first attend to a part of its context
+    scored: bool = False  # on the first event: some of its tokens attend to a part of its context, or to KV that was computed so
 
 
 Listener = Callable[[TokenEvent], None]

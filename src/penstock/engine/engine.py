@@ -163,7 +163,7 @@ class Engine:
         own_id = request_id or uuid.uuid4().hex
         part, choice = None, self._parts.residency
         if choice.scored or residency is not None or pins is not None:
-            part = choice.for_request(residency, pins, len(tokens) + max(0, sampling.max_tokens - 1))
+            part = choice.for_request(residency, pins, len(tokens), max(0, sampling.max_tokens - 1))
         about = priority, session, part, route
         request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, *about)
         listener = self._sessions.follow(request, cache_salt, hint, listener)

@@ -158,8 +158,7 @@ class RemoteEngine:
         """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
         self._check_alive()
         _, known = self._limits.checked(prompt, sampling)
-        num_tokens = len(known) + max(0, sampling.max_tokens - 1)
-        self._residency.for_request(options.get("residency"), options.get("pins"), num_tokens)
+        self._residency.for_request(options.get("residency"), options.get("pins"), len(known), max(0, sampling.max_tokens - 1))
         number = self.next_number()
         request_id = request_id or f"request-{number}"
         self._asked[number] = _Asked(request_id, listener)

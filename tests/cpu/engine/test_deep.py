@@ -271,6 +271,7 @@ def test_under_retraction_it_gives_the_same(make_engine: Make, prompts: Prompts)
 
 
 def test_after_a_restart_it_goes_on_from_disk(make_engine: Make, prompts: Prompts, tmp_path: Any) -> None:
+    """Holds invariant 28: what was read for it counts for the disk."""
     prompt = prompts(LONG)
     disk = {"ssd_dir": str(tmp_path), "ssd_gib": 0.05}
     first = deep_engine(make_engine, 256, **disk)

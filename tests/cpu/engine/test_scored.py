@@ -519,6 +519,30 @@ def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: 
     assert generate(engine, prompt[:1500], max_tokens=2).source.host == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 2])
+def test_a_next_turn_says_that_it_is_scored_however_short_its_answer(max_tokens: int, make_engine: Make, prompts: Prompts) -> None:
+    """Its prompt was computed over a part of the context. The first token of a first turn attends to all, and so does the prompt."""
+    engine, prompt = scored_engine(make_engine), prompts(1024)
+    first = generate(engine, prompt, max_tokens=1)
+    assert not first.events[0].scored
+    answer = generate(engine, prompt, max_tokens=100)
+    settle_all(engine)
+    longer = [*prompt, *answer.tokens, *prompts(40, seed=5)]
+    going_on = generate(engine, longer, max_tokens=max_tokens)
+    assert going_on.source is not None and going_on.source.host > 1024 and going_on.events[0].scored
+
+
+def test_one_that_is_retracted_before_its_first_token_is_told_says_that_it_is_scored(make_engine: Make, prompts: Prompts) -> None:
+    engine = scored_engine(make_engine)
+    deep = submit(engine, prompts(LONG), max_tokens=20)
+    scheduler = engine._parts.scheduler
+    run_until(engine, lambda: any(track.num_in_flight for track in scheduler._running.tracks.values()))
+    assert not deep.tokens
+    scheduler._retract(scheduler._running.tracks[deep.request_id])
+    run_all(engine)
+    assert len(deep.tokens) == 20 and deep.events[0].scored
+
+
 def in_session(engine: Engine, prompt: list[int], release: bool = False) -> Collected:
     answer = Collected()
     params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
@@ -529,7 +553,7 @@ def in_session(engine: Engine, prompt: list[int], release: bool = False) -> Coll
 
 
 def test_a_released_session_leaves_nothing_of_answers_that_it_did_not_go_on_from(make_engine: Make, prompts: Prompts) -> None:
-    """A client sends back less than it was given, or other text, or asks again: what such a turn has kept hangs on blocks of the session."""
+    """A client sends back less than it was given, or other text, or asks again."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
     for _ in range(2):
         answer = in_session(engine, prompt)

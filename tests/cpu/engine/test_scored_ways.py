@@ -1,5 +1,8 @@
 """Every way into a scored request: whatever it finds of its prompt, and wherever, its tokens see what they see when all is computed. All of
-it runs under the sanitizer."""
+it runs under the sanitizer.
+
+Holds invariant 28: sources are the tiers of each way. Holds invariant 29: what every step shows is enough at once.
+"""
 
 from __future__ import annotations
 

@@ -56,6 +56,8 @@ def test_an_answer_says_that_it_is_scored() -> None:
         fields = {"ignore_eos": True, "kv_residency": "scored"}
         _, scored = server.ask(LONG, max_tokens=40, extra_body=fields)
         assert scored["kv_residency"] == "scored"
+        _, short = server.ask(LONG, max_tokens=1, extra_body=fields)  # it goes on from what the one before has left
+        assert short["kv_residency"] == "scored"
         _, fits = server.ask(LONG[:100], max_tokens=40, extra_body=fields)
         assert "kv_residency" not in fits, "it has all of its context"
         figures = server.scrape()
@@ -69,6 +71,9 @@ def check_refusals(server: Tiered) -> None:
     for fields, said in (
         ({"kv_pin_spans": [[0, 5]]}, "kv_residency scored"),
         ({"kv_residency": "scored", "kv_pin_spans": [[0, 800]]}, "one has to be free"),
+        ({"kv_residency": "scored", "kv_pin_spans": [[890, 901]]}, "tokens 890 to 900 cannot be pinned: the prompt has 900"),
+        ({"kv_residency": "scored", "kv_pin_spans": [[5000, 6000]]}, "the prompt has 900"),
+        ({"kv_residency": "scored", "kv_pin_spans": [[0, 9]], "prompt": LONG[:8]}, "the prompt has 8"),
     ):
         reply = server.http.post("/v1/completions", json={**body, **fields})
         assert reply.status_code == 400 and said in error_of(reply)["message"]

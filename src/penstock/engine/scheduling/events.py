@@ -66,7 +66,7 @@ class Events:
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
         prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
         event = TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source)
-        if source is not None and track.resident is not None and sampling.max_tokens > 1:
+        if source is not None and track.is_partial:
             event = event._replace(scored=True)
         if not num_drafts:
             return event
@@ -78,7 +78,8 @@ class Events:
     def of_end(self, track: Track, finish: FinishReason) -> TokenEvent:
         """It ends without a token: it wanted none, or somebody or something else has ended it."""
         prompt_logprobs, source = (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
-        return TokenEvent(track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source)
+        scored = source is not None and track.is_partial
+        return TokenEvent(track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source, scored=scored)
 
     def of_failure(self, track: Track, error: StepFailure) -> TokenEvent:
         return self.of_end(track, FinishReason.ERROR)._replace(error=str(error))

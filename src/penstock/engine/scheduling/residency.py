@@ -113,13 +113,20 @@ class ResidencyChoice:
                 refusal = str(error)
         return cls(deep_blocks, kv.block_tokens, scored, kv.pin_spans, division, refusal)
 
-    def for_request(self, asked: ResidencyName | None, pins: Sequence[tuple[int, int]] | None, num_tokens: int) -> Residency | None:
-        """For one that may have `num_tokens` in all; None where it attends to all. Raises InvalidRequest for what cannot be."""
+    def for_request(
+        self, asked: ResidencyName | None, pins: Sequence[tuple[int, int]] | None, num_prompt: int, num_more: int
+    ) -> Residency | None:
+        """For one whose prompt has `num_prompt` tokens, and that may have `num_more` behind it; None where it attends to all. Raises
+        InvalidRequest for what cannot be. Pins of its own lie in its prompt; those by default are for every length, and end with it."""
+        num_tokens = num_prompt + num_more
         if wrong := wrong_spans(pins or ()):
             raise InvalidRequest(wrong, "kv_pin_spans")
         scored = self.scored if asked is None else asked == "scored"
         if pins is not None and not scored:
             raise InvalidRequest("kv_pin_spans are for requests with kv_residency scored", "kv_pin_spans")
+        if beyond := next((span for span in pins or () if span[1] > num_prompt), None):
+            what = f"kv_pin_spans: tokens {beyond[0]} to {beyond[1] - 1} cannot be pinned"
+            raise InvalidRequest(f"{what}: the prompt has {num_prompt}, numbered from 0", "kv_pin_spans")
         if not scored or not 0 < self.deep_blocks < -(-num_tokens // self.block_tokens):
             return None
         if self.division is None:
@@ -289,9 +296,7 @@ class ResidentSet:
         memory, as it does now and then to see how much was left out. Raises InvariantBroken where its tokens would not see what every step
         shows."""
         if table.num_paged % self.division.part_blocks:
-            raise InvariantBroken(
-                f"{table.num_paged} blocks of a scored request are paged out: no whole parts of {self.division.part_blocks}"
-            )
+            raise InvariantBroken(f"{table.num_paged} blocks of a scored request are paged out, which are no whole parts")
         tail, self._is_filling = table.slots(end), False
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None

@@ -156,6 +156,7 @@ class Running:
 
     def _choose_residents(self, track: Track, division: Division, asked: Residency) -> None:
         self.num_scored += 1
+        track.is_partial |= track.continues is not None or track.request.sampling.max_tokens > 1  # the first token alone attends to all
         if track.continues is not None:
             self.kept.use(track.continues[0])
         track.resident = ResidentSet(division, asked.pins, len(track.tokens), track.lifetime_tokens, track.continues)

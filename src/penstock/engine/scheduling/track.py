@@ -67,9 +67,7 @@ class Track:
     rank: float = 0.0  # its place in line, which knows what it means,
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
-    origins: dict[int, str] = field(
-        default_factory=dict
-    )  # by number of a block that was read so, in any of its lives: the tier that had it
+    origins: dict[int, str] = field(default_factory=dict)  # tiers that had the blocks which were read so, by number
     may_prefetch: bool = True  # nobody has looked yet whether something should be
     num_read: int = 0  # blocks that host memory had of a deep request when it was looked at last
     ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,
@@ -79,6 +77,7 @@ class Track:
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
+    is_partial: bool = False  # some of its tokens attend to a part of their context, or to KV that was computed so
     unit: int = 1  # its first blocks are paged out in multiples of so many: a scored request's in whole parts
     resident: ResidentSet | None = None  # of a scored request that has a table
     continues: tuple[KeptContext, int] | None = None  # what an earlier turn has left, and of how many blocks: matched last

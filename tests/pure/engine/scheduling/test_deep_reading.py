@@ -42,6 +42,7 @@ def leading_in_host(world: World) -> int:
 
 @pytest.mark.parametrize("num_near", [0, 1, 5, NUM_BLOCKS - 1])
 def test_what_is_on_disk_behind_what_host_memory_has_is_waited_for(num_near: int) -> None:
+    """Holds invariant 28: each block counts for where it was."""
     world = on_disk()
     if num_near:
         world.submit(LONG[: num_near * BLOCK + 1], 1, ignore_eos=True)

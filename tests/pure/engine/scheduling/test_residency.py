@@ -139,7 +139,7 @@ def test_a_part_that_did_not_arrive_is_not_used_and_is_wanted_again() -> None:
 
 @pytest.mark.parametrize("num_tail", [0, 1, 5, 27, 28])
 def test_as_long_as_the_blocks_at_its_end_do_not_fill_the_window_those_before_them_do(num_tail: int) -> None:
-    """Whether they were computed, or found in host memory. Pinned parts leave the window its room."""
+    """Holds invariant 29: whether they were computed, or found in host memory. Pinned parts leave the window its room."""
     division = Division.of(120, 16)
     pins = ((0, 64 * (division.chosen - 1)),)
     start = 16 * (368 + num_tail) - 1
@@ -406,25 +406,36 @@ def choice(kv: KvConfig = SERVERS, deep_blocks: int = 100, resident_blocks: int 
     return ResidencyChoice.of(deep_blocks, resident_blocks, kv)
 
 
+def test_a_span_beyond_the_prompt_is_refused_and_one_of_the_servers_ends_with_the_sequence() -> None:
+    """A request knows its prompt, also where it fits on the device; a server does not."""
+    for num_prompt, num_more in ((1000, 1000), (1000, 1), (99, 0)):
+        for span in ((num_prompt - 5, num_prompt + 1), (num_prompt, num_prompt + 64), (10**6, 10**7)):
+            with pytest.raises(InvalidRequest, match=f"tokens {span[0]} to {span[1] - 1} cannot be pinned: the prompt has {num_prompt},"):
+                choice().for_request("scored", [(0, 5), span], num_prompt, num_more)
+    assert choice().for_request("scored", [(995, 1000)], 1000, 1000) == Residency(((995, 1000),))
+    beyond = choice(KvConfig(residency="scored", pin_spans=((10**6, 10**6 + 64),)))
+    assert beyond.for_request(None, None, 1000, 1000) is not None
+
+
 def test_a_request_says_otherwise_than_the_server() -> None:
     given, exact, deep = choice(), choice(KvConfig()), 16 * 100 + 1
-    assert given.for_request(None, None, deep) == given.for_request("scored", None, deep) == Residency(SERVERS.pin_spans)
-    assert given.for_request(None, (), deep) == given.for_request("scored", [], deep) == Residency(()), "it wants none pinned"
-    assert given.for_request(None, [(5, 9)], deep) == Residency(((5, 9),))
-    assert given.for_request("exact", None, deep) is None
-    assert exact.for_request(None, None, deep) is None and exact.for_request("scored", None, deep) == Residency(())
+    assert given.for_request(None, None, deep, 0) == given.for_request("scored", None, deep, 0) == Residency(SERVERS.pin_spans)
+    assert given.for_request(None, (), deep, 0) == given.for_request("scored", [], deep, 0) == Residency(()), "it wants none pinned"
+    assert given.for_request(None, [(5, 9)], deep, 0) == Residency(((5, 9),))
+    assert given.for_request("exact", None, deep, 0) is None
+    assert exact.for_request(None, None, deep, 0) is None and exact.for_request("scored", None, deep, 0) == Residency(())
     for which, asked in ((given, "exact"), (exact, None)):
         with pytest.raises(InvalidRequest, match="are for requests with kv_residency scored"):
-            which.for_request(asked, (), deep)  # type: ignore[arg-type]
+            which.for_request(asked, (), deep, 0)  # type: ignore[arg-type]
 
 
 def test_only_what_does_not_fit_is_scored() -> None:
     given = choice()
-    assert given.for_request("scored", None, 16 * 100) is None and given.for_request("scored", None, 16 * 100 + 1) is not None
-    assert choice(deep_blocks=0).for_request("scored", [(0, 5)], 10**6) is None, "everything fits"
+    assert given.for_request("scored", None, 16 * 100, 0) is None and given.for_request("scored", None, 16 * 100 + 1, 0) is not None
+    assert choice(deep_blocks=0).for_request("scored", [(0, 5)], 10**6, 0) is None, "everything fits"
     for num_tokens in (1, 10**6):
         with pytest.raises(InvalidRequest, match="pairs of a first token"):
-            given.for_request("scored", [(9, 9)], num_tokens)
+            given.for_request("scored", [(9, 9)], num_tokens, 0)
 
 
 def test_what_cannot_be_is_refused_at_the_start_where_it_is_the_default_and_by_request_where_not() -> None:
@@ -433,11 +444,11 @@ def test_what_cannot_be_is_refused_at_the_start_where_it_is_the_default_and_by_r
     with pytest.raises(ConfigError, match=r"kv_pin_spans take .* one has to be free"):
         choice(KvConfig(residency="scored", pin_spans=((0, 64 * 25),)))
     without = choice(KvConfig(), resident_blocks=20)
-    assert without.for_request(None, None, 10**6) is None and without.for_request("scored", None, 1600) is None
+    assert without.for_request(None, None, 10**6, 0) is None and without.for_request("scored", None, 1600, 0) is None
     with pytest.raises(InvalidRequest, match=r"not possible here: .* raise --kv-resident-tokens"):
-        without.for_request("scored", None, 1601)
+        without.for_request("scored", None, 1601, 0)
     with pytest.raises(InvalidRequest, match="take 25 parts of 64 tokens, the first included, and 18 can be pinned: one has to be free"):
-        choice().for_request("scored", [(64, 64 * 25)], 10**6)
+        choice().for_request("scored", [(64, 64 * 25)], 10**6, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------------------ how often
