@@ -90,6 +90,7 @@ class Others:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._busy_s, self._own_s, self._clock = busy_s, own_s, clock
+        self._last: tuple[float, float] | None = None  # when, and CPU time of others until then
         self.look()
 
     @property
@@ -99,7 +100,7 @@ class Others:
 
     def look(self) -> float:
         """Cores that others have used since the last look, on average; 0 where nothing is known."""
-        before = getattr(self, "_last", None)
+        before = self._last
         self._at_s, busy_s = self._clock(), self._busy_s()
         self._last = None if busy_s is None else (self._at_s, busy_s - self._own_s())
         if before is None or self._last is None or self._last[0] <= before[0]:
