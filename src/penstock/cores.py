@@ -13,7 +13,7 @@ THREADS = "OMP_NUM_THREADS"  # what a user sets counts, and is never changed
 _ROOT = Path("/")
 
 
-class Allowed(NamedTuple):
+class AllowedCores(NamedTuple):
     """The cores that this process may use."""
 
     cores: frozenset[int]
@@ -29,10 +29,10 @@ class Allowed(NamedTuple):
         return cores if self.quota is None else f"{cores}, a quota of {self.quota:g}"
 
 
-def allowed_cores(root: Path = _ROOT) -> Allowed:
+def allowed_cores(root: Path = _ROOT) -> AllowedCores:
     """By affinity and by the quotas of control groups, version 1 or 2."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Allowed(frozenset(cores), min(_quotas(root), default=None))
+    return AllowedCores(frozenset(cores), min(_quotas(root), default=None))
 
 
 def _quotas(root: Path) -> Iterator[float]:
@@ -90,6 +90,7 @@ class Others:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._busy_s, self._own_s, self._clock = busy_s, own_s, clock
+        self._last: tuple[float, float] | None = None  # when, and CPU time of others until then
         self.look()
 
     @property
@@ -99,7 +100,7 @@ class Others:
 
     def look(self) -> float:
         """Cores that others have used since the last look, on average; 0 where nothing is known."""
-        before = getattr(self, "_last", None)
+        before = self._last
         self._at_s, busy_s = self._clock(), self._busy_s()
         self._last = None if busy_s is None else (self._at_s, busy_s - self._own_s())
         if before is None or self._last is None or self._last[0] <= before[0]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cores import Allowed, Others, ThreadsByLoad, allowed_cores, busy_seconds, threads_beside
+from penstock.cores import AllowedCores, Others, ThreadsByLoad, allowed_cores, busy_seconds, threads_beside
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -64,8 +64,8 @@ def test_quotas_of_all_groups_above_the_process_count(tmp_path: Path, files: Map
 
 def test_a_quota_allows_whole_cores_and_at_least_one() -> None:
     four = frozenset(range(4))
-    assert [Allowed(four, quota).num for quota in (None, 0.2, 1.0, 2.9, 64.0)] == [4, 1, 1, 2, 4]
-    assert str(Allowed(four, None)) == "4 cores" and str(Allowed(four, 2.5)) == "4 cores, a quota of 2.5"
+    assert [AllowedCores(four, quota).num for quota in (None, 0.2, 1.0, 2.9, 64.0)] == [4, 1, 1, 2, 4]
+    assert str(AllowedCores(four, None)) == "4 cores" and str(AllowedCores(four, 2.5)) == "4 cores, a quota of 2.5"
 
 
 def test_only_the_cores_of_the_process_are_looked_at(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ def chosen_forms(
     forms = fastest_forms(config, progress) if weights == "auto" else pinned_forms(weights, in_4_bits)
     if forms is not None:
         forms = forms.of(in_4_bits)
+    if forms == Forms(torch.float32):  # 4 bits would have been faster, and the file has none
+        forms = None
     return (forms or Forms(torch.float32)).made_steady() if deterministic else forms
 
 

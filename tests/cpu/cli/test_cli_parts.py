@@ -204,7 +204,7 @@ def test_a_machine_with_a_gpu_is_asked_for_its_kernels(monkeypatch: pytest.Monke
         assert doctor._triton().status is status
     monkeypatch.setattr(doctor, "_tiny_generation", lambda device: doctor.Check("generation", doctor.Status.OK, device))
     names = [check.name for check in doctor._checks(config)]
-    assert names[:4] == ["python", "torch", "device", "triton"] and names[-1] == "generation"
+    assert names[:5] == ["python", "torch", "threads", "device", "triton"] and names[-1] == "generation"
     monkeypatch.setattr(doctor, "device_of", lambda config: "cpu")
     assert "triton" not in [check.name for check in doctor._checks(config)]
 

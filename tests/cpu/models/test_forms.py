@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.config import ModelSource, WeightsName
-from penstock.cores import Allowed
+from penstock.cores import AllowedCores
 from penstock.errors import ConfigError
 from penstock.models import form_choice, gguf_file
 from penstock.models.decoder import Decoder
@@ -429,7 +429,7 @@ def test_what_was_measured_on_crowded_cores_is_measured_again_when_they_are_free
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: float, now: float, again: bool
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    monkeypatch.setattr(form_choice, "allowed_cores", lambda: Allowed(frozenset(range(64)), None))
+    monkeypatch.setattr(form_choice, "allowed_cores", lambda: AllowedCores(frozenset(range(64)), None))
     place = dict(zip(("cpu", "torch", "threads", "shape"), form_choice._place(TINY), strict=True))
     found = [dataclasses.replace(measured({1: 1.0}), others=then, **place), dataclasses.replace(measured({}), others=0.0, **place)]
     monkeypatch.setattr(form_choice, "measure", lambda *_: found.pop(0))

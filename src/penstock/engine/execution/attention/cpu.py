@@ -32,7 +32,7 @@ SCORE_ALIGN = 256  # MKL multiplies 4 rows and more several times faster into a 
 INT32_ROWS = 1 << 31  # an arena of at most so many rows has indices of half the width, which saves a third of the time that values take
 
 
-class Span(NamedTuple):
+class ChunkSpan(NamedTuple):
     """One chunk as host numbers."""
 
     q_begin: int
@@ -41,13 +41,13 @@ class Span(NamedTuple):
     table: Tensor  # int64 slots, exactly those that hold them
     skipped: int = 0  # tokens of the first slot that none of its own sees
 
-    def within(self, window: int, block_tokens: int) -> Span:
+    def within(self, window: int, block_tokens: int) -> ChunkSpan:
         """Without what none of its tokens sees."""
         first = self.kv_len - self.q_len + 1 - window
         if not window or first <= 0:
             return self
         num_blocks, skipped = divmod(first, block_tokens)
-        return Span(self.q_begin, self.q_len, self.kv_len - first, self.table[num_blocks:], skipped)
+        return ChunkSpan(self.q_begin, self.q_len, self.kv_len - first, self.table[num_blocks:], skipped)
 
 
 class _Layer(NamedTuple):
@@ -126,7 +126,7 @@ class _Plan(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class PreparedStep:
     """What depends on the step alone and serves all its layers."""
 
     inputs: StepInputs
@@ -148,24 +148,24 @@ class Preparation:
         self._workspace = arena.new_empty(0)
         self._has_windows = any(sizes.windows)
 
-    def step(self, inputs: StepInputs) -> Step:
+    def step(self, inputs: StepInputs) -> PreparedStep:
         num_tokens = len(inputs.positions)
         is_single = num_tokens == 1 and self._dtype == torch.float32
         spans = list(self.spans(inputs))
         tokens = self._single(inputs) if is_single else self._several(inputs)
         if not self._has_windows:
-            return Step(inputs, tokens, [self._plan(spans, 0, num_tokens)] * self._sizes.num_layers)
+            return PreparedStep(inputs, tokens, [self._plan(spans, 0, num_tokens)] * self._sizes.num_layers)
         longest = max((span.kv_len for span in spans), default=0)
         # A window that leaves nothing out is none: such layers share a plan with those that see all.
         windows = [window if window < longest else 0 for window in self._sizes.windows]
         plans = {window: self._plan(spans, window, num_tokens) for window in dict.fromkeys(windows)}
-        return Step(inputs, tokens, [plans[window] for window in windows])
+        return PreparedStep(inputs, tokens, [plans[window] for window in windows])
 
-    def _plan(self, spans: list[Span], window: int, num_tokens: int) -> _Plan:
-        alone: list[Span] = []
-        batched: list[Span] = []
+    def _plan(self, spans: list[ChunkSpan], window: int, num_tokens: int) -> _Plan:
+        alone: list[ChunkSpan] = []
+        batched: list[ChunkSpan] = []
         long: list[_Long] = []
-        bands: list[Span] = []
+        bands: list[ChunkSpan] = []
         for span in spans:
             if span.q_len <= SHORT_TOKENS:
                 seen = span.within(window, self._sizes.block_tokens)
@@ -194,7 +194,7 @@ class Preparation:
         key_rows = at // size * self._rows_per_slot + at % size
         return _Several(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size)
 
-    def spans(self, inputs: StepInputs) -> Iterator[Span]:
+    def spans(self, inputs: StepInputs) -> Iterator[ChunkSpan]:
         q_starts, kv_lens, table_starts = inputs.q_starts.tolist(), inputs.kv_lens.tolist(), inputs.table_starts.tolist()
         tables = inputs.tables.long()
         first = 0
@@ -208,17 +208,17 @@ class Preparation:
             table = tables[table_starts[chunk] :][: self._sizes.num_blocks(kv_len)]
             if table.numel() < self._sizes.num_blocks(kv_len) or kv_len < q_len:
                 raise InvariantBroken(f"chunk {chunk}: {q_len} of {kv_len} tokens over a table of {table.numel()} blocks")
-            yield Span(q_begin, q_len, kv_len, table)
+            yield ChunkSpan(q_begin, q_len, kv_len, table)
 
-    def _is_lone(self, span: Span, num_tokens: int) -> bool:
+    def _is_lone(self, span: ChunkSpan, num_tokens: int) -> bool:
         """bfloat16 would round the scores before they are compared; the fused kernel keeps them in float32."""
         is_worth_it = span.q_len == 1 and (num_tokens == 1 or span.kv_len >= LONE_TOKENS)
         return is_worth_it and self._sizes.group <= LONE_GROUP and self._dtype == torch.float32
 
-    def _grouped(self, spans: list[Span]) -> Iterator[list[Span]]:
+    def _grouped(self, spans: list[ChunkSpan]) -> Iterator[list[ChunkSpan]]:
         """Chunks that share a call: equal q_len, lengths close enough that padding is cheaper than another call."""
         token_bytes = 2 * self._token_width * self._dtype.itemsize
-        group: list[Span] = []
+        group: list[ChunkSpan] = []
         for span in sorted(spans, key=lambda s: (s.q_len, -s.kv_len)):
             if group:
                 longest = group[0].kv_len
@@ -231,12 +231,12 @@ class Preparation:
         if group:
             yield group
 
-    def key_rows(self, span: Span) -> Tensor:
+    def key_rows(self, span: ChunkSpan) -> Tensor:
         """[kv_len] rows of the arena at layer 0 that hold the keys; the values follow a block's tokens later."""
         within = torch.arange(self._sizes.block_tokens)
         return (span.table[:, None] * self._rows_per_slot + within).flatten()[span.skipped : span.skipped + span.kv_len]
 
-    def _lone(self, span: Span) -> _Lone:
+    def _lone(self, span: ChunkSpan) -> _Lone:
         sizes = self._sizes
         of_kv_head = (self.key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(sizes.num_kv_heads)[:, None]
         num_heads = self._arena.shape[0] * self._arena.stride(0) // sizes.head_dim
@@ -247,7 +247,7 @@ class Preparation:
         scores = torch.empty(sizes.num_kv_heads, sizes.group, stride)[..., : span.kv_len]
         return _Lone(span.q_begin, list(self._parts(span, scores)), scores.flatten(0, 1), values, starts)
 
-    def _parts(self, span: Span, scores: Tensor) -> Iterator[_Part]:
+    def _parts(self, span: ChunkSpan, scores: Tensor) -> Iterator[_Part]:
         """Behind kv_len the last block may hold anything, so what lies there is never multiplied, and not weighed with 0."""
         sizes = self._sizes
         block_width = sizes.block_tokens * self._token_width
@@ -260,7 +260,7 @@ class Preparation:
             yield _Part(gather, space, tokens.permute(1, 2, 0), of_part)
             begin, skipped = begin + of_part.shape[-1], 0
 
-    def _short(self, group: list[Span], window: int) -> _Short:
+    def _short(self, group: list[ChunkSpan], window: int) -> _Short:
         sizes = self._sizes
         group = sorted(group, key=lambda span: span.q_begin)
         longest, q_len = max(span.kv_len for span in group), group[0].q_len
@@ -275,18 +275,18 @@ class Preparation:
             mask = _mask(tuple(span.kv_len for span in group), q_len, window, sizes.group, self._dtype)
         return _Short(_rows_of(group), gather.flatten(), self._space(gather.numel(), self._token_width), mask, len(group), q_len)
 
-    def _long(self, span: Span) -> _Long:
+    def _long(self, span: ChunkSpan) -> _Long:
         prefix_len = span.kv_len - span.q_len
         keys = span.table[: self._sizes.num_blocks(prefix_len)] * self._blocks_per_slot
         space = self._space(2 * len(keys), self._sizes.block_tokens * self._token_width)
         return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]), space)
 
-    def _bands(self, span: Span, window: int) -> Iterator[Span]:
+    def _bands(self, span: ChunkSpan, window: int) -> Iterator[ChunkSpan]:
         """A few tokens at a time, each over the keys that one of them sees."""
         for begin in range(0, span.q_len, BAND_TOKENS):
             num = min(BAND_TOKENS, span.q_len - begin)
             kv_len = span.kv_len - span.q_len + begin + num
-            band = Span(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)])
+            band = ChunkSpan(span.q_begin + begin, num, kv_len, span.table[: self._sizes.num_blocks(kv_len)])
             yield band.within(window, self._sizes.block_tokens)
 
     def _space(self, num_rows: int, width: int) -> Tensor:
@@ -311,7 +311,7 @@ class CpuAttention:
         self._sizes = sizes
         self._layers = [_from_layer(arena, layer) for layer in range(sizes.num_layers)]
         self._preparation = Preparation(arena, sizes, rope)
-        self._step: Step | None = None
+        self._step: PreparedStep | None = None
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
         """Nothing is compiled here."""
@@ -388,7 +388,7 @@ class CpuAttention:
         joined.lerp_(out, weight.unsqueeze(-1))
         partial.lse[own] = torch.logaddexp(partial.lse[own], lse)
 
-    def _prepared(self, layer: int, inputs: StepInputs) -> Step:
+    def _prepared(self, layer: int, inputs: StepInputs) -> PreparedStep:
         """A replay refills the tensors of `inputs` in place, so layer 0 always starts a new step."""
         if layer == 0 or self._step is None or self._step.inputs is not inputs:
             self._step = self._preparation.step(inputs)
@@ -470,7 +470,7 @@ def _only(num_tokens: int, lone: list[_Lone], short: list[_Short]) -> _Lone | _S
     return first if first is not None and first.num_chunks * first.q_len == num_tokens and isinstance(first.rows, slice) else None
 
 
-def _rows_of(group: list[Span]) -> Tensor | slice:
+def _rows_of(group: list[ChunkSpan]) -> Tensor | slice:
     """The tokens of chunks of equal length; copying them is spared where they follow each other already."""
     begins, q_len = [span.q_begin for span in group], group[0].q_len
     if begins == list(range(begins[0], begins[0] + len(group) * q_len, q_len)):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.engine.execution.attention.cpu import CpuAttention, Preparation, Span, Step
+from penstock.engine.execution.attention.cpu import ChunkSpan, CpuAttention, Preparation, PreparedStep
 from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
@@ -109,11 +109,11 @@ class _SteadyPreparation(Preparation):
 
     chunks: tuple[_Chunk, ...] = ()
 
-    def step(self, inputs: StepInputs) -> Step:
+    def step(self, inputs: StepInputs) -> PreparedStep:
         self.chunks = tuple(self._chunk(span) for span in self.spans(inputs))
-        return Step(inputs, self._several(inputs), ())
+        return PreparedStep(inputs, self._several(inputs), ())
 
-    def _chunk(self, span: Span) -> _Chunk:
+    def _chunk(self, span: ChunkSpan) -> _Chunk:
         rows = self.key_rows(span)
         padding = -span.kv_len % PAD_TOKENS  # masked, but it must be finite: what lies behind the end may be anything
         keys = torch.cat([rows, rows[:1].expand(padding)])
@@ -121,7 +121,7 @@ class _SteadyPreparation(Preparation):
         return _Chunk(gather, self._space(len(gather), self._token_width), list(_calls(span)))
 
 
-def _calls(span: Span) -> Iterator[_Call]:
+def _calls(span: ChunkSpan) -> Iterator[_Call]:
     begin, position = span.q_begin, span.kv_len - span.q_len
     while position < span.kv_len:
         end = min(span.kv_len, (position // PAD_TOKENS + 1) * PAD_TOKENS)
