@@ -185,7 +185,7 @@ class Grammars:
             trial.kill()
         if not trial.wait_fits(source):
             if one.is_given_up:
-                raise EngineClosed("compiling the schema or grammar was given up")
+                raise EngineClosed("the engine is closed")
             raise _too_complex(grammar)
         made = self._vocabulary.matcher(source)
         words = np.zeros((1, self.num_words), np.int32)
