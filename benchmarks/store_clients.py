@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-
 from penstock.bench.report import BenchReport, Results
 from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
 from penstock.bench.transfer_cold import READ_REMOTE, TIER, WRITE_REMOTE, ColdRig, TransferShape, read_tier, start_each, write_tier

@@ -42,8 +42,8 @@ _BELONGS_TO = {"ssd_gib": "ssd_dir", "ssd_admission": "ssd_dir", "remote_timeout
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults that say something: not None, nor a switch that is off, nor an empty list. Where flags are many, the line of usage leaves
-    out those that are not required: each has a line of its own below."""
+    """Shows defaults that say something: not None, nor a switch that is off, nor an empty list. Where flags are
+    many, the usage leaves out those that are not required: each has a line of its own below."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         needed = [action for action in actions if action.required or not action.option_strings]
@@ -144,7 +144,8 @@ def _memory_flags(group: Any) -> None:
     group.add_argument("--kv-residency", choices=RESIDENCIES, default=KvConfig().residency, help=text)
     text = "with scored residency: tokens A to B-1 are always on the device"
     group.add_argument("--kv-pin-spans", type=_spans, default=(), metavar="A-B,...", help=text)
-    group.add_argument("--kv-scorer", choices=SCORERS, default=KvConfig().scorer, help="with scored residency: which other parts are on the device")
+    text = "with scored residency: which other parts are on the device"
+    group.add_argument("--kv-scorer", choices=SCORERS, default=KvConfig().scorer, help=text)
 
 
 def _offload_flags(group: Any) -> None:
