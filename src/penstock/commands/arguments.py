@@ -37,15 +37,23 @@ from penstock.contract import SamplingParams
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.kv.tiers.remote import KINDS
 
+_MOST_IN_USAGE = 8  # flags
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
 _BELONGS_TO = {"ssd_gib": "ssd_dir", "ssd_admission": "ssd_dir", "remote_timeout_s": "remote"}  # a tier's settings to its place
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults that say something: not None, nor a switch that is off, nor an empty list."""
+    """Shows defaults that say something: not None, nor a switch that is off, nor an empty list. Where flags are
+    many, the usage leaves out those that are not required: each has a line of its own below."""
+
+    def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        needed = [action for action in actions if action.required or not action.option_strings]
+        if len(actions) - len(needed) > _MOST_IN_USAGE:
+            self._prog, actions, groups = f"{self._prog} [options]", needed, ()
+        super().add_usage(usage, actions, groups, prefix)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = action.default is None or action.default is False or action.default == []
+        silent = action.default is None or action.default is False or action.default in ([], ())
         return action.help if silent else super()._get_help_string(action)
 
 
@@ -132,14 +140,15 @@ def _memory_flags(group: Any) -> None:
     group.add_argument("--no-prefix-cache", action="store_true", help=text)
     text = (
         "tokens of one sequence that are on the device at most, the rest in host memory "
-        "(default: all where they fit, else half of the device)"
+        "(unset: all where they fit, else half of the device)"
     )
     number(group, "--kv-resident-tokens", text)
     text = "what a sequence that does not fit attends to while it decodes: all of its context, or what is on the device"
     group.add_argument("--kv-residency", choices=RESIDENCIES, default=KvConfig().residency, help=text)
     text = "with scored residency: tokens A to B-1 are always on the device"
     group.add_argument("--kv-pin-spans", type=_spans, default=(), metavar="A-B,...", help=text)
-    group.add_argument("--kv-scorer", choices=SCORERS, default=KvConfig().scorer, help="with scored residency: what else is there")
+    text = "with scored residency: which other parts are on the device"
+    group.add_argument("--kv-scorer", choices=SCORERS, default=KvConfig().scorer, help=text)
 
 
 def _offload_flags(group: Any) -> None:
@@ -179,9 +188,9 @@ def _step_flags(group: Any) -> None:
     number(group, "--overcommit", text, engine.overcommit, float)
     text = "a request needs room for what it is likely to write (expected), or for all that it may (lifetime)"
     group.add_argument("--admission", choices=PROMISES, default=engine.admission, help=text)
-    text = "who in line runs next: cost: whoever is cheapest to start, within a bound; fifo: whoever came first"
+    text = "which waiting request runs next: cost: the one that is cheapest to start, within a bound; fifo: the oldest"
     group.add_argument("--scheduling", choices=SCHEDULINGS, default=engine.scheduling, help=text)
-    text = "with --scheduling cost: nobody is overtaken by a request that arrived more than S seconds later"
+    text = "with --scheduling cost: no request is overtaken by one that arrived more than S seconds later"
     group.add_argument("--max-overtaken-s", type=float, default=engine.max_overtaken_s, metavar="S", help=text)
     group.add_argument("--no-capture", action="store_true", help="run decode steps eagerly instead of as captured replays")
 

@@ -6,8 +6,14 @@ from __future__ import annotations
 FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("max-num-seqs",), "`--max-batch`"),
     (("max-num-batched-tokens",), "`--prefill-chunk` (prompt tokens of a step)"),
-    (("enable-chunked-prefill", "long-prefill-token-threshold"), "always on; `--prefill-chunk`, `--prefill-chunk-ms`"),
-    (("gpu-memory-utilization", "kv-cache-memory-bytes"), "`--device-kv-gib`: GiB for KV; unset it is 90 % of what weights leave free"),
+    (
+        ("enable-chunked-prefill", "long-prefill-token-threshold"),
+        "always on; `--prefill-chunk`, `--prefill-chunk-ms`",
+    ),
+    (
+        ("gpu-memory-utilization", "kv-cache-memory-bytes"),
+        "`--device-kv-gib`: GiB for KV; unset it is 90 % of what weights leave free",
+    ),
     (("num-gpu-blocks-override",), "`--device-kv-blocks`"),
     (("block-size",), "`--block-tokens`"),
     (("enable-prefix-caching", "no-enable-prefix-caching"), "on; `--no-prefix-cache` turns it off"),
@@ -23,12 +29,18 @@ FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("speculative-config",), "`--speculate`, `--speculate-tokens`"),
     (("enable-auto-tool-choice",), "always on; `--tool-call-parser` names the format"),
     (("enable-reasoning",), "always on; `--reasoning-parser` names the format"),
-    (("uvicorn-log-level", "disable-log-requests", "enable-log-requests", "disable-log-stats"), "`--log-level`"),
+    (
+        ("uvicorn-log-level", "disable-log-requests", "enable-log-requests", "disable-log-stats"),
+        "`--log-level`",
+    ),
     (("enforce-eager", "compilation-config"), "`--no-capture` for the first; nothing is compiled"),
     (("tokenizer", "hf-config-path"), "none: tokenizer and config are read from the model's own files"),
     (("chat-template",), "none: the template of the model is used"),
     (("trust-remote-code",), "none: no code of a model is executed"),
-    (("tensor-parallel-size", "tp", "pipeline-parallel-size", "pp", "data-parallel-size", "dp"), "none: one device"),
+    (
+        ("tensor-parallel-size", "tp", "pipeline-parallel-size", "pp", "data-parallel-size", "dp"),
+        "none: one device",
+    ),
     (("quantization", "q"), "none: GGUF files are read as they are; `--weights` chooses the form on a CPU"),
     (("kv-cache-dtype",), "none: KV has the type of `--dtype`"),
 )

@@ -59,7 +59,7 @@ class AdapterNames(Protocol):
 
 class GrammarCompiler(Protocol):
     def begin(self, grammar: Grammar) -> Future[Any]:
-        """Whoever keeps the result finds it again at no cost. To cancel it is to leave: it is compiled only while it is waited for."""
+        """It is found again at no cost while the result is kept. Cancelling ends it, unless others wait for the same."""
 
 
 class SnapshotStore(Protocol):

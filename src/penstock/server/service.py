@@ -345,8 +345,8 @@ class Service:
         return stats, self.figures.with_others(others)
 
     async def compile(self, asked: Asked) -> object:
-        """Have the form of an answer compiled, by the engine; whoever keeps what this returns finds it again at no cost. A hang-up ends
-        it."""
+        """Have the form of an answer compiled by the engine. It is found again at no cost while the result is kept. A
+        hang-up ends it."""
         try:
             return await asyncio.wrap_future(self.engine.grammars.begin(asked.grammar))
         except InvalidRequest as error:

@@ -170,7 +170,7 @@ def read_head(directory: Path, target: Decoder) -> MtpHead:
 
 
 def installed_heads() -> list[Path]:
-    """Folders with heads: those of the package of heads, or of this project's own folder where it runs from a checkout."""
+    """Folders with heads: of the package of heads, or of a checkout's own folder."""
     spec = importlib.util.find_spec(HEADS_PACKAGE)
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     places = places or [Path(__file__).parents[3] / "heads" / HEADS_PACKAGE]

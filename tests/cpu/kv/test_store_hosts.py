@@ -13,7 +13,12 @@ from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.store import Space
 
 SPACE = Space(bytes(16), 64)
-URLS = ["valkey://:hunter2@gone:6379", "rediss://gone", "valkey://gone:1,gone:2?cluster=1", "s3://bucket/x?endpoint=http://gone:1"]
+URLS = [
+    "valkey://:hunter2@gone:6379",
+    "rediss://gone",
+    "valkey://gone:1,gone:2?cluster=1",
+    "s3://bucket/x?endpoint=http://gone:1",
+]
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, **errors: int) -> None:
@@ -29,7 +34,8 @@ def answering(monkeypatch: pytest.MonkeyPatch, **errors: int) -> None:
 def test_a_name_that_does_not_exist_is_refused_in_one_line_without_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, gone=socket.EAI_NONAME)
     with pytest.raises(
-        ConfigError, match=r"^--kv-offload-remote cannot work: .* cannot be resolved \(no answer to that name\)$"
+        ConfigError,
+        match=r"^--kv-offload-remote cannot work: .* cannot be resolved \(no answer to that name\)$",
     ) as refused:
         open_store(url, SPACE, 1.0)
     assert "hunter2" not in str(refused.value)

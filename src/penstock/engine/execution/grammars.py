@@ -101,8 +101,8 @@ class _Compiling:
 
 
 class Grammars:
-    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start: those who use it take a copy, and it is
-    found again for as long as one of them holds it."""
+    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start: those who use it
+    take a copy, and it is found again for as long as one of them holds it."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
         self.token_bytes = tokenizer.token_bytes
@@ -116,8 +116,8 @@ class Grammars:
         self._threads = ThreadPoolExecutor(MOST_COMPILING, "grammar")
 
     def begin(self, grammar: Grammar) -> Future[Matcher]:
-        """Have it compiled, or find it. InvalidRequest in the future: it cannot be met, or is too large. Never blocks for long. The future
-        is the caller's own: to cancel it is to leave, and when all who wait have left, compiling ends."""
+        """Have it compiled, or find it. InvalidRequest in the future: it cannot be met, or is too large. Never blocks
+        for long. The future is the caller's own. Cancelling it ends the compiling, unless others wait for the same."""
         future: Future[Matcher] = Future()
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
@@ -135,11 +135,11 @@ class Grammars:
         return future
 
     def wait_compiled(self, grammar: Grammar) -> Matcher:
-        """Block until it is compiled or refused, which takes no longer than a trial and as much work again."""
+        """Block until it is compiled or refused: a trial and as much work again at most."""
         return self.begin(grammar).result()
 
     def close(self) -> None:
-        """Gives up what is under way; what was tried out already is waited for, since its work is bounded. Idempotent."""
+        """Gives up trials, and waits for the rest, whose work is bounded. Idempotent."""
         with self._lock:
             under_way = list(self._compiling.values())
         for one in under_way:
@@ -186,7 +186,7 @@ class Grammars:
             trial.kill()
         if not trial.wait_fits(source):
             if one.is_given_up:
-                raise EngineClosed("compiling the schema or grammar was given up")
+                raise EngineClosed("the engine is closed")
             raise _too_complex(grammar)
         made = self._vocabulary.matcher(source)
         words = np.zeros((1, self.num_words), np.int32)

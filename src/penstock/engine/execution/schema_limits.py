@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-MOST_MULTIPLE_OF = 10_000  # a state of the lexer for each remainder: larger ones fail in the answer, or never end compiling
+MOST_MULTIPLE_OF = 10_000  # a state of the lexer for each remainder: larger ones fail, or never end compiling
 MOST_OPTIONAL = 450  # each is four items of a parser's row, which has 2000
 _VALUES = ("const", "enum", "default", "examples")  # no schemas inside
 _LISTS = ("anyOf", "oneOf", "allOf", "enum", "properties", "prefixItems")
@@ -23,12 +23,12 @@ def check_keywords(text: str) -> None:
         if isinstance(named, dict):
             num_optional = len(named.keys() - set(map(str, required if isinstance(required, list) else ())))
             if num_optional > MOST_OPTIONAL:
-                reason = f"properties has {num_optional} that are not required, and can have at most {MOST_OPTIONAL}"
-                raise ValueError(f"{reason}: list more of them in required")
+                limit = f"can have at most {MOST_OPTIONAL}: list more of them in required"
+                raise ValueError(f"properties has {num_optional} that are not required, and {limit}")
 
 
 def costliest(text: str) -> str | None:
-    """The keyword that most of the work of compiling is for, by an estimate. None: it has none that takes much."""
+    """The keyword that most of the work of compiling is for, by an estimate. None: none takes much."""
     cost: Counter[str] = Counter()
     for schema in _schemas(text):
         if isinstance(multiple := schema.get("multipleOf"), int | float):

@@ -1,6 +1,6 @@
-"""The program of a process that tries out grammars: it forks a child for each, which compiles it once within limits and says so.
+"""The program of a process that tries out grammars: it forks a child for each, which compiles it within limits.
 
-It imports nothing of Penstock's, so that it starts fast and stays small. `trials.py` starts it and speaks with it.
+It imports nothing of Penstock's, so that it starts fast and stays small. `trials.py` starts it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def main(control: socket.socket) -> None:
 
     tokens, special, eos, settings = pickle.load(sys.stdin.buffer)
     vocabulary = _TrialTokens(tokens, special, eos)
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary), n_vocab=len(tokens), eos_token=eos)
+    wrapped = llguidance.TokenizerWrapper(vocabulary)
+    tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=eos)
     control.sendall(READY)
-    children: dict[int, int] = {}  # by the number of their trial; a process that has not been waited for keeps its id
+    children: dict[int, int] = {}  # by number of trial; a process that is not waited for keeps its id
     while True:
         message, fds, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
         if len(message) < MESSAGE.size:

@@ -1,6 +1,6 @@
-"""Whether a grammar compiles within bounds of time and memory, found out in a process that can be killed. Owns that process.
+"""Whether a grammar compiles within bounds of time and memory, tried out in a process that can be killed. Owns it.
 
-llguidance compiles in native code, which no thread can interrupt, and its own limits leave some of the work out.
+llguidance compiles in native code, which no thread can interrupt, and its limits leave some of the work out.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ _CLOSE_S = 2.0
 
 
 class Trials:
-    """A process with the vocabulary, which forks a child for each grammar that is tried out. From any thread."""
+    """A process with the vocabulary, which forks a child for each grammar. From any thread."""
 
-    def __init__(self, tokens: list[bytes], special: list[int], eos: list[int], limits: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        tokens: list[bytes],
+        special: list[int],
+        eos: list[int],
+        limits: Mapping[str, int],
+    ) -> None:
         """Blocks until the process is ready."""
         self._control, theirs = socket.socketpair()
         self._lock = threading.Lock()
@@ -36,7 +42,11 @@ class Trials:
         with theirs:
             command = [sys.executable, "-P", trial_process.__file__, str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
             )
         settings = {"cpu_s": TRIAL_CPU_S, "bytes": TRIAL_MIB << 20, "nice": _NICE, "limits": dict(limits)}
         self._control.settimeout(_START_S)
@@ -64,7 +74,8 @@ class Trials:
 
     def send(self, kind: bytes, number: int, passed: socket.socket | None = None) -> None:
         with self._lock:
-            socket.send_fds(self._control, [MESSAGE.pack(kind, number)], [] if passed is None else [passed.fileno()])
+            fds = [] if passed is None else [passed.fileno()]
+            socket.send_fds(self._control, [MESSAGE.pack(kind, number)], fds)
 
     def close(self) -> None:
         """Ends what is being tried out, too. Idempotent."""

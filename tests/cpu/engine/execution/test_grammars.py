@@ -107,7 +107,12 @@ def test_it_is_given_up_when_all_who_wait_have_left_and_not_before(gated: Gated)
         second.result(0.0)
 
 
-def test_one_that_never_ends_is_refused_with_the_keyword_and_others_go_on_meanwhile(gated: Gated) -> None:
+@pytest.mark.parametrize(("cpu_s", "clock_s"), [(1, 300.0), (300, 1.0)], ids=["by its processor time", "by the clock"])
+def test_one_that_never_ends_is_refused_with_the_keyword_and_others_go_on_meanwhile(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch, cpu_s: int, clock_s: float
+) -> None:
+    monkeypatch.setattr(trials, "TRIAL_CPU_S", cpu_s)
+    monkeypatch.setattr(trials, "TRIAL_S", clock_s)
     futures = [gated.grammars.begin(Grammar("json_schema", endless(number))) for number in range(3)]
     assert gated.wait("ab").error is None and not any(future.done() for future in futures)
     for future in futures:

@@ -35,7 +35,13 @@ def test_a_keyword_over_its_limit_is_named_wherever_it_stands(schema: Any, keywo
         {"multipleOf": 0.01},
         wide(MOST_OPTIONAL),
         {"enum": [{"multipleOf": 86_400}]},
-        {"properties": {"multipleOf": {"type": "integer"}, "properties": {"type": "string"}, "required": {"type": "null"}}},
+        {
+            "properties": {
+                "multipleOf": {"type": "integer"},
+                "properties": {"type": "string"},
+                "required": {"type": "null"},
+            }
+        },
         {"properties": ["none"], "required": 3, "multipleOf": "none"},
         True,
         "no schema",
@@ -55,7 +61,10 @@ def test_what_is_no_json_or_too_deep_is_left_to_the_compiler() -> None:
     ("schema", "keyword"),
     [
         ({"prefixItems": [{"multipleOf": 9000 + number} for number in range(9)]}, "multipleOf"),
-        ({"patternProperties": {f"a{number}": {"pattern": "b"} for number in range(99)}}, "patternProperties"),
+        (
+            {"patternProperties": {f"a{number}": {"pattern": "b"} for number in range(99)}},
+            "patternProperties",
+        ),
         ({"allOf": [{"pattern": "a.{12}b" * 20}, {"enum": ["x"]}]}, "pattern"),
         ({"enum": list(range(5000))}, "enum"),
         ({"type": "string", "maxLength": 10**9}, "maxLength"),

@@ -49,8 +49,8 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Refuses names of which none exists: a store may be down at start, but such a name is mistyped. Where names cannot be looked up now,
-    this is said, and the store is tried again like one that is down."""
+    """Refuses names of which none exists: a store may be down at start, but such a name is mistyped. Names that
+    cannot be looked up now are a warning, and the store is tried again like one that is down."""
     failed: list[socket.gaierror] = []
     for host in hosts:
         try:
