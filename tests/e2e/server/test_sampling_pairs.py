@@ -68,6 +68,9 @@ UNUSED = {"stream_options", "user", "max_completion_tokens", "response_format", 
 UNUSED |= {"kv_residency", "kv_pin_spans", "snapshot"}
 UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # they replace what is sampled from
 UNUSED |= {"tools", "tool_choice", "parallel_tool_calls"}
+UNUSED |= {"reasoning_effort", "chat_template_kwargs", "thinking_token_budget", "add_generation_prompt", "continue_final_message"}
+UNUSED |= {"return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "include_stop_str_in_output", "add_special_tokens"}
+UNUSED |= {"min_tokens"}  # tests/cpu/engine/test_min_tokens.py
 UNUSED |= {*schema.NEUTRAL, *schema.NO_EFFECT, "logit_bias"}  # biases: tests/cpu/engine/execution/test_sampler.py
 
 
