@@ -54,3 +54,12 @@ def test_more_than_there_may_be_is_refused(make_engine: MakeEngine, prompts: Pro
     with pytest.raises(InvalidRequest, match="at most 4 tokens") as refused:
         submit(make_engine(), prompts(20), max_tokens=4, min_tokens=5)
     assert refused.value.param == "min_tokens"
+
+
+def test_ids_that_the_model_does_not_have_rule_nothing_out(make_engine: MakeEngine, prompts: Prompts) -> None:
+    engine = make_engine()
+    plain = generate(engine, prompts(20), max_tokens=6, ignore_eos=True, temperature=0.0).tokens
+    for ends in (frozenset({2**31 - 1}), frozenset({2**31 - 1, 1 << 20})):
+        assert (
+            generate(engine, prompts(20), max_tokens=6, min_tokens=3, ignore_eos=True, temperature=0.0, stop_token_ids=ends).tokens == plain
+        )

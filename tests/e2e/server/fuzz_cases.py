@@ -193,12 +193,20 @@ OF_DOOR: dict[str, dict[str, list[Any]]] = {
         "tool_choice": [None, "none"],
         "text": [None, {"format": {"type": "text"}}],
     },
+    "/v1/chat/completions": {
+        "messages": [HELLO, [*HELLO, {"role": "assistant", "content": "It is"}]],
+        "min_tokens": [None, 0, 1],
+        "chat_template_kwargs": [None, {}, {"enable_thinking": False, "x": [1, "y"]}],
+        "reasoning_effort": [None, "none", "high"],
+        "thinking_token_budget": [None, 0, 3],
+    },
+    "/v1/completions": {"min_tokens": [None, 0, 1]},
     "/v1/messages": {
         "messages": [HELLO, [{"role": "user", "content": TEXT_PARTS}, {"role": "assistant", "content": "b"}, *HELLO]],
         "system": [None, "x", TEXT_PARTS],
         "stop_sequences": [None, [], ["the", " a"]],
         "tool_choice": [None, {"type": "none"}],
-        "thinking": [None, {"type": "adaptive"}, {"type": "disabled"}],
+        "thinking": [None, {"type": "adaptive"}, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1}],
     },
 }
 
@@ -229,6 +237,12 @@ def legal_case(path: str, chosen: Mapping[str, Any]) -> Case:
         fields.pop("kv_pin_spans", None)
     if path == "/v1/chat/completions" and not fields.get("logprobs"):
         fields.pop("top_logprobs", None)
+    if fields.get("add_generation_prompt") or fields.get("messages", HELLO)[-1]["role"] != "assistant":
+        fields.pop("continue_final_message", None)
+    if fields.get("max_tokens") == 0:
+        fields.pop("min_tokens", None)
+    if path == "/v1/messages" and fields["max_tokens"] <= 1:
+        fields.pop("thinking", None)
     return Case("POST", path, encode(fields), fields=fields, legal=True)
 
 

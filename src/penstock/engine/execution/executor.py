@@ -141,7 +141,7 @@ class Executor:
         self._lane = lane
         self.limits = limits
         self._device = device
-        self._rows = Rows(limits.max_batch, sampler.eos_ids)
+        self._rows = Rows(limits.max_batch, sampler.eos_ids, forward.model.config.vocab)
         self._has_new_draws = False  # rows have changed since drafts were last drawn
         self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
         self._staging = StagingRing(limits.staging_ints, lane, "staged inputs", pinned=device.type == "cuda")

@@ -46,8 +46,8 @@ class SamplePlan:
 class Rows:
     """Parameters of the request in each row. `eos_ids`: end any answer, unless it ignores them."""
 
-    def __init__(self, max_batch: int, eos_ids: frozenset[int] = frozenset()) -> None:
-        self._eos_ids = eos_ids
+    def __init__(self, max_batch: int, eos_ids: frozenset[int] = frozenset(), vocab: int = 0) -> None:
+        self._eos_ids, self._vocab = eos_ids, vocab
         self._floats = np.zeros((NUM_FLOATS, max_batch + 1), np.float32)
         self._floats[5] = 1.0
         self._top_k = np.zeros(max_batch + 1, np.int32)
@@ -60,7 +60,7 @@ class Rows:
         row, sampling = start.row, start.sampling
         biased = bool(sampling.logit_bias)
         self._floats[:, row] = [*(getattr(sampling, name) for name in _FLOATS), biased, 0.0]
-        self._may_end_at[row] = start.num_prompt + sampling.min_tokens - 1 if ends_of(sampling, self._eos_ids) else 0
+        self._may_end_at[row] = start.num_prompt + sampling.min_tokens - 1 if ends_of(sampling, self._eos_ids, self._vocab) else 0
         self._top_k[row] = max(sampling.top_k, 0)
         self._seeds[row] = np.uint64((sampling.seed or 0) & (2**64 - 1))
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
@@ -103,9 +103,12 @@ def is_penalised(sampling: SamplingParams) -> bool:
     return penalised or bool(sampling.logit_bias)
 
 
-def ends_of(sampling: SamplingParams, eos_ids: frozenset[int]) -> list[int]:
-    """Tokens that are not chosen before the answer has its `min_tokens`."""
-    return sorted(sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)) if sampling.min_tokens else []
+def ends_of(sampling: SamplingParams, eos_ids: frozenset[int], vocab: int) -> list[int]:
+    """Tokens that are not chosen before the answer has its `min_tokens`. Clients may name ids that the model does not have."""
+    if not sampling.min_tokens:
+        return []
+    ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)
+    return sorted(end for end in ends if 0 <= end < vocab)
 
 
 def draw_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -255,7 +258,7 @@ class Sampler:
             self._biased[start.row, : len(biases)] = self._uploads.send([token for token, _ in biases])
             self._bias[start.row, : len(biases)] = self._uploads.send(words).to(torch.int32).view(torch.float32)
 
-        if ends := ends_of(start.sampling, self.eos_ids):
+        if ends := ends_of(start.sampling, self.eos_ids, self._counts.shape[1]):
             self._ends[start.row] = self._uploads.send([*ends, *ends[:1] * (self._ends.shape[1] - len(ends))])
 
     def _require_lane(self) -> None:
