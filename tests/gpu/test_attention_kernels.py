@@ -463,7 +463,7 @@ def windowed(*windows: int, **sizes: int) -> ModelConfig:
     return replace(ragged_config(num_layers=len(windows), **sizes), windows=windows)
 
 
-@pytest.mark.parametrize("window", [1, 16, 34, 64] if INTERPRETED else [1, 7, 16, 33, 34, 35, 63, 64, 65, 71, 4096])
+@pytest.mark.parametrize("window", [1, 34] if INTERPRETED else [1, 7, 16, 33, 34, 35, 63, 64, 65, 71, 4096])
 @pytest.mark.parametrize("splits", [3] if INTERPRETED else [1, 3])
 def test_a_window_hides_what_it_hides_in_the_reference(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with_splits(monkeypatch, splits)
@@ -471,7 +471,7 @@ def test_a_window_hides_what_it_hides_in_the_reference(window: int, splits: int,
 
 
 @pytest.mark.parametrize("left_out", [range(3, 40), range(130), range(2000)], ids=["some", "tiles", "all"])
-@pytest.mark.parametrize("window", [0, 34])
+@pytest.mark.parametrize("window", [34] if INTERPRETED else [0, 34])
 @pytest.mark.parametrize("splits", [3] if INTERPRETED else [1, 3])
 def test_keys_that_were_left_out_are_seen_by_nobody(splits: int, window: int, left_out: range, monkeypatch: pytest.MonkeyPatch) -> None:
     with_splits(monkeypatch, splits)

@@ -48,7 +48,7 @@ def run(tmp_path, seconds: float = 2.0, seen=lambda engine: True, **offload) -> 
 def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.kv.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest))
     shares(monkeypatch, FAILED=0.15, SPOILED=0.3, EXAGGERATED=0.1)  # so often that each kind happens, however slow the machine
-    verdict = run(tmp_path, seconds=6.0, seen=_written, remote="valkey://elsewhere")
+    verdict = run(tmp_path, seconds=3.0, seen=_written, remote="valkey://elsewhere")
     assert verdict.violations == []
     assert verdict.counts["MB written to ssd"] > 0
     for what in ("disk writes lost on purpose", "disk calls failed on purpose", "blocks of a store failed on purpose"):
@@ -57,7 +57,7 @@ def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, mo
 
 
 def _written(engine) -> bool:
-    return engine.stats().traffic.bytes["host", "ssd"] >= 2 << 20
+    return engine.stats().traffic.bytes["host", "ssd"] >= 1 << 20
 
 
 def test_a_wrong_bit_that_nobody_checks_for_is_noticed_by_its_tokens(tmp_path, monkeypatch):

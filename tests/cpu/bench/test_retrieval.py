@@ -93,7 +93,7 @@ def test_the_next_token_of_every_question_is_its_answer(written: Path, dtype: st
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_layers}x{s.num_heads}/{s.num_kv_heads}x{s.head_dim}")
 def test_every_shape_finds_every_needle_in_the_plain_reference(tmp_path: Path, shape: Retrieval, dtype: torch.dtype) -> None:
     model = load(write_retrieval_model(tmp_path, shape), dtype).model
-    stack = haystack(2048, min(16, shape.num_keys - 1), seed=5, model=shape)
+    stack = haystack(1024, min(16, shape.num_keys - 1), seed=5, model=shape)
     kv = ContiguousKv(model.config, model.rope)
     forward(model, kv, stack.all_questions()[:-1])
     outputs = forward(model, kv, [stack.all_questions()[-1], *stack.output]).argmax(dim=1).tolist()

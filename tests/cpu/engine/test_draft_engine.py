@@ -142,8 +142,7 @@ FORMS = (
 UNFILTERED = (*OPTIONS[:2], SAMPLED, OPTIONS[3])  # with random weights top-k and top-p cut between tokens that are equal but for rounding
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("draft", [TARGET, OTHER])
+@pytest.mark.parametrize(("draft", "seed"), [(TARGET, 0), (OTHER, 1)])
 def test_crowds_with_grammars_stops_and_cancels_among_them_get_what_each_gets_alone(
     draft: str, seed: int, make: Any, prompts: Prompts
 ) -> None:
@@ -293,7 +292,7 @@ def test_of_a_draft_that_is_the_target_all_is_kept(drafts: int, make: Any, promp
     """Over the ends of blocks, whatever the prompt's length: drafts have slots ahead of their request."""
     engine = make(TARGET, drafts)
     for length in (1, 15, 16, 17, 100):
-        assert_all_kept(generate(engine, prompts(length, seed=length), max_tokens=60))
+        assert_all_kept(generate(engine, prompts(length, seed=length), max_tokens=40))
         engine.check()
 
 
@@ -311,9 +310,9 @@ DRAWN: tuple[dict[str, Any], ...] = (
 def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(options: dict[str, Any], make: Any, prompts: Prompts) -> None:
     """Both draw with the same noise: that of the request's seed, of the place and of the token."""
     plain, engine = make(None), make(TARGET)
-    for length in (1, 15, 100):
-        found = generate(engine, prompts(length, seed=length), max_tokens=60, **options)
-        assert_same(found, generate(plain, prompts(length, seed=length), max_tokens=60, **options))
+    for length in (1, 100):
+        found = generate(engine, prompts(length, seed=length), max_tokens=40, **options)
+        assert_same(found, generate(plain, prompts(length, seed=length), max_tokens=40, **options))
         assert_all_kept(found)
 
 

@@ -95,9 +95,9 @@ def assert_same(found: Collected, right: Collected) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "greedy")
 def test_a_head_changes_no_answer(options: dict[str, Any], pair: Any, prompts: Prompts) -> None:
     plain, engine = pair()
-    for n, length in enumerate((1, 16, 17, 100)):
-        right = generate(plain, prompts(length, seed=n), max_tokens=50, **options)
-        assert_same(generate(engine, prompts(length, seed=n), max_tokens=50, **options), right)
+    for n, length in enumerate((1, 17, 100)):
+        right = generate(plain, prompts(length, seed=n), max_tokens=40, **options)
+        assert_same(generate(engine, prompts(length, seed=n), max_tokens=40, **options), right)
         engine.check()
     assert engine._parts.scheduler.counts.drafted_tokens > 100
 
@@ -231,14 +231,14 @@ def assert_same_kv(found: torch.Tensor, right: torch.Tensor) -> None:
     torch.testing.assert_close(found[:num], right[:num], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_off", [1, 2, 15, 16, 17, 40])
-def test_what_a_head_has_missed_while_nothing_was_drafted_is_caught_up_with(num_off: int, pair: Any, prompts: Prompts) -> None:
+def test_what_a_head_has_missed_while_nothing_was_drafted_is_caught_up_with(pair: Any, prompts: Prompts) -> None:
     """Its KV is what it would have been; others run beside it, and each has hidden states of its own."""
     _, engine = pair(prefix_cache=False)
     right = kv_after(engine, prompts(20), 0)
-    others = [submit(engine, prompts(9 + n, seed=n), max_tokens=75, temperature=1.0, seed=n) for n in range(3)]
-    assert_same_kv(kv_after(engine, prompts(20), num_off), right)
-    assert all(len(one.tokens) == 75 for one in others)
+    for num_off in (1, 2, 15, 16, 17, 40):
+        others = [submit(engine, prompts(9 + n, seed=n), max_tokens=75, temperature=1.0, seed=n) for n in range(3)]
+        assert_same_kv(kv_after(engine, prompts(20), num_off), right)
+        assert all(len(one.tokens) == 75 for one in others)
 
 
 def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(

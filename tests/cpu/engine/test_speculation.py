@@ -107,9 +107,9 @@ def test_a_request_gets_the_tokens_and_scores_of_plain_decoding(
 ) -> None:
     plain = make_engine()
     engine, script = scripted(make_engine, ahead)
-    for n, length in enumerate((1, 15, 16, 17, 40)):
-        right = generate(plain, prompts(length, seed=n), max_tokens=40, **options)
-        found = answered(engine, script, prompts(length, seed=n), right, max_tokens=40, **options)
+    for n, length in enumerate((1, 16, 17, 40)):
+        right = generate(plain, prompts(length, seed=n), max_tokens=32, **options)
+        found = answered(engine, script, prompts(length, seed=n), right, max_tokens=32, **options)
         run_all(engine)
         engine.check()
         assert_same(found, right)
@@ -118,7 +118,7 @@ def test_a_request_gets_the_tokens_and_scores_of_plain_decoding(
 
 
 @PLANS
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_many_requests_share_steps(seed: int, ahead: bool, make_engine: Make, prompts: Prompts) -> None:
     """Some with drafts, some without, beside prompts; some are cancelled."""
     choose = random.Random(seed)

@@ -145,8 +145,8 @@ def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(tmp_path: Pa
     """Text by the engine, a few steps, a measurement; then once more with what was kept of it."""
     model, out, work = write_tiny_model(tmp_path / "model"), tmp_path / "head", tmp_path / "work"
     flags = ["--model", str(model), "--device", "cpu", "--out", str(out), "--work", str(work), "--max-batch", "16", "--text-len", "200"]
-    flags += ["--tokens", "12000", "--minutes", "10", "--steps", "3", "--batch-tokens", "1024", "--draft-vocab", "100", "--depth", "2"]
-    assert main([*flags]) == 0
+    flags += ["--tokens", "5000", "--minutes", "10", "--steps", "3", "--batch-tokens", "1024", "--draft-vocab", "100", "--depth", "2"]
+    assert main(flags) == 0
     said = capsys.readouterr().out
     assert re.search(r"draft vocabulary +100 +[\d.]+% +[\d.]+% +[\d.]+% +[\d.]+%", said) and "draft vocabulary   full" in said
     stated = json.loads((out / CONFIG_FILE).read_text())
@@ -189,6 +189,6 @@ def test_numbers_that_cannot_be_are_refused(flags: tuple[str, ...], tmp_path: Pa
 
 
 def test_short_texts_are_long_enough_for_questions_that_the_model_makes_up(tmp_path: Path) -> None:
-    sizes = ("--steps", "1", "--minutes", "0.2", "--tokens", "2000", "--text-len", "64", "--batch-tokens", "256", "--max-batch", "8")
+    sizes = ("--steps", "1", "--minutes", "0.2", "--tokens", "600", "--text-len", "64", "--batch-tokens", "256", "--max-batch", "8")
     model = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu")
     assert main(["--out", str(tmp_path / "head"), *sizes, *model]) == 0

@@ -23,7 +23,7 @@ Prompts = Callable[..., list[int]]
 
 def order_of_use(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch, patience_s: float) -> list[str]:
     """Every slot was last used by a copy that is still running on another lane; a request then needs them. Who is first?"""
-    other, gate, order = CpuLane("copies"), threading.Event(), []
+    other, gate, stepped, order = CpuLane("copies"), threading.Event(), threading.Event(), []
     other.submit(lambda: (gate.wait(30), order.append("earlier user")), label="copy")
     cache = engine._parts.cache
     table = cache.open("earlier user", None, 0)
@@ -33,6 +33,7 @@ def order_of_use(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPa
 
     def noted(tokens: Any) -> Any:
         order.append("step")
+        stepped.set()
         return embed(tokens)
 
     monkeypatch.setattr(engine._parts.executor._forward.model, "embed", noted)
@@ -40,7 +41,8 @@ def order_of_use(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPa
     engine.step()
     running = engine._running
     assert running is not None
-    threading.Timer(patience_s, gate.set).start()  # a step that does not wait has run by then
+    stepped.wait(patience_s)  # a step that does not wait has run by then
+    gate.set()
     running.fence.wait_passed(30)
     run_all(engine)
     other.close(30)
@@ -56,7 +58,7 @@ def test_a_step_waits_for_the_earlier_users_of_the_slots_it_writes(
 def test_without_that_wait_the_step_comes_first(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     monkeypatch.setattr(engine._parts.lanes[0], "wait", lambda fence: None)
-    assert order_of_use(engine, prompts(20), monkeypatch, patience_s=5.0) == ["step", "earlier user"]
+    assert order_of_use(engine, prompts(20), monkeypatch, patience_s=30.0) == ["step", "earlier user"]
 
 
 class Gate:
