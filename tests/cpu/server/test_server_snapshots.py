@@ -573,10 +573,10 @@ def hang_up_on(server: Tiered, path: str, body: dict[str, Any]) -> None:
         client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
 
 
-def num_hang_ups(server: Tiered) -> float:
-    return sum(
-        num for (name, labels), num in server.scrape().items() if name.endswith("http_requests_total") and ("status", "499") in labels
-    )
+def num_over(server: Tiered, *paths: str) -> float:
+    """HTTP requests to `paths` that are over."""
+    found = server.scrape().items()
+    return sum(num for (name, labels), num in found if name.endswith("http_requests_total") and dict(labels)["path"] in paths)
 
 
 def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread() -> None:
@@ -607,7 +607,7 @@ def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread()
                     body = {"model": MODEL, "prompt": MORE, "max_tokens": 1, "snapshot": f"other-{number}"}
                     hang_up_on(two, "/v1/completions", body)
                     hang_up_on(two, "/v1/snapshots", {"prompt": PROMPT, "name": f"new-{number}"})
-                until(lambda: num_hang_ups(two) == 200, "all of them are over, while the store stands still")
+                until(lambda: num_over(two, "/v1/completions", "/v1/snapshots") == 201, "all of them are over, and the first")
                 assert stats(two)["waiting"] == 0 and threading.active_count() <= num_threads + 2  # and those of /cache/stats
                 go_on.set()
                 assert patient.result().status_code == 200
