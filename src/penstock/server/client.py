@@ -103,6 +103,9 @@ class EngineClient(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
+    def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
+        """As `Engine.note_seen`."""
+
     def prefetch(
         self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
     ) -> Future[Prefetched | None]: ...

@@ -189,7 +189,7 @@ class RunningRequest:
             if piece.text or piece.tokens or piece.finish:
                 pieces[index] = piece
             if piece.stop is not None:
-                self.reading.end(index)
+                await self.reading.end(index, choice.num_shown)
         return pieces
 
     def _note(self, events: Iterable[TokenEvent]) -> None:
@@ -239,6 +239,7 @@ class Generate:
                 answer = _stream if body.stream else _whole
                 try:
                     await answer(running, scope, receive, send)
+                    reading.saw_all()
                 finally:
                     running.settle()
 
@@ -275,7 +276,8 @@ class Generate:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
                 for i in range(body.n or 1):
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
+                    whose = asked if not choices else {**asked, "session": "", "hint": None}  # a session is one sequence: the first
+                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **whose)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, bool(body.echo)))
         head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model)
         exchange.model, exchange.stream = body.model, bool(body.stream)
@@ -306,6 +308,8 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
         while (pieces := await running.next_pieces()) is not None:
             if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                for index in pieces:
+                    running.reading.saw(index, running.choices[index].num_shown)
         last = running.reply.closing(running.usage)
     except Exception as error:
         logger.error("a stream ended early: %s", error, exc_info=not isinstance(error, PenstockError))

@@ -189,6 +189,7 @@ class RemoteEngine:
         tokens = None if prompt is None else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
         return self.call("EngineClient.prefetch", tokens, session, cache_salt, adapter)
 
+    note_seen = begun(EngineClient.note_seen)
     reset_cache = asked(EngineClient.reset_cache, SLOW_S)
     wait_flushed = asked(EngineClient.wait_flushed, SLOW_S)
 
