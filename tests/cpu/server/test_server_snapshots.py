@@ -685,8 +685,9 @@ def num_over(server: Tiered, *paths: str) -> float:
     return sum(num for (name, labels), num in found if name.endswith("http_requests_total") and dict(labels)["path"] in paths)
 
 
+# Holds invariant 20: a cancel where a snapshot is waited for.
 def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread() -> None:
-    """Invariant 20: a cancel releases everything, also where a snapshot is waited for. The store stands still until all have gone."""
+    """The store stands still until all have gone."""
     there, go_on, reads = threading.Event(), threading.Event(), list[str]()
     with valkey_or_skip() as store:
         remote = {"remote": store.url(), "remote_timeout_s": 60.0}

@@ -209,9 +209,9 @@ def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_man
     assert here.registry.figures().taken == 1
 
 
+# Holds invariant 20: a snapshot that is being taken can be cancelled in every state.
 @pytest.mark.parametrize("state", ["waiting", "reserving", "saving", "writing"])
 def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(machines: tuple[Machine, Machine], state: str) -> None:
-    """Invariant 20."""
     here, there = machines
     reached, go_on, saved = threading.Event(), threading.Event(), Future[None]()
     stops_at = {"reserving": "read_manifest", "writing": "write_manifest"}.get(state)
