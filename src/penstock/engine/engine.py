@@ -191,8 +191,9 @@ class Engine:
         self._inbox.put(lambda: self._outbox.publish([self._parts.scheduler.cancel(request_id)]))
 
     def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
-        """Of what a request of a session generated, its client was given so many tokens: the session is what the client has seen. After its
-        end, or after its cancel. Over when snapshots of the session know it. Raises EngineClosed."""
+        """Of what a request of a session generated, its client was given so many tokens: the session is what
+        the client has seen. After its end, or after its cancel. Over when snapshots of the session know it.
+        Raises EngineClosed."""
         done: Future[None] = Future()
 
         def run() -> None:

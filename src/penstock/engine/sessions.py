@@ -275,8 +275,8 @@ class Sessions:
         return None if session is None else SessionContent(session.tokens, session.adapter)
 
     def note_seen(self, request_id: str, num_tokens: int) -> None:
-        """Of what a request generated, which has ended, its client was given so many tokens: its session goes no further. What was computed
-        beyond that stays known as its KV."""
+        """Of what a request generated, which has ended, its client was given so many tokens: its session goes
+        no further. What was computed beyond that stays known as its KV."""
         self._end_all()
         session = self._by_request.get(request_id)
         if session is not None:

@@ -91,7 +91,8 @@ class TextStream:
 
     @property
     def num_shown(self) -> int:
-        """Tokens whose whole text was handed out. One whose text ends in a stop string is not among them, nor is any behind it."""
+        """Tokens whose whole text was handed out. One whose text ends in a stop string is not among them, nor
+        is any behind it."""
         if not self._decoder.getstate()[0]:
             self._note_end()
         return max(tokens for tokens, characters in self._ends if characters <= self._num_out)

@@ -65,7 +65,8 @@ class GrammarCompiler(Protocol):
 
 
 class SnapshotStore(Protocol):
-    """Snapshots by their names. Nothing blocks; a cancel of what is returned ends what is asked, where it has not begun."""
+    """Snapshots by their names. Nothing blocks; a cancel of what is returned ends what is asked, where it has
+    not begun."""
 
     def begin_take(self, asked: SnapshotRequest) -> Future[Snapshot]: ...
 

@@ -202,7 +202,8 @@ class RemoteEngine:
         return answer
 
     def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """Ends with the answer or when the engine is gone. Its owner may cancel it: the engine is told, and the answer goes nowhere."""
+        """Ends with the answer or when the engine is gone. Its owner may cancel it: the engine is told, and
+        the answer goes nowhere."""
         self._check_alive()
         number, future = self.next_number(), Future[Any]()
         self._calls[number] = future, name

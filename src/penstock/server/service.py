@@ -131,7 +131,8 @@ class Generations:
         return events
 
     async def end(self, index: int, num_tokens: int) -> None:
-        """The reader has what it wants of this choice: so many tokens. The engine may have run ahead; its session ends there."""
+        """The reader has what it wants of this choice: so many tokens. The engine may have run ahead; its
+        session ends there."""
         if (request_id := self._live.get(index)) is not None:
             self._engine.cancel(request_id)
         if index in self._seen and (noted := self._note_seen(index, num_tokens)) is not None:

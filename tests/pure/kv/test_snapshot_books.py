@@ -676,7 +676,8 @@ def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
 
 
 def test_one_whose_time_is_over_is_removed_only_while_it_is_there(machines: tuple[Machine, Machine], clock: HandClock) -> None:
-    """Another engine takes the name after this one has seen that its own is over, and before it is removed."""
+    """Another engine takes the name after this one has seen that its own is over, and before it is
+    removed."""
     here, there = machines
     here.take("talk", ttl_s=5.0)
     clock.advance(5.0)
