@@ -199,6 +199,20 @@ class Engine:
         """Ask for the request to end; it does at the next step, wherever it is. No error if it has ended."""
         self._inbox.put(lambda: self._outbox.publish([self._parts.scheduler.cancel(request_id)]))
 
+    def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
+        """Of what a request of a session generated, its client was given so many tokens: the session is what
+        the client has seen. After its end, or after its cancel. Over when snapshots of the session know it.
+        Raises EngineClosed."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            self._sessions.note_seen(request_id, num_tokens)
+            if done.set_running_or_notify_cancel():
+                done.set_result(None)
+
+        self._inbox.put(run, fail=functools.partial(fail, done), only_open=True)
+        return done
+
     def call_after_events(self, callback: Callable[[], None]) -> None:
         """Call it on the engine thread when the listeners have heard all events that there are for now: a step's, usually. Before the first
         submission."""

@@ -30,6 +30,7 @@ _EXPIRIES_AT_ONCE = 32
 _FORGET_AT_ONCE = 512  # blocks
 _MARK_EVERY = 4  # blocks: what sessions share is known to within so many
 _LOOK_EVERY = 16  # turns of the engine: a look at a long conversation takes about half a millisecond
+_TOKEN_BYTES = 4
 _RANK_STEP = 1e12  # between weights, and above any time of arrival: what a request in line wants is kept longer
 
 
@@ -97,6 +98,8 @@ class _Session:
     keys: bytes = b""  # one behind the other: a tuple of them would take four times as much
     tokens: bytes = b""  # 32 bits each
     adapter: Adapter | None = None
+    request: str = ""  # the id of its last request
+    num_prompt: int = 0  # tokens of that
     found: int | None = None  # blocks that were in memory before it, whose they may be; None: not known yet
     retain_s: float = 0.0
     weight: Weight = Weight.NORMAL
@@ -139,6 +142,14 @@ class _Ending:
                 self._ended.append(self)
         self._listener(event)
 
+    @property
+    def request_id(self) -> str:
+        return self._request.id
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self._request.prompt)
+
     def prefix(self, block_tokens: int) -> Prefix:
         """Of its prompt and of what it has generated, as far as that was computed."""
         scope, keys = self._request.prefix or Prefix(b"", ())
@@ -174,6 +185,7 @@ class Sessions:
         self._tenants: dict[bytes, _Tenant] = {}
         self._by_sessions, self._by_known, self._by_retained = _Largest(), _Largest(), _Largest()
         self._marks: Counter[bytes] = Counter()  # every so many keys of a session: in how many it is
+        self._by_request: dict[str, _Session] = {}  # by the id of its last request
         self._ended: deque[_Ending] = deque()
         self._due: dict[int, dict[_Session, None]] = {}  # retained sessions by the second in which that ends
         self._seconds: list[int] = []  # a heap of those
@@ -262,9 +274,20 @@ class Sessions:
         session = self._find(salt, name)
         return None if session is None else SessionContent(session.tokens, session.adapter)
 
-    def _find(self, salt: str, name: str) -> _Session | None:
-        while self._ended:  # it may be the session of a request that has just ended
+    def note_seen(self, request_id: str, num_tokens: int) -> None:
+        """Of what a request generated, which has ended, its client was given so many tokens: its session goes
+        no further. What was computed beyond that stays known as its KV."""
+        self._end_all()
+        session = self._by_request.get(request_id)
+        if session is not None:
+            session.tokens = session.tokens[: (session.num_prompt + num_tokens) * _TOKEN_BYTES]
+
+    def _end_all(self) -> None:
+        while self._ended:
             self._end(self._ended.popleft())
+
+    def _find(self, salt: str, name: str) -> _Session | None:
+        self._end_all()  # it may be the session of a request that has just ended
         tenant, session = session_ids(salt, name)
         return self._tenants[tenant].sessions.get(session) if tenant in self._tenants else None
 
@@ -292,6 +315,9 @@ class Sessions:
         keys_before = session.keys
         self._know(session, prefix)
         session.tokens, session.adapter = ending.content()
+        self._by_request.pop(session.request, None)
+        session.request, session.num_prompt = ending.request_id, ending.num_prompt
+        self._by_request[session.request] = session
         if hint.release:
             self._release(session, keys_before)
         elif session.retain_s:
@@ -327,6 +353,7 @@ class Sessions:
         self._change_keys(session, b"")
         tenant = session.tenant
         del tenant.sessions[session.id]
+        self._by_request.pop(session.request, None)
         self._counts["sessions"] -= 1
         self._note_known(tenant)
         self._forget_tenant(tenant)

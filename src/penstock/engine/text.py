@@ -7,6 +7,7 @@ takes back characters of byte tokens, and has no offsets. docs/tokenizers.md say
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -52,6 +53,8 @@ class TextStream:
         self._matched = [0] * len(stops)  # how much of each the decoded text ends with
         self._held = ""  # decoded, but possibly the start of a stop string
         self._num_decoded = 0  # characters decoded so far, held ones included
+        self._num_out = 0  # characters handed out
+        self._ends: deque[tuple[int, int]] = deque([(0, 0)])  # tokens and characters where both end; the first that is not out, on
         self._stopped = False
 
     def push(self, tokens: Sequence[int]) -> TextDelta:
@@ -65,12 +68,16 @@ class TextStream:
             if self._begins and data:
                 self._begins, self.first = False, self._num_tokens
                 data = self._tokenizer.token_bytes(token, first=True)
-            self._num_tokens += 1
             pending = self._decoder.getstate()[0]
+            if not pending:
+                self._note_end()
+            self._num_tokens += 1
             offsets.append(self._num_decoded + (self._num_broken(pending, data) if pending and data else 0))
             text = self._decoder.decode(data)
             self._num_decoded += len(text)
-            pieces.append(self._release(text) if self._stops else text)
+            piece = self._release(text) if self._stops else text
+            self._num_out += len(piece)
+            pieces.append(piece)
         return TextDelta("".join(pieces), self._stopped, tuple(offsets))
 
     def finish(self) -> str:
@@ -81,7 +88,22 @@ class TextStream:
         if self._stops:
             text = self._release(text)
             text, self._held = text + self._held, ""
+        self._num_out += len(text)
         return text
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens whose whole text was handed out. One whose text ends in a stop string is not among them, nor
+        is any behind it."""
+        if not self._decoder.getstate()[0]:
+            self._note_end()
+        return max(tokens for tokens, characters in self._ends if characters <= self._num_out)
+
+    def _note_end(self) -> None:
+        """A character ends with the last token."""
+        self._ends.append((self._num_tokens, self._num_decoded))
+        while len(self._ends) > 1 and self._ends[1][1] <= self._num_out:
+            self._ends.popleft()
 
     def _num_broken(self, pending: bytes, data: bytes) -> int:
         """Replacement characters that the unfinished character `pending` becomes, where `data` leaves it unfinished for good."""

@@ -1,5 +1,5 @@
-"""Questions to a lane, with futures for their answers. Owns the line of those that wait: it is bounded, equal questions share an answer,
-and one that is cancelled leaves at once. No thread waits for an answer.
+"""Questions to a lane, with futures for their answers. Owns the line of those that wait: it is bounded, equal
+questions share an answer, and one that is cancelled leaves at once. No thread waits for an answer.
 
 `run_steps` puts several futures in a row behind one, which can be cancelled in every state.
 """
@@ -41,8 +41,9 @@ class Questions:
             return sum(len(question.asked) for question in self._waiting.values())
 
     def begin(self, work: Callable[[], T], same: Hashable = None, goes_on: bool = False) -> Future[T]:
-        """Have `work` done on the lane. What waits already under the same name answers this one, too. Raises Overloaded where too many wait
-        and this one does not go on with one that was let in; raises EngineClosed."""
+        """Have `work` done on the lane. What waits already under the same name answers this one, too. Raises
+        Overloaded where too many wait and this one does not go on with one that was let in; raises
+        EngineClosed."""
         future: Future[T] = Future()
         name = object() if same is None else same
         with self._lock:
@@ -111,8 +112,9 @@ def _answer(asked: list[Future[Any]], work: Callable[[], Any]) -> None:
 
 
 def run_steps(steps: Generator[Future[Any], Any, T]) -> Future[T]:
-    """A future of what `steps` returns. It goes on each time that a future which it has yielded is over, on the thread that ends that one.
-    Cancelling it cancels the future that it waits for, and CancelledError is raised in it."""
+    """A future of what `steps` returns. It goes on each time that a future which it has yielded is over, on
+    the thread that ends that one. Cancelling it cancels the future that it waits for, and CancelledError is
+    raised in it."""
     run = _Run(steps)
     run.go_on(None)
     return run.done

@@ -1,11 +1,13 @@
-"""Snapshots of conversations by name: who has which, what they pin and for how long. Owns the manifests that this process knows, and the
-bound on what they pin; blocks and files are the tiers'.
+"""Snapshots of conversations by name: who has which, what they pin and for how long. Owns the manifests that
+this process knows, and the bound on what they pin; blocks and files are the tiers'.
 
-A snapshot moves nothing. Its blocks are in the tiers under their keys; those in the last tier that evicts by itself stay there until it is
-deleted or its time is over. What a tier has lost all the same is computed again from the manifest's tokens.
+A snapshot moves nothing. Its blocks are in the tiers under their keys; those in the last tier that evicts by
+itself stay there until it is deleted or its time is over. What a tier has lost all the same is computed again
+from the manifest's tokens.
 
-Everything that may block happens on a lane of its own, one after the other, so the books need no lock. `step` is the engine thread's and
-never blocks. What others ask waits in a bounded line for the lane: `begin_x` returns a future, and its cancel leaves the line.
+Everything that may block happens on a lane of its own, one after the other, so the books need no lock. `step`
+is the engine thread's and never blocks. What others ask waits in a bounded line for the lane: `begin_x`
+returns a future, and its cancel leaves the line.
 """
 
 from __future__ import annotations
@@ -132,8 +134,8 @@ class ManifestPlaces:
         return ((tier, store) for tier, store in self if not tier.local)
 
     def write(self, manifest: Manifest, now_s: float) -> tuple[str, ...]:
-        """Into every one that takes it; raises where there are some, and none has. Raises SnapshotTaken where another engine has the name:
-        the store decides that, and is asked first."""
+        """Into every one that takes it; raises where there are some, and none has. Raises SnapshotTaken where
+        another engine has the name: the store decides that, and is asked first."""
         written, failures = list[str](), list[StoreFailed]()
         for tier, store in reversed([*self]):
             try:
@@ -212,8 +214,9 @@ class Snapshots:
     # ---------------------------------------------------------------------------------------------------------- from any thread
 
     def begin_take_of(self, asked: SnapshotRequest, tokens: Tokens, save: Callable[[Sequence[bytes]], Future[None]]) -> Future[Snapshot]:
-        """Of the KV of `tokens`, as far as it is cached. `save` is called on the lane with the keys of its blocks; its future
-        ends when what was computed of them has reached the tiers. All of it is there then, or nothing is."""
+        """Of the KV of `tokens`, as far as it is cached. `save` is called on the lane with the keys of its
+        blocks; its future ends when what was computed of them has reached the tiers. All of it is there then,
+        or nothing is."""
         return run_steps(self.taking(asked, tokens, save))
 
     def taking(
@@ -247,7 +250,8 @@ class Snapshots:
         return self._begin(lambda: self._shown(self._find(name, cache_salt)))
 
     def begin_open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> Future[SnapshotContent]:
-        """What a request of that adapter goes on from. Raises SnapshotMissing; SnapshotRefused where it is not of the same model."""
+        """What a request of that adapter goes on from. Raises SnapshotMissing; SnapshotRefused where it is
+        not of the same model."""
         future = self._begin(partial(self._open, name, cache_salt, adapter), same=(name, cache_salt, adapter))
         future.add_done_callback(self._count_continued)
         return future
@@ -310,7 +314,8 @@ class Snapshots:
             self._lane.submit(self._expire, label="expire snapshots")
 
     def close(self, timeout_s: float | None) -> None:
-        """What the lane is at ends first, what waits is told; nothing is pinned then. Idempotent. Raises DeadlineExceeded."""
+        """What the lane is at ends first, what waits is told; nothing is pinned then. Idempotent. Raises
+        DeadlineExceeded."""
         if self._questions is not None:
             self._questions.close()
         if self._lane is not None:

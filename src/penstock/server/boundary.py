@@ -265,6 +265,7 @@ CALLS = {
             *(SnapshotStore.begin_open, SnapshotStore.begin_delete),
         )
     },
+    EngineClient.note_seen.__qualname__: _types_of(EngineClient.note_seen),
     EngineClient.stats.__qualname__: CallTypes(tuple[()], tuple[EngineStats, list[RequestFigures]]),  # figures: of all other fronts
     EngineClient.prefetch.__qualname__: CallTypes(tuple[bytes | None, str, str, Adapter | None], Prefetched | None),
     GrammarCompiler.begin.__qualname__: CallTypes(tuple[Grammar], None),

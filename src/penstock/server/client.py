@@ -63,7 +63,8 @@ class GrammarCompiler(Protocol):
 
 
 class SnapshotStore(Protocol):
-    """Snapshots by their names. Nothing blocks; a cancel of what is returned ends what is asked, where it has not begun."""
+    """Snapshots by their names. Nothing blocks; a cancel of what is returned ends what is asked, where it has
+    not begun."""
 
     def begin_take(self, asked: SnapshotRequest) -> Future[Snapshot]: ...
 
@@ -100,6 +101,9 @@ class EngineClient(Protocol):
         """`options` are those of `Engine.submit`."""
 
     def cancel(self, request_id: str) -> None: ...
+
+    def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
+        """As `Engine.note_seen`."""
 
     def prefetch(
         self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None

@@ -242,7 +242,7 @@ class RunningRequest:
             if piece.text or piece.tokens or piece.finish or piece.ids:
                 pieces[index] = piece
             if piece.stop is not None:
-                self.reading.end(index)
+                await self.reading.end(index, choice.num_shown)
         return pieces
 
     def _note(self, events: Iterable[TokenEvent]) -> None:
@@ -294,6 +294,7 @@ class Generate:
                 answer = _stream if body.stream else _whole
                 try:
                     await answer(running, scope, receive, send)
+                    reading.saw_all()
                 finally:
                     running.settle()
 
@@ -370,7 +371,8 @@ class Generate:
                     sampling = replace(sampling, grammar=None if form is None else form.grammar, thought=thought)
                 for i in range(body.n or 1):
                     seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **asked)
+                    whose = asked if not choices else {**asked, "session": "", "hint": None}  # a session is one sequence: the first
+                    reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **whose)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, wants))
         head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, prompts=prompts)
         exchange.model, exchange.stream = body.model, bool(body.stream)
@@ -404,6 +406,8 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
         while (pieces := await running.next_pieces()) is not None:
             if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                for index in pieces:
+                    running.reading.saw(index, running.choices[index].num_shown)
         last = running.reply.closing(running.usage)
         await running.wait_kept()
     except Exception as error:

@@ -227,6 +227,10 @@ class FrontLink:
                     begun = self._engine.prefetch(tokens, session=session, cache_salt=salt, adapter=adapter)
                     begun.add_done_callback(lambda done: self._answer(call.number, done.result))
                     return
+                case "EngineClient.note_seen":
+                    noted = self._engine.note_seen(*arguments)
+                    noted.add_done_callback(lambda done: self._answer(call.number, done.result))
+                    return
                 case name if name.startswith("SnapshotStore."):
                     asked: Future[Any] = getattr(self._engine.snapshots, name.partition(".")[2])(*arguments)
                     self._begun[call.number] = asked
@@ -274,6 +278,8 @@ class FrontLink:
             begun.cancel()
         for request_id in list(self._open.values()):
             self._engine.cancel(request_id)
+            with contextlib.suppress(EngineClosed):  # how much its client was given is not known
+                self._engine.note_seen(request_id, 0)
         self._settle()
 
     def _settle(self) -> None:

@@ -190,6 +190,7 @@ class RemoteEngine:
         tokens = None if prompt is None else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
         return self.call("EngineClient.prefetch", tokens, session, cache_salt, adapter)
 
+    note_seen = begun(EngineClient.note_seen)
     reset_cache = asked(EngineClient.reset_cache, SLOW_S)
     wait_flushed = asked(EngineClient.wait_flushed, SLOW_S)
 
@@ -202,7 +203,8 @@ class RemoteEngine:
         return answer
 
     def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """Ends with the answer or when the engine is gone. Its owner may cancel it: the engine is told, and the answer goes nowhere."""
+        """Ends with the answer or when the engine is gone. Its owner may cancel it: the engine is told, and
+        the answer goes nowhere."""
         self._check_alive()
         number, future = self.next_number(), Future[Any]()
         self._calls[number] = future, name

@@ -81,6 +81,11 @@ class ChoiceText:
         self._ids: list[int] | None = [] if wants.ids else None  # since it was last asked
         self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
 
+    @property
+    def num_shown(self) -> int:
+        """Generated tokens whose whole text was handed out."""
+        return self._stream.num_shown
+
     def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
         """Where the engine gave the request up, what came before is still said, and `failure` is set."""
         parts: list[str] = []

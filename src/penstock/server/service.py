@@ -101,6 +101,7 @@ class Generations:
         self._wake = asyncio.Event()
         self._abandoned = False  # no more submits, and what was submitted is cancelled
         self._closed = False  # nobody reads any more
+        self._seen: dict[int, int] = {}  # of choices in a session: generated tokens that the client was given
         bridge.readings.add(self)
 
     def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
@@ -108,14 +109,20 @@ class Generations:
         those of the engine's `submit`."""
         if self._abandoned:
             raise Hangup
-        request_id = f"{self.id}-{index}"
+        request_id = self._id_of(index)
         self._live[index] = request_id
+        if options.get("session"):
+            self._seen[index] = 0
         listener = partial(self._bridge.post, self, index)
         try:
             self._engine.submit(prompt, sampling, listener, request_id=request_id, **options)
         except BaseException:
             self._live.pop(index, None)
+            self._seen.pop(index, None)
             raise
+
+    def _id_of(self, index: int) -> str:
+        return f"{self.id}-{index}"
 
     async def next_events(self) -> dict[int, list[TokenEvent]]:
         """Everything that has come since the last call, by choice; waits for at least one event."""
@@ -124,16 +131,37 @@ class Generations:
         events, self._events = self._events, {}
         return events
 
-    def end(self, index: int) -> None:
-        """The reader has what it wants of this choice."""
+    async def end(self, index: int, num_tokens: int) -> None:
+        """The reader has what it wants of this choice: so many tokens. The engine may have run ahead; its
+        session ends there."""
         if (request_id := self._live.get(index)) is not None:
             self._engine.cancel(request_id)
+        if index in self._seen and (noted := self._note_seen(index, num_tokens)) is not None:
+            await asyncio.wait([asyncio.wrap_future(noted)], timeout=SEEN_S)
+
+    def saw(self, index: int, num_tokens: int) -> None:
+        """The client was sent so many tokens of this choice."""
+        if index in self._seen:
+            self._seen[index] = num_tokens
+
+    def saw_all(self) -> None:
+        """The client was sent its whole answer: sessions are as their requests, or `end`, have left them."""
+        self._seen.clear()
+
+    def _note_seen(self, index: int, num_tokens: int) -> Future[None] | None:
+        try:
+            return self._engine.note_seen(self._id_of(index), num_tokens)
+        except EngineClosed:
+            return None  # and with it the session
 
     def abandon(self) -> None:
-        """The client is gone: cancel at once, from whatever state."""
+        """The client is gone: cancel at once, from whatever state. Sessions are what it was sent."""
         self._abandoned = True
         for request_id in list(self._live.values()):
             self._engine.cancel(request_id)
+        seen, self._seen = self._seen, {}
+        for index, num_tokens in seen.items():
+            self._note_seen(index, num_tokens)
 
     def deliver(self, index: int, event: TokenEvent) -> None:
         if index not in self._live:
@@ -167,6 +195,7 @@ class Generations:
 
 logger = logging.getLogger("penstock.server")
 
+SEEN_S = 5.0  # for the engine to note what a client has seen, before the answer ends
 BEAT_LIMIT_S = 10.0  # a step takes seconds at worst; a loop that is silent for longer is wedged
 WATCH_S = 0.25  # how often a dead loop is looked for
 INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a thread would take longer than the work

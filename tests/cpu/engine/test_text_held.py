@@ -62,3 +62,41 @@ def test_half_a_character_behind_a_stop_string_is_no_part_of_the_answer() -> Non
     stream = TextStream(Pairs(), [StopString("b")])
     assert stream.push(b"b") == ("", True, (0,))
     assert stream.finish() == "" and stream.stopped_by == "b"
+
+
+@pytest.mark.parametrize(
+    ("data", "stop", "num_shown"),
+    [
+        (b"abSTOP", "STOP", 2),
+        (b"abSTOPcd", "STOP", 2),
+        (b"a\xc3\xa9STOP", "STOP", 3),
+        (b"aSTO\xc3", "STOP", 5),  # the end of the output: all of it was shown
+        (b"ab\xe2\x82\xac", "\u20ac", 2),  # the bytes of one character are shown together, or not
+        (b"STOP", "STOP", 0),
+    ],
+)
+def test_tokens_count_as_shown_where_their_whole_text_is_out(data: bytes, stop: str, num_shown: int) -> None:
+    for at_once in (1, 3, len(data)):
+        stream = TextStream(Bytes(), [StopString(stop)])
+        for first in range(0, len(data), at_once):
+            stream.push(data[first : first + at_once])
+        stream.finish()
+        assert stream.num_shown == num_shown
+
+
+def test_what_is_held_back_does_not_count_as_shown_yet() -> None:
+    stream = TextStream(Bytes(), [StopString("STOP")])
+    shown = []
+    for byte in b"aSTx\xc3\xa9":
+        stream.push([byte])
+        shown.append(stream.num_shown)
+    assert shown == [1, 1, 1, 4, 4, 6]
+
+
+def test_a_token_that_is_shown_in_part_does_not_count() -> None:
+    class Words(Bytes):
+        def token_bytes(self, id: int, first: bool = False) -> bytes:
+            return (b"one ", b"two\n\nthree", b"\nfour")[id]
+
+    stream = TextStream(Words(), [StopString("\n\n")])
+    assert stream.push([0, 1, 2]).text == "one two" and stream.num_shown == 1

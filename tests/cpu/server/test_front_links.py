@@ -464,8 +464,9 @@ def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatc
     assert faults[1] == boundary.SentError("StoreFailed", "the disk is gone") and faults[2] is not None
 
 
+# Holds invariant 20: a call about snapshots can be cancelled while it waits.
 def test_a_call_about_snapshots_that_is_abandoned_leaves_the_line_and_one_of_a_front_that_is_gone_does(linked: Linked) -> None:
-    """Invariant 20. No thread waits for either."""
+    """No thread waits for either."""
     snapshots, reached, go_on = linked.engine.snapshots, threading.Event(), threading.Event()
     busy = snapshots._begin(lambda: (reached.set(), go_on.wait(60.0)))
     assert reached.wait(60.0)

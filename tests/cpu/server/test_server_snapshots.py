@@ -3,6 +3,8 @@ are, and what is refused."""
 
 from __future__ import annotations
 
+import asyncio
+import codecs
 import dataclasses
 import json
 import socket
@@ -27,7 +29,7 @@ from penstock.kv.tiers.store import Written
 from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
 from penstock.server.generate import prompts_of
-from penstock.server.service import Rules
+from penstock.server.service import Generations, Rules
 from store_servers import valkey_or_skip
 
 OTHER = [9 + 7 * i % 450 for i in range(70)]
@@ -119,6 +121,110 @@ def test_a_session_is_taken_with_what_it_has_generated(server: Tiered) -> None:
         "/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     )
     assert ids.status_code == 200 and len(tokens) == 30 and len(continued) == 6
+
+
+def hold_readers(monkeypatch: pytest.MonkeyPatch, server: Tiered) -> None:
+    """Readers get nothing before the engine has run to the end of every request."""
+    inner = Generations.next_events
+
+    async def late(self: Generations) -> Any:
+        await asyncio.to_thread(until, lambda: sum(server.engine.stats().requests.values()) == 0, "the engine has run ahead")
+        return await inner(self)
+
+    monkeypatch.setattr(Generations, "next_events", late)
+
+
+def content_of(server: Tiered, name: str) -> list[int]:
+    return np.frombuffer(server.engine.snapshots.open(name).tokens, np.uint32).tolist()
+
+
+SAID = {"model": MODEL, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+def said_by(server: Tiered) -> tuple[list[int], str]:
+    """All tokens that follow PROMPT, and their text."""
+    reply = server.http.post("/v1/completions", json={**SAID, "session_id": "whole"}).json()
+    take(server, session_id="whole", name="whole")
+    return content_of(server, "whole")[70:], reply["choices"][0]["text"]
+
+
+def num_whole(server: Tiered, tokens: list[int], num_characters: int) -> int:
+    """The first tokens that have no more characters than that, and leave none unfinished."""
+    tokenizer, num = server.engine.tokenizer, 0
+    decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
+    for count, token in enumerate(tokens, 1):
+        num_characters -= len(decoder.decode(b"" if tokenizer.is_special(token) else tokenizer.token_bytes(token)))
+        if num_characters >= 0 and not decoder.getstate()[0]:
+            num = count
+    return num
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_a_session_that_ended_at_a_stop_string_is_what_its_client_was_given(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, speculate: str | None
+) -> None:
+    """However far the engine has run ahead when the stop string is found."""
+    with tiered(speculate=speculate) as server:
+        tokens, text = said_by(server)
+        middle = len(text) // 2
+        for number, stop in enumerate([text[middle : middle + 4], text[middle - 1 : middle + 1], text[middle - 1 : middle + 3]]):
+            shown = text[: text.index(stop)]
+            num = num_whole(server, tokens, len(shown))
+            found = []
+            for ahead in (False, True):
+                with monkeypatch.context() as patch:
+                    if ahead:
+                        hold_readers(patch, server)
+                    name = f"{number}-{ahead}"
+                    reply = server.http.post("/v1/completions", json={**SAID, "stop": stop, "session_id": name, "stream": stream})
+                assert reply.status_code == 200
+                assert stream or reply.json()["choices"][0]["text"] == shown
+                assert take(server, session_id=name, name=name)["tokens"] == 70 + num
+                assert content_of(server, name) == [*PROMPT, *tokens[:num]]
+                found.append(ask(server, MORE, snapshot=name)[0])
+            assert found[0] == found[1], "what follows does not depend on when the stop string was found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_whose_client_hung_up_is_what_it_was_sent(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """Nothing of an answer that is sent as a whole; of a stream what was written to it."""
+    with tiered() as server:
+        tokens, _ = said_by(server)
+        sent, gone = asyncio.Event(), threading.Event()
+        inner = Generations.next_events
+        calls = 0
+
+        async def some(self: Generations) -> Any:
+            nonlocal calls
+            calls += 1
+            events = await inner(self)
+            if calls == 3:
+                gone.set()
+                await sent.wait()  # for ever: the client goes meanwhile
+            return events
+
+        monkeypatch.setattr(Generations, "next_events", some)
+        data, url = json.dumps({**SAID, "stream": stream, "session_id": "gone"}).encode(), server.http.base_url
+        with socket.create_connection((url.host, url.port)) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            assert gone.wait(60.0)
+            received = client.recv(1 << 20, socket.MSG_DONTWAIT) if stream else b""
+        until(lambda: num_over(server, "/v1/completions") == 2, "the hang-up was seen")
+        num = take(server, session_id="gone", name="gone")["tokens"] - 70
+        assert content_of(server, "gone") == [*PROMPT, *tokens[:num]]
+        assert received.count(b"data: ") >= 1 if stream else num == 0
+        assert 0 < num < 24 if stream else num == 0
+
+
+def test_a_session_of_several_choices_is_the_first() -> None:
+    with tiered() as server:
+        fields = {**SAID, "temperature": 1.0, "seed": 7, "n": 3, "logprobs": 0}
+        alone = server.http.post("/v1/completions", json={**fields, "n": 1, "session_id": "one"})
+        assert alone.status_code == server.http.post("/v1/completions", json={**fields, "session_id": "three"}).status_code == 200
+        for name in ("one", "three"):
+            take(server, session_id=name, name=name)
+        assert content_of(server, "one") == content_of(server, "three")
 
 
 def test_all_that_is_asked_for_holds_for_a_session_as_for_a_prompt(server: Tiered) -> None:
@@ -573,14 +679,15 @@ def hang_up_on(server: Tiered, path: str, body: dict[str, Any]) -> None:
         client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
 
 
-def num_hang_ups(server: Tiered) -> float:
-    return sum(
-        num for (name, labels), num in server.scrape().items() if name.endswith("http_requests_total") and ("status", "499") in labels
-    )
+def num_over(server: Tiered, *paths: str) -> float:
+    """HTTP requests to `paths` that are over."""
+    found = server.scrape().items()
+    return sum(num for (name, labels), num in found if name.endswith("http_requests_total") and dict(labels)["path"] in paths)
 
 
+# Holds invariant 20: a cancel where a snapshot is waited for.
 def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread() -> None:
-    """Invariant 20: a cancel releases everything, also where a snapshot is waited for. The store stands still until all have gone."""
+    """The store stands still until all have gone."""
     there, go_on, reads = threading.Event(), threading.Event(), list[str]()
     with valkey_or_skip() as store:
         remote = {"remote": store.url(), "remote_timeout_s": 60.0}
@@ -607,7 +714,7 @@ def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread()
                     body = {"model": MODEL, "prompt": MORE, "max_tokens": 1, "snapshot": f"other-{number}"}
                     hang_up_on(two, "/v1/completions", body)
                     hang_up_on(two, "/v1/snapshots", {"prompt": PROMPT, "name": f"new-{number}"})
-                until(lambda: num_hang_ups(two) == 200, "all of them are over, while the store stands still")
+                until(lambda: num_over(two, "/v1/completions", "/v1/snapshots") == 201, "all of them are over, and the first")
                 assert stats(two)["waiting"] == 0 and threading.active_count() <= num_threads + 2  # and those of /cache/stats
                 go_on.set()
                 assert patient.result().status_code == 200

@@ -176,6 +176,26 @@ def test_a_session_has_all_that_its_request_said_event_by_event() -> None:
     assert content is not None and content.tokens == array("I", [*prompt, *answer]).tobytes()
 
 
+def test_a_session_goes_as_far_as_its_client_has_seen_and_no_later_request_is_cut() -> None:
+    world = World()
+    sessions, prompt = world.sessions, talk(0, 2)
+
+    def content() -> list[int]:
+        found = sessions.content_of("", "agent")
+        assert found is not None
+        return list(array("I", found.tokens))
+
+    world.ends("agent", prompt, generated=[7, 8, 9], finish=FinishReason.CANCELLED)
+    sessions.note_seen("r1", 2)
+    sessions.note_seen("another", 0)
+    assert content() == [*prompt, 7, 8]
+    world.ends("agent", [*prompt, 5], generated=[7, 8, 9])
+    sessions.note_seen("r1", 0)
+    assert content() == [*prompt, 5, 7, 8, 9]
+    sessions.note_seen("r2", 0)
+    assert content() == [*prompt, 5]
+
+
 def test_a_failed_request_changes_nothing_of_its_session() -> None:
     world = World()
     world.ends("chat", talk(0, 2), retain_s=60)

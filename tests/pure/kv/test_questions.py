@@ -58,7 +58,12 @@ def test_one_that_is_cancelled_leaves_at_once_and_is_not_done(busy: Busy) -> Non
 
 
 def test_equal_ones_share_an_answer_and_are_done_while_one_of_them_waits(busy: Busy) -> None:
-    asked = [busy.ask("a", same="x"), busy.ask("b", same="x"), busy.ask("c", same="x"), busy.ask("d", same="y")]
+    asked = [
+        busy.ask("a", same="x"),
+        busy.ask("b", same="x"),
+        busy.ask("c", same="x"),
+        busy.ask("d", same="y"),
+    ]
     assert busy.questions.num_waiting == 4
     asked[0].cancel()
     asked[3].cancel()

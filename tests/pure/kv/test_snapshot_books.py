@@ -209,9 +209,9 @@ def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_man
     assert here.registry.figures().taken == 1
 
 
+# Holds invariant 20: a snapshot that is being taken can be cancelled in every state.
 @pytest.mark.parametrize("state", ["waiting", "reserving", "saving", "writing"])
 def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(machines: tuple[Machine, Machine], state: str) -> None:
-    """Invariant 20."""
     here, there = machines
     reached, go_on, saved = threading.Event(), threading.Event(), Future[None]()
     stops_at = {"reserving": "read_manifest", "writing": "write_manifest"}.get(state)
@@ -676,7 +676,8 @@ def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
 
 
 def test_one_whose_time_is_over_is_removed_only_while_it_is_there(machines: tuple[Machine, Machine], clock: HandClock) -> None:
-    """Another engine takes the name after this one has seen that its own is over, and before it is removed."""
+    """Another engine takes the name after this one has seen that its own is over, and before it is
+    removed."""
     here, there = machines
     here.take("talk", ttl_s=5.0)
     clock.advance(5.0)

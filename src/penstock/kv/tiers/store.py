@@ -92,9 +92,10 @@ class Written(enum.Enum):
 
 @runtime_checkable
 class ManifestStore(Protocol):
-    """A store that has manifests of snapshots beside its blocks. They are few, are written rarely and read whole; a reset leaves them.
-    Calls block and end within the same time as those for blocks, and raise `StoreFailed`. Several engines write at once: what is there is
-    compared and changed in one step, so that of two writers of one id exactly one is told DONE."""
+    """A store that has manifests of snapshots beside its blocks. They are few, are written rarely and read
+    whole; a reset leaves them. Calls block and end within the same time as those for blocks, and raise
+    `StoreFailed`. Several engines write at once: what is there is compared and changed in one step, so that
+    of two writers of one id exactly one is told DONE."""
 
     def manifests(self, start: str = "") -> list[str]:
         """Ids of those that are there and begin with `start`."""
@@ -103,8 +104,9 @@ class ManifestStore(Protocol):
         """As it was written, or not: whoever reads it checks it. None: it is not there."""
 
     def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
-        """Write it where `instead_of` is what is there; None: where nothing is. DONE: all of it is there, to survive what a persisted block
-        survives. Else nothing has changed. It may be forgotten after `expires_in_s`."""
+        """Write it where `instead_of` is what is there; None: where nothing is. DONE: all of it is there, to
+        survive what a persisted block survives. Else nothing has changed. It may be forgotten after
+        `expires_in_s`."""
 
     def remove_manifest(self, id: str, only: bytes | None = None) -> None:
         """Where `only` is what is there; None: whatever is. No error where nothing is removed."""

@@ -187,8 +187,8 @@ class BucketStore(SharedStore):
             self._replace(path, b"", only)
 
     def _replace(self, path: str, data: bytes, expected: bytes) -> bool:
-        """Where the object has that content; one that is not there has none, where the server ignores conditions. What such a server has
-        afterwards is the last that was written."""
+        """Where the object has that content; one that is not there has none, where the server ignores
+        conditions. What such a server has afterwards is the last that was written."""
         content, e_tag = self._requests.one(self._get_whole, path)
         if self._honours_conditions:
             version: PutMode = {"e_tag": e_tag}

@@ -357,7 +357,8 @@ def _set_command(name: bytes, data: bytes, after: Sequence[bytes]) -> list[bytes
 
 
 def _change_manifest(connection: ValkeyConnection, name: bytes, expected: bytes, change: Sequence[bytes]) -> Written | Refusal:
-    """One command, where the name has the `expected` value, and where it has it still when the command is carried out."""
+    """One command, where the name has the `expected` value, and where it has it still when the command is
+    carried out."""
     if isinstance(watched := connection.ask(b"WATCH", name), Refusal):
         return watched
     found = _read_whole(connection, name)
