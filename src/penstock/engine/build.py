@@ -33,7 +33,7 @@ from penstock.engine.execution.sampler import Sampler
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.scheduling.budget import Budget, blocks_for
-from penstock.engine.scheduling.lengths import LOST_QUANTILE, SAVED_QUANTILE, Lengths, WholeLife, Written
+from penstock.engine.scheduling.lengths import LOST_QUANTILE, SAVED_QUANTILE, Lengths, WholeLife, WrittenLengths
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
@@ -341,7 +341,7 @@ def _lengths(config: Config) -> Lengths:
     """Where a request that is pushed out is computed again, more is promised to each."""
     if config.engine.admission == "lifetime":
         return WholeLife()
-    return Written(SAVED_QUANTILE if config.offload.enabled else LOST_QUANTILE)
+    return WrittenLengths(SAVED_QUANTILE if config.offload.enabled else LOST_QUANTILE)
 
 
 def _may_be_paged(config: Config, max_model_len: int, num_blocks: int) -> bool:

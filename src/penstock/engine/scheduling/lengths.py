@@ -53,7 +53,7 @@ class WholeLife:
         return {}
 
 
-class Written:
+class WrittenLengths:
     """A quantile of what the last requests of the same model and route have written."""
 
     def __init__(self, quantile: float = SAVED_QUANTILE) -> None:

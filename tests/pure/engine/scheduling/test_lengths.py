@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.contract import Adapter, FinishReason, Request, SamplingParams
-from penstock.engine.scheduling.lengths import LEAST, LOST_QUANTILE, WholeLife, Written
+from penstock.engine.scheduling.lengths import LEAST, LOST_QUANTILE, WholeLife, WrittenLengths
 
 CONTEXT = 100_000
 
@@ -17,16 +17,16 @@ def a_request(route: str = "chat", adapter: Adapter | None = None, **sampling: A
     return Request("r", [1], params, route=route, adapter=adapter)
 
 
-def after(*lengths: int, finish: FinishReason = FinishReason.STOP, **asked: Any) -> Written:
-    written = Written()
+def after(*lengths: int, finish: FinishReason = FinishReason.STOP, **asked: Any) -> WrittenLengths:
+    written = WrittenLengths()
     for num_tokens in lengths:
         written.saw(a_request(**asked), num_tokens, finish)
     return written
 
 
 def test_before_anything_was_seen_most_answers_are_expected_to_be_short() -> None:
-    assert Written().expected(a_request(), 0) == 384
-    assert Written(LOST_QUANTILE).expected(a_request(), 0) == 512, "where it would be computed again"
+    assert WrittenLengths().expected(a_request(), 0) == 384
+    assert WrittenLengths(LOST_QUANTILE).expected(a_request(), 0) == 512, "where it would be computed again"
 
 
 def test_seven_in_ten_of_the_last_answers_were_no_longer_than_what_is_expected() -> None:
@@ -35,7 +35,7 @@ def test_seven_in_ten_of_the_last_answers_were_no_longer_than_what_is_expected()
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 40])
 def test_no_more_is_expected_than_a_request_may_write(max_tokens: int) -> None:
-    assert Written().expected(a_request(max_tokens=max_tokens), 0) == max_tokens
+    assert WrittenLengths().expected(a_request(max_tokens=max_tokens), 0) == max_tokens
 
 
 def test_of_a_request_that_nothing_ends_all_is_expected() -> None:
@@ -60,7 +60,7 @@ def test_old_answers_are_forgotten() -> None:
 
 
 def test_the_routes_used_longest_ago_are_forgotten() -> None:
-    written = Written()
+    written = WrittenLengths()
     for number in range(1000):
         written.saw(a_request(f"route {number}"), 100, FinishReason.STOP)
     assert len(written.by_route()) == 64
