@@ -187,6 +187,7 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("plugins", "chat", "same", "there are none", ([],)),
     IgnoredField("background", "responses", "same", "answers come while the client waits", (False,)),
     IgnoredField("top_logprobs", "responses", "same", "logprobs are a field of /v1/chat/completions", (0,)),
+    IgnoredField("mcp_servers", "messages", "same", _RUNS_NONE, ([],)),  # others are left out where there are tools
     IgnoredField("inference_geo", "messages", "same", "a server is where its operator put it", ("global",)),
     # Known, and refused with the reason.
     IgnoredField("audio", "chat", "change", "answers are text", ()),
@@ -237,7 +238,7 @@ def decode(data: bytes, kind: type[msgspec.Struct]) -> DecodedBody:
         given = _parsed(data)
         if api is None or not isinstance(given, dict):
             raise
-        named = [*_without_fields(given, api), *_without_tools(given, api)]
+        named = [*_without_tools(given, api), *_without_fields(given, api)]
     return DecodedBody(schema.convert(given, kind), list(dict.fromkeys(named))[:MOST_NAMED])
 
 
@@ -291,7 +292,7 @@ def _without_tools(given: dict[str, Any], api: str) -> Iterator[str]:
         given["tools"] = remain
         yield from out
     servers = given.get("mcp_servers")
-    if servers == [] or (servers and remain):
+    if remain and servers and isinstance(servers, list):
         del given["mcp_servers"]
         yield "mcp_servers"
 

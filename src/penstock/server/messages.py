@@ -195,7 +195,6 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Choice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    mcp_servers: schema.Unsupported = None  # those are left out where there are other tools, see `ignored`
 
     def chat_messages(self) -> list[schema.Message]:
         system = schema.text_of(self.system)

@@ -143,7 +143,7 @@ def test_a_field_of_the_table_is_named_and_changes_nothing_or_is_refused_with_th
     assert nothing.status_code == 200 and HEADER not in nothing.headers  # null is absent
     before = len(shared.engine.submitted)
     for value in [*REFUSED.get(row.path, REFUSED.get(row.name, [])), *SAMPLES]:
-        if row.refusal(value) is None:
+        if row.refusal(value) is None or (row.path == "mcp_servers" and isinstance(value, list)):  # lists have a test below
             continue
         reply = ask(shared, api, with_field(api, row, value))
         error = reply.json()["error"]
