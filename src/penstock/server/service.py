@@ -400,7 +400,7 @@ class Service:
             raise DeadlineExceeded(f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch") from None
 
     async def on_snapshots(self, begin: Callable[[SnapshotStore], Future[T]]) -> T:
-        """A disk or a store may have to be waited for. Who waits no longer leaves the line."""
+        """A disk or a store may have to be waited for. A wait that is cancelled leaves the line."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begin(self.engine.snapshots)), SNAPSHOT_S)
         except TimeoutError:
