@@ -235,7 +235,7 @@ class Call(Sent, tag=7):
 
 
 class Abandon(Sent, tag=8):
-    """Nobody waits for the answer to that call any more."""
+    """The front no longer waits for the answer to that call."""
 
     number: int
 

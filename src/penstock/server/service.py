@@ -416,7 +416,7 @@ class Service:
             raise DeadlineExceeded(f"what is kept of earlier answers could not be looked at within {KEPT_TIMEOUT_S:g} s") from None
 
     async def on_snapshots(self, begin: Callable[[SnapshotStore], Future[T]]) -> T:
-        """A disk or a store may have to be waited for. A request that waits no longer leaves the line."""
+        """A disk or a store may have to be waited for. A wait that is cancelled leaves the line."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begin(self.engine.snapshots)), SNAPSHOT_S)
         except TimeoutError:

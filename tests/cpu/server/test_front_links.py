@@ -36,6 +36,7 @@ from penstock.contract import (
     PromptLimits,
     PromptLogprobs,
     SamplingParams,
+    SnapshotRequest,
     TokenEvent,
     TokenLogprob,
     TokenScores,
@@ -462,6 +463,18 @@ def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatc
     front.send(call(2, "SnapshotStore.begin_find", "none", ""))
     faults = {reply.call: reply.fault for reply in (_reply(front), _reply(front))}
     assert faults[1] == boundary.SentError("StoreFailed", "the disk is gone") and faults[2] is not None
+
+
+def test_a_session_of_a_front_that_is_gone_ends_with_its_prompt(linked: Linked) -> None:
+    """How much of the answer its client was given is not known."""
+    front = linked.front()
+    prompt = np.arange(20, dtype=np.uint32).tobytes()
+    options = boundary.SubmitOptions(session="agent")
+    front.send(boundary.Submit(1, "r1", prompt, SamplingParams(**{**GREEDY, "max_tokens": 200}), options))  # type: ignore[arg-type]
+    next(steps_of(front))
+    front.sock.close()
+    until(lambda: linked.detached, "its requests have ended")
+    assert linked.engine.snapshots.take(SnapshotRequest("talk", session="agent")).num_tokens == 20
 
 
 # Holds invariant 20: a call about snapshots can be cancelled while it waits.
@@ -926,7 +939,7 @@ def test_a_call_says_all_that_it_takes_and_is_answered_with_a_future() -> None:
     as_front(play)
 
 
-def test_a_call_that_nobody_waits_for_is_given_up_there_and_its_answer_goes_nowhere() -> None:
+def test_a_call_that_is_cancelled_is_given_up_there_and_its_answer_goes_nowhere() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         opening = asyncio.create_task(asyncio.wait_for(asyncio.wrap_future(client.snapshots.begin_open("talk")), 60.0))
         asked = await _heard(engine)
