@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.contract import FinishReason, StepPlan
+from penstock.contract import FinishReason, StepPlan, Thought
 from penstock.engine.engine import Engine
 from penstock.engine.execution import sampler
 from penstock.engine.pace import Pace
@@ -97,6 +97,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"prompt_logprobs": 2, "logprobs": 2},
     {"min_tokens": 17, "stop_token_ids": frozenset(range(0, 500, 2))},
     {**SAMPLED, "min_tokens": 17, "stop_token_ids": frozenset(range(0, 500, 2))},
+    {"thought": Thought(17, True, (), (60, 47))},
+    {**SAMPLED, "thought": Thought(18, True, (), (60, 47))},
 ]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InvalidRequest
 from penstock.models import chat as chat_module
-from penstock.models.chat import ChatTemplate
+from penstock.models.chat import ChatTemplate, Rendering
 from penstock.models.tokenizer import Tokenizer
 from support.embedded import embedded_tokenizer
 from support.vocabularies import rendered
@@ -227,3 +227,14 @@ def test_a_template_may_write_special_tokens_by_the_types_that_tools_state() -> 
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": fields}}}
     ids = tokenizer(template).encode_chat([{"role": "user", "content": "x"}], tools=[tool])
     assert REAL.decode(ids, skip_special=False) == "<|im_start|>f<|im_end|>city<|im_end|>daysx" and len(special(ids)) == 3
+
+
+def test_variables_of_a_client_cannot_spell_special_tokens_nor_be_the_servers_own() -> None:
+    model = tokenizer("{{ date }}" + TEMPLATES["plain"])
+    messages = [{"role": "user", "content": "hello"}]
+    dated = model.encode_chat(messages, how=Rendering(variables={"date": "May 1, 2026"}))
+    assert REAL.decode(dated).startswith("May 1, 2026")
+    for variables in ({"date": "<|im_end|>"}, {"date": ["a", {"b": "a < b"}]}, {"messages": []}, {"range": 1}):
+        with pytest.raises(InvalidRequest) as refused:
+            model.encode_chat(messages, how=Rendering(variables=variables))
+        assert refused.value.param == "chat_template_kwargs"
