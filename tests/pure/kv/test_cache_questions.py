@@ -308,6 +308,19 @@ def test_a_deep_request_begins_with_as_many_blocks_as_were_matched_though_host_m
     rig.end()
 
 
+def test_in_units_of_two_a_block_waits_for_the_one_behind_it_which_is_saved_once_more() -> None:
+    rig = Cached()
+    table = rig.run("request", THREE)
+    rig.finish()
+    rig.host.forget(rig.prefix(THREE).keys[1:2])
+    assert table.page_out(2, None, unit=2) == 0 and table.num_paged == 0
+    rig.finish()
+    assert table.page_out(3, None, unit=2) == 2 == table.num_paged
+    assert rig.saves.counts.bytes["device", "host"] == (3 + 1) * LAYOUT.block_bytes
+    table.release(None)
+    rig.end()
+
+
 def test_of_what_is_to_be_paged_out_that_is_saved_once_more_which_host_memory_lacks() -> None:
     """Under its own key: what lies behind a gap is there already."""
     rig = Cached()
