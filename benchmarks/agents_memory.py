@@ -1,5 +1,6 @@
-"""How much of recorded agents' prompts is reused as memory shrinks: the replay of `agents_model.py` with a share of the blocks that all
-conversations need, by expected cost and in order of arrival with `lru`, beside Belady's rule for the latter's order.
+"""How much of recorded agents' prompts is reused as memory shrinks: the replay of `agents_model.py` with a
+share of the blocks that all conversations need, by expected cost and in order of arrival with `lru`, beside
+Belady's rule for the latter's order.
 
     python benchmarks/agents_memory.py agentic-coding.jsonl.gz --users 48 --json memory.json --plot memory.png
 """
@@ -28,20 +29,32 @@ def modelled(options: argparse.Namespace, num_blocks: int, how: tuple[str, ...])
     """In a process of its own: the model puts its own clock in place of the process's."""
     device = max(4608, round(ON_DEVICE * num_blocks))  # one context of 65,536 tokens and its answer at least
     sizes = ["--device-blocks", str(device), "--host-blocks", str(max(16, num_blocks - device))]
-    command = [sys.executable, str(Path(__file__).with_name("agents_model.py")), str(options.trace), "--users", str(options.users)]
-    run = subprocess.run([*command, "--client-ms", "30", "--json", *sizes, *how], check=True, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("agents_model.py")),
+        str(options.trace),
+        "--users",
+        str(options.users),
+    ]
+    run = subprocess.run(
+        [*command, "--client-ms", "30", "--json", *sizes, *how], check=True, capture_output=True, text=True
+    )
     return dict(json.loads(run.stdout))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--users", type=int, default=48)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     asking = Asking(str(options.trace), options.users)
-    users = asking.users_of(select(read_conversations(options.trace), options.users, asking.context, asking.requests), 32000)
+    users = asking.users_of(
+        select(read_conversations(options.trace), options.users, asking.context, asking.requests), 32000
+    )
     # In order of arrival users take turns.
     turns = max(len(user.asks) for user in users)
     prompts = [user.asks[turn].prompt for turn in range(turns) for user in users if turn < len(user.asks)]
@@ -58,11 +71,19 @@ def main() -> None:
         row["optimum"] = best_hits(uses, num_blocks, lambda *_: None).blocks * BLOCK / total
         rows.append(row)
         print(
-            f"| {share:g}x | {100 * row['cost']['reused']:.1f} | {100 * row['fifo, lru']['reused']:.1f} | {100 * row['optimum']:.1f} |",
+            f"| {share:g}x "
+            f"| "
+            f"{100 * row['cost']['reused']:.1f} "
+            f"| "
+            f"{100 * row['fifo, lru']['reused']:.1f} "
+            f"| "
+            f"{100 * row['optimum']:.1f} |",
             flush=True,
         )
     if options.json:
-        options.json.write_text(json.dumps({"users": options.users, "needed_blocks": needed, "rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"users": options.users, "needed_blocks": needed, "rows": rows}, indent=1) + "\n"
+        )
     if options.plot:
         title = f"{options.users} recorded coding agents at once, an H200 in modelled time"
         save_picture(options.plot, title, lambda axes: draw(axes, rows))
@@ -70,9 +91,18 @@ def main() -> None:
 
 def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
     shares = [row["share"] for row in rows]
-    axes.plot(shares, [100 * row["cost"]["reused"] for row in rows], "o-", label="--scheduling cost (default)")
-    axes.plot(shares, [100 * row["fifo, lru"]["reused"] for row in rows], "o-", label="--scheduling fifo --eviction lru")
-    axes.plot(shares, [100 * row["optimum"] for row in rows], "k--", label="optimum in order of arrival (Belady)")
+    axes.plot(
+        shares, [100 * row["cost"]["reused"] for row in rows], "o-", label="--scheduling cost (default)"
+    )
+    axes.plot(
+        shares,
+        [100 * row["fifo, lru"]["reused"] for row in rows],
+        "o-",
+        label="--scheduling fifo --eviction lru",
+    )
+    axes.plot(
+        shares, [100 * row["optimum"] for row in rows], "k--", label="optimum in order of arrival (Belady)"
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(shares, [f"{share:g}x" for share in shares])
     axes.set_ylim(0, 100)

@@ -1,9 +1,12 @@
-"""A replay of recorded agents in modelled time: the real scheduler and the real books of device and host memory, with steps and copies that
-take as long as on an H200 with Qwen3-4B's shape. Shows what a change of order or of eviction does, without a GPU, in a minute.
+"""A replay of recorded agents in modelled time: the real scheduler and the real books of device and host
+memory, with steps and copies that take as long as on an H200 with Qwen3-4B's shape. Shows what a change of
+order or of eviction does, without a GPU, in a minute.
 
-    python benchmarks/agents_model.py agentic-coding.jsonl.gz --users 20 --device-blocks 16384 --host-blocks 36408
+    python benchmarks/agents_model.py agentic-coding.jsonl.gz --users 20 --device-blocks 16384 --host-blocks
+    36408
 
-What it leaves out: time of the engine thread, and that a client needs a moment before it goes on (`--client-ms` stands for it).
+What it leaves out: time of the engine thread, and that a client needs a moment before it goes on
+(`--client-ms` stands for it).
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ from penstock.testing.stores import HandClock
 
 BLOCK = 16
 LAYOUT = BlockLayout(36, 8, 128, BLOCK, "bfloat16")
-# The H200 as `bench ttft`, `decode` and `transfer` have it: prompts of 8,192 and 32,768 tokens in 127 and 921 ms, a decode step of one
-# short request in 2.9 ms, and memory and link at their rates.
+# The H200 as `bench ttft`, `decode` and `transfer` have it: prompts of 8,192 and 32,768 tokens in 127 and 921
+# ms, a decode step of one short request in 2.9 ms, and memory and link at their rates.
 TOKEN_S, DEPTH_S = 11.3e-6, 1.025e-9  # of a prompt's token, and for each token before it
 STEP_S = 2.9e-3
 MEMORY_BYTES_S = 4.3e12
@@ -135,19 +138,26 @@ class Model:
     def __post_init__(self) -> None:
         o = self.options
         on_device = o.eviction if o.eviction in DEVICE_EVICTIONS else "lru"
-        self.pool = BlockPool(o.device_blocks, "device", eviction=make_order(on_device, o.device_blocks, BLOCK))
+        self.pool = BlockPool(
+            o.device_blocks, "device", eviction=make_order(on_device, o.device_blocks, BLOCK)
+        )
         host_pool = BlockPool(o.host_blocks, "host", eviction=make_order(o.eviction, o.host_blocks, BLOCK))
         host = HostTier(host_pool, BLOCK, 1e9, self.clock)
         loader, saver = self._mover("host", "device"), self._mover("device", "host")
-        loads = Loads(Saves(self.pool, host, (), saver, LAYOUT, TierLimits(1024, 30.0, postpones=True)), loader)
-        self.cache = KvCache(self.pool, Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"), True, loads)
+        loads = Loads(
+            Saves(self.pool, host, (), saver, LAYOUT, TierLimits(1024, 30.0, postpones=True)), loader
+        )
+        self.cache = KvCache(
+            self.pool, Scope(b"w" * 32, LAYOUT.dtype, LAYOUT.fingerprint(), BLOCK, "rope"), True, loads
+        )
         bound_s = o.max_overtaken_s if o.scheduling == "cost" else 0.0
         budget = Budget(256, 8192, max_overtaken_s=bound_s, chunk_s=o.chunk_ms / 1000, min_chunk=512)
         self.scheduler = Scheduler(self.cache, budget, (), self.cache.prefill)
         self.compute = ModelLane("compute", self.clock)
         self.arriving: list[tuple[float, int, int, int]] = []  # when, order, user, number
         self.asked: dict[str, Asked] = {}
-        self.steps: deque[tuple[StepPlan, ModelFence, tuple[int, float, float] | None]] = deque()  # launched, with what they say of prefill
+        # launched, with what they say of prefill
+        self.steps: deque[tuple[StepPlan, ModelFence, tuple[int, float, float] | None]] = deque()
         self.num_done = 0
         self.random = random.Random(o.seed)
         for number in range(len(self.users)):
@@ -161,7 +171,9 @@ class Model:
     def _send_later(self, user: int, number: int) -> None:
         client_s = self._varied(self.options.client_ms / 1000, CLIENT_VARIES)
         think_s = self.users[user].asks[number].think_s + client_s
-        heapq.heappush(self.arriving, (self.clock.now_s + think_s, len(self.asked) + len(self.arriving), user, number))
+        heapq.heappush(
+            self.arriving, (self.clock.now_s + think_s, len(self.asked) + len(self.arriving), user, number)
+        )
 
     def _varied(self, seconds: float, by: float) -> float:
         """Without a seed as given, else a random time of that mean."""
@@ -182,7 +194,10 @@ class Model:
         while self.num_done < total:
             self._turn()
             if show and self.num_done >= told:
-                print(f"agents: {self.num_done} of {total} after {self.clock.now_s - began_s:.0f} s", file=sys.stderr)
+                print(
+                    f"agents: {self.num_done} of {total} after {self.clock.now_s - began_s:.0f} s",
+                    file=sys.stderr,
+                )
                 told = self.num_done + total // 10
         return self.clock.now_s - began_s
 
@@ -211,10 +226,17 @@ class Model:
                 lane.wait(arrival.fence)
         context = sum(chunk.start + chunk.num_tokens for chunk in plan.chunks if chunk.num_tokens == 1)
         step_s = STEP_S + context * LAYOUT.block_bytes / BLOCK / MEMORY_BYTES_S
-        prompts = [(chunk.num_tokens, chunk.start + chunk.num_tokens / 2) for chunk in plan.chunks if chunk.num_tokens > 1]
+        prompts = [
+            (chunk.num_tokens, chunk.start + chunk.num_tokens / 2)
+            for chunk in plan.chunks
+            if chunk.num_tokens > 1
+        ]
         prompt_s = sum(num * (TOKEN_S + DEPTH_S * depth) for num, depth in prompts)
         slower = 1.0 + self.options.slower
-        step_s, prompt_s = self._varied(step_s * slower, STEPS_VARY), self._varied(prompt_s * slower, STEPS_VARY)
+        step_s, prompt_s = (
+            self._varied(step_s * slower, STEPS_VARY),
+            self._varied(prompt_s * slower, STEPS_VARY),
+        )
         lane.busy_s += step_s + prompt_s
         seen = None
         if prompts:
@@ -276,7 +298,9 @@ def figures(model: Model, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--users", type=int, default=20)
     parser.add_argument("--requests", type=int, default=16)
@@ -291,8 +315,12 @@ def main() -> None:
     parser.add_argument("--max-overtaken-s", type=float, default=60.0)
     parser.add_argument("--chunk-ms", type=float, default=150.0)
     parser.add_argument("--client-ms", type=float, default=30.0)
-    parser.add_argument("--slower", type=float, default=0.0, help="by which share steps take longer than their rates say")
-    parser.add_argument("--seed", type=int, default=0, help="of random times of steps and clients; 0: none is random")
+    parser.add_argument(
+        "--slower", type=float, default=0.0, help="by which share steps take longer than their rates say"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of random times of steps and clients; 0: none is random"
+    )
     parser.add_argument("--json", action="store_true", help="figures as one line of JSON")
     options = parser.parse_args()
     o = options
@@ -302,7 +330,11 @@ def main() -> None:
     model = Model(users, options)
     time.monotonic = model.clock  # deadlines of storage are in modelled time, too
     found = figures(model, model.run(show=not options.json))
-    print(json.dumps(found) if options.json else "\n".join(f"{name:10} {value:8.3f}" for name, value in found.items()))
+    print(
+        json.dumps(found)
+        if options.json
+        else "\n".join(f"{name:10} {value:8.3f}" for name, value in found.items())
+    )
 
 
 if __name__ == "__main__":

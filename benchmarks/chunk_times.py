@@ -1,10 +1,12 @@
-"""Time between tokens of running requests while long prompts are computed beside them, and the rate of those prompts, for several targets.
+"""Time between tokens of running requests while long prompts are computed beside them, and the rate of those
+prompts, for several targets.
 
-    PYTHONPATH=src python3 benchmarks/chunk_times.py [--model qwen3-4b --load-format dummy --device cuda ...] [--targets 0,50,150]
+    PYTHONPATH=src python3 benchmarks/chunk_times.py [--model qwen3-4b --load-format dummy --device cuda ...]
+    [--targets 0,50,150]
 
-A target is what `--prefill-chunk-ms` sets; 0 is a chunk of so many tokens, whatever it takes. All targets take turns on one engine, and
-the first round only warms up. In each run `--batch` requests decode, then `--prompts` new prompts arrive at once; the run ends with the
-first token of the last of them.
+A target is what `--prefill-chunk-ms` sets; 0 is a chunk of so many tokens, whatever it takes. All targets
+take turns on one engine, and the first round only warms up. In each run `--batch` requests decode, then
+`--prompts` new prompts arrive at once; the run ends with the first token of the last of them.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Bench:
 
     def run(self, target_ms: float, runs: Runs) -> None:
         scheduler, args = self._engine._parts.scheduler, self._args
-        scheduler._budget = dataclasses.replace(scheduler._budget, chunk_s=target_ms / 1000)  # one engine: building it takes longer
+        # one engine: building it takes longer
+        scheduler._budget = dataclasses.replace(scheduler._budget, chunk_s=target_ms / 1000)
         self._num_runs += 1
         decoding = self._submit(args.batch, args.context, args.tokens, 1)
         while any(len(one.times_s) < STEADY for one in decoding):
@@ -119,11 +122,22 @@ def measure(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags()], formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 50.0, 100.0, 150.0, 300.0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, parents=[engine_flags()], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--targets",
+        type=lambda text: [float(part) for part in text.split(",")],
+        default=[0.0, 50.0, 100.0, 150.0, 300.0],
+    )
     parser.add_argument("--batch", type=int, default=8, help="requests that decode")
     parser.add_argument("--context", type=int, default=256, help="tokens of their prompts")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens that they may generate; they end when all prompts are computed")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=1024,
+        help="tokens that they may generate; they end when all prompts are computed",
+    )
     parser.add_argument("--prompts", type=int, default=3, help="prompts that arrive beside them")
     parser.add_argument("--prompt-tokens", type=int, default=32768, help="tokens of each")
     parser.add_argument("--rounds", type=int, default=2)
@@ -135,11 +149,24 @@ def main() -> None:
         rows = measure(engine, args)
     finally:
         engine.close()
-    print(f"{'target ms':>9} {'p50 ms':>9} {'p99 ms':>9} {'max ms':>9} {'prompt tokens/s':>16} {'of the first':>13} {'TTFT s':>8}")
+    print(
+        f"{'target ms':>9} "
+        f"{'p50 ms':>9} "
+        f"{'p99 ms':>9} "
+        f"{'max ms':>9} "
+        f"{'prompt tokens/s':>16} "
+        f"{'of the first':>13} {'TTFT s':>8}"
+    )
     for row in rows:
         share = row["prompt_tokens_per_s"] / rows[0]["prompt_tokens_per_s"]
         between = f"{row['p50_ms']:9.1f} {row['p99_ms']:9.1f} {row['max_ms']:9.1f}"
-        print(f"{row['target_ms']:9g} {between} {row['prompt_tokens_per_s']:16.0f} {share:13.3f} {row['ttft_s']:8.2f}")
+        print(
+            f"{row['target_ms']:9g} "
+            f"{between} "
+            f"{row['prompt_tokens_per_s']:16.0f} "
+            f"{share:13.3f} "
+            f"{row['ttft_s']:8.2f}"
+        )
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,8 +1,10 @@
-"""The embedded model on this CPU in each form of weights, beside llama.cpp on the same file: rounds in turn. Owns the comparison.
+"""The embedded model on this CPU in each form of weights, beside llama.cpp on the same file: rounds in turn.
+Owns the comparison.
 
-`python benchmarks/cpu_weights.py [--llama-cpp FOLDER]`, where FOLDER has npm's `node-llama-cpp` installed. Every side is a process of its
-own, idle while another is measured; the median over rounds is taken, since a shared machine disturbs single ones. Where it is busy
-throughout, `--threads 1` and the CPU time of a token (or a prompt) are what can be compared: waiting for a core is not in it.
+`python benchmarks/cpu_weights.py [--llama-cpp FOLDER]`, where FOLDER has npm's `node-llama-cpp` installed.
+Every side is a process of its own, idle while another is measured; the median over rounds is taken, since a
+shared machine disturbs single ones. Where it is busy throughout, `--threads 1` and the CPU time of a token
+(or a prompt) are what can be compared: waiting for a core is not in it.
 """
 
 from __future__ import annotations
@@ -35,13 +37,17 @@ class Side:
         self.name = name
         start = time.perf_counter()
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         self.ready = {**self._answer(), "start_s": time.perf_counter() - start}
 
     def ask(self, kind: str, count: int) -> tuple[float, float]:
-        """Milliseconds of a step that decodes `count` requests, or of a prompt of `count` tokens; and its CPU time, that of short prompts
-        shared out among the steps."""
+        """Milliseconds of a step that decodes `count` requests, or of a prompt of `count` tokens; and its CPU
+        time, that of short prompts shared out among the steps."""
         assert self._process.stdin is not None
         print(kind, count, file=self._process.stdin, flush=True)
         answer = self._answer()
@@ -65,10 +71,19 @@ def serve_side(weights: Any) -> None:
     """The process of one form."""
     start = time.perf_counter()
     source = ModelSource(device="cpu", weights=weights)
-    engine = build(Config(source, KvConfig(device_blocks=512, prefix_cache=False), EngineConfig(1024), OffloadConfig(False)))
+    engine = build(
+        Config(
+            source, KvConfig(device_blocks=512, prefix_cache=False), EngineConfig(1024), OffloadConfig(False)
+        )
+    )
     driver = Driver(engine)
-    rss = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    print(json.dumps({"ready_s": time.perf_counter() - start, "rss_mib": int(rss.split()[1]) / 1024}), flush=True)
+    rss = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")
+    )
+    print(
+        json.dumps({"ready_s": time.perf_counter() - start, "rss_mib": int(rss.split()[1]) / 1024}),
+        flush=True,
+    )
     for run, line in enumerate(sys.stdin):
         kind, count = line.split()
         start_cpu = time.process_time()
@@ -95,8 +110,16 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     sides = [Side(name, [*own, name], args.threads) for name in args.weights.split(",")]
     if args.llama_cpp is not None:
         script = Path(__file__).with_name("llama_cpp_side.mjs")
-        sides.append(Side("llama.cpp", ["node", str(script), args.llama_cpp, str(embedded_file()), str(args.threads)], args.threads))
-    times: dict[str, dict[str, list[tuple[float, float]]]] = {f"{kind} {count}": {side.name: [] for side in sides} for kind, count in CASES}
+        sides.append(
+            Side(
+                "llama.cpp",
+                ["node", str(script), args.llama_cpp, str(embedded_file()), str(args.threads)],
+                args.threads,
+            )
+        )
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {
+        f"{kind} {count}": {side.name: [] for side in sides} for kind, count in CASES
+    }
     for number in range(args.rounds + 1):
         for kind, count in CASES:
             for side in sides:
@@ -122,11 +145,25 @@ def _figures(taken: list[tuple[float, float]]) -> dict[str, float]:
 
 def show(result: dict[str, Any]) -> None:
     for name, ready in result["ready"].items():
-        print(f"{name:10}  ready after {ready['start_s']:.1f} s (load {ready['ready_s']:.1f} s), {ready['rss_mib']:.0f} MiB resident")
+        print(
+            f"{name:10}  ready after "
+            f"{ready['start_s']:.1f} "
+            f"s "
+            f"(load "
+            f"{ready['ready_s']:.1f} "
+            f"s), "
+            f"{ready['rss_mib']:.0f} MiB resident"
+        )
     for case, sides in result["ms"].items():
         kind, count = case.split()
         rates = (
-            f"{name} {ms['median']:.1f} ms (best {ms['best']:.1f}, CPU {ms['cpu']:.1f}), {int(count) / ms['median'] * 1000:.0f} tok/s"
+            f"{name} {ms['median']:.1f} "
+            f"ms "
+            f"(best "
+            f"{ms['best']:.1f}, "
+            f"CPU "
+            f"{ms['cpu']:.1f}), "
+            f"{int(count) / ms['median'] * 1000:.0f} tok/s"
             for name, ms in sides.items()
         )
         print(f"{kind} {count:>3}: " + "; ".join(rates))

@@ -1,5 +1,6 @@
-"""How many drafts of a head are kept where tokens are sampled: the likeliest token, a draw with the target's own noise, and what rejection
-sampling would keep, sum(min(p, q)), at the places that the second one reaches. All on the same answers, since drafts change none.
+"""How many drafts of a head are kept where tokens are sampled: the likeliest token, a draw with the target's
+own noise, and what rejection sampling would keep, sum(min(p, q)), at the places that the second one reaches.
+All on the same answers, since drafts change none.
 
 python benchmarks/draft_draws.py --temperatures 0.7,1.0 --tokens 64
 """
@@ -50,7 +51,9 @@ class Overlaps:
         vocab = executor._forward.model.config.vocab
 
         def note(logits: Any, ids: Any, rows: Any, positions: Any, choice: DrawKind) -> Any:
-            for row, position, scores in zip(rows.tolist(), positions.tolist(), logits.float() / temperature, strict=True):
+            for row, position, scores in zip(
+                rows.tolist(), positions.tolist(), logits.float() / temperature, strict=True
+            ):
                 q = scores.softmax(dim=-1)
                 proposals[row, position] = q if ids is None else torch.zeros(vocab).index_copy(0, ids, q)
             return choose(logits, ids, rows, positions, choice)
@@ -64,7 +67,9 @@ class Overlaps:
             for start, length in zip(views.starts.tolist(), views.lengths.tolist(), strict=True):
                 for place in range(length):
                     at = start + place
-                    q = proposals.get((int(inputs.sample_rows[at]), int(inputs.positions[inputs.sample_at[at]])))
+                    q = proposals.get(
+                        (int(inputs.sample_rows[at]), int(inputs.positions[inputs.sample_at[at]]))
+                    )
                     if tokens[at] < 0 or q is None:
                         break
                     p = (flow.logits[at].float() / temperature).softmax(dim=-1)
@@ -99,7 +104,11 @@ def asked(engine: Engine, temperature: float, num_tokens: int) -> list[list[int]
             tokens.extend(event.tokens)
 
         prompt = engine.tokenizer.encode_chat([{"role": "user", "content": text}])
-        engine.submit(prompt, SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True), listen)
+        engine.submit(
+            prompt,
+            SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True),
+            listen,
+        )
     return found
 
 
@@ -136,13 +145,17 @@ def measured(args: argparse.Namespace, temperature: float) -> dict[str, Any]:
         found[name] = rates(engine)
         found[f"{name}_drafted"] = sum(engine.stats().drafted)
         engine.close(timeout_s=30.0)
-    found["rejection"] = [share / max(1, num) for share, num in zip(overlaps.shares, overlaps.nums, strict=True)]
+    found["rejection"] = [
+        share / max(1, num) for share, num in zip(overlaps.shares, overlaps.nums, strict=True)
+    ]
     assert answers[0] == answers[1], "drafts have changed an answer"
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--speculate", default="mtp")
     parser.add_argument("--drafts", type=int, default=4)
@@ -156,7 +169,15 @@ def main() -> None:
         for name in ("likeliest", "drawn", "rejection"):
             shares, expected = "  ".join(f"{rate:6.1%}" for rate in one[name]), tokens_per_step(one[name])
             num = one.get(f"{name}_drafted", one["drawn_drafted"])
-            print(f"temperature {one['temperature']}  {name:>10}  {shares}   {expected:.2f} tokens a step   {num:,} drafts")
+            print(
+                f"temperature {one['temperature']}  {name:>10}  {shares}   "
+                f"{expected:.2f} "
+                f"tokens "
+                f"a "
+                f"step "
+                f" "
+                f" {num:,} drafts"
+            )
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

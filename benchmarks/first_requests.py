@@ -1,9 +1,12 @@
-"""The first request of each kind after `ready`, beside the second one of the same kind. Fresh process, one engine, its own loop.
+"""The first request of each kind after `ready`, beside the second one of the same kind. Fresh process, one
+engine, its own loop.
 
-    PYTHONPATH=src python3 benchmarks/first_requests.py [--model qwen3-4b --load-format dummy --device cuda ...] [--json FILE]
+    PYTHONPATH=src python3 benchmarks/first_requests.py [--model qwen3-4b --load-format dummy --device cuda
+    ...] [--json FILE]
 
-Every request has a prompt of its own, so that nothing is reused but what the kind is about. The time is that from submit to the last token.
-With --overcommit above 1 there is one kind more, a retraction: its time is the longest between two tokens of the request that stays.
+Every request has a prompt of its own, so that nothing is reused but what the kind is about. The time is that
+from submit to the last token. With --overcommit above 1 there is one kind more, a retraction: its time is the
+longest between two tokens of the request that stays.
 """
 
 from __future__ import annotations
@@ -41,7 +44,13 @@ class Asker:
         self.seed += 1
         return [int(x) for x in np.random.default_rng(self.seed).integers(0, self.vocab, num_tokens)]
 
-    def send(self, prompt: list[int], adapter: Adapter | None = None, times: list[float] | None = None, **sampling: Any) -> Future[None]:
+    def send(
+        self,
+        prompt: list[int],
+        adapter: Adapter | None = None,
+        times: list[float] | None = None,
+        **sampling: Any,
+    ) -> Future[None]:
         done: Future[None] = Future()
 
         def listen(event: TokenEvent) -> None:
@@ -52,7 +61,9 @@ class Asker:
             elif event.finish is not None:
                 done.set_exception(RuntimeError(event.error or str(event.finish)))
 
-        params = SamplingParams(**{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, "seed": 1, **sampling})
+        params = SamplingParams(
+            **{"max_tokens": OUTPUT, "temperature": 0.0, "ignore_eos": True, "seed": 1, **sampling}
+        )
         self.engine.submit(prompt, params, listen, adapter=adapter)
         return done
 
@@ -72,11 +83,15 @@ class Asker:
         return lambda: self.send(prompt).result(LIMIT_S)
 
     def retract(self) -> float:
-        """Two requests that fit until they have written a little; returns the longest pause of the one that stays, in milliseconds."""
+        """Two requests that fit until they have written a little; returns the longest pause of the one that
+        stays, in milliseconds."""
         num_tokens = self.engine.cache.num_blocks * self.engine.cache.block_tokens
         before = self.engine.stats().retractions
         times: list[float] = []
-        both = [self.send(self.prompt(num_tokens * 31 // 64), times=some, max_tokens=num_tokens // 32) for some in (times, None)]
+        both = [
+            self.send(self.prompt(num_tokens * 31 // 64), times=some, max_tokens=num_tokens // 32)
+            for some in (times, None)
+        ]
         for done in both:
             done.result(LIMIT_S)
         if self.engine.stats().retractions == before:
@@ -123,7 +138,12 @@ def kinds(asker: Asker, adapter: Adapter | None, retracts: bool) -> dict[str, Se
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, parents=[engine_flags(), lora_flag(several=True)])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=3, help="requests of each kind; the first is compared with the median of the others")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="requests of each kind; the first is compared with the median of the others",
+    )
     args = parser.parse_args()
     config = config_of(args)
     started = time.perf_counter()
@@ -136,7 +156,9 @@ def main() -> None:
     asker.prompt(1)  # what this script itself does for the first time is not the engine's
     rows: list[dict[str, Any]] = []
     try:
-        for name, make in kinds(asker, adapters[0].adapter if adapters else None, config.engine.overcommit > 1).items():
+        for name, make in kinds(
+            asker, adapters[0].adapter if adapters else None, config.engine.overcommit > 1
+        ).items():
             times = []
             for _ in range(args.rounds):
                 try:
@@ -154,7 +176,12 @@ def main() -> None:
     print(f"ready after {ready_s:.1f} s")
     print(f"{'kind':28} {'first ms':>10} {'later ms':>10} {'ratio':>7}")
     for row in rows:
-        print(f"{row['kind']:28} {row['first_ms']:10.1f} {row['later_ms']:10.1f} {row['first_ms'] / row['later_ms']:7.2f}")
+        print(
+            f"{row['kind']:28} "
+            f"{row['first_ms']:10.1f} "
+            f"{row['later_ms']:10.1f} "
+            f"{row['first_ms'] / row['later_ms']:7.2f}"
+        )
     if args.json is not None:
         args.json.write_text(json.dumps({"ready_s": ready_s, "rows": rows}, indent=1) + "\n")
 

@@ -1,5 +1,6 @@
-"""How fast one process tells another of a step: messages and bytes per second, with 256 requests in each message. Unix stream sockets
-with a length before each message, as the server has it, beside pyzmq where it is installed, and beside one message per request.
+"""How fast one process tells another of a step: messages and bytes per second, with 256 requests in each
+message. Unix stream sockets with a length before each message, as the server has it, beside pyzmq where it is
+installed, and beside one message per request.
 
     PYTHONPATH=src python3 benchmarks/front_messages.py
 """
@@ -25,7 +26,10 @@ NUM_MESSAGES = 20_000
 
 
 def step() -> list[tuple[int, TokenEvent]]:
-    return [(100_000 + number, TokenEvent(f"request-{number}", (50_000 + number,))) for number in range(NUM_REQUESTS)]
+    return [
+        (100_000 + number, TokenEvent(f"request-{number}", (50_000 + number,)))
+        for number in range(NUM_REQUESTS)
+    ]
 
 
 def read_sockets(fd: int, num: int) -> None:
@@ -56,7 +60,11 @@ def reader(kind: str, at: str, num: int, fds: tuple[int, ...] = ()) -> subproces
 
 def over_sockets(name: str, num_messages: int, make: Any, per_message: int) -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, reader("sockets", str(theirs.fileno()), num_messages * per_message, (theirs.fileno(),)):
+    with (
+        ours,
+        theirs,
+        reader("sockets", str(theirs.fileno()), num_messages * per_message, (theirs.fileno(),)),
+    ):
         report(name, num_messages, make, ours.sendall, lambda: ours.recv(1), per_message)
 
 
@@ -67,13 +75,21 @@ def over_zmq() -> None:
     push.bind(address)
     pull.bind(f"{address}-back")
     with reader("zmq", address, NUM_MESSAGES * NUM_REQUESTS):
-        report("pyzmq, one message a step", NUM_MESSAGES, lambda: frame(tokens_of(step_events))[4:], push.send, pull.recv, NUM_REQUESTS)
+        report(
+            "pyzmq, one message a step",
+            NUM_MESSAGES,
+            lambda: frame(tokens_of(step_events))[4:],
+            push.send,
+            pull.recv,
+            NUM_REQUESTS,
+        )
     for one in (push, pull):
         one.close()
 
 
 def report(name: str, num: int, make: Any, send: Any, wait_read: Any, per_message: int) -> None:
-    """From making the first to the reader's word that it has decoded the last; the time of the sender's own thread beside it."""
+    """From making the first to the reader's word that it has decoded the last; the time of the sender's own
+    thread beside it."""
     send(make())  # the reader is up when the socket takes no more
     begun, busy = time.perf_counter(), time.thread_time()
     size = 0
@@ -98,9 +114,16 @@ def main() -> None:
     elif sys.argv[1:2] == ["zmq"]:
         read_zmq(sys.argv[2], int(sys.argv[3]))
     else:
-        over_sockets("Unix socket, one message a step", NUM_MESSAGES, lambda: frame(tokens_of(step_events)), NUM_REQUESTS)
+        over_sockets(
+            "Unix socket, one message a step",
+            NUM_MESSAGES,
+            lambda: frame(tokens_of(step_events)),
+            NUM_REQUESTS,
+        )
         one = step_events[:1]
-        over_sockets("Unix socket, one message a request", NUM_MESSAGES * 10, lambda: frame(tokens_of(one)), 1)
+        over_sockets(
+            "Unix socket, one message a request", NUM_MESSAGES * 10, lambda: frame(tokens_of(one)), 1
+        )
         if importlib.util.find_spec("zmq") is not None:
             over_zmq()
         else:

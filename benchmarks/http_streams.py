@@ -1,13 +1,15 @@
-"""What HTTP costs: tokens per second and time between tokens of 1, 32 and 256 streams, in process, over HTTP with engine and HTTP in one
-process, and over HTTP with front processes. One command, one machine, the same work each time.
+"""What HTTP costs: tokens per second and time between tokens of 1, 32 and 256 streams, in process, over HTTP
+with engine and HTTP in one process, and over HTTP with front processes. One command, one machine, the same
+work each time.
 
-    PYTHONPATH=src python3 benchmarks/http_streams.py --model qwen3-4b --load-format dummy --device cuda [--json FILE]
+    PYTHONPATH=src python3 benchmarks/http_streams.py --model qwen3-4b --load-format dummy --device cuda
+    [--json FILE]
 
-Each stream asks again as soon as it is answered. Every prompt is new, so that nothing is reused. Clients are processes of their own with
-bare sockets. Other flags are those of `penstock serve`, for all three.
+Each stream asks again as soon as it is answered. Every prompt is new, so that nothing is reused. Clients are
+processes of their own with bare sockets. Other flags are those of `penstock serve`, for all three.
 
-Answers of equal length end together, and prompts come in waves. With `--spread 0.5` they are from half to one and a half times as long, as
-those of real users are: then nearly every step has a prompt beside its decodes.
+Answers of equal length end together, and prompts come in waves. With `--spread 0.5` they are from half to one
+and a half times as long, as those of real users are: then nearly every step has a prompt beside its decodes.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ OTHER_ROUNDS = 3
 VOCAB = 256  # token ids are below this
 
 
-# ------------------------------------------------------------------------------------------------------------------- figures
+# ---------------------------------------------------------------------------------------------------- figures
 
 
-def summary(num_tokens: int, seconds: float, gaps: Sequence[float], firsts: Sequence[float]) -> dict[str, float]:
+def summary(
+    num_tokens: int, seconds: float, gaps: Sequence[float], firsts: Sequence[float]
+) -> dict[str, float]:
     ordered = sorted(gaps)
     return {
         "tokens_per_s": num_tokens / seconds,
@@ -66,13 +70,19 @@ def num_wanted(args: argparse.Namespace, streams: int) -> int:
     return sum(output for stream in range(streams) for _, output in questions(args, streams, stream))
 
 
-# ---------------------------------------------------------------------------------------------------------------- in process
+# ------------------------------------------------------------------------------------------------- in process
 
 
 class Asking:
     """One stream: the listener of its requests, one after another."""
 
-    def __init__(self, gaps: list[float], firsts: list[float], over: SimpleQueue[Asking], asks: list[tuple[list[int], int]]) -> None:
+    def __init__(
+        self,
+        gaps: list[float],
+        firsts: list[float],
+        over: SimpleQueue[Asking],
+        asks: list[tuple[list[int], int]],
+    ) -> None:
         self.asks = asks
         self._gaps, self._firsts, self._over = gaps, firsts, over
         self._last = self._started = 0.0
@@ -106,7 +116,9 @@ def in_process(args: argparse.Namespace, rest: list[str]) -> None:
         gaps: list[float] = []
         firsts: list[float] = []
         over: SimpleQueue[Asking] = SimpleQueue()
-        for asking in [Asking(gaps, firsts, over, questions(args, streams, stream)) for stream in range(streams)]:
+        for asking in [
+            Asking(gaps, firsts, over, questions(args, streams, stream)) for stream in range(streams)
+        ]:
             over.put(asking)
         begun = time.perf_counter()
         left = streams
@@ -123,11 +135,12 @@ def in_process(args: argparse.Namespace, rest: list[str]) -> None:
     loop.close(0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- over HTTP
+# -------------------------------------------------------------------------------------------------- over HTTP
 
 
 class Stream(asyncio.Protocol):
-    """One connection that asks again and again, each time when the answer before is over. It only looks for marks: parsing takes time."""
+    """One connection that asks again and again, each time when the answer before is over. It only looks for
+    marks: parsing takes time."""
 
     def __init__(self, bodies: list[bytes], done: asyncio.Future[None]) -> None:
         self.gaps: list[float] = []
@@ -174,7 +187,9 @@ async def client(host: str, port: int, streams: list[list[bytes]]) -> None:
     opened: list[tuple[Stream, asyncio.Future[None]]] = []
     for bodies in streams:
         done: asyncio.Future[None] = loop.create_future()
-        _, stream = await loop.create_connection(lambda bodies=bodies, done=done: Stream(bodies, done), host, port)  # type: ignore[misc]
+        _, stream = await loop.create_connection(
+            lambda bodies=bodies, done=done: Stream(bodies, done), host, port
+        )  # type: ignore[misc]
         opened.append((stream, done))
     print("connected", flush=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -195,8 +210,12 @@ def run_client(argv: list[str]) -> None:
         asked = []
         for asked_prompt, wanted in questions(args, int(streams), stream):
             body = {"model": model, "prompt": asked_prompt, "max_tokens": wanted}
-            data = json.dumps({**body, "temperature": 0, "ignore_eos": True, "seed": 1, "stream": True}).encode()
-            asked.append(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            data = json.dumps(
+                {**body, "temperature": 0, "ignore_eos": True, "seed": 1, "stream": True}
+            ).encode()
+            asked.append(
+                (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n") % len(data) + data
+            )
         bodies.append(asked)
     with contextlib.suppress(ImportError):
         importlib.import_module("uvloop").install()
@@ -236,10 +255,24 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
     num_clients = min(streams, args.clients)
     shape = [str(number) for number in (args.prompt, args.output, args.spread)]
     commands = [
-        [sys.executable, __file__, "--as-client", host, port, model, str(streams), str(first), str(num_clients), *shape]
+        [
+            sys.executable,
+            __file__,
+            "--as-client",
+            host,
+            port,
+            model,
+            str(streams),
+            str(first),
+            str(num_clients),
+            *shape,
+        ]
         for first in range(num_clients)
     ]
-    clients = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for command in commands]
+    clients = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     for one in clients:
         assert one.stdout is not None and one.stdout.readline().strip() == "connected"
     begun = time.perf_counter()
@@ -258,39 +291,62 @@ def measure(args: argparse.Namespace, url: str, streams: int) -> dict[str, float
     return summary(num_wanted(args, streams), seconds, gaps, firsts)
 
 
-# --------------------------------------------------------------------------------------------------------------------- main
+# ------------------------------------------------------------------------------------------------------- main
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--as-client"]:
         run_client(sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32, 256]
+    )
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--output", type=int, default=256)
-    parser.add_argument("--spread", type=float, default=0.0, help="answers are so much longer or shorter, as a share of --output")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        help="answers are so much longer or shorter, as a share of --output",
+    )
     parser.add_argument("--clients", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("--processes", default="0,", help="values of --api-processes; an empty one is the default")
+    parser.add_argument(
+        "--processes", default="0,", help="values of --api-processes; an empty one is the default"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
     if args.in_process:
         in_process(args, rest)
         return
-    here = subprocess.run([sys.executable, __file__, "--in-process", *sys.argv[1:]], stdout=subprocess.PIPE, text=True, check=True)
-    found = {"in process": {int(streams): figures for streams, figures in json.loads(here.stdout.splitlines()[-1]).items()}}
+    here = subprocess.run(
+        [sys.executable, __file__, "--in-process", *sys.argv[1:]],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = {
+        "in process": {
+            int(streams): figures for streams, figures in json.loads(here.stdout.splitlines()[-1]).items()
+        }
+    }
     for value in args.processes.split(","):
         flags = ["--api-processes", value] if value else []
         found[f"HTTP, --api-processes {value}" if value else "HTTP, default"] = over_http(args, rest, flags)
     print(
-        f"{'':26}{'streams':>8}{'tok/s':>10}{'of in process':>15}{'gap p50 ms':>12}{'of in process':>15}{'gap p99 ms':>12}{'ttft ms':>10}"
+        f"{'':26}{'streams':>8}{'tok/s':>10}{'of in process':>15}{'gap p50 ms':>12}{'of in process':>15}{'gap p99 ms':>12}{'ttft ms':>10}"  # noqa: E501
     )
     for name, by_streams in found.items():
         for streams, figures in by_streams.items():
             base = found["in process"][streams]
-            rate, gap = figures["tokens_per_s"] / base["tokens_per_s"], figures["gap_p50_ms"] / base["gap_p50_ms"]
-            row = f"{name:26}{streams:8}{figures['tokens_per_s']:10.0f}{rate:15.2f}{figures['gap_p50_ms']:12.2f}{gap:15.2f}"
+            rate, gap = (
+                figures["tokens_per_s"] / base["tokens_per_s"],
+                figures["gap_p50_ms"] / base["gap_p50_ms"],
+            )
+            row = f"{name:26}{streams:8}{figures['tokens_per_s']:10.0f}{rate:15.2f}{figures['gap_p50_ms']:12.2f}{gap:15.2f}"  # noqa: E501
             print(row + f"{figures['gap_p99_ms']:12.2f}{figures['ttft_p50_ms']:10.1f}")
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1))

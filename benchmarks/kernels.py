@@ -1,5 +1,6 @@
-"""Times the CUDA kernels one by one, on the Qwen3-4B shape in bfloat16: `python benchmarks/kernels.py`. Owns the cases and the
-alternatives that are compared; which constants are kept is written in `engine/execution/attention/triton.py`.
+"""Times the CUDA kernels one by one, on the Qwen3-4B shape in bfloat16: `python benchmarks/kernels.py`. Owns
+the cases and the alternatives that are compared; which constants are kept is written in
+`engine/execution/attention/triton.py`.
 
 Every case is checked against float32 before it is timed. Times are medians with a cold L2 cache.
 """
@@ -42,7 +43,18 @@ class Span(NamedTuple):
         return self.prefix_len + self.q_len
 
 
-DECODES = ((1, 160), (8, 160), (32, 160), (128, 160), (256, 160), (128, 2048), (1, 8192), (1, 32768), (32, 8192), (32, 32768))
+DECODES = (
+    (1, 160),
+    (8, 160),
+    (32, 160),
+    (128, 160),
+    (256, 160),
+    (128, 2048),
+    (1, 8192),
+    (1, 32768),
+    (32, 8192),
+    (32, 32768),
+)
 # Those of few, some and many programs per multiprocessor, which have a tile each.
 DECODES_COMPARED = {
     "decode": ((1, 160), (1, 32768), (16, 5700)),
@@ -50,7 +62,17 @@ DECODES_COMPARED = {
     "decode_many": ((20, 4550), (64, 1100), (256, 160), (128, 2048)),
 }
 DECODE_TILES = tuple(
-    Tile(16, *rest) for rest in ((32, 4, 4), (64, 2, 2), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 2))
+    Tile(16, *rest)
+    for rest in (
+        (32, 4, 4),
+        (64, 2, 2),
+        (64, 2, 3),
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 4),
+        (128, 4, 2),
+        (128, 8, 2),
+    )
 )
 PROGRAMS_PER_SM = (2, 4)
 TAILS = (Span(8192, 16), Span(32768 - 16, 16), Span(2048, 64))
@@ -106,16 +128,24 @@ class Rig:
         for row, span in enumerate(spans):
             length = -(-span.kv_len // BLOCK)
             slots = self.order[used : used + length]
-            chunks.append(Chunk(str(row), row, span.prefix_len, (0,) * span.q_len, slots, writes=True, num_logits=0))
+            chunks.append(
+                Chunk(str(row), row, span.prefix_len, (0,) * span.q_len, slots, writes=True, num_logits=0)
+            )
             used += length
         room = np.empty(4 * sum(span.q_len for span in spans) + 8 * len(spans) + used + 8, np.int32)
-        packed = Packer(BLOCK, NUM_SLOTS, len(spans)).pack(tuple(chunks), sum(span.q_len == 1 for span in spans), None, room)
+        packed = Packer(BLOCK, NUM_SLOTS, len(spans)).pack(
+            tuple(chunks), sum(span.q_len == 1 for span in spans), None, room
+        )
         ints = torch.from_numpy(packed.ints).to(self.device)
         return packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
 
-    def step(self, spans: Sequence[Span], attention: TritonAttention) -> tuple[StepInputs, tuple[Tensor, Tensor, Tensor]]:
+    def step(
+        self, spans: Sequence[Span], attention: TritonAttention
+    ) -> tuple[StepInputs, tuple[Tensor, Tensor, Tensor]]:
         inputs = self.inputs(spans)
-        qkv = torch.randn(sum(span.q_len for span in spans), CONFIG.qkv_width, device=self.device).to(torch.bfloat16)
+        qkv = torch.randn(sum(span.q_len for span in spans), CONFIG.qkv_width, device=self.device).to(
+            torch.bfloat16
+        )
         return inputs, attention.rotate_and_write(0, qkv, None, None, inputs)
 
     def median_us(self, call: Callable[[], Any]) -> float:
@@ -134,7 +164,9 @@ def expected_rows(rig: Rig, q: Tensor, span: Span, table: Tensor, rows: Tensor) 
     keys, values = kv.repeat_interleave(CONFIG.num_heads // CONFIG.num_kv_heads, dim=2)
     scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * CONFIG.scale
     hidden = torch.arange(span.kv_len, device=q.device) > (span.prefix_len + rows)[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill_(hidden, float("-inf")).softmax(-1), values).flatten(1)
+    return torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill_(hidden, float("-inf")).softmax(-1), values
+    ).flatten(1)
 
 
 def check(rig: Rig, out: Tensor, q: Tensor, spans: Sequence[Span], inputs: StepInputs) -> None:
@@ -180,18 +212,26 @@ def named(tile: Tile) -> str:
     return f"{tile.rows}x{tile.keys} warps {tile.warps} stages {tile.stages}"
 
 
-def best_of(rig: Rig, cases: Sequence[tuple[str, Sequence[Span]]], tunings: Sequence[tuple[str, Tuning]]) -> tuple[str, Tuning]:
-    """The tuning with the least sum of times, each relative to the best of its case. One that does not fit the device is left out."""
+def best_of(
+    rig: Rig, cases: Sequence[tuple[str, Sequence[Span]]], tunings: Sequence[tuple[str, Tuning]]
+) -> tuple[str, Tuning]:
+    """The tuning with the least sum of times, each relative to the best of its case. One that does not fit
+    the device is left out."""
     times: dict[str, list[float]] = {}
     for name, tuning in tunings:
         try:
-            times[name] = [attend(rig, what, name, spans, rig.attention(tuning, prefill="triton")) for what, spans in cases]
+            times[name] = [
+                attend(rig, what, name, spans, rig.attention(tuning, prefill="triton"))
+                for what, spans in cases
+            ]
         except InvariantBroken:
             raise
         except Exception as error:
             print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     fastest = [min(column) for column in zip(*times.values(), strict=True)]
-    score = {name: sum(us / least for us, least in zip(row, fastest, strict=True)) for name, row in times.items()}
+    score = {
+        name: sum(us / least for us, least in zip(row, fastest, strict=True)) for name, row in times.items()
+    }
     best = min(score, key=score.__getitem__)
     print(f"  -> {best}", flush=True)
     return best, dict(tunings)[best]
@@ -210,9 +250,14 @@ def decodes(rig: Rig) -> Tuning:
     best = TUNING[2]
     for kind, pairs in DECODES_COMPARED.items():
         compared = [case(*pair) for pair in pairs]
-        _, best = best_of(rig, compared, [(named(tile), with_tile(best, kind, tile)) for tile in DECODE_TILES])
+        _, best = best_of(
+            rig, compared, [(named(tile), with_tile(best, kind, tile)) for tile in DECODE_TILES]
+        )
     few = [case(*pair) for pair in DECODES_COMPARED["decode"]]
-    candidates = [(f"{count} programs per SM", best._replace(programs_per_sm=count)) for count in (best.programs_per_sm, *PROGRAMS_PER_SM)]
+    candidates = [
+        (f"{count} programs per SM", best._replace(programs_per_sm=count))
+        for count in (best.programs_per_sm, *PROGRAMS_PER_SM)
+    ]
     _, best = best_of(rig, few, candidates)
     for pair in DECODES:
         attend(rig, case(*pair)[0], "best", case(*pair)[1], rig.attention(best))
@@ -225,15 +270,29 @@ def prefills(rig: Rig, tuning: Tuning) -> Tuning:
     def case(span: Span) -> tuple[str, list[Span]]:
         return f"{span.q_len} after {span.prefix_len}", [span]
 
-    _, tuning = best_of(rig, [case(s) for s in TAILS], [(named(tile), tuning._replace(short=tile)) for tile in SHORT_TILES])
+    _, tuning = best_of(
+        rig, [case(s) for s in TAILS], [(named(tile), tuning._replace(short=tile)) for tile in SHORT_TILES]
+    )
     for kind, spans in PREFILLS_COMPARED.items():
         longs = [(named(tile), with_tile(tuning, kind, tile)) for tile in LONG_TILES]
         _, tuning = best_of(rig, [case(s) for s in spans], longs)
     for span in PREFILLS:
         attend(rig, case(span)[0], "triton", [span], rig.attention(tuning, prefill="triton"))
         for fused in ("flash", "cudnn"):
-            attend(rig, case(span)[0], f"sdpa-{fused}", [span], rig.attention(tuning, prefill="sdpa", fused=fused))
-    attend(rig, "4 chunks of 2048 and 32 decodes", "triton", [Span(159, 1)] * 32 + [Span(0, 2048)] * 4, rig.attention(tuning))
+            attend(
+                rig,
+                case(span)[0],
+                f"sdpa-{fused}",
+                [span],
+                rig.attention(tuning, prefill="sdpa", fused=fused),
+            )
+    attend(
+        rig,
+        "4 chunks of 2048 and 32 decodes",
+        "triton",
+        [Span(159, 1)] * 32 + [Span(0, 2048)] * 4,
+        rig.attention(tuning),
+    )
     return tuning
 
 
@@ -258,7 +317,9 @@ def elementwise(rig: Rig, tuning: Tuning) -> None:
         qkv = torch.randn(rows, CONFIG.qkv_width, device=rig.device).to(torch.bfloat16)
         for tile in ROTATE_TILES:
             attention = rig.attention(tuning._replace(rotate_few=tile, rotate_many=tile))
-            us = rig.median_us(lambda a=attention, i=inputs, x=qkv: a.rotate_and_write(0, x, head_weight, head_weight, i))  # type: ignore[misc]
+            us = rig.median_us(
+                lambda a=attention, i=inputs, x=qkv: a.rotate_and_write(0, x, head_weight, head_weight, i)
+            )  # type: ignore[misc]
             how = f"{tile.tokens} tokens {tile.heads} heads warps {tile.warps}"
             rig.report(f"rotate_and_write {rows}", how, us, f"{2 * qkv.nbytes / us / 1e3:7.0f} GB/s")
 

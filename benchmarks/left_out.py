@@ -1,8 +1,9 @@
-"""How many drafts are kept behind tokens that were left out: while drafts do not pay, what makes them has no KV of what is decoded. Always
-at the same place of the same answers, so many tokens behind the last that was left out.
+"""How many drafts are kept behind tokens that were left out: while drafts do not pay, what makes them has no
+KV of what is decoded. Always at the same place of the same answers, so many tokens behind the last that was
+left out.
 
-python benchmarks/left_out.py --speculate mtp --json left-out.json
-python benchmarks/left_out.py --speculate draft:smollm2-135m     a draft that is the target: without gaps all is kept
+python benchmarks/left_out.py --speculate mtp --json left-out.json python benchmarks/left_out.py --speculate
+draft:smollm2-135m     a draft that is the target: without gaps all is kept
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from support.switched import switched
 
 CASES = ((0, 0), (64, 0), (256, 0), (256, 64))  # tokens that are left out, and tokens behind them
-BEFORE = 8 + max(left_out + behind for left_out, behind in CASES)  # tokens of an answer before drafts are made
+# tokens of an answer before drafts are made
+BEFORE = 8 + max(left_out + behind for left_out, behind in CASES)
 
 
 def measured(args: argparse.Namespace, num_left_out: int, num_behind: int) -> dict[str, Any]:
@@ -46,7 +48,9 @@ def measured(args: argparse.Namespace, num_left_out: int, num_behind: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--speculate", default="mtp")
     parser.add_argument("--drafts", type=int, default=4)
@@ -63,7 +67,15 @@ def main() -> None:
         assert answers[0] == answers[-1], "what is left out has changed an answer"
         found.append(one)
         shares = "  ".join(f"{rate:6.1%}" for rate in one["kept"])
-        print(f"{left_out:4} left out, {behind:3} behind: {shares}  {one['tokens_per_step']:.2f} tokens a step, {one['drafted']:,} drafts")
+        print(
+            f"{left_out:4} left out, {behind:3} behind: "
+            f"{shares} "
+            f" "
+            f"{one['tokens_per_step']:.2f} "
+            f"tokens "
+            f"a "
+            f"step, {one['drafted']:,} drafts"
+        )
     if args.json is not None:
         args.json.write_text(json.dumps({"speculate": args.speculate, "cases": found}, indent=1) + "\n")
 

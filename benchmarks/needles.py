@@ -1,10 +1,13 @@
-"""Needles in haystacks: how many of them a model finds whose recall is exact by construction (`retrieval.py`), and what
-prefill and decoding take at each length. Any engine option may be given; a needle that is not found was lost by the engine.
+"""Needles in haystacks: how many of them a model finds whose recall is exact by construction
+(`retrieval.py`), and what prefill and decoding take at each length. Any engine option may be given; a needle
+that is not found was lost by the engine.
 
-    PYTHONPATH=src python3 benchmarks/needles.py --lengths 8192,32768 [--device cuda --dtype bfloat16 ...] [--json FILE]
+    PYTHONPATH=src python3 benchmarks/needles.py --lengths 8192,32768 [--device cuda --dtype bfloat16 ...]
+    [--json FILE]
 
-One request per length: its prompt is the haystack, then the model asks for all needles by itself, so that all but the first token of an
-answer are steps of decoding. It asks again for what it did not find, `--tries` times. Times are taken where tokens arrive.
+One request per length: its prompt is the haystack, then the model asks for all needles by itself, so that all
+but the first token of an answer are steps of decoding. It asks again for what it did not find, `--tries`
+times. Times are taken where tokens arrive.
 """
 
 from __future__ import annotations
@@ -52,18 +55,25 @@ class Answer:
     @property
     def decode_ms(self) -> list[float]:
         """Milliseconds per token, by event behind the first."""
-        return [1e3 * (end - start) / num for (start, end), num in zip(pairwise(self.times_s), self.counts[1:], strict=True)]
+        return [
+            1e3 * (end - start) / num
+            for (start, end), num in zip(pairwise(self.times_s), self.counts[1:], strict=True)
+        ]
 
 
 def ask(engine: Engine, stack: Haystack) -> Answer:
     answer = Answer()
-    sampling = SamplingParams(max_tokens=stack.most_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({stack.stop}))
+    sampling = SamplingParams(
+        max_tokens=stack.most_tokens, temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({stack.stop})
+    )
     engine.submit(stack.all_questions(), sampling, answer)
     while engine.has_work():
         if not engine.step():
             engine.wait_work(WAIT_S)
     if answer.end is None or answer.end.finish not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise StepFailed(f"a prompt of {len(stack.tokens) + 1} tokens failed: {answer.end and answer.end.error}")
+        raise StepFailed(
+            f"a prompt of {len(stack.tokens) + 1} tokens failed: {answer.end and answer.end.error}"
+        )
     return answer
 
 
@@ -76,29 +86,56 @@ def row_of(num_tokens: int, stack: Haystack, answer: Answer) -> dict[str, Any]:
         "written": len(answer.tokens),
         "asked_again": stack.asked(answer.tokens) - len(stack.needles),
         "prefill_s": answer.times_s[0],
-        "decode_ms": {"mean": statistics.mean(times_ms), "median": statistics.median(times_ms), "max": max(times_ms)},
+        "decode_ms": {
+            "mean": statistics.mean(times_ms),
+            "median": statistics.median(times_ms),
+            "max": max(times_ms),
+        },
     }
 
 
 def show(row: dict[str, Any]) -> None:
     decode = row["decode_ms"]
-    numbers = (f"{row['prefill_s']:.2f}", f"{decode['median']:.2f}", f"{decode['mean']:.2f}", f"{decode['max']:.2f}")
-    print(ROW.format(row["tokens"], f"{row['found']}/{row['asked']}", row["asked_again"], *numbers), flush=True)
+    numbers = (
+        f"{row['prefill_s']:.2f}",
+        f"{decode['median']:.2f}",
+        f"{decode['mean']:.2f}",
+        f"{decode['max']:.2f}",
+    )
+    print(
+        ROW.format(row["tokens"], f"{row['found']}/{row['asked']}", row["asked_again"], *numbers), flush=True
+    )
 
 
 def parser() -> Parser:
     found = Parser(prog="needles.py", description=(__doc__ or "").split("\n\n")[0], parents=[engine_flags()])
     found.set_defaults(model=None)
     group = found.add_argument_group("needles")
-    group.add_argument("--lengths", type=counts, default=(8192, 32768), metavar="N,N", help="tokens of each prompt")
+    group.add_argument(
+        "--lengths", type=counts, default=(8192, 32768), metavar="N,N", help="tokens of each prompt"
+    )
     group.add_argument("--needles", type=positive, default=16, metavar="N", help="in each haystack")
-    group.add_argument("--depths", default="0.1,0.5,0.9", metavar="X,X", help="where they are, as shares of the length")
+    group.add_argument(
+        "--depths", default="0.1,0.5,0.9", metavar="X,X", help="where they are, as shares of the length"
+    )
     shape = Retrieval()
     group.add_argument("--layers", type=positive, default=shape.num_layers, metavar="N", help="of the model")
-    group.add_argument("--heads", type=positive, default=shape.num_heads, metavar="N", help="query heads of a layer")
-    group.add_argument("--kv-heads", type=positive, default=shape.num_kv_heads, metavar="N", help="KV heads of a layer")
-    group.add_argument("--head-dim", type=positive, default=shape.head_dim, metavar="N", help="values of a head")
-    group.add_argument("--tries", type=positive, default=shape.tries, metavar="N", help="questions for a needle that is not found")
+    group.add_argument(
+        "--heads", type=positive, default=shape.num_heads, metavar="N", help="query heads of a layer"
+    )
+    group.add_argument(
+        "--kv-heads", type=positive, default=shape.num_kv_heads, metavar="N", help="KV heads of a layer"
+    )
+    group.add_argument(
+        "--head-dim", type=positive, default=shape.head_dim, metavar="N", help="values of a head"
+    )
+    group.add_argument(
+        "--tries",
+        type=positive,
+        default=shape.tries,
+        metavar="N",
+        help="questions for a needle that is not found",
+    )
     group.add_argument("--json", type=new_file, metavar="FILE", help="write the figures there")
     return found
 
@@ -111,7 +148,9 @@ def measure(argv: Sequence[str] | None) -> None:
     longest = max(args.lengths) + args.needles * (args.tries + 1)
     args.max_model_len = args.max_model_len or longest
     model = Retrieval(args.layers, args.heads, args.kv_heads, args.head_dim, args.tries, max_position=longest)
-    stacks = [haystack(length, args.needles, depths, args.seed + i, model) for i, length in enumerate(args.lengths)]
+    stacks = [
+        haystack(length, args.needles, depths, args.seed + i, model) for i, length in enumerate(args.lengths)
+    ]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         args.model = str(write_retrieval_model(Path(folder) / "retrieval", model))
@@ -120,14 +159,20 @@ def measure(argv: Sequence[str] | None) -> None:
             engine.warm()
             warm_tokens = min(WARM_TOKENS, *args.lengths)  # what happens once in a process is in no figure
             ask(engine, haystack(warm_tokens, 1, (0.5,), args.seed + len(stacks), model))
-            print(ROW.format("tokens", "found", "asked again", "prefill s", "decode ms p50", "mean ms", "max ms"))
+            print(
+                ROW.format(
+                    "tokens", "found", "asked again", "prefill s", "decode ms p50", "mean ms", "max ms"
+                )
+            )
             for length, stack in zip(args.lengths, stacks, strict=True):
                 rows.append(row_of(length, stack, ask(engine, stack)))
                 show(rows[-1])
         finally:
             engine.close(timeout_s=60.0)
     if args.json is not None:
-        args.json.write_text(json.dumps({"model": asdict(model), "depths": depths, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"model": asdict(model), "depths": depths, "rows": rows}, indent=1) + "\n"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,8 @@
 """Throughput of chats that state no `max_tokens`, beside the same chats with the exact one: what not knowing
 costs.
 
-    PYTHONPATH=src python3 benchmarks/open_chats.py --model tiny-qwen3 --load-format dummy --device-kv-blocks N
+    PYTHONPATH=src python3 benchmarks/open_chats.py --model tiny-qwen3 --load-format dummy --device-kv-blocks
+    N
 
 A number of clients send one chat after the other, each with a prompt of its own. Lengths of answers are drawn
 once, log-normal. A chat that states none is cancelled at its length, as by a stop string. Both ways take

@@ -1,8 +1,9 @@
-"""A retrieval transformer whose weights follow from a formula, and haystacks to ask it about. Owns the formula; recall through it has a
-known right answer at any length.
+"""A retrieval transformer whose weights follow from a formula, and haystacks to ask it about. Owns the
+formula; recall through it has a known right answer at any length.
 
-A needle is one token, "key i has value j". The token "ask i" makes every head of every layer look for the needle with key i and add a
-vote for the value that it finds. The next token is the answer (i, j) where all heads agree, and another question otherwise:
+A needle is one token, "key i has value j". The token "ask i" makes every head of every layer look for the
+needle with key i and add a vote for the value that it finds. The next token is the answer (i, j) where all
+heads agree, and another question otherwise:
 
     after           the likeliest token is
     ask i           answer i, j    where every layer found the needle
@@ -10,8 +11,9 @@ vote for the value that it finds. The next token is the answer (i, j) where all 
     answer i, j     ask i + 1
     go i            ask i
 
-So a prompt that ends in "go i" makes the model ask for one key after the other by itself, each question and answer a step of decoding.
-A key with several needles has an answer where they agree on the value, and none where they do not.
+So a prompt that ends in "go i" makes the model ask for one key after the other by itself, each question and
+answer a step of decoding. A key with several needles has an answer where they agree on the value, and none
+where they do not.
 
 The residual stream, from its first value on. Numbers are two digits, each one-hot:
 
@@ -22,10 +24,12 @@ The residual stream, from its first value on. Numbers are two digits, each one-h
     next_key, next_tries, next_ask                          the question that comes where there is no answer
     one       1 in all tokens
     start     1 in the first token, which all queries see when they find nothing: an attention sink
-    noise     random in all tokens: read by the values of a head that turn with positions, and by the MLP, which writes it
+    noise     random in all tokens: read by the values of a head that turn with positions, and by the MLP,
+              which writes it
     ballast   what makes all embeddings equally long, so that norms change no score
 
-Each layer and KV head has its codes at other places and with other signs, so a block whose layers or heads are exchanged is not found.
+Each layer and KV head has its codes at other places and with other signs, so a block whose layers or heads
+are exchanged is not found.
 """
 
 from __future__ import annotations
@@ -49,10 +53,12 @@ from penstock.testing.tiny_models import write_tiny_model
 HIDDEN = 128
 FFN = 64
 MAX_BASE = 8  # of a number's two digits
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0 to 2, as in other tiny models; the first begins a haystack
+# ids 0 to 2, as in other tiny models; the first begins a haystack
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 MATCH = 64.0  # score of a needle, in nats: a million other tokens weigh ln(1e6) = 14 together
-SINK = 0.7  # score of the first token, as a share of MATCH: above needles that share one digit of the key, which have 0.5
+# score of the first token, as a share of MATCH: above needles that share one digit of the key, which have 0.5
+SINK = 0.7
 FILLER = 0.3  # largest value of a filler where needles and questions have a digit, as a share of theirs
 TURNING = 1.0  # standard deviation of what the part of a head that turns adds to a score, in nats
 VOTES = 4.0  # of all heads together
@@ -76,7 +82,9 @@ class Retrieval:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or not 1 <= self.num_voters <= MOST_VOTERS:
-            raise ValueError(f"heads must be a multiple of KV heads, and heads of all layers at most {MOST_VOTERS}")
+            raise ValueError(
+                f"heads must be a multiple of KV heads, and heads of all layers at most {MOST_VOTERS}"
+            )
         if self.head_dim < 16 or self.head_dim % 8 or not 1 <= self.tries <= MAX_BASE**2:
             raise ValueError(f"head_dim must be 16 or more and a multiple of 8, tries at most {MAX_BASE**2}")
 
@@ -101,7 +109,7 @@ class Retrieval:
     def num_values(self) -> int:
         return MAX_BASE**2
 
-    # ------------------------------------------------------------------------------------------------------------ tokens
+    # ------------------------------------------------------------------------------------------------- tokens
 
     @property
     def start(self) -> int:
@@ -139,7 +147,7 @@ class Retrieval:
             *(f"go{key}" for key in range(self.num_keys)),
         ]
 
-    # ----------------------------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------------------ weights
 
     def config(self) -> ModelConfig:
         """Phi-3's architecture is the one whose heads may turn in part."""
@@ -160,7 +168,8 @@ class Retrieval:
         )
 
     def tensors(self, seed: int = 0) -> dict[str, Tensor]:
-        """All weights under the names that safetensors files use. `seed`: of what is random and changes no answer."""
+        """All weights under the names that safetensors files use. `seed`: of what is random and changes no
+        answer."""
         weights = _Weights(self, seed)
         found = weights.all()
         shapes = {part.name: part.shape for weight in layout(self.config()) for part in weight.parts}
@@ -172,7 +181,9 @@ class Retrieval:
         ids = {name if id < len(SPECIAL) else f"Ġ{name}": id for id, name in enumerate(self.names())}
         tokenizer = tokenizers.Tokenizer(models.WordLevel(ids, unk_token="Ġfiller0"))
         cut = pre_tokenizers.Split(Regex(" "), "merged_with_next")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
         return tokenizer
@@ -181,7 +192,9 @@ class Retrieval:
 def write_retrieval_model(directory: Path, model: Retrieval | None = None, *, seed: int = 0) -> Path:
     """A model directory as users have them: config.json, tokenizer files and safetensors."""
     model = model or Retrieval()
-    return write_tiny_model(directory, model.config(), tensors=model.tensors(seed), tokenizer=model.tokenizer())
+    return write_tiny_model(
+        directory, model.config(), tensors=model.tensors(seed), tokenizer=model.tokenizer()
+    )
 
 
 class _Places(NamedTuple):
@@ -227,7 +240,8 @@ class _Weights:
         return torch.rand(shape, generator=self._random) * 2 - 1
 
     def _behind_norm(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """A norm's weight, and what `matrix` has to be behind it. It differs from one, so that leaving it out shows."""
+        """A norm's weight, and what `matrix` has to be behind it. It differs from one, so that leaving it out
+        shows."""
         norm = 1 + 0.2 * self._noise(HIDDEN)
         return norm, matrix / norm
 
@@ -265,7 +279,13 @@ class _Weights:
         group = model.num_heads // model.num_kv_heads
         codes = [_HeadCode.of(model, layer, head) for head in range(model.num_kv_heads)]
         heads = [codes[head // group] for head in range(model.num_heads)]
-        qkv = torch.cat([*(self._query(code) for code in heads), *(self._key(code) for code in codes), *(self._value(c) for c in codes)])
+        qkv = torch.cat(
+            [
+                *(self._query(code) for code in heads),
+                *(self._key(code) for code in codes),
+                *(self._value(c) for c in codes),
+            ]
+        )
         out = torch.zeros(HIDDEN, model.num_heads, model.head_dim)
         for head, code in enumerate(heads):
             out[at.votes, head, code.values] = VOTES / model.num_voters * code.value_signs
@@ -291,7 +311,8 @@ class _Weights:
         return rows
 
     def _key(self, code: _HeadCode) -> Tensor:
-        """The sink has most of its product here, where other tokens have none: a query's small share meets little in other places."""
+        """The sink has most of its product here, where other tokens have none: a query's small share meets
+        little in other places."""
         rows = self._turning()
         rows[code.keys, self._at.key] = self._digit * code.key_signs
         rows[code.sink, self._at.start] = self._digit * 2 * SINK / 0.2
@@ -322,7 +343,9 @@ class _Weights:
         model, at = self._model, self._at
         ask = ASKED + VOTES * (1 - 0.5 / model.num_voters)
         rows = torch.zeros(model.vocab, HIDDEN)
-        rows[: model.filler(model.num_fillers), at.noise] = FILLER_LOGIT * self._noise(model.filler(model.num_fillers), len(at.noise))
+        rows[: model.filler(model.num_fillers), at.noise] = FILLER_LOGIT * self._noise(
+            model.filler(model.num_fillers), len(at.noise)
+        )
         for key, value in itertools.product(range(model.num_keys), range(model.num_values)):
             answer = rows[model.answer(key, value)]
             answer[at.asked] = ASKED / 2 * _digits(key, model.key_base)
@@ -361,7 +384,7 @@ def _digits(number: int, base: int) -> Tensor:
     return code
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- haystacks
+# -------------------------------------------------------------------------------------------------- haystacks
 
 
 class Needle(NamedTuple):
@@ -390,11 +413,16 @@ class Haystack:
     @property
     def output(self) -> list[int]:
         """What comes after it where all are found at once: a question and its answer in turn."""
-        return [token for n in self.needles for token in (self.model.ask(n.key), self.model.answer(n.key, n.value))]
+        return [
+            token
+            for n in self.needles
+            for token in (self.model.ask(n.key), self.model.answer(n.key, n.value))
+        ]
 
     @property
     def stop(self) -> int:
-        """The token by which the model says that it has asked for all: it asks for a key that is not there."""
+        """The token by which the model says that it has asked for all: it asks for a key that is not
+        there."""
         return self.model.ask(self.needles[-1].key + 1)
 
     @property
@@ -418,10 +446,15 @@ class Haystack:
 
 
 def haystack(
-    num_tokens: int, needles: int = 16, depths: Sequence[float] = (0.1, 0.5, 0.9), seed: int = 0, model: Retrieval | None = None
+    num_tokens: int,
+    needles: int = 16,
+    depths: Sequence[float] = (0.1, 0.5, 0.9),
+    seed: int = 0,
+    model: Retrieval | None = None,
 ) -> Haystack:
-    """Of a prompt of `num_tokens` tokens, its last one included. Needles are spread evenly over `depths` (shares of the length), and those
-    of one depth over its neighbourhood. Values and the first key follow from `seed`."""
+    """Of a prompt of `num_tokens` tokens, its last one included. Needles are spread evenly over `depths`
+    (shares of the length), and those of one depth over its neighbourhood. Values and the first key follow
+    from `seed`."""
     model = model or Retrieval()
     if not 1 <= needles < model.num_keys:
         raise ValueError(f"{needles} needles: there are keys for 1 to {model.num_keys - 1}")
@@ -429,7 +462,9 @@ def haystack(
     tokens = random.integers(model.filler(0), model.filler(model.num_fillers), num_tokens - 1)
     tokens[0] = model.start
     positions: list[int] = []
-    for depth, num in zip(depths, np.bincount(np.arange(needles) % len(depths), minlength=len(depths)), strict=True):
+    for depth, num in zip(
+        depths, np.bincount(np.arange(needles) % len(depths), minlength=len(depths)), strict=True
+    ):
         first, last = (int(num_tokens * min(max(depth + side, 0.0), 1.0)) for side in (-NEAR, NEAR))
         free = np.setdiff1d(np.arange(max(first, 1), min(last, num_tokens - 2) + 1), positions)
         if len(free) < num:
@@ -437,7 +472,10 @@ def haystack(
         positions += random.choice(free, num, replace=False).tolist()
     first_key = int(random.integers(model.num_keys))
     values = random.choice(model.num_values, needles, replace=False).tolist()
-    placed = [Needle((first_key + i) % model.num_keys, values[i], at) for i, at in enumerate(random.permutation(positions).tolist())]
+    placed = [
+        Needle((first_key + i) % model.num_keys, values[i], at)
+        for i, at in enumerate(random.permutation(positions).tolist())
+    ]
     for needle in placed:
         tokens[needle.position] = model.needle(needle.key, needle.value)
     return Haystack(model, tokens.tolist(), tuple(placed))

@@ -1,17 +1,20 @@
-"""Tokens per second with drafts and without, on prompts of several kinds. The engines are in one process and take turns every few steps.
-Shown are medians of rounds, each against the plain one beside it. `again` is a second plain engine: what differs by chance.
+"""Tokens per second with drafts and without, on prompts of several kinds. The engines are in one process and
+take turns every few steps. Shown are medians of rounds, each against the plain one beside it. `again` is a
+second plain engine: what differs by chance.
 
-python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculation.json
-python benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json bench_results/speculation-h200.json
-python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf --model PATH.gguf
-python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda --proposers plain,ngram,again --kinds loops
-python benchmarks/speculation.py --device cuda --proposers plain,mtp,again --batches 8,32 --formed 2
-python benchmarks/speculation.py --shown bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
+python benchmarks/speculation.py --proposers mtp --batches 1,4 --json speculation.json python
+benchmarks/speculation.py --device cuda --batches 1,8,32 --tokens 128,512 --json
+bench_results/speculation-h200.json python benchmarks/speculation.py --proposers plain,mtp,draft:SMALLER.gguf
+--model PATH.gguf python benchmarks/speculation.py --model qwen3-4b --load-format dummy --device cuda
+--proposers plain,ngram,again --kinds loops python benchmarks/speculation.py --device cuda --proposers
+plain,mtp,again --batches 8,32 --formed 2 python benchmarks/speculation.py --shown
+bench_results/speculation-h200.json --plot docs/pictures/speculation-h200.svg
 
-On a CPU give one proposer to each process: several engines in one have more threads than there are cores, and slow each other down.
+On a CPU give one proposer to each process: several engines in one have more threads than there are cores, and
+slow each other down.
 
-`loops` has random prompts: greedy text of random weights soon says the same over and over, and lookups keep nearly all. It shows what a
-step of a large model gives with drafts; no real text is like that.
+`loops` has random prompts: greedy text of random weights soon says the same over and over, and lookups keep
+nearly all. It shows what a step of a large model gives with drafts; no real text is like that.
 """
 
 from __future__ import annotations
@@ -36,13 +39,37 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import settle_process
 
 _TEXT = (
-    "The lighthouse at the northern cape was built in 1871 by the harbour company. Its lamp burned whale oil for the first nine years, "
-    "then paraffin, and since 1931 it has been electric. The keeper's family lived in the two rooms at its foot until 1968, when the "
-    "light was automated. Today the rooms are a small museum, which is open from May to September and shows the old lenses, the logbooks "
+    "The lighthouse at the northern cape was built in 1871 by the harbour "
+    "company. "
+    "Its "
+    "lamp "
+    "burned "
+    "whale "
+    "oil for the first nine years, "
+    "then paraffin, and since 1931 it has been electric. The keeper's family lived in "
+    "the "
+    "two "
+    "rooms "
+    "at "
+    "its "
+    "foot until 1968, when the "
+    "light was automated. Today the rooms are a small museum, which is open "
+    "from "
+    "May "
+    "to "
+    "September "
+    "and "
+    "shows the old lenses, the logbooks "
     "and a model of the harbour as it was before the storm of 1894."
 )
 _CODE = (
-    "def total(prices, tax_rate):\n    result = 0\n    for price in prices:\n        result = result + price\n"
+    "def total(prices, tax_rate):\n    result = 0\n    for price in prices:\n       "
+    " "
+    "result "
+    "= "
+    "result "
+    "+ "
+    "price\n"
     "    return result + result * tax_rate\n"
 )
 KINDS = {
@@ -68,7 +95,11 @@ KINDS = {
 
 
 SLICE_STEPS = 16  # of one engine, then another has its turn
-SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}, "minItems": 1000}
+SCHEMA = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    "minItems": 1000,
+}
 
 
 class Round(NamedTuple):
@@ -88,7 +119,8 @@ class Round(NamedTuple):
 
 
 class Turns:
-    """Time of one engine, which stands still while others have their turn. The engine measures its own steps by it, too."""
+    """Time of one engine, which stands still while others have their turn. The engine measures its own steps
+    by it, too."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -108,19 +140,25 @@ class Turns:
 class Run:
     """One batch of requests in one engine, a slice of steps at a time.
 
-    Every prompt is computed before the clock starts: what is measured is decoding. With a salt of its own a round finds neither KV nor text
-    of the rounds before it."""
+    Every prompt is computed before the clock starts: what is measured is decoding. With a salt of its own a
+    round finds neither KV nor text of the rounds before it."""
 
-    def __init__(self, turns: Turns, prompts: Sequence[list[int]], max_tokens: int, salt: str, num_formed: int = 0) -> None:
+    def __init__(
+        self, turns: Turns, prompts: Sequence[list[int]], max_tokens: int, salt: str, num_formed: int = 0
+    ) -> None:
         self._turns, self._engine = turns, turns.engine
         self._before = self._engine.stats()
         self._heard: list[tuple[float, TokenEvent]] = []
         self._active_s = 0.0
         free = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        formed = SamplingParams(max_tokens=max_tokens, temperature=0.0, grammar=Grammar("json_schema", json.dumps(SCHEMA)))
+        formed = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, grammar=Grammar("json_schema", json.dumps(SCHEMA))
+        )
         for number, prompt in enumerate(prompts):
             sampling = formed if number < num_formed else free
-            self._engine.submit(prompt, sampling, lambda event: self._heard.append((turns.now(), event)), cache_salt=salt)
+            self._engine.submit(
+                prompt, sampling, lambda event: self._heard.append((turns.now(), event)), cache_salt=salt
+            )
 
     def advance(self, num_steps: int) -> bool:
         """So many steps; the device has done them when it returns. Says whether there are more."""
@@ -160,7 +198,13 @@ class Run:
 
 def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
     config = Config(
-        ModelSource(args.model, device=args.device, weights=args.weights, dtype=args.dtype, load_format=args.load_format),
+        ModelSource(
+            args.model,
+            device=args.device,
+            weights=args.weights,
+            dtype=args.dtype,
+            load_format=args.load_format,
+        ),
         KvConfig(device_gib=args.device_kv_gib),
         EngineConfig(max_batch=max(args.batches)),
         OffloadConfig(enabled=False),
@@ -170,15 +214,19 @@ def make_engine(args: argparse.Namespace, proposer: str | None) -> Engine:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All engines in this process: of two processes one may be slower by a tenth for as long as it lives. They take turns every few steps:
-    a machine that gets slower or faster meanwhile does so for all of them. Each round is compared with the plain one beside it."""
+    """All engines in this process: of two processes one may be slower by a tenth for as long as it lives.
+    They take turns every few steps: a machine that gets slower or faster meanwhile does so for all of them.
+    Each round is compared with the plain one beside it."""
     with contextlib.ExitStack() as stack:
         engines = {name: Turns(stack.enter_context(warm_engine(args, name))) for name in args.proposers}
-        settle_process()  # as a server does: else a collection of 100 ms comes every few rounds, and always in those of the same engine
+        # as a server does: else a collection of 100 ms comes every few rounds, and always in those of the
+        # same engine
+        settle_process()
         found: list[dict[str, Any]] = []
         for kind, num_tokens, batch in itertools.product(args.kinds, args.tokens, args.batches):
             rounds: dict[str, list[list[Round]]] = {name: [] for name in engines}
-            num_rounds = args.rounds if batch > 1 else -(-args.rounds // 4)  # of one request there are four answers in each
+            # of one request there are four answers in each
+            num_rounds = args.rounds if batch > 1 else -(-args.rounds // 4)
             for number in range(num_rounds + 1):
                 for name, some in rounds_of(engines, kind, batch, num_tokens, number, args.formed).items():
                     rounds[name].append(some)
@@ -201,7 +249,9 @@ def warm_engine(args: argparse.Namespace, name: str) -> Iterator[Engine]:
         engine.close()
 
 
-def rounds_of(engines: Mapping[str, Turns], kind: str, batch: int, num_tokens: int, number: int, num_formed: int) -> dict[str, list[Round]]:
+def rounds_of(
+    engines: Mapping[str, Turns], kind: str, batch: int, num_tokens: int, number: int, num_formed: int
+) -> dict[str, list[Round]]:
     """One group of prompts after the other where there is one request at a time."""
     prompts = prompts_of(next(iter(engines.values())).engine, kind)
     some = [list(prompts[n % len(prompts)]) for n in range(batch)]
@@ -227,7 +277,12 @@ def prompts_of(engine: Engine, kind: str) -> list[list[int]]:
 
 
 def row(
-    kind: str, batch: int, num_tokens: int, name: str, rounds: Sequence[Sequence[Round]], plain: Sequence[Sequence[Round]] | None
+    kind: str,
+    batch: int,
+    num_tokens: int,
+    name: str,
+    rounds: Sequence[Sequence[Round]],
+    plain: Sequence[Sequence[Round]] | None,
 ) -> dict[str, Any]:
     every = [one for some in rounds for one in some]
     drafted, accepted = sum(one.drafted for one in every), sum(one.accepted for one in every)
@@ -237,9 +292,13 @@ def row(
         "tokens": num_tokens,
         "proposer": name,
         "tokens_per_s": statistics.median(map(rate_of, rounds)),
-        "against_plain": None if plain is None else [rate_of(some) / rate_of(beside) for some, beside in zip(rounds, plain, strict=True)],
+        "against_plain": None
+        if plain is None
+        else [rate_of(some) / rate_of(beside) for some, beside in zip(rounds, plain, strict=True)],
         "acceptance": accepted / drafted if drafted else None,
-        "tokens_per_step": sum(one.num_tokens for one in every) / max(1, sum(one.steps for one in every)) / batch,
+        "tokens_per_step": sum(one.num_tokens for one in every)
+        / max(1, sum(one.steps for one in every))
+        / batch,
         "waits_for_device": sum(one.blocked_s for one in every) / sum(one.wall_s for one in every),
     }
 
@@ -251,16 +310,33 @@ def rate_of(rounds: Sequence[Round]) -> float:
 def print_row(one: dict[str, Any]) -> None:
     share = "" if one["acceptance"] is None else f"{one['acceptance']:6.1%} kept"
     ratios = one["against_plain"]
-    ratio = "" if ratios is None else f"{statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+    ratio = (
+        ""
+        if ratios is None
+        else (f"{statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
+    )
     print(
-        f"{one['kind']:8} {one['tokens']:4} tokens  batch {one['batch']:3}  {one['proposer'][:16]:16} {one['tokens_per_s']:9.1f} tok/s "
-        f"{ratio}  {one['tokens_per_step']:5.2f} tokens a step {share}  waits for the device {one['waits_for_device']:4.0%}",
+        f"{one['kind']:8} {one['tokens']:4} tokens "
+        f" "
+        f"batch "
+        f"{one['batch']:3} "
+        f" "
+        f"{one['proposer'][:16]:16} "
+        f"{one['tokens_per_s']:9.1f} tok/s "
+        f"{ratio}  {one['tokens_per_step']:5.2f} tokens a step {share} "
+        f" "
+        f"waits "
+        f"for "
+        f"the "
+        f"device "
+        f"{one['waits_for_device']:4.0%}",
         flush=True,
     )
 
 
 def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[tuple[str, int, int], str], float]:
-    """Tokens per second against plain decoding, by case and proposer: the median of rounds, or of older files the quotient of medians."""
+    """Tokens per second against plain decoding, by case and proposer: the median of rounds, or of older files
+    the quotient of medians."""
     plain = {case_of(one): one["tokens_per_s"] for one in rows if one["proposer"] == "plain"}
     found = {}
     for one in rows:
@@ -285,34 +361,55 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         if one["proposer"] == "plain":
             found = (ratios.get((case_of(one), name)) for name in proposers)
             shown = " | ".join("" if ratio is None else f"{ratio:.2f}" for ratio in found)
-            print(f"| {one['kind']} | {one['tokens']} | {one['batch']} | {one['tokens_per_s']:,.0f} | {shown} |")
+            print(
+                f"| {one['kind']} | {one['tokens']} | {one['batch']} | {one['tokens_per_s']:,.0f} | {shown} |"
+            )
 
 
 def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    """Tokens per second against plain decoding: a group of bars for each kind of prompts and number of requests."""
+    """Tokens per second against plain decoding: a group of bars for each kind of prompts and number of
+    requests."""
     ratios, groups = ratios_of(rows), list(dict.fromkeys(map(case_of, rows)))
     proposers = list(dict.fromkeys(one["proposer"] for one in rows if one["proposer"] != "plain"))
-    names = [f"{kind}, {tokens} tokens, {batch} request{'s' if batch > 1 else ''}" for kind, tokens, batch in groups]
-    draw_bars(axes, names, {name: [ratios.get((group, name)) for group in groups] for name in proposers}, "%.2f")
+    names = [
+        f"{kind}, {tokens} tokens, {batch} request{'s' if batch > 1 else ''}"
+        for kind, tokens, batch in groups
+    ]
+    draw_bars(
+        axes, names, {name: [ratios.get((group, name)) for group in groups] for name in proposers}, "%.2f"
+    )
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("tokens per second, against plain decoding")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
-    parser.add_argument("--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp", "again"])
+    parser.add_argument(
+        "--proposers", type=lambda text: text.split(","), default=["plain", "ngram", "mtp", "again"]
+    )
     parser.add_argument("--batches", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4])
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["chat", "summary"], help=f"of {', '.join(KINDS)}, loops")
+    parser.add_argument(
+        "--kinds",
+        type=lambda text: text.split(","),
+        default=["chat", "summary"],
+        help=f"of {', '.join(KINDS)}, loops",
+    )
     parser.add_argument("--tokens", type=lambda text: [int(one) for one in text.split(",")], default=[128])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--formed", type=int, default=0, help="so many requests of each batch have to write JSON by a schema")
+    parser.add_argument(
+        "--formed", type=int, default=0, help="so many requests of each batch have to write JSON by a schema"
+    )
     parser.add_argument("--device-kv-gib", type=float, default=1.0)
-    parser.add_argument("--machine", default=platform.machine(), help="its name, for the file and the picture")
+    parser.add_argument(
+        "--machine", default=platform.machine(), help="its name, for the file and the picture"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="draw them into this file")
     parser.add_argument("--shown", type=Path, help="measure nothing: draw what this file has")
@@ -325,8 +422,12 @@ def main() -> None:
         rows = measure(args)
         print_table(rows)
     if args.json is not None:
-        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "shown")}
-        args.json.write_text(json.dumps({"machine": args.machine, "settings": settings, "rows": rows}, indent=1) + "\n")
+        settings = {
+            name: value for name, value in vars(args).items() if name not in ("json", "plot", "shown")
+        }
+        args.json.write_text(
+            json.dumps({"machine": args.machine, "settings": settings, "rows": rows}, indent=1) + "\n"
+        )
     if args.plot is not None:
         save_picture(args.plot, f"Speculative decoding: {where}", lambda axes: draw(axes, rows))
 

@@ -1,10 +1,11 @@
-"""A store behind host memory beside its own client with the same values, as anybody would use it: valkey-py, obstore, Mooncake's library.
-Owns the clients' connections, and what they wrote.
+"""A store behind host memory beside its own client with the same values, as anybody would use it: valkey-py,
+obstore, Mooncake's library. Owns the clients' connections, and what they wrote.
 
-    PYTHONPATH=src python3 benchmarks/store_clients.py --kv-offload-remote valkey://127.0.0.1:6379 [--model qwen3-4b --blocks 127 ...]
+    PYTHONPATH=src python3 benchmarks/store_clients.py --kv-offload-remote valkey://127.0.0.1:6379 [--model
+    qwen3-4b --blocks 127 ...]
 
-One value per call, on one thread and on as many as our side has calls under way; the tier is compared with the faster of the two. Client
-libraries are imported when one is asked for.
+One value per call, on one thread and on as many as our side has calls under way; the tier is compared with
+the faster of the two. Client libraries are imported when one is asked for.
 """
 
 from __future__ import annotations
@@ -26,9 +27,26 @@ from urllib.parse import urlsplit
 
 from penstock.bench.report import BenchReport, Results
 from penstock.bench.transfer import TransferBench, dimensions_of, layout_of
-from penstock.bench.transfer_cold import READ_REMOTE, TIER, WRITE_REMOTE, ColdRig, TransferShape, read_tier, start_each, write_tier
+from penstock.bench.transfer_cold import (
+    READ_REMOTE,
+    TIER,
+    WRITE_REMOTE,
+    ColdRig,
+    TransferShape,
+    read_tier,
+    start_each,
+    write_tier,
+)
 from penstock.bench.transfer_ways import Launch, TransferWay, Wait, take_turns
-from penstock.commands.arguments import Parser, counts, device_flag, model_flag, new_file, positive, remote_flags
+from penstock.commands.arguments import (
+    Parser,
+    counts,
+    device_flag,
+    model_flag,
+    new_file,
+    positive,
+    remote_flags,
+)
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config, ModelSource, OffloadConfig
 from penstock.engine.build import device_for
@@ -44,7 +62,9 @@ MOONCAKE_BUFFER_BYTES = 512 << 20  # for values on their way
 S3_AT_ONCE = 16  # requests, as many as our store has
 
 
-def measure(offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
+def measure(
+    offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress
+) -> Results:
     """What others have in the store is left alone, and what this puts there is removed."""
     results = Results([], [])
     if (url := offload.remote) is None:
@@ -53,20 +73,38 @@ def measure(offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, 
         with ColdRig(shape, blocks, partial(open_store, url, timeout_s=offload.remote_timeout_s)) as rig:
             rig.fill(progress)
             with ClientValues(rig, open_client(url, (COLD_READERS, COLD_WRITERS))) as values:
-                results.rows.extend(take_turns(rig.tier.name, store_ways(rig, values), rig.size, shape.repeat, progress, turning=True))
+                results.rows.extend(
+                    take_turns(
+                        rig.tier.name, store_ways(rig, values), rig.size, shape.repeat, progress, turning=True
+                    )
+                )
     return results
 
 
 def store_ways(rig: ColdRig, values: ClientValues) -> list[TransferWay]:
     """A client may be faster on one thread than on several, where they are in each other's way."""
     readers, writers = (
-        {f"client, {num} thread{'s' if num > 1 else ''}": num for num in sorted({1, most})} for most in values.client.at_once
+        {f"client, {num} thread{'s' if num > 1 else ''}": num for num in sorted({1, most})}
+        for most in values.client.at_once
     )
     return [
         *(TransferWay(WRITE_REMOTE, name, partial(values.write, num), ()) for name, num in writers.items()),
-        TransferWay(WRITE_REMOTE, TIER, partial(write_tier, rig, WRITE_REMOTE), tuple((WRITE_REMOTE, name) for name in writers)),
-        *(TransferWay(READ_REMOTE, name, partial(values.read, num, name), ()) for name, num in readers.items()),
-        TransferWay(READ_REMOTE, TIER, partial(read_tier, rig, READ_REMOTE), tuple((READ_REMOTE, name) for name in readers)),
+        TransferWay(
+            WRITE_REMOTE,
+            TIER,
+            partial(write_tier, rig, WRITE_REMOTE),
+            tuple((WRITE_REMOTE, name) for name in writers),
+        ),
+        *(
+            TransferWay(READ_REMOTE, name, partial(values.read, num, name), ())
+            for name, num in readers.items()
+        ),
+        TransferWay(
+            READ_REMOTE,
+            TIER,
+            partial(read_tier, rig, READ_REMOTE),
+            tuple((READ_REMOTE, name) for name in readers),
+        ),
     ]
 
 
@@ -77,14 +115,21 @@ class ClientValues:
         self.client = client
         self._names: list[str] = []
         with rig.pinned() as views:
-            self._values = [pack(key, bytes(SCOPE_BYTES), view) + bytes(view) for key, view in zip(rig.keys, views, strict=True)]
+            self._values = [
+                pack(key, bytes(SCOPE_BYTES), view) + bytes(view)
+                for key, view in zip(rig.keys, views, strict=True)
+            ]
         self._threads = ThreadPoolExecutor(max(client.at_once), "bench-client")
 
     @contextmanager
     def write(self, num_threads: int, checked: bool) -> Iterator[Launch]:
         """From memory in one piece, one value a call."""
         self._rename()
-        yield partial(self._start, num_threads, lambda number: self.client.write(self._names[number], self._values[number]))
+        yield partial(
+            self._start,
+            num_threads,
+            lambda number: self.client.write(self._names[number], self._values[number]),
+        )
 
     @contextmanager
     def read(self, num_threads: int, way: str, checked: bool) -> Iterator[Launch]:
@@ -115,7 +160,8 @@ class ClientValues:
         return start_each(call, len(self._values), self._threads, num_threads)
 
     def _rename(self) -> None:
-        """Other names for the same values, which the store has nothing under; what was there before is removed."""
+        """Other names for the same values, which the store has nothing under; what was there before is
+        removed."""
         self._remove()
         run = secrets.token_hex(8)
         self._names = [f"penstock-bench:{run}:{number}" for number in range(len(self._values))]
@@ -133,14 +179,15 @@ class ClientValues:
         self.client.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------- clients
+# ---------------------------------------------------------------------------------------------------- clients
 
 
 @dataclass(frozen=True, slots=True)
 class StoreClient:
     """Calls of a client library, for several threads at once."""
 
-    at_once: tuple[int, int]  # threads that read, threads that write: as many exchanges as our store has under way
+    # threads that read, threads that write: as many exchanges as our store has under way
+    at_once: tuple[int, int]
     write: Callable[[str, bytes], object]  # under a name that was not used before
     read: Callable[[str], bytes | memoryview | None]  # None: it is not there
     remove: Callable[[Sequence[str]], object]
@@ -148,7 +195,8 @@ class StoreClient:
 
 
 def open_client(url: str, at_once: tuple[int, int]) -> StoreClient:
-    """`at_once` where the store has no number of its own. Raises ConfigError for a kind that there is no client of here."""
+    """`at_once` where the store has no number of its own. Raises ConfigError for a kind that there is no
+    client of here."""
     scheme = urlsplit(url).scheme
     client = {"valkey": _valkey, "s3": _bucket, "mooncake": _mooncake}.get(KINDS.get(scheme, ""))
     if client is None:
@@ -167,7 +215,11 @@ def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
     from penstock.kv.tiers.remote.valkey import parse_address
 
     address = parse_address(url, os.environ)
-    settings: dict[str, Any] = {"username": address.user, "password": address.password, "socket_timeout": TIMEOUT_S}
+    settings: dict[str, Any] = {
+        "username": address.user,
+        "password": address.password,
+        "socket_timeout": TIMEOUT_S,
+    }
     host, port = address.nodes[0]
     client: Any
     if address.cluster:
@@ -176,8 +228,12 @@ def _valkey(url: str, at_once: tuple[int, int]) -> StoreClient:
         client = ValkeyCluster(host=host, port=port, **settings)
     else:
         kind = valkey.Connection if address.tls is None else _with_tls(valkey.Connection, address.tls)
-        client = valkey.Valkey(connection_pool=valkey.ConnectionPool(kind, host=host, port=port, db=address.db, **settings))
-    return StoreClient(at_once, client.set, client.get, lambda names: [client.unlink(name) for name in names], client.close)
+        client = valkey.Valkey(
+            connection_pool=valkey.ConnectionPool(kind, host=host, port=port, db=address.db, **settings)
+        )
+    return StoreClient(
+        at_once, client.set, client.get, lambda names: [client.unlink(name) for name in names], client.close
+    )
 
 
 def _with_tls(plain: Any, context: ssl.SSLContext) -> Any:
@@ -205,7 +261,9 @@ def _bucket(url: str, at_once: tuple[int, int]) -> StoreClient:
             return None
 
     write = partial(store.put, bucket, use_multipart=False)
-    return StoreClient((S3_AT_ONCE, S3_AT_ONCE), write, read, lambda names: store.delete(bucket, list(names)), lambda: None)
+    return StoreClient(
+        (S3_AT_ONCE, S3_AT_ONCE), write, read, lambda names: store.delete(bucket, list(names)), lambda: None
+    )
 
 
 def _mooncake(url: str, at_once: tuple[int, int]) -> StoreClient:
@@ -236,7 +294,7 @@ def _mooncake(url: str, at_once: tuple[int, int]) -> StoreClient:
     return StoreClient(at_once, write, lambda name: client.get(name) or None, remove, client.close)
 
 
-# ----------------------------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------------------ the command
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -244,8 +302,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     model_flag(parser)
     device_flag(parser)
     remote_flags(parser)
-    parser.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once")
-    parser.add_argument("--repeat", type=positive, default=5, metavar="N", help="measured runs, after one that only warms up")
+    parser.add_argument(
+        "--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once"
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=5, metavar="N", help="measured runs, after one that only warms up"
+    )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write settings and results there")
     args = parser.parse_args(argv)
     timeout_s = args.kv_offload_remote_timeout_s or OffloadConfig().remote_timeout_s
@@ -257,7 +319,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             results = measure(offload, args.blocks, shape, bar)
     except PenstockError as error:
         raise SystemExit(f"store_clients.py: {error}") from None
-    report = BenchReport(TransferBench(args.blocks, (), args.repeat, 0), dimensions_of(args.model)[0], config, results)
+    report = BenchReport(
+        TransferBench(args.blocks, (), args.repeat, 0), dimensions_of(args.model)[0], config, results
+    )
     report.show()
     if args.json is not None:
         report.write(Path(args.json))

@@ -1,8 +1,11 @@
-"""Time between tokens of 32 requests, none and half of them under a JSON schema, in turns. The ratio is what the others pay.
+"""Time between tokens of 32 requests, none and half of them under a JSON schema, in turns. The ratio is what
+the others pay.
 
-    PYTHONPATH=src python3 benchmarks/structured_ratio.py [--model smollm2-135m ...] [--tokens N] [--rounds N] [--json FILE]
+    PYTHONPATH=src python3 benchmarks/structured_ratio.py [--model smollm2-135m ...] [--tokens N] [--rounds N]
+    [--json FILE]
 
-Steps are driven from this thread. A figure is the median over the steps in which all requests decode; a round measures both ways.
+Steps are driven from this thread. A figure is the median over the steps in which all requests decode; a round
+measures both ways.
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ from penstock.engine.engine import Engine
 NUM_REQUESTS = 32
 SCHEMA = {
     "type": "array",
-    "items": {"type": "object", "properties": {"name": {"type": "string"}, "size": {"type": "integer"}}, "required": ["name", "size"]},
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "size": {"type": "integer"}},
+        "required": ["name", "size"],
+    },
     "minItems": 1000,
 }
 
@@ -56,15 +63,25 @@ def main() -> None:
     engine = build(config_of(args))
     engine.warm()
     step_s(engine, NUM_REQUESTS // 2, 8)
-    rounds = [(step_s(engine, 0, args.tokens), step_s(engine, NUM_REQUESTS // 2, args.tokens)) for _ in range(args.rounds)]
+    rounds = [
+        (step_s(engine, 0, args.tokens), step_s(engine, NUM_REQUESTS // 2, args.tokens))
+        for _ in range(args.rounds)
+    ]
     none, half = (statistics.median(times) for times in zip(*rounds, strict=True))
     ratio = statistics.median(some / no for no, some in rounds)
     waited = engine.stats().blocked_s["mask"]
-    figures = {"none_ms": none * 1e3, "half_ms": half * 1e3, "ratio": ratio, "engine_waited_for_masks_s": waited}
+    figures = {
+        "none_ms": none * 1e3,
+        "half_ms": half * 1e3,
+        "ratio": ratio,
+        "engine_waited_for_masks_s": waited,
+    }
     print("\n".join(f"{name:28} {value:.3f}" for name, value in figures.items()))
     engine.close()
     if args.json is not None:
-        args.json.write_text(json.dumps({"name": engine.name, "requests": NUM_REQUESTS, **figures}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"name": engine.name, "requests": NUM_REQUESTS, **figures}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

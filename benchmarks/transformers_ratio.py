@@ -1,7 +1,9 @@
-"""Speed against plain `transformers` generate: same weights, same threads, one process, rounds in turn. Owns the comparison.
+"""Speed against plain `transformers` generate: same weights, same threads, one process, rounds in turn. Owns
+the comparison.
 
-`python benchmarks/transformers_ratio.py`. A ratio is their time over ours: above 1 is faster than they are. Absolute times
-mean little on a shared machine; both sides of a ratio are measured within seconds of each other, and the median over rounds is taken.
+`python benchmarks/transformers_ratio.py`. A ratio is their time over ours: above 1 is faster than they are.
+Absolute times mean little on a shared machine; both sides of a ratio are measured within seconds of each
+other, and the median over rounds is taken.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ PAD = 0  # any id: padded positions are masked
 
 
 class Case(NamedTuple):
-    """`num` requests at once; the i-th prompt has `prompt_tokens + i * longer` tokens; each writes `tokens`."""
+    """`num` requests at once; the i-th prompt has `prompt_tokens + i * longer` tokens; each writes
+    `tokens`."""
 
     name: str
     num: int
@@ -59,7 +62,8 @@ class Side(Protocol):
 
 
 class Ours:
-    """The engine, driven from this thread. Nothing is reused: every prompt is computed, as on the other side."""
+    """The engine, driven from this thread. Nothing is reused: every prompt is computed, as on the other
+    side."""
 
     def __init__(self) -> None:
         source = ModelSource("smollm2-135m", device="cpu", dtype="float32")
@@ -79,8 +83,11 @@ class Theirs:
     def __init__(self, gguf: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
-        self._model.generation_config.eos_token_id = None  # to the full length, without a processor that would hold it back
+        self._model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        ).eval()
+        # to the full length, without a processor that would hold it back
+        self._model.generation_config.eos_token_id = None
 
     def run(self, prompts: list[list[int]], tokens: int) -> Timed:
         longest = max(map(len, prompts))
@@ -88,7 +95,9 @@ class Theirs:
         ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         with torch.inference_mode():
-            written = self._model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=PAD)
+            written = self._model.generate(
+                ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=PAD
+            )
         return Timed(time.perf_counter() - started, written[:, longest:].tolist())
 
 
@@ -98,8 +107,14 @@ def compare(ours: Side, theirs: Side, vocab: int, rounds: int) -> list[dict[str,
     for run in range(1 + rounds):
         for case in CASES:
             prompts = case.prompts(vocab, run)
-            sides = {side: side.run(prompts, case.tokens) for side in ((ours, theirs) if run % 2 else (theirs, ours))}
-            print(f"round {run} of {rounds}, {case.name}: {sides[theirs].seconds / sides[ours].seconds:.2f}", file=sys.stderr)
+            sides = {
+                side: side.run(prompts, case.tokens)
+                for side in ((ours, theirs) if run % 2 else (theirs, ours))
+            }
+            print(
+                f"round {run} of {rounds}, {case.name}: {sides[theirs].seconds / sides[ours].seconds:.2f}",
+                file=sys.stderr,
+            )
             if run:
                 taken[case.name].append((sides[ours], sides[theirs]))
     return [_row(case, taken[case.name]) for case in CASES]
@@ -113,7 +128,8 @@ def _row(case: Case, pairs: list[tuple[Timed, Timed]]) -> dict[str, Any]:
         "aim": case.aim,
         "ratio": median(ratios),
         "ratios": ratios,
-        "best_ratio": min(theirs.seconds for _, theirs in pairs) / min(ours.seconds for ours, _ in pairs),  # least disturbed by others
+        # least disturbed by others
+        "best_ratio": min(theirs.seconds for _, theirs in pairs) / min(ours.seconds for ours, _ in pairs),
         "ours_s": median(ours.seconds for ours, _ in pairs),
         "theirs_s": median(theirs.seconds for _, theirs in pairs),
         "same_outputs": sum(same) / len(same),  # greedy in float32: ties aside, all of them
@@ -122,8 +138,12 @@ def _row(case: Case, pairs: list[tuple[Timed, Timed]]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="measured rounds, after one that only warms up")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of torch, on both sides")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="measured rounds, after one that only warms up"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), metavar="N", help="of torch, on both sides"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and results there")
     args = parser.parse_args(argv)
     try:
@@ -134,8 +154,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for row in rows:
-        times = f"{row['ours_s']:.3f} s against {row['theirs_s']:.3f} s, same outputs {row['same_outputs']:.0%}"
-        print(f"{row['case']}: ratio {row['ratio']:.3f} (best rounds {row['best_ratio']:.3f}, aim {row['aim']}); {times}")
+        times = (
+            f"{row['ours_s']:.3f} s against {row['theirs_s']:.3f} s, same outputs {row['same_outputs']:.0%}"
+        )
+        print(
+            f"{row['case']}: ratio "
+            f"{row['ratio']:.3f} "
+            f"(best "
+            f"rounds "
+            f"{row['best_ratio']:.3f}, "
+            f"aim "
+            f"{row['aim']}); {times}"
+        )
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": describe_machine(), "results": rows}, indent=2) + "\n")
     return 0

@@ -1,10 +1,12 @@
-"""What the engine thread spends on bookkeeping: each part of a turn, and each thing that can come in between, against the length of the
-context and the number of requests. Runs on the CPU without a model: scheduler, KV books and packing are the real ones, the device is not
-there. Owns the cases and the table.
+"""What the engine thread spends on bookkeeping: each part of a turn, and each thing that can come in between,
+against the length of the context and the number of requests. Runs on the CPU without a model: scheduler, KV
+books and packing are the real ones, the device is not there. Owns the cases and the table.
 
-    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N] [--eviction NAME]
+    python benchmarks/turn_cost.py [--json FILE] [--plot FILE] [--before FILE] [--only PART] [--repeat N]
+    [--eviction NAME]
 
-Times are medians, in milliseconds of processor time. On a shared machine compare runs made one after the other, not single numbers.
+Times are medians, in milliseconds of processor time. On a shared machine compare runs made one after the
+other, not single numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ import numpy as np
 import torch
 
 from penstock.config import EVICTIONS
-from penstock.contract import Access, Mode, Prefix, Request, Sampled, SamplingParams, StepPlan, StepResult, TokenEvent
+from penstock.contract import (
+    Access,
+    Mode,
+    Prefix,
+    Request,
+    Sampled,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from penstock.engine.execution.batch import Packer
 from penstock.engine.execution.running_step import Outputs, RunningStep
 from penstock.engine.execution.sampler import SampleOutput
@@ -80,7 +92,8 @@ class NoCopy:
 
 
 class Rig:
-    """A scheduler over real KV books; every step is over as soon as it is launched, and samples the same token for everybody."""
+    """A scheduler over real KV books; every step is over as soon as it is launched, and samples the same
+    token for everybody."""
 
     eviction: str = EVICTIONS[0]  # of both pools
 
@@ -103,10 +116,17 @@ class Rig:
         self.events: list[TokenEvent] = []
 
     def _loads(self, num_host: int, has_disk: bool) -> Loads:
-        host = HostTier(BlockPool(num_host, "host", eviction=make_order(self.eviction, num_host, BLOCK)), BLOCK, 1e9)
-        movers = [Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}")) for ends in ENDS]
+        host = HostTier(
+            BlockPool(num_host, "host", eviction=make_order(self.eviction, num_host, BLOCK)), BLOCK, 1e9
+        )
+        movers = [
+            Mover(ends, NoCopy(), self.lanes.lane(f"to {ends[1]}"), self.lanes.lane(f"launch to {ends[1]}"))
+            for ends in ENDS
+        ]
         limits = TierLimits(0, 1e9, load_always=True, postpones=not has_disk, admission="reuse")
-        return Loads(Saves(self.pool, host, [self._disk()] if has_disk else (), movers[1], LAYOUT, limits), movers[0])
+        return Loads(
+            Saves(self.pool, host, [self._disk()] if has_disk else (), movers[1], LAYOUT, limits), movers[0]
+        )
 
     def _disk(self) -> ColdTier:
         memory = memoryview(bytearray(64))
@@ -114,14 +134,18 @@ class Rig:
         limits = ColdLimits(group_bytes=64 * 64, stuck_s=1e9)
         return ColdTier(MemoryStore("ssd", local=True), lanes, lambda slot: memory, ("host", 2), limits)
 
-    def submit(self, tokens: list[int], max_tokens: int = 64, prefix: Prefix | None = None, **sampling: Any) -> str:
+    def submit(
+        self, tokens: list[int], max_tokens: int = 64, prefix: Prefix | None = None, **sampling: Any
+    ) -> str:
         """`prefix`: that of these tokens, where the caller has it."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
         prefix = self.cache.prefix_of(tokens) if prefix is None else prefix
         request = Request(f"r{self.num_submitted}", tokens, params, prefix, float(self.num_submitted))
         self.num_submitted += 1
         may_lease = request.prefix is not None and request.may_match
-        self.scheduler.add(request, self.cache.lease(request.id, request.prefix) if may_lease and request.prefix else None)
+        self.scheduler.add(
+            request, self.cache.lease(request.id, request.prefix) if may_lease and request.prefix else None
+        )
         return request.id
 
     def plan(self) -> StepPlan:
@@ -131,7 +155,12 @@ class Rig:
         return plan
 
     def pack(self, plan: StepPlan) -> None:
-        num_ints = 4 * (plan.num_tokens + len(plan.chunks)) + 8 * len(plan.chunks) + 8 + sum(len(c.slots) for c in plan.chunks)
+        num_ints = (
+            4 * (plan.num_tokens + len(plan.chunks))
+            + 8 * len(plan.chunks)
+            + 8
+            + sum(len(c.slots) for c in plan.chunks)
+        )
         if num_ints > len(self.staging):
             self.staging = np.empty(2 * num_ints, np.int32)
         self.packer.pack(plan.chunks, plan.num_decodes, None, self.staging)
@@ -167,13 +196,14 @@ def blocks(num_tokens: int) -> int:
 
 
 def timed(act: Callable[..., T], *args: Any) -> tuple[float, T]:
-    """Milliseconds of this thread on a processor, which leaves out what else runs on the machine; and what came of it."""
+    """Milliseconds of this thread on a processor, which leaves out what else runs on the machine; and what
+    came of it."""
     started = time.thread_time()
     result = act(*args)
     return (time.thread_time() - started) * 1e3, result
 
 
-# ------------------------------------------------------------------------------------------------------------------------- cases
+# ------------------------------------------------------------------------------------------------------ cases
 
 Times = Iterator[tuple[str, float]]
 
@@ -214,14 +244,17 @@ def waiting(num_tokens: int, num_requests: int) -> Times:
 
 
 def queueing(num_tokens: int, num_requests: int) -> Times:
-    """All but one wait, each for its turn in one of 48 conversations, of which the device has a third, and host memory another. Between two
-    plans both lose some blocks. Whoever is cheapest to start goes first."""
+    """All but one wait, each for its turn in one of 48 conversations, of which the device has a third, and
+    host memory another. Between two plans both lose some blocks. Whoever is cheapest to start goes first."""
     num = blocks(num_tokens)
     rig = Rig(16 * num + num_requests // 4 + 64, 1, num_host=16 * num, has_disk=False, max_overtaken_s=60.0)
     cache = rig.cache
     cache.prefill.add(8192, 4096.0, 0.2)
     cache.loads.link.bytes_per_s = 1e9
-    known = [(tokens, rig.cache.prefix_of(tokens)) for tokens in (prompt(num_tokens, number) for number in range(48))]
+    known = [
+        (tokens, rig.cache.prefix_of(tokens))
+        for tokens in (prompt(num_tokens, number) for number in range(48))
+    ]
     for number, (_, prefix) in enumerate(known[:32]):
         assert prefix is not None
         if number < 16:
@@ -255,7 +288,8 @@ def queueing(num_tokens: int, num_requests: int) -> Times:
 
 
 def awaiting_room(num_tokens: int, num_requests: int) -> Times:
-    """All but one run, and there is no room for that one yet. Host memory has its prompt; it is copied to the device meanwhile."""
+    """All but one run, and there is no room for that one yet. Host memory has its prompt; it is copied to the
+    device meanwhile."""
     num = max(32, blocks(num_tokens))
     rig = Rig(2 * num + 4 * num_requests + 8, num_requests + 1, num_host=num, has_disk=False)
     tokens = prompt(num * BLOCK)
@@ -324,7 +358,10 @@ def coming_and_going(num_tokens: int, num_requests: int) -> Times:
         rig.commit(plan)
         yield "cancel", timed(rig.scheduler.cancel, request_id)[0]
         rig.step()
-    yield "cancel all", timed(lambda: [rig.scheduler.cancel(request_id) for request_id in list(rig.scheduler._tracks)])[0]
+    yield (
+        ("cancel all"),
+        timed(lambda: [rig.scheduler.cancel(request_id) for request_id in list(rig.scheduler._tracks)])[0],
+    )
     yield "reset", timed(rig.cache.reset)[0]
 
 
@@ -348,7 +385,8 @@ def retracting(num_tokens: int, num_requests: int) -> Times:
 
 
 def persisting(num_tokens: int, num_requests: int) -> Times:
-    """The longest turn while a flush writes what was computed, and before that while it comes to host memory, all of it at once."""
+    """The longest turn while a flush writes what was computed, and before that while it comes to host memory,
+    all of it at once."""
     if num_requests > 1:
         return
     for _ in range(3):
@@ -382,8 +420,13 @@ def echoing(num_tokens: int, num_requests: int) -> Times:
         rig = Rig(blocks(num_tokens) + 8)
         rig.submit(prompt(num_tokens), 1, prompt_logprobs=LOGPROBS)
         plan = rig.plan()
-        outputs = Outputs(rig.lanes.lane("compute"), torch.empty(0), Access("staged results", (0,), (0, 1), Mode.READ))
-        outputs.sampled, outputs.prompts = torch.tensor([7], dtype=torch.int32), [(plan.chunks[0].request_id, packed)]
+        outputs = Outputs(
+            rig.lanes.lane("compute"), torch.empty(0), Access("staged results", (0,), (0, 1), Mode.READ)
+        )
+        outputs.sampled, outputs.prompts = (
+            torch.tensor([7], dtype=torch.int32),
+            [(plan.chunks[0].request_id, packed)],
+        )
         step = RunningStep(plan.number, plan.chunks, [-1], outputs, NoTicket(), FENCE)
         ms, result = timed(step.wait_result)
         yield "prompt logprobs: read", ms
@@ -405,9 +448,20 @@ class NoTicket:
         pass
 
 
-CASES = (decoding, waiting, queueing, awaiting_room, prefilling, computing, coming_and_going, retracting, persisting, echoing)
+CASES = (
+    decoding,
+    waiting,
+    queueing,
+    awaiting_room,
+    prefilling,
+    computing,
+    coming_and_going,
+    retracting,
+    persisting,
+    echoing,
+)
 
-# ------------------------------------------------------------------------------------------------------------------------- table
+# ------------------------------------------------------------------------------------------------------ table
 
 
 class Row(NamedTuple):
@@ -437,10 +491,15 @@ def measure(only: str, repeat: int) -> Iterator[Row]:
 
 def table(rows: list[Row]) -> str:
     columns = [(tokens, requests) for requests in REQUESTS for tokens in TOKENS]
-    lines = [f"{'median ms; tokens x requests':34s}" + "".join(f"{f'{tokens // 1000}k x {requests}':>12s}" for tokens, requests in columns)]
+    lines = [
+        f"{'median ms; tokens x requests':34s}"
+        + "".join(f"{f'{tokens // 1000}k x {requests}':>12s}" for tokens, requests in columns)
+    ]
     for what in dict.fromkeys(row.what for row in rows):
         found = {(row.num_tokens, row.num_requests): row.ms for row in rows if row.what == what}
-        lines.append(f"{what:34s}" + "".join(f"{found[c]:12.3f}" if c in found else f"{'':>12s}" for c in columns))
+        lines.append(
+            f"{what:34s}" + "".join(f"{found[c]:12.3f}" if c in found else f"{'':>12s}" for c in columns)
+        )
     return "\n".join(lines)
 
 
@@ -459,11 +518,17 @@ def draw(axes: Any, rows: list[Row], before: list[Row]) -> None:
     """A line for each of the parts that matter most; where there is an earlier run, its lines are dotted."""
     for index, (what, num_requests) in enumerate(DRAWN):
         for run, style in ((before, ":"), (rows, "o-")):
-            line = [(row.num_tokens, row.ms) for row in run if (row.what, row.num_requests) == (what, num_requests)]
+            line = [
+                (row.num_tokens, row.ms)
+                for row in run
+                if (row.what, row.num_requests) == (what, num_requests)
+            ]
             label = f"{what}, {num_requests} request{'s' * (num_requests > 1)}" if run is rows else None
             if line:
                 axes.plot(*zip(*line, strict=True), style, color=f"C{index}", label=label, markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="milliseconds of the engine thread")
+    axes.set(
+        xscale="log", yscale="log", xlabel="tokens of context", ylabel="milliseconds of the engine thread"
+    )
     axes.legend(fontsize=7, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 0.1))
 
 
@@ -474,7 +539,9 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="figures of an earlier run (--json), drawn beside them")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--eviction", choices=EVICTIONS, default=Rig.eviction, help="what a full pool forgets first")
+    parser.add_argument(
+        "--eviction", choices=EVICTIONS, default=Rig.eviction, help="what a full pool forgets first"
+    )
     args = parser.parse_args()
     Rig.eviction = args.eviction
     before = [] if args.before is None else [Row(**row) for row in json.loads(args.before.read_text())]

@@ -1,4 +1,5 @@
-"""What every test has in common: weights run in float32, the reference, where a test does not ask for another form."""
+"""What every test has in common: weights run in float32, the reference, where a test does not ask for another
+form."""
 
 from __future__ import annotations
 
@@ -17,19 +18,27 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 with contextlib.suppress(ImportError):  # a machine with a GPU need not have it
     from hypothesis import HealthCheck, settings
 
-    # No wall-clock limits: the first draw of a process alone takes seconds on a busy machine that runs these tests for the first time.
+    # No wall-clock limits: the first draw of a process alone takes seconds on a busy machine that runs these
+    # tests for the first time.
     settings.register_profile("penstock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("penstock")
 
 os.environ["PENSTOCK_WEIGHTS"] = "float32"  # for child processes, too
 
-SLOW_S = 240.0  # before faulthandler ends the process: it names a hundred threads, and the one that waits is often not among them
+# before faulthandler ends the process: it names a hundred threads, and the one that waits is often not among
+# them
+SLOW_S = 240.0
 
 _running: tuple[str, float] | None = None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    threading.Thread(target=_watch, args=(session.config.stash[fault_handler_stderr_fd_key],), name="slow tests", daemon=True).start()
+    threading.Thread(
+        target=_watch,
+        args=(session.config.stash[fault_handler_stderr_fd_key],),
+        name="slow tests",
+        daemon=True,
+    ).start()
 
 
 def pytest_collection_finish() -> None:
@@ -44,8 +53,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _settle_heap() -> None:
-    """What is alive between two files stays alive: modules, items, reports. The garbage collector would look at it
-    again and again, for a fifth of all time."""
+    """What is alive between two files stays alive: modules, items, reports. The garbage collector would look
+    at it again and again, for a fifth of all time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)

@@ -1,7 +1,8 @@
-"""Walks of random events through some world, and how one that fails is made short. Owns neither the events nor the world.
+"""Walks of random events through some world, and how one that fails is made short. Owns neither the events
+nor the world.
 
-An event is a name and a number; all that it does follows from the two and from the world it meets. So events can be left out of a walk,
-and what is left means the same."""
+An event is a name and a number; all that it does follows from the two and from the world it meets. So events
+can be left out of a walk, and what is left means the same."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ T = TypeVar("T")
 
 
 def choose_events(r: random.Random, weights: Mapping[str, int], num_events: int) -> list[Event]:
-    return [(name, r.getrandbits(32)) for name in r.choices(list(weights), list(weights.values()), k=num_events)]
+    return [
+        (name, r.getrandbits(32)) for name in r.choices(list(weights), list(weights.values()), k=num_events)
+    ]
 
 
 def told_shortly(walk: Callable[[Sequence[Event]], T], events: Sequence[Event], what: str) -> T:
-    """What `walk` returns; where it fails, as few events as fail in the same way are named in a note to the error."""
+    """What `walk` returns; where it fails, as few events as fail in the same way are named in a note to the
+    error."""
     try:
         return walk(events)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""Covering arrays: few cases in which every two values of every two options meet. Owns no option and no value."""
+"""Covering arrays: few cases in which every two values of every two options meet. Owns no option and no
+value."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def all_pairs(options: Mapping[str, Sequence[Any]]) -> set[_Pair]:
 
 
 def pairwise(options: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Cases that cover every pair. Greedy and the same each time: a case begins with a pair that is still missing, and each further
-    option takes the value that covers most missing ones."""
+    """Cases that cover every pair. Greedy and the same each time: a case begins with a pair that is still
+    missing, and each further option takes the value that covers most missing ones."""
     names = sorted(options, key=lambda name: (-len(options[name]), name))
     missing = all_pairs(options)
     cases: list[dict[str, int]] = []
@@ -30,7 +31,10 @@ def pairwise(options: Mapping[str, Sequence[Any]]) -> list[Case]:
         case = {one: i, other: j}
         for name in names:
             if name not in case:
-                gains = [sum(_pair(name, value, have, at) in missing for have, at in case.items()) for value in range(len(options[name]))]
+                gains = [
+                    sum(_pair(name, value, have, at) in missing for have, at in case.items())
+                    for value in range(len(options[name]))
+                ]
                 # Ties go round by the number of the case, so that values without a gain alternate too.
                 best = max(gains)
                 ties = [value for value, gain in enumerate(gains) if gain == best]

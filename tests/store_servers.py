@@ -1,4 +1,5 @@
-"""Real stores for the tests that ask for one. Owns the decision to skip, loudly, where the program cannot be had."""
+"""Real stores for the tests that ask for one. Owns the decision to skip, loudly, where the program cannot be
+had."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ from support.servers import ServerMissing, SlotRange, Valkey
 
 
 def valkey_or_skip(
-    password: str | None = None, tls: bool = False, slots: SlotRange | None = None, settings: tuple[str, ...] = ()
+    password: str | None = None,
+    tls: bool = False,
+    slots: SlotRange | None = None,
+    settings: tuple[str, ...] = (),
 ) -> Valkey:
     """A server of its own for whoever asks; close it."""
     try:

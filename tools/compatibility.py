@@ -1,4 +1,5 @@
-"""Writes the tables of docs/compatibility.md from the types that requests are decoded with. Owns the tables; the prose is the page's.
+"""Writes the tables of docs/compatibility.md from the types that requests are decoded with. Owns the tables;
+the prose is the page's.
 
 PYTHONPATH=src python3 tools/compatibility.py [--write]
 """
@@ -23,7 +24,12 @@ DOORS: dict[str, type[Any]] = {
     "/v1/messages": messages.MessagesBody,
     "/v1/messages/count_tokens": messages.CountTokensBody,
 }
-ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+ROUTES = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
 PARTS: dict[str, type[Any]] = {
     "message": schema.Message,
     "stream_options": schema.StreamOptions,
@@ -36,10 +42,13 @@ PARTS: dict[str, type[Any]] = {
     "`thinking` of `/v1/messages`": messages.ThinkingOptions,
     **{f"a block of the type `{kind.__struct_config__.tag}`": kind for kind in get_args(messages.Block)},
 }
-# Fields of OpenAI's and vLLM's APIs that the schema has never heard of. One that it learns leaves this list by itself.
+# Fields of OpenAI's and vLLM's APIs that the schema has never heard of. One that it learns leaves this list
+# by itself.
 ELSEWHERE = (
-    "allowed_token_ids", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "include_reasoning",
-    "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs", "request_id",
+    "allowed_token_ids", "chat_template", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+    "include_reasoning",
+    "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs",
+    "request_id",
     "structured_outputs", "thinking_token_budget", "truncate_prompt_tokens", "vllm_xargs",
 )  # fmt: skip
 
@@ -58,14 +67,27 @@ def tables() -> str:
     unknown = [name for name in ELSEWHERE if name not in told]
     lines += [
         "",
-        "Fields of OpenAI's or vLLM's that are not known here, and so refused: " + ", ".join(f"`{name}`" for name in unknown) + ".",
+        "Fields of OpenAI's or vLLM's that are not known here, and so refused: "
+        + ", ".join(f"`{name}`" for name in unknown)
+        + ".",
     ]
     for path, body in DOORS.items():
         lines += [
             "",
-            f"Fields of `{path}` that are honoured: {_listed([name for name, hint in hints(body).items() if hint is not NoneType])}.",
+            f"Fields "
+            f"of "
+            f"`{path}` "
+            f"that "
+            f"are "
+            f"honoured: "
+            f"{_listed([name for name, hint in hints(body).items() if hint is not NoneType])}.",
         ]
-    lines += ["", "| field without effect | of | why it is taken | values | |", "|---|---|---|---|---|", *_without_effect()]
+    lines += [
+        "",
+        "| field without effect | of | why it is taken | values | |",
+        "|---|---|---|---|---|",
+        *_without_effect(),
+    ]
     lines += ["", "| object | fields that are taken | taken as null only |", "|---|---|---|"]
     for name, kind in PARTS.items():
         taken = [field for field, hint in hints(kind).items() if hint is not NoneType]
@@ -75,7 +97,8 @@ def tables() -> str:
 
 
 def hints(kind: type[Any]) -> dict[str, Any]:
-    """Fields and their types, in the order of their names; `None` alone is a field that is known and not supported."""
+    """Fields and their types, in the order of their names; `None` alone is a field that is known and not
+    supported."""
     found = get_type_hints(kind)
     return {name: found[name] for name in sorted(kind.__struct_fields__)}
 
@@ -89,7 +112,11 @@ def _rows() -> Iterator[str]:
 
 def _without_effect() -> Iterator[str]:
     for row in sorted(ignored.ROWS, key=lambda row: (row.meaning == "change", row.path)):
-        routes = ", ".join(f"`{ROUTES[api]}`" for api in row.apis.split()) if len(row.apis.split()) < len(ROUTES) else "all"
+        routes = (
+            ", ".join(f"`{ROUTES[api]}`" for api in row.apis.split())
+            if len(row.apis.split()) < len(ROUTES)
+            else "all"
+        )
         yield f"| `{row.path}` | {routes} | {ignored.MEANINGS[row.meaning]} | {_values(row)} | {row.why} |"
 
 

@@ -1,5 +1,6 @@
-"""What the race sanitizer costs: the same crowd of requests on a tiny model with tiers, with the sanitizer on, with it off, and in a copy
-of the source without any question whether somebody listens. Three processes take turns; prints ratios of neighbouring turns.
+"""What the race sanitizer costs: the same crowd of requests on a tiny model with tiers, with the sanitizer
+on, with it off, and in a copy of the source without any question whether somebody listens. Three processes
+take turns; prints ratios of neighbouring turns.
 
     .venv/bin/python tools/sanitizer_cost.py [--rounds 12]
 """
@@ -30,7 +31,11 @@ class _WithoutListeners(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
-        first = node.test.values[0] if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else node.test
+        first = (
+            node.test.values[0]
+            if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
+            else node.test
+        )
         if ast.unparse(first) in ("self._observer is not None", "observer is not None"):
             self.num_cut += 1
             return node.orelse or [ast.Pass()]
@@ -65,7 +70,11 @@ def serve(mode: str) -> None:
         for _ in range(3):
             for stem in stems:
                 for _ in range(4):
-                    submit(engine, stem + [rng.randrange(1, 500) for _ in range(rng.randrange(1, 40))], max_tokens=24)
+                    submit(
+                        engine,
+                        stem + [rng.randrange(1, 500) for _ in range(rng.randrange(1, 40))],
+                        max_tokens=24,
+                    )
             run_all(engine)
             settle_all(engine)
             engine.cache.reset(("device",))
@@ -87,10 +96,14 @@ def main() -> None:
         num_cut = strip(ROOT / "src", Path(folder) / "src")
         engines: dict[str, subprocess.Popen[str]] = {}
         for mode in _MODES:
-            path = os.pathsep.join([str(Path(folder) / "src" if mode == "cut out" else ROOT / "src"), str(ROOT / "tests")])
+            path = os.pathsep.join(
+                [str(Path(folder) / "src" if mode == "cut out" else ROOT / "src"), str(ROOT / "tests")]
+            )
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             command = [sys.executable, __file__, "--serve", mode]
-            engines[mode] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment)
+            engines[mode] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+            )
 
         def turn(mode: str) -> float:
             engine = engines[mode]
@@ -106,7 +119,12 @@ def main() -> None:
             if number:
                 off.append(seconds["off"] / seconds["cut out"])
                 on.append(seconds["on"] / seconds["off"])
-                print(f"{number:3} of {args.rounds}: " + ", ".join(f"{mode} {seconds[mode]:.3f} s" for mode in _MODES), flush=True)
+                print(
+                    f"{number:3} "
+                    f"of "
+                    f"{args.rounds}: " + ", ".join(f"{mode} {seconds[mode]:.3f} s" for mode in _MODES),
+                    flush=True,
+                )
         for engine in engines.values():
             engine.communicate()
             if engine.returncode:

@@ -48,7 +48,9 @@ def smells(source: str, place: str) -> Iterator[Smell]:
 def _function(node: Function, place: str) -> Iterator[Smell]:
     yield from _over(place, "lines", (node.end_lineno or node.lineno) - node.lineno + 1, MAX_FUNCTION_LINES)
     named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    yield from _over(place, "parameters", sum(arg.arg not in ("self", "cls") for arg in named), MAX_PARAMETERS)
+    yield from _over(
+        place, "parameters", sum(arg.arg not in ("self", "cls") for arg in named), MAX_PARAMETERS
+    )
 
 
 def _class(node: ast.ClassDef, place: str) -> Iterator[Smell]:
@@ -62,12 +64,17 @@ def _class(node: ast.ClassDef, place: str) -> Iterator[Smell]:
 
 def _is_data(node: ast.ClassDef) -> bool:
     marks = [ast.unparse(mark) for mark in (*node.decorator_list, *node.bases)]
-    return any(mark.startswith("dataclass") or mark.endswith(("NamedTuple", "Struct", "Enum", "StrEnum")) for mark in marks)
+    return any(
+        mark.startswith("dataclass") or mark.endswith(("NamedTuple", "Struct", "Enum", "StrEnum"))
+        for mark in marks
+    )
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
     """Names that the class's own methods assign on `self`."""
-    stored = (item for item in ast.walk(node) if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store))
+    stored = (
+        item for item in ast.walk(node) if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store)
+    )
     return {item.attr for item in stored if isinstance(item.value, ast.Name) and item.value.id == "self"}
 
 

@@ -1,5 +1,6 @@
-"""What the tiers cost where nothing is reused: two engines, one with them and one without, each in its own process, take turns at fresh
-prompts. Prints the ratio of the times of neighbouring turns, so that whatever else the machine does meets both.
+"""What the tiers cost where nothing is reused: two engines, one with them and one without, each in its own
+process, take turns at fresh prompts. Prints the ratio of the times of neighbouring turns, so that whatever
+else the machine does meets both.
 
     .venv/bin/python tools/tier_overhead.py [--pairs 40] [--tokens 512] [--generate 24] [--json FILE]
 """
@@ -26,8 +27,8 @@ def serve(tiers: bool, tokens: int, generate: int) -> None:
     from penstock.engine.loop import settle_process
     from penstock.models.progress import silent
 
-    # So little host memory that it is found before the first turn, and used over and over from then on, as that of a server that has run
-    # for a while: finding it on first use is another cost, which passes.
+    # So little host memory that it is found before the first turn, and used over and over from then on, as
+    # that of a server that has run for a while: finding it on first use is another cost, which passes.
     offload = OffloadConfig(enabled=tiers, host_gib=0.25 if tiers else None)
     engine = build(Config(kv=KvConfig(device_gib=1.0), offload=offload), silent)
     settle_process()
@@ -55,9 +56,19 @@ def main() -> None:
     if args.serve:
         serve(args.serve == "on", args.tokens, args.generate)
         return
-    command = [sys.executable, __file__, "--tokens", str(args.tokens), "--generate", str(args.generate), "--serve"]
+    command = [
+        sys.executable,
+        __file__,
+        "--tokens",
+        str(args.tokens),
+        "--generate",
+        str(args.generate),
+        "--serve",
+    ]
     engines = {
-        mode: subprocess.Popen([*command, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        mode: subprocess.Popen(
+            [*command, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
         for mode in ("on", "off")
     }
 
@@ -75,13 +86,32 @@ def main() -> None:
         seconds = {mode: turn(mode) for mode in modes}
         if pair >= _WARM_UP:
             ratios.append(seconds["on"] / seconds["off"])
-            print(f"{pair - _WARM_UP + 1:3} of {args.pairs}: with tiers {seconds['on']:.3f} s, without {seconds['off']:.3f} s", flush=True)
+            print(
+                f"{pair - _WARM_UP + 1:3} of {args.pairs}: "
+                f"with "
+                f"tiers "
+                f"{seconds['on']:.3f} "
+                f"s, "
+                f"without "
+                f"{seconds['off']:.3f} s",
+                flush=True,
+            )
     for engine in engines.values():
         engine.communicate()
     spread = statistics.quantiles(ratios, n=4)
-    print(f"median of the ratios {statistics.median(ratios):.4f}, middle half {spread[0]:.4f} to {spread[2]:.4f}, {len(ratios)} pairs")
+    print(
+        f"median of the ratios "
+        f"{statistics.median(ratios):.4f}, "
+        f"middle "
+        f"half "
+        f"{spread[0]:.4f} "
+        f"to "
+        f"{spread[2]:.4f}, {len(ratios)} pairs"
+    )
     if args.json:
-        args.json.write_text(json.dumps({"tokens": args.tokens, "generate": args.generate, "ratios": ratios}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"tokens": args.tokens, "generate": args.generate, "ratios": ratios}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Prints how much of src/penstock one request passes: a server on a tiny model in this process, and the same prompt sent three times over
-HTTP, with its prefix computed, in host memory and on disk.
+"""Prints how much of src/penstock one request passes: a server on a tiny model in this process, and the same
+prompt sent three times over HTTP, with its prefix computed, in host memory and on disk.
 
     .venv/bin/python tools/trace_request.py [--list]
 
-Counts calls on all threads, from the first byte that is read of a request to the last that is written of its answer. A call into another
-file is a change of file, also through a library. The engine's loop turns more or less often while it waits, so that calls vary.
+Counts calls on all threads, from the first byte that is read of a request to the last that is written of its
+answer. A call into another file is a change of file, also through a library. The engine's loop turns more or
+less often while it waits, so that calls vary.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FIRST, LAST = Connection.data_received.__code__, Connection.on_response_complete
 
 
 class Tracer:
-    """Counts calls of the package's functions, not of comprehensions and lambdas, during one request; in threads that start after it."""
+    """Counts calls of the package's functions, not of comprehensions and lambdas, during one request; in
+    threads that start after it."""
 
     def __init__(self) -> None:
         self.calls: Counter[CodeType] = Counter()  # in order of first entry
@@ -81,7 +83,13 @@ def post(client: http.client.HTTPConnection, path: str, body: object = None) -> 
 
 def ask(client: http.client.HTTPConnection, prompt: str) -> dict[str, int]:
     """Returns the tokens of the prompt by where their KV came from."""
-    fields = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "ignore_eos": True, "max_tokens": 4}
+    fields = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 4,
+    }
     text = post(client, "/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
     return dict(json.loads(text.split("data: ")[-2])["usage"]["prompt_tokens_details"]["kv_source"])
 
@@ -97,8 +105,16 @@ def trace(tracer: Tracer, url: str, listed: bool) -> None:
         if 2 * (source := ask(client, PROMPT))[place] <= sum(source.values()):
             raise SystemExit(f"the prefix was to come from {place}: {source}")
         files = tracer.by_file()
-        counts = [len(files), sum(map(len, files.values())), sum(map(sum, files.values())), tracer.num_changes]
-        print("{:8} {:4} files {:5} functions {:6} calls {:6} changes of file".format(place, *counts), flush=True)
+        counts = [
+            len(files),
+            sum(map(len, files.values())),
+            sum(map(sum, files.values())),
+            tracer.num_changes,
+        ]
+        print(
+            ("{:8} {:4} files {:5} functions {:6} calls {:6} changes of file").format(place, *counts),
+            flush=True,
+        )
         for name, calls in files.items() if listed else ():
             print(f"    {name:40} {len(calls):4} functions {sum(calls):6} calls")
 

@@ -1,6 +1,8 @@
-"""The command line: arguments -> config -> call, and errors -> one line and an exit code. Owns no work of its own.
+"""The command line: arguments -> config -> call, and errors -> one line and an exit code. Owns no work of its
+own.
 
-Commands are imported when they run, so that `--help` and argument errors need neither torch nor a web framework.
+Commands are imported when they run, so that `--help` and argument errors need neither torch nor a web
+framework.
 """
 
 from __future__ import annotations
@@ -37,7 +39,15 @@ from penstock.commands.arguments import (
     without_secrets,
 )
 from penstock.commands.bench_arguments import add_bench
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, ReasoningParser, ServerConfig, ToolCallParser
+from penstock.config import (
+    Config,
+    EngineConfig,
+    KvConfig,
+    ModelSource,
+    ReasoningParser,
+    ServerConfig,
+    ToolCallParser,
+)
 from penstock.errors import ConfigError, PenstockError, UserError
 
 EXIT_FAILED = 1
@@ -46,7 +56,8 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. `--help` and `--version` raise SystemExit, as argparse has it."""
+    """Run one command; returns its exit code. `--help` and `--version` raise SystemExit, as argparse has
+    it."""
     argv = sys.argv[1:] if argv is None else argv
     _ready_streams()
     try:
@@ -60,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "penstock").partition(".")[0] == "penstock":
             raise
-        print(f"penstock: error: this command needs the package {error.name}, which is not installed", file=sys.stderr)
+        print(
+            f"penstock: error: this command needs the package {error.name}, which is not installed",
+            file=sys.stderr,
+        )
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("penstock: interrupted", file=sys.stderr)
@@ -77,9 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ready_streams() -> None:
-    """One that was closed before the start leads nowhere, and its number is nobody else's. Bytes that are no text, and characters that the
-    terminal does not have, show as replacements instead of ending the program."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers: the lowest free one is taken
+    """One that was closed before the start leads nowhere, and its number is nobody else's. Bytes that are no
+    text, and characters that the terminal does not have, show as replacements instead of ending the
+    program."""
+    # in the order of their numbers: the lowest free one is taken
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process
     for stream in (sys.stdin, sys.stdout):
@@ -97,7 +113,9 @@ def _drop_output() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="penstock", description="An LLM inference engine whose KV cache outlives the accelerator.")
+    parser = Parser(
+        prog="penstock", description="An LLM inference engine whose KV cache outlives the accelerator."
+    )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     parser.set_defaults(run=parser.show_help)
@@ -110,44 +128,117 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ----------------------------------------------------------------------------------------------------------- commands
+# --------------------------------------------------------------------------------------------------- commands
 
 
 def _add_serve(commands: Any) -> None:
     defaults = ServerConfig()
     about = "Serve a model over HTTP, compatible with OpenAI's API."
-    parser = commands.add_parser("serve", help="serve a model over HTTP", description=about, parents=[engine_flags(), lora_flag(True)])
+    parser = commands.add_parser(
+        "serve", help="serve a model over HTTP", description=about, parents=[engine_flags(), lora_flag(True)]
+    )
     group = parser.add_argument_group("server")
-    parser.add_argument("served_model", nargs="?", metavar="MODEL", help=f"the same as --model (unset: {ModelSource().model})")
+    parser.add_argument(
+        "served_model", nargs="?", metavar="MODEL", help=f"the same as --model (unset: {ModelSource().model})"
+    )
     parser.set_defaults(model=None)  # so that two models are noticed
     group.add_argument("--host", default=defaults.host, help="address to listen on")
     number(group, "--port", "port to listen on; 0 picks a free one", defaults.port)
-    group.add_argument("--api-key", metavar="KEY", help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)")
-    group.add_argument("--public-metrics", action="store_true", help="with a key: /metrics is answered without it")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="clients must send it as a bearer token (unset: $PENSTOCK_API_KEY, or none needed)",
+    )
+    group.add_argument(
+        "--public-metrics", action="store_true", help="with a key: /metrics is answered without it"
+    )
     text = "send a span for each request to this OpenTelemetry collector, by OTLP over HTTP (unset: none)"
     group.add_argument("--otlp-endpoint", metavar="URL", help=text)
     names = "what clients call the model (unset: the name of its file)"
-    group.add_argument("--served-model-name", dest="served_names", nargs="+", default=[], metavar="NAME", help=names)
+    group.add_argument(
+        "--served-model-name", dest="served_names", nargs="+", default=[], metavar="NAME", help=names
+    )
     origins = "scripts of this web origin may call; * for any; repeatable"
-    group.add_argument("--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origins)
-    group.add_argument("--lora-dir", metavar="DIR", help="clients may load adapters from inside DIR (unset: they may load none)")
+    group.add_argument(
+        "--cors-origin", dest="cors_origins", action="append", default=[], metavar="ORIGIN", help=origins
+    )
+    group.add_argument(
+        "--lora-dir",
+        metavar="DIR",
+        help="clients may load adapters from inside DIR (unset: they may load none)",
+    )
     number(group, "--max-body-bytes", "larger requests are refused", defaults.max_body_bytes)
     number(group, "--max-concurrent", "generations at once; more are answered 429", defaults.max_concurrent)
     number(group, "--shutdown-s", "seconds that running requests get at the end", defaults.shutdown_s, float)
-    number(group, "--read-timeout-s", "seconds for a request's header, and again for its body", defaults.read_timeout_s, float)
-    number(group, "--write-timeout-s", "seconds in which a client has to take some of its reply", defaults.write_timeout_s, float)
+    number(
+        group,
+        "--read-timeout-s",
+        "seconds for a request's header, and again for its body",
+        defaults.read_timeout_s,
+        float,
+    )
+    number(
+        group,
+        "--write-timeout-s",
+        "seconds in which a client has to take some of its reply",
+        defaults.write_timeout_s,
+        float,
+    )
     text = "text of chat messages may spell special tokens, and open turns by that"
     group.add_argument("--allow-special-tokens-in-text", action="store_true", help=text)
-    text = "format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as its chat template says"
-    group.add_argument("--tool-call-parser", choices=get_args(ToolCallParser), default="auto", metavar="NAME", help=text)
-    text = "think: text in <think> is reasoning_content; none: it is content; auto: think where the chat template has it"
-    group.add_argument("--reasoning-parser", choices=get_args(ReasoningParser), default="auto", metavar="NAME", help=text)
-    text = "auto: fields that a request leaves out are as the model's generation_config.json says; none: as docs/http-api.md says"
+    text = (
+        "format in which the model writes calls of tools: hermes, llama3, "
+        "mistral, "
+        "json "
+        "or "
+        "none; "
+        "auto: "
+        "as its chat template says"
+    )
+    group.add_argument(
+        "--tool-call-parser", choices=get_args(ToolCallParser), default="auto", metavar="NAME", help=text
+    )
+    text = (
+        "think: text in <think> is reasoning_content; none: it is content; "
+        "auto: "
+        "think "
+        "where "
+        "the "
+        "chat "
+        "template has it"
+    )
+    group.add_argument(
+        "--reasoning-parser", choices=get_args(ReasoningParser), default="auto", metavar="NAME", help=text
+    )
+    text = (
+        "auto: fields that a request leaves out are as "
+        "the "
+        "model's "
+        "generation_config.json "
+        "says; "
+        "none: "
+        "as docs/http-api.md says"
+    )
     group.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=text)
-    text = "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 for 4 cores, up to 4)"
+    text = (
+        "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 "
+        "on "
+        "the "
+        "CPU, "
+        "on "
+        "CUDA "
+        "1 for 4 cores, up to 4)"
+    )
     number(group, "--api-processes", text)
-    group.add_argument("--log-format", choices=("text", "json"), default="text", help="how lines on stderr look")
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="what goes to stderr")
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="how lines on stderr look"
+    )
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what goes to stderr",
+    )
     parser.set_defaults(run=_serve)
 
 
@@ -156,8 +247,20 @@ def _serve(args: argparse.Namespace) -> int:
     if api_key is not None and not api_key.strip():
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
     if args.otlp_endpoint is not None and not _has_opentelemetry():
-        raise ConfigError("--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install 'penstock[otel]'")
-    args.api_key, args.served_names, args.cors_origins = api_key, tuple(args.served_names), tuple(args.cors_origins)
+        raise ConfigError(
+            "--otlp-endpoint needs OpenTelemetry's SDK, which "
+            "is "
+            "not "
+            "installed; "
+            "run: "
+            "pip "
+            "install 'penstock[otel]'"
+        )
+    args.api_key, args.served_names, args.cors_origins = (
+        api_key,
+        tuple(args.served_names),
+        tuple(args.cors_origins),
+    )
     server = ServerConfig(**{field.name: getattr(args, field.name) for field in fields(ServerConfig)})
     if None not in (args.served_model, args.model):
         raise ConfigError(f"two models are given: {args.served_model} and --model {args.model}")
@@ -181,7 +284,9 @@ def _add_generate(commands: Any) -> None:
     parents = [engine_flags(), lora_flag(False), sampling_flags(temperature=0.0, max_tokens=256)]
     parser = commands.add_parser("generate", help="answer one prompt", description=about, parents=parents)
     parser.add_argument("prompt", metavar="PROMPT", help="what to answer; - reads it from stdin")
-    parser.add_argument("--raw", action="store_true", help="continue PROMPT as it stands, without the model's chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue PROMPT as it stands, without the model's chat template"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop where the model would")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write text and figures there, too")
     parser.set_defaults(run=_generate)
@@ -234,7 +339,15 @@ def _cache(args: argparse.Namespace) -> int:
 
 
 def _add_doctor(commands: Any) -> None:
-    about = "Check that this machine can run Penstock: packages, devices, memory, a tiny generation; and whether a model would load."
+    about = (
+        "Check that this machine can run Penstock: packages, devices, "
+        "memory, "
+        "a "
+        "tiny "
+        "generation; "
+        "and "
+        "whether a model would load."
+    )
     parser = commands.add_parser("doctor", help="check this machine, and a model", description=about)
     model_flag(parser)
     device_flag(parser)

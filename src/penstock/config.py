@@ -1,4 +1,5 @@
-"""Frozen configuration, one dataclass per subsystem; every field has a unit and a reason. Owns defaults, not behaviour."""
+"""Frozen configuration, one dataclass per subsystem; every field has a unit and a reason. Owns defaults, not
+behaviour."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ GenerationConfigName = Literal["auto", "none"]
 SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["returning", "lru", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "cost")  # the default first
-DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")  # cheap enough for the device: what they do is done for whole runs
+# cheap enough for the device: what they do is done for whole runs
+DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")
 SchedulingName = Literal["cost", "fifo"]
 SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
 PromiseName = Literal["expected", "lifetime"]
@@ -39,7 +41,8 @@ _HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
 _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
-PROPOSERS = {"ngram": 8, "mtp": 4, "draft": 4}  # of drafts, and how many of one request a step verifies at most
+# of drafts, and how many of one request a step verifies at most
+PROPOSERS = {"ngram": 8, "mtp": 4, "draft": 4}
 MAX_DRAFTS = 16
 
 
@@ -49,7 +52,8 @@ def _need(condition: bool, message: str) -> None:
 
 
 def place_of(url: str) -> str:
-    """A store's URL as it may be shown: scheme and host. Where it is not certain which part is the host, not even that."""
+    """A store's URL as it may be shown: scheme and host. Where it is not certain which part is the host, not
+    even that."""
     scheme, colon, rest = url.partition("://")
     if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         return "..."
@@ -64,23 +68,41 @@ class ModelSource:
     """Which weights to run, and how."""
 
     model: str = "smollm2-135m"  # built-in name, GGUF file, or a directory with safetensors and config.json
-    load_format: LoadFormat = "auto"  # "dummy": random weights for a built-in or given config; nothing is read
+    # "dummy": random weights for a built-in or given config; nothing is read
+    load_format: LoadFormat = "auto"
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"  # auto: float32 on CPU (no bf16 units there), bfloat16 on CUDA
     seed: int = 0  # of dummy weights
-    positions: int | None = None  # of dummy weights, where more tokens are wanted than the model's own config allows
-    generation_config: GenerationConfigName = "auto"  # whether generation_config.json states defaults of requests that leave fields out
+    # of dummy weights, where more tokens are wanted than the model's own config allows
+    positions: int | None = None
+    # whether generation_config.json states defaults of requests that leave fields out
+    generation_config: GenerationConfigName = "auto"
     weights: WeightsName = "auto"  # form of matrices on the CPU; auto: the one measured as fastest
-    deterministic: bool = False  # on the CPU: a token's logits are the same bits, whatever was reused and whatever else a step computes
+    # on the CPU: a token's logits are the same bits, whatever was reused and whatever else a step computes
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _need(self.load_format in ("auto", "dummy"), f"--load-format must be auto or dummy, got {self.load_format!r}")
-        _need(self.generation_config in ("auto", "none"), f"--generation-config must be auto or none, got {self.generation_config!r}")
-        _need(self.device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {self.device!r}")
+        _need(
+            self.load_format in ("auto", "dummy"),
+            f"--load-format must be auto or dummy, got {self.load_format!r}",
+        )
+        _need(
+            self.generation_config in ("auto", "none"),
+            f"--generation-config must be auto or none, got {self.generation_config!r}",
+        )
+        _need(
+            self.device in ("auto", "cpu", "cuda"), f"--device must be auto, cpu or cuda, got {self.device!r}"
+        )
         own = f"{self.positions} positions: only dummy weights can have others than the model's own"
         _need(self.positions is None or self.load_format == "dummy", own)
-        _need(self.dtype in ("auto", "float32", "bfloat16"), f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
-        _need(self.weights in WEIGHT_FORMS, f"--weights must be one of {', '.join(WEIGHT_FORMS)}, got {self.weights!r}")
+        _need(
+            self.dtype in ("auto", "float32", "bfloat16"),
+            f"--dtype must be auto, float32 or bfloat16, got {self.dtype!r}",
+        )
+        _need(
+            self.weights in WEIGHT_FORMS,
+            f"--weights must be one of {', '.join(WEIGHT_FORMS)}, got {self.weights!r}",
+        )
 
 
 MAX_SPANS = 64  # of pinned tokens
@@ -90,10 +112,19 @@ def wrong_spans(spans: Sequence[tuple[int, int]]) -> str:
     """What is wrong with them; empty: each is a first token and one behind the last."""
     if len(spans) <= MAX_SPANS and all(0 <= first < end for first, end in spans):
         return ""
-    return f"pinned spans are at most {MAX_SPANS} pairs of a first token and one behind the last, got {list(spans)[:3]}"
+    return (
+        f"pinned spans are at most {MAX_SPANS} pairs of a first token and "
+        f"one "
+        f"behind "
+        f"the "
+        f"last, "
+        f"got "
+        f"{list(spans)[:3]}"
+    )
 
 
-FEWEST_RESIDENT = 8  # blocks of a deep sequence on the device: what is computed, and what is being saved meanwhile
+# blocks of a deep sequence on the device: what is computed, and what is being saved meanwhile
+FEWEST_RESIDENT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,26 +132,53 @@ class KvConfig:
     """The device arena and what is kept in it."""
 
     block_tokens: int = 16  # tokens per block; one block is the unit of identity and of movement
-    device_gib: float | None = None  # GiB of device memory for KV; None: 1 on CPU, what is left after weights on CUDA
+    # GiB of device memory for KV; None: 1 on CPU, what is left after weights on CUDA
+    device_gib: float | None = None
     device_blocks: int | None = None  # the same in blocks; at most one of the two
     prefix_cache: bool = True  # reuse blocks across requests
-    resident_tokens: int | None = None  # of a sequence that are on the device at most; None: all, where they fit, else half of its memory
-    residency: ResidencyName = "exact"  # what a sequence that does not fit attends to while it decodes: all, or what is on the device
+    # of a sequence that are on the device at most; None: all, where they fit, else half of its memory
+    resident_tokens: int | None = None
+    # what a sequence that does not fit attends to while it decodes: all, or what is on the device
+    residency: ResidencyName = "exact"
     pin_spans: tuple[tuple[int, int], ...] = ()  # with "scored": [first, end) of tokens that are always there
     scorer: ScorerName = "qk"  # with "scored": what else is there
 
     def __post_init__(self) -> None:
-        _need(self.residency in RESIDENCIES, f"--kv-residency must be one of {', '.join(RESIDENCIES)}, got {self.residency!r}")
+        _need(
+            self.residency in RESIDENCIES,
+            f"--kv-residency must be one of {', '.join(RESIDENCIES)}, got {self.residency!r}",
+        )
         _need(self.scorer in SCORERS, f"--kv-scorer must be one of {', '.join(SCORERS)}, got {self.scorer!r}")
         _need(not (wrong := wrong_spans(self.pin_spans)), f"--kv-pin-spans: {wrong}")
         _need(not self.pin_spans or self.residency == "scored", "--kv-pin-spans needs --kv-residency scored")
-        _need(self.block_tokens in (8, 16, 32, 64, 128), f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}")
-        _need(self.device_gib is None or self.device_blocks is None, "give --device-kv-gib or --device-kv-blocks, not both")
+        _need(
+            self.block_tokens in (8, 16, 32, 64, 128),
+            f"--block-tokens must be 8, 16, 32, 64 or 128, got {self.block_tokens}",
+        )
+        _need(
+            self.device_gib is None or self.device_blocks is None,
+            "give --device-kv-gib or --device-kv-blocks, not both",
+        )
         fewest = FEWEST_RESIDENT * self.block_tokens
         some = self.resident_tokens is None or self.resident_tokens >= fewest
-        _need(some, f"--kv-resident-tokens {self.resident_tokens}: what is computed and what is being saved take at least {fewest} tokens")
-        _need(self.device_gib is None or 0 < self.device_gib < math.inf, f"--device-kv-gib must be positive, got {self.device_gib}")
-        _need(self.device_blocks is None or self.device_blocks >= 2, f"--device-kv-blocks must be at least 2, got {self.device_blocks}")
+        _need(
+            some,
+            f"--kv-resident-tokens {self.resident_tokens}: what is "
+            f"computed "
+            f"and "
+            f"what "
+            f"is "
+            f"being "
+            f"saved take at least {fewest} tokens",
+        )
+        _need(
+            self.device_gib is None or 0 < self.device_gib < math.inf,
+            f"--device-kv-gib must be positive, got {self.device_gib}",
+        )
+        _need(
+            self.device_blocks is None or self.device_blocks >= 2,
+            f"--device-kv-blocks must be at least 2, got {self.device_blocks}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +188,40 @@ class OffloadConfig:
     enabled: bool = True  # False: KV that leaves device memory is gone
     host_gib: float | None = None  # GiB of host memory for KV; None: 4, or less where less is free
     eviction: EvictionName = EVICTIONS[0]  # which blocks a full tier forgets first
-    lease_s: float = 120.0  # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
+    # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
+    lease_s: float = 120.0
     load_always: bool = False  # also where computing seems faster: for measuring a tier
-    load_deadline_s: float = 30.0  # a promotion that takes longer is no longer waited for; the request computes instead
+    # a promotion that takes longer is no longer waited for; the request computes instead
+    load_deadline_s: float = 30.0
     ssd_dir: str | None = None  # where blocks outlive the process; None: nowhere
     ssd_gib: float = 16.0  # GiB of disk at most, all files together
-    ssd_admission: AdmissionName = "always"  # what is written there: every block, those used twice, or those about to leave host memory
-    remote: str | None = field(default=None, repr=False)  # URL of a store that several engines share; may contain a password
+    # what is written there: every block, those used twice, or those about to leave host memory
+    ssd_admission: AdmissionName = "always"
+    # URL of a store that several engines share; may contain a password
+    remote: str | None = field(default=None, repr=False)
     remote_timeout_s: float = 1.0  # for one call to it; longer means that it is down
 
     def __post_init__(self) -> None:
-        _need(self.host_gib is None or 0 < self.host_gib < math.inf, f"--kv-offload-host-gib must be positive, got {self.host_gib}")
-        _need(self.eviction in EVICTIONS, f"--eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}")
+        _need(
+            self.host_gib is None or 0 < self.host_gib < math.inf,
+            f"--kv-offload-host-gib must be positive, got {self.host_gib}",
+        )
+        _need(
+            self.eviction in EVICTIONS,
+            f"--eviction must be one of {', '.join(EVICTIONS)}, got {self.eviction!r}",
+        )
         _need(self.enabled or self.host_gib is None, "--kv-offload-host-gib needs --kv-offload")
         on_device = self.enabled or self.eviction in DEVICE_EVICTIONS
-        _need(on_device, f"--eviction {self.eviction} needs --kv-offload: the device itself has {' or '.join(DEVICE_EVICTIONS)}")
+        _need(
+            on_device,
+            f"--eviction {self.eviction} needs "
+            f"--kv-offload: "
+            f"the "
+            f"device "
+            f"itself "
+            f"has "
+            f"{' or '.join(DEVICE_EVICTIONS)}",
+        )
         _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
         _need(self.ssd_dir is None or bool(self.ssd_dir), "--kv-offload-ssd-dir is empty")
         _need(self.ssd_dir is None or self.enabled, "--kv-offload-ssd-dir needs --kv-offload")
@@ -154,32 +231,48 @@ class OffloadConfig:
             self.ssd_admission in ADMISSIONS,
             f"--kv-offload-ssd-admission must be one of {', '.join(ADMISSIONS)}, got {self.ssd_admission!r}",
         )
-        _need(0 < self.remote_timeout_s <= 60, f"--kv-offload-remote-timeout-s must be above 0 and at most 60, got {self.remote_timeout_s}")
+        _need(
+            0 < self.remote_timeout_s <= 60,
+            f"--kv-offload-remote-timeout-s must be above 0 and at most 60, got {self.remote_timeout_s}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How requests share steps."""
 
-    max_model_len: int | None = None  # tokens of prompt plus output; None: the model's own limit, as far as KV memory goes
+    # tokens of prompt plus output; None: the model's own limit, as far as KV memory goes
+    max_model_len: int | None = None
     max_batch: int = 256  # requests that run at once; one row of device state each
     prefill_chunk: int = 0  # prompt tokens computed in one step at most; 0: 512 on CPU, 8192 on CUDA
     overcommit: float = 1.0  # 1: what is promised to requests fits; 2: it may sum to twice the memory
-    scheduling: SchedulingName = "cost"  # who in line runs next: whoever is cheapest to start, within a bound; or whoever came first
+    # who in line runs next: whoever is cheapest to start, within a bound; or whoever came first
+    scheduling: SchedulingName = "cost"
     max_overtaken_s: float = 60.0  # with "cost": nobody is overtaken by a request that arrived so much later
     capture: bool = True  # run decode steps as captured replays
     seed: int = 0  # from which requests without a seed get theirs
-    admission: PromiseName = "expected"  # room is promised for what is likely to be written, or all that may be
-    prefill_chunk_ms: float | None = None  # of a step for prompts, where others get tokens; 0: no limit; None: 150 on CUDA, 0 on CPU
+    # room is promised for what is likely to be written, or all that may be
+    admission: PromiseName = "expected"
+    # of a step for prompts, where others get tokens; 0: no limit; None: 150 on CUDA, 0 on CPU
+    prefill_chunk_ms: float | None = None
 
     def __post_init__(self) -> None:
-        _need(self.max_model_len is None or self.max_model_len >= 2, f"--max-model-len must be at least 2, got {self.max_model_len}")
+        _need(
+            self.max_model_len is None or self.max_model_len >= 2,
+            f"--max-model-len must be at least 2, got {self.max_model_len}",
+        )
         _need(1 <= self.max_batch <= 4096, f"--max-batch must be between 1 and 4096, got {self.max_batch}")
         _need(self.prefill_chunk >= 0, f"--prefill-chunk must not be negative, got {self.prefill_chunk}")
-        _need(self.scheduling in SCHEDULINGS, f"--scheduling must be one of {', '.join(SCHEDULINGS)}, got {self.scheduling!r}")
+        _need(
+            self.scheduling in SCHEDULINGS,
+            f"--scheduling must be one of {', '.join(SCHEDULINGS)}, got {self.scheduling!r}",
+        )
         known = ", ".join(PROMISES)
         _need(self.admission in PROMISES, f"--admission must be one of {known}, got {self.admission!r}")
-        _need(0 < self.max_overtaken_s <= 3600, f"--max-overtaken-s must be above 0 and at most 3600, got {self.max_overtaken_s}")
+        _need(
+            0 < self.max_overtaken_s <= 3600,
+            f"--max-overtaken-s must be above 0 and at most 3600, got {self.max_overtaken_s}",
+        )
         within = self.prefill_chunk_ms is None or 0 <= self.prefill_chunk_ms <= 60_000
         _need(within, f"--prefill-chunk-ms must be between 0 and 60000, got {self.prefill_chunk_ms}")
         _need(1.0 <= self.overcommit <= 64.0, f"--overcommit must be between 1 and 64, got {self.overcommit}")
@@ -187,9 +280,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Whether steps verify tokens that something cheaper has proposed. Changes how fast answers come, never the answers."""
+    """Whether steps verify tokens that something cheaper has proposed. Changes how fast answers come, never
+    the answers."""
 
-    proposer: str | None = None  # "ngram", "mtp", "mtp:PATH", "draft:PATH"; None: every step decodes one token of a request
+    # "ngram", "mtp", "mtp:PATH", "draft:PATH"; None: every step decodes one token of a request
+    proposer: str | None = None
     max_drafts: int | None = None  # of one request in one step; None: 8 for ngram, 4 for others
 
     def __post_init__(self) -> None:
@@ -197,7 +292,11 @@ class SpeculationConfig:
             _need(self.max_drafts is None, "--speculate-tokens needs --speculate")
             return
         kind, _, path = self.proposer.partition(":")
-        known = kind in PROPOSERS and (kind != "ngram" or self.proposer == kind) and (path or ":" not in self.proposer)
+        known = (
+            kind in PROPOSERS
+            and (kind != "ngram" or self.proposer == kind)
+            and (path or ":" not in self.proposer)
+        )
         _need(bool(known), f"--speculate must be ngram, mtp, mtp:PATH or draft:PATH, got {self.proposer!r}")
         _need(kind != "draft" or bool(path), "--speculate draft needs a model: draft:PATH")
         within = self.max_drafts is None or 1 <= self.max_drafts <= MAX_DRAFTS
@@ -225,10 +324,15 @@ class SanitizeConfig:
 
     mode: SanitizeMode = "off"  # report: log and count; strict: stop the engine at the first finding
     json_file: str | None = None  # where findings are written, the whole list each time
-    check_bytes: bool = False  # also look at bytes: spoil slots before they are written, compare what leaves the device with what returns
+    # also look at bytes: spoil slots before they are written, compare what leaves the device with what
+    # returns
+    check_bytes: bool = False
 
     def __post_init__(self) -> None:
-        _need(self.mode in ("off", "report", "strict"), f"--sanitize must be report or strict, got {self.mode!r}")
+        _need(
+            self.mode in ("off", "report", "strict"),
+            f"--sanitize must be report or strict, got {self.mode!r}",
+        )
         _need(self.json_file is None or self.mode != "off", "--sanitize-json needs --sanitize")
         _need(not self.check_bytes or self.mode != "off", "--sanitize-bytes needs --sanitize")
 
@@ -245,8 +349,14 @@ class LoraConfig:
         for name, path in self.adapters:
             _need(ADAPTER_NAME.fullmatch(name) is not None, f"--lora {name!r}: a name has {_NAME_RULE}")
             _need(bool(path), f"--lora {name}= names no directory")
-            _need(names.count(name) == 1, f"--lora {name}= is given more than once: give each adapter a name of its own")
-        _need(self.dir is None or bool(self.dir), "--lora-dir is empty: leave it out to keep clients from loading adapters")
+            _need(
+                names.count(name) == 1,
+                f"--lora {name}= is given more than once: give each adapter a name of its own",
+            )
+        _need(
+            self.dir is None or bool(self.dir),
+            "--lora-dir is empty: leave it out to keep clients from loading adapters",
+        )
 
 
 ToolCallParser = Literal["auto", "hermes", "llama3", "mistral", "json", "none"]
@@ -263,41 +373,71 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20  # a larger body is refused with 413 before it is read to the end
     max_concurrent: int = 256  # generations admitted at once, running or waiting; one more is answered 429
     shutdown_s: float = 20.0  # how long running requests may take to finish when the server stops
-    read_timeout_s: float = 30.0  # for a request's header, and again for its body: slower ones hold connection and seat for nothing
-    write_timeout_s: float = 30.0  # in which a client takes some of its reply, else it is cut off and its request cancelled
-    allow_special_tokens_in_text: bool = False  # whether messages of a chat may spell special tokens and so open turns of their own
-    served_names: tuple[str, ...] = ()  # what clients call the model; empty: the name that it was loaded under
+    # for a request's header, and again for its body: slower ones hold connection and seat for nothing
+    read_timeout_s: float = 30.0
+    # in which a client takes some of its reply, else it is cut off and its request cancelled
+    write_timeout_s: float = 30.0
+    # whether messages of a chat may spell special tokens and so open turns of their own
+    allow_special_tokens_in_text: bool = False
+    # what clients call the model; empty: the name that it was loaded under
+    served_names: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()  # web pages whose scripts may call; "*": any
     public_metrics: bool = False  # whether /metrics is answered without the key
     otlp_endpoint: str | None = None  # where spans of requests are sent, by OTLP over HTTP; None: nowhere
-    tool_call_parser: ToolCallParser = "auto"  # the format in which the model writes calls of tools; auto: its chat template says
-    reasoning_parser: ReasoningParser = "auto"  # whether <think>...</think> is reasoning; auto: where the chat template has it
-    api_processes: int | None = None  # that speak HTTP, beside the engine's; 0: one process does both; None: 1 on CPU, up to 4 on CUDA
+    # the format in which the model writes calls of tools; auto: its chat template says
+    tool_call_parser: ToolCallParser = "auto"
+    # whether <think>...</think> is reasoning; auto: where the chat template has it
+    reasoning_parser: ReasoningParser = "auto"
+    # that speak HTTP, beside the engine's; 0: one process does both; None: 1 on CPU, up to 4 on CUDA
+    api_processes: int | None = None
 
     def __post_init__(self) -> None:
         _need(0 <= self.port <= 65535, f"--port must be between 0 and 65535, got {self.port}")
-        _need(self.max_body_bytes >= 1024, f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}")
+        _need(
+            self.max_body_bytes >= 1024, f"--max-body-bytes must be at least 1024, got {self.max_body_bytes}"
+        )
         _need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
-        _need(0 <= self.shutdown_s <= 86400, f"--shutdown-s must be between 0 and 86400, got {self.shutdown_s}")
+        _need(
+            0 <= self.shutdown_s <= 86400, f"--shutdown-s must be between 0 and 86400, got {self.shutdown_s}"
+        )
         for served in self.served_names:
-            _need(ADAPTER_NAME.fullmatch(served) is not None, f"--served-model-name {served!r}: a name has {_NAME_RULE}")
-        _need(len(set(self.served_names)) == len(self.served_names), "--served-model-name gives one name twice")
+            _need(
+                ADAPTER_NAME.fullmatch(served) is not None,
+                f"--served-model-name {served!r}: a name has {_NAME_RULE}",
+            )
+        _need(
+            len(set(self.served_names)) == len(self.served_names), "--served-model-name gives one name twice"
+        )
         for origin in self.cors_origins:
-            _need(_ORIGIN.fullmatch(origin) is not None, f"--cors-origin {origin!r} must be * or like https://example.org:8443")
+            _need(
+                _ORIGIN.fullmatch(origin) is not None,
+                f"--cors-origin {origin!r} must be * or like https://example.org:8443",
+            )
         if self.otlp_endpoint is not None:
             try:
                 url = urlsplit(self.otlp_endpoint)
-                right = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.query
+                right = (
+                    url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and not url.query
+                )
             except ValueError:  # a bracket without its other, a port that is none
                 right = False
             _need(right, f"--otlp-endpoint {self.otlp_endpoint!r} must be like http://127.0.0.1:4318")
-        _need(not self.public_metrics or self.api_key is not None, "--public-metrics needs --api-key: without a key everything is public")
+        _need(
+            not self.public_metrics or self.api_key is not None,
+            "--public-metrics needs --api-key: without a key everything is public",
+        )
         within = self.api_processes is None or 0 <= self.api_processes <= 64
         _need(within, f"--api-processes must be between 0 and 64, got {self.api_processes}")
         parsers = get_args(ToolCallParser)
-        _need(self.tool_call_parser in parsers, f"--tool-call-parser must be one of {', '.join(parsers)}, got {self.tool_call_parser}")
+        _need(
+            self.tool_call_parser in parsers,
+            f"--tool-call-parser must be one of {', '.join(parsers)}, got {self.tool_call_parser}",
+        )
         thinking = get_args(ReasoningParser)
-        _need(self.reasoning_parser in thinking, f"--reasoning-parser must be one of {', '.join(thinking)}, got {self.reasoning_parser}")
+        _need(
+            self.reasoning_parser in thinking,
+            f"--reasoning-parser must be one of {', '.join(thinking)}, got {self.reasoning_parser}",
+        )
         for name, value in (("read", self.read_timeout_s), ("write", self.write_timeout_s)):
             _need(0 < value <= 86400, f"--{name}-timeout-s must be above 0 and at most 86400, got {value}")
 

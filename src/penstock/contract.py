@@ -1,4 +1,5 @@
-"""Plain data that crosses the halves, and the protocols between them. Owns no behaviour beyond validating itself."""
+"""Plain data that crosses the halves, and the protocols between them. Owns no behaviour beyond validating
+itself."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MAX_GRAMMAR_CHARS = 1 << 16
 
 T = TypeVar("T")
 
-# ---------------------------------------------------------------------------------------------------------------- order
+# ------------------------------------------------------------------------------------------------------ order
 
 
 class Mode(enum.Enum):
@@ -54,7 +55,8 @@ class Fence(Protocol):
 
     @property
     def number(self) -> int:
-        """How much was submitted to the lane before it: two fences of one lane with the same number are the same point."""
+        """How much was submitted to the lane before it: two fences of one lane with the same number are the
+        same point."""
 
     def passed(self) -> bool:
         """Poll; never blocks."""
@@ -63,7 +65,7 @@ class Fence(Protocol):
         """Block the calling thread; raises DeadlineExceeded after `timeout_s`."""
 
 
-# -------------------------------------------------------------------------------------------------------------- request
+# ---------------------------------------------------------------------------------------------------- request
 
 
 class FinishReason(enum.StrEnum):
@@ -77,7 +79,9 @@ class Grammar(NamedTuple):
     """What the text of an answer has to be. Whether it can be met is found out where it is compiled."""
 
     kind: Literal["json_schema", "regex", "choice", "lark", "parts"]
-    text: str  # a schema and a list of choices as JSON; parts as JSON, too: a rule in Lark, and by name the grammars that it refers to
+    # a schema and a list of choices as JSON; parts as JSON, too: a rule in Lark, and by name the grammars
+    # that it refers to
+    text: str
 
 
 THINK_MARKS = ("<think>", "</think>")  # around reasoning
@@ -105,13 +109,15 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over generated tokens
     repetition_penalty: float = 1.0  # over prompt and generated tokens; 1.0: off
     seed: int | None = None  # None: drawn by the engine
-    logprobs: int | None = None  # alternatives to report beside each generated token; None: no logprobs at all
+    # alternatives to report beside each generated token; None: no logprobs at all
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for prompt tokens; such a request never reuses cached KV
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()  # looked up for every token, on the engine's thread
     ignore_eos: bool = False
     min_tokens: int = 0  # nothing but a grammar ends the answer before
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids and what is added to their logits, behind penalties
+    # token ids and what is added to their logits, behind penalties
+    logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None  # only tokens that it allows are chosen, and it ends the answer
     thought: Thought | None = None  # the grammar is that of what follows it
 
@@ -120,7 +126,14 @@ class SamplingParams:
         _range("min_tokens", self.min_tokens, 0, None)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, and there are at most {self.max_tokens} tokens (max_tokens)", "min_tokens"
+                f"min_tokens is {self.min_tokens}, and there "
+                f"are "
+                f"at "
+                f"most "
+                f"{self.max_tokens} "
+                f"tokens "
+                f"(max_tokens)",
+                "min_tokens",
             )
         _range("temperature", self.temperature, 0.0, 100.0)
         _range("top_p", self.top_p, 0.0, 1.0, low_open=True)
@@ -139,15 +152,22 @@ class SamplingParams:
         if any(len(s) > MAX_STOP_CHARS for s in self.stop):
             raise InvalidRequest(f"a stop string has at most {MAX_STOP_CHARS} characters", "stop")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} different ids", "stop_token_ids")
+            raise InvalidRequest(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} different ids", "stop_token_ids"
+            )
         if len(dict(self.logit_bias)) != len(self.logit_bias) or len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, each once", "logit_bias")
         for _, bias in self.logit_bias:
             _range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         if self.grammar is not None and self.ignore_eos:
-            raise InvalidRequest("ignore_eos cannot be combined with structured output, which says when an answer is over", "ignore_eos")
+            raise InvalidRequest(
+                "ignore_eos cannot be combined with structured output, which says when an answer is over",
+                "ignore_eos",
+            )
         if self.grammar is not None and len(self.grammar.text) > MAX_GRAMMAR_CHARS:
-            raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", "structured_outputs")
+            raise InvalidRequest(
+                f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", "structured_outputs"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -168,7 +188,8 @@ def _range(name: str, value: float, low: float, high: float | None, low_open: bo
 
 
 class Prefix(NamedTuple):
-    """What a request's KV may be shared under: its scope's digest, and the content keys of its prompt's full blocks."""
+    """What a request's KV may be shared under: its scope's digest, and the content keys of its prompt's full
+    blocks."""
 
     scope: bytes
     keys: Sequence[bytes]
@@ -267,7 +288,8 @@ class CacheHint:
 
 
 class Residency(NamedTuple):
-    """That a request which does not fit may decode over a part of its context: what is on the device, chosen by scores."""
+    """That a request which does not fit may decode over a part of its context: what is on the device, chosen
+    by scores."""
 
     pins: tuple[tuple[int, int], ...] = ()  # [first, end) of tokens that are always in that part
 
@@ -279,18 +301,26 @@ class Request:
     id: str
     prompt: Sequence[int]
     sampling: SamplingParams
-    prefix: Prefix | None = None  # None: reuse is off for this request; its KV is neither looked up nor given a key
+    # None: reuse is off for this request; its KV is neither looked up nor given a key
+    prefix: Prefix | None = None
     arrival_s: float = 0.0  # time.monotonic()
     adapter: Adapter | None = None  # None: the model as it is
-    distinct_prompt: NDArray[np.int32] | None = field(default=None, compare=False)  # set ahead of `distinct`, which says what it is
+    # set ahead of `distinct`, which says what it is
+    distinct_prompt: NDArray[np.int32] | None = field(default=None, compare=False)
     priority: int = 0  # lower ones run first, whatever else is in line
     session: str = ""  # whose conversation it belongs to, as its client says; empty: it does not say
-    residency: Residency | None = None  # None: where it does not fit, it attends to all of its context all the same
+    # None: where it does not fit, it attends to all of its context all the same
+    residency: Residency | None = None
     route: str = ""  # by which it came, such as "chat": requests of one route write about as much
 
     def distinct(self) -> NDArray[np.int32]:
-        """The prompt's tokens, each once. The caller of `submit` works it out where a penalty needs it: long prompts take milliseconds."""
-        return np.unique(np.asarray(self.prompt, np.int32)) if self.distinct_prompt is None else self.distinct_prompt
+        """The prompt's tokens, each once. The caller of `submit` works it out where a penalty needs it: long
+        prompts take milliseconds."""
+        return (
+            np.unique(np.asarray(self.prompt, np.int32))
+            if self.distinct_prompt is None
+            else self.distinct_prompt
+        )
 
     @property
     def may_match(self) -> bool:
@@ -299,23 +329,37 @@ class Request:
 
 
 class PromptLimits(NamedTuple):
-    """What any prompt of an engine has to keep to: known wherever requests come in, so that a refusal needs no engine."""
+    """What any prompt of an engine has to keep to: known wherever requests come in, so that a refusal needs
+    no engine."""
 
     max_model_len: int
     vocab: int
     kv_tokens: int  # that fit into device memory, or into host memory where a sequence is paged out
 
-    def checked(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], NDArray[np.uint32]]:
+    def checked(
+        self, prompt: Sequence[int], sampling: SamplingParams
+    ) -> tuple[list[int], NDArray[np.uint32]]:
         """Its tokens as a list of our own, and the same in an array."""
         if len(prompt) == 0:
             raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
         total = len(prompt) + sampling.max_tokens
         if total > self.max_model_len:
-            asked = f"you requested {total} tokens ({len(prompt)} in the prompt, {sampling.max_tokens} in the completion)"
-            raise ContextExceeded(self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens")
+            asked = (
+                f"you requested {total} tokens ({len(prompt)} "
+                f"in "
+                f"the "
+                f"prompt, "
+                f"{sampling.max_tokens} "
+                f"in "
+                f"the completion)"
+            )
+            raise ContextExceeded(
+                self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens"
+            )
         tokens: list[int] = prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
         try:
-            known = np.frombuffer(array("I", tokens), np.uint32)  # a third of the time that numpy takes for a list
+            # a third of the time that numpy takes for a list
+            known = np.frombuffer(array("I", tokens), np.uint32)
         except TypeError as error:
             raise InvalidRequest(f"the prompt must be a list of token ids: {error}", "prompt") from None
         except OverflowError:  # below zero, or above all that fits
@@ -323,9 +367,13 @@ class PromptLimits(NamedTuple):
         if known is None or int(known.max()) >= self.vocab:
             raise InvalidRequest(f"token ids must lie between 0 and {self.vocab - 1}", "prompt")
         if any(not 0 <= token < self.vocab for token, _ in sampling.logit_bias):
-            raise InvalidRequest(f"token ids of logit_bias must lie between 0 and {self.vocab - 1}", "logit_bias")
+            raise InvalidRequest(
+                f"token ids of logit_bias must lie between 0 and {self.vocab - 1}", "logit_bias"
+            )
         if total > self.kv_tokens:
-            raise InvalidRequest(f"{total} tokens do not fit into the {self.kv_tokens} of KV memory", "max_tokens")
+            raise InvalidRequest(
+                f"{total} tokens do not fit into the {self.kv_tokens} of KV memory", "max_tokens"
+            )
         return tokens, known
 
 
@@ -343,7 +391,10 @@ def _same(one: tuple[object, ...], other: object) -> bool:
     if type(one) is not type(other) or not isinstance(other, tuple):
         return False
     pairs = zip(one, other, strict=True)
-    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b for a, b in pairs)  # type: ignore[arg-type]
+    return all(
+        np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b
+        for a, b in pairs
+    )  # type: ignore[arg-type]
 
 
 def _compares_arrays(cls: type[T]) -> type[T]:
@@ -355,7 +406,8 @@ def _compares_arrays(cls: type[T]) -> type[T]:
 
 @_compares_arrays
 class TokenScores(NamedTuple):
-    """Logprobs of N consecutive tokens, with n alternatives to each, as arrays: what a step gives. Whoever reads them makes the entries."""
+    """Logprobs of N consecutive tokens, with n alternatives to each, as arrays: what a step gives. Whoever
+    reads them makes the entries."""
 
     tokens: NDArray[np.int32]  # [N]
     logprobs: NDArray[np.float32]  # [N]
@@ -376,8 +428,9 @@ class TokenScores(NamedTuple):
 
 
 class PromptLogprobs(Sequence["TokenLogprob | None"]):
-    """Logprobs of consecutive prompt tokens. The entries are made when the first of them is read, by the reader's thread: for a long prompt
-    they are hundreds of thousands of numbers, and the engine thread only passes them on."""
+    """Logprobs of consecutive prompt tokens. The entries are made when the first of them is read, by the
+    reader's thread: for a long prompt they are hundreds of thousands of numbers, and the engine thread only
+    passes them on."""
 
     __slots__ = ("_made", "_num", "_parts")
 
@@ -419,7 +472,9 @@ class PromptLogprobs(Sequence["TokenLogprob | None"]):
 
     def _all(self) -> tuple[TokenLogprob | None, ...]:
         if self._made is None:
-            self._made = tuple(chain.from_iterable((None,) if part is None else part.entries() for part in self._parts))
+            self._made = tuple(
+                chain.from_iterable((None,) if part is None else part.entries() for part in self._parts)
+            )
         return self._made
 
 
@@ -445,18 +500,22 @@ class TokenEvent(NamedTuple):
     stop_token: int | None = None  # the token that ended it, where one did (it is not among `tokens`)
     source: KvSource | None = None  # on the first event
     error: str | None = None
-    waited_s: float | None = None  # on the first event: from its arrival to the first step that it took part in
-    matched_s: float | None = None  # on the first event: of that, what it took to key its prompt and look it up in colder tiers
+    # on the first event: from its arrival to the first step that it took part in
+    waited_s: float | None = None
+    # on the first event: of that, what it took to key its prompt and look it up in colder tiers
+    matched_s: float | None = None
     loaded_s: float | None = None  # on the first event: of that, how long it waited for KV from colder tiers
-    failure: PenstockError | None = None  # what the error is, where no step has failed: the request was refused, or its engine is gone
+    # what the error is, where no step has failed: the request was refused, or its engine is gone
+    failure: PenstockError | None = None
     drafted: int = 0  # drafts that the step verified for it
     accepted: int = 0  # and those of them that were kept
-    scored: bool = False  # on the first event: some of its tokens attend to a part of its context, or to KV that was computed so
+    # on the first event: some of its tokens attend to a part of its context, or to KV that was computed so
+    scored: bool = False
 
 
 Listener = Callable[[TokenEvent], None]
 
-# ------------------------------------------------------------------------------------------------- promotion under way
+# ---------------------------------------------------------------------------------------- promotion under way
 
 
 class Arrival(NamedTuple):
@@ -467,12 +526,13 @@ class Arrival(NamedTuple):
 
 
 class Load(Protocol):
-    """Blocks on their way from a colder tier to the device: into the slots of a table, or ahead of one. Asked from the engine thread; never
-    blocks."""
+    """Blocks on their way from a colder tier to the device: into the slots of a table, or ahead of one. Asked
+    from the engine thread; never blocks."""
 
     @property
     def arrivals(self) -> tuple[Arrival, ...] | None:
-        """By layers, in order; None until all copies are on their lane (a fence that does not exist cannot be waited for)."""
+        """By layers, in order; None until all copies are on their lane (a fence that does not exist cannot be
+        waited for)."""
 
     @property
     def settled(self) -> bool:
@@ -487,19 +547,21 @@ class Load(Protocol):
 
     @property
     def layered(self) -> bool:
-        """It comes in small groups of layers, so that a step can compute the first while the others are on their way."""
+        """It comes in small groups of layers, so that a step can compute the first while the others are on
+        their way."""
 
     def nearly_landed(self) -> bool:
         """At most its last arrival is still on its way."""
 
     @property
     def num_landed(self) -> int:
-        """How many of its blocks, from the first on, have come: what may be used even where the rest has failed."""
+        """How many of its blocks, from the first on, have come: what may be used even where the rest has
+        failed."""
 
 
 class Prefetch(Protocol):
-    """Blocks on their way from tiers behind host memory into it, before anybody has a table for them. Asked from the engine thread; never
-    blocks."""
+    """Blocks on their way from tiers behind host memory into it, before anybody has a table for them. Asked
+    from the engine thread; never blocks."""
 
     @property
     def settled(self) -> bool:
@@ -511,27 +573,32 @@ class Prefetch(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Nothing more of it is read, whether it is there or not: by `end`, by a reset, or since somebody else needs its room."""
+        """Nothing more of it is read, whether it is there or not: by `end`, by a reset, or since somebody
+        else needs its room."""
 
     @property
     def origins(self) -> Mapping[int, str]:
-        """By the number of a block: the tier that it is read from, by this or by another read that is under way."""
+        """By the number of a block: the tier that it is read from, by this or by another read that is under
+        way."""
 
     def end(self) -> None:
         """Nobody wants more of it. What is being read still lands. Idempotent."""
 
 
 class Lease(Protocol):
-    """Copies of a request's blocks in colder tiers. They are wanted until it ends, that is forgotten last, and stay from `claim` on. It is
-    promoted from, or given up: it ends exactly once; its time-to-live is a backstop, after which it covers nothing."""
+    """Copies of a request's blocks in colder tiers. They are wanted until it ends, that is forgotten last,
+    and stay from `claim` on. It is promoted from, or given up: it ends exactly once; its time-to-live is a
+    backstop, after which it covers nothing."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is known what it covers: a retraction's copies are saved first, and a store far away takes time to answer."""
+        """Whether it is known what it covers: a retraction's copies are saved first, and a store far away
+        takes time to answer."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in its blocks at most: less than a multiple of the block size where a retracted request's unfinished block was saved."""
+        """Tokens in its blocks at most: less than a multiple of the block size where a retracted request's
+        unfinished block was saved."""
 
     @property
     def expired(self) -> bool:
@@ -544,7 +611,8 @@ class Lease(Protocol):
         """The same by tier: whose they are, and how many, in order."""
 
     def set_rank(self, rank: float) -> None:
-        """How late its request is going to run: where room is short, the blocks of whoever runs last are forgotten first."""
+        """How late its request is going to run: where room is short, the blocks of whoever runs last are
+        forgotten first."""
 
     def claim(self, first: int, num_blocks: int) -> bool:
         """What it has of these blocks stays from now on. False: some of it has gone since the last match."""
@@ -553,10 +621,10 @@ class Lease(Protocol):
         """Give it up."""
 
 
-# ----------------------------------------------------------------------------------------------------------- step: plan
+# ------------------------------------------------------------------------------------------------- step: plan
 
-# In a plan, tokens that the host does not know yet: the last one that the previous step emits for the request, and behind it what was
-# drafted on the device: -2 is the first draft, -3 the second.
+# In a plan, tokens that the host does not know yet: the last one that the previous step emits for the
+# request, and behind it what was drafted on the device: -2 is the first draft, -3 the second.
 TOKEN_IN_FLIGHT = -1
 
 
@@ -584,8 +652,8 @@ class KeptSums(NamedTuple):
 
 @_compares_arrays
 class Scoring(NamedTuple):
-    """What a step does for the choice of what a scored request has on the device. Parts of a sequence are numbered in units of
-    `part_blocks` blocks."""
+    """What a step does for the choice of what a scored request has on the device. Parts of a sequence are
+    numbered in units of `part_blocks` blocks."""
 
     part_blocks: int
     most_parts: int  # of the whole life of the request
@@ -593,7 +661,8 @@ class Scoring(NamedTuple):
     slots: NDArray[np.int32]  # of the device: blocks whose keys are summed up now
     paged: bool  # so are the blocks that stream in from host memory, which are the first of the sequence
     num_parts: int  # the first so many are scored against the queries of the chunk's last token; 0: none
-    recall: bool = False  # all of the context is read, and it is told how much of the attention is on what is on the device
+    # all of the context is read, and it is told how much of the attention is on what is on the device
+    recall: bool = False
     kept: KeptSums | None = None  # by the turn before: what is known of its first parts
 
 
@@ -604,17 +673,25 @@ class Chunk(NamedTuple):
     request_id: str
     row: int  # fixed while the request runs; device state of the request lives under it
     start: int
-    tokens: tuple[int, ...]  # len(tokens) == num_tokens; of a decode: the request's last token, or TOKEN_IN_FLIGHT, and drafts behind it
-    # Of its first ceil((start + num_tokens + room) / block_tokens) blocks, without `num_elsewhere`, in token order.
+    # len(tokens) == num_tokens; of a decode: the request's last token, or TOKEN_IN_FLIGHT, and drafts behind
+    # it
+    tokens: tuple[int, ...]
+    # Of its first ceil((start + num_tokens + room) / block_tokens) blocks, without `num_elsewhere`, in token
+    # order.
     slots: NDArray[np.int32]
     writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
-    num_logits: int  # of its last tokens so many have their logits computed, and a token sampled from each; of a decode all
-    adapter: Adapter | None = None  # whose weights it is computed with; looked up by its digest where the step is launched
+    # of its last tokens so many have their logits computed, and a token sampled from each; of a decode all
+    num_logits: int
+    # whose weights it is computed with; looked up by its digest where the step is launched
+    adapter: Adapter | None = None
     echo: Echo | None = None  # None: no logprobs of its prompt are wanted
-    paged: NDArray[np.int32] | None = None  # slots of host memory that have the blocks which `slots` lack; None: there are none
-    num_unsure: int = 0  # it starts up to so many tokens earlier: so many drafts of the step before may turn out to be rejected
+    # slots of host memory that have the blocks which `slots` lack; None: there are none
+    paged: NDArray[np.int32] | None = None
+    # it starts up to so many tokens earlier: so many drafts of the step before may turn out to be rejected
+    num_unsure: int = 0
     next_token: int = 0  # the prompt's behind its last one, where it samples none
-    num_left_out: int = 0  # blocks before its own that are neither in `slots` nor in `paged`: its tokens do not attend to them
+    # blocks before its own that are neither in `slots` nor in `paged`: its tokens do not attend to them
+    num_left_out: int = 0
     scoring: Scoring | None = None
     room: int = 0  # places behind its tokens that it has slots for: of drafts that are made behind the step
 
@@ -652,24 +729,37 @@ class Start(NamedTuple):
     def of(cls, row: int, request: Request, output: Sequence[int] = ()) -> Start:
         """What the device has to know of `request`."""
         penalised = request.sampling.repetition_penalty != 1.0  # the only penalty that looks at the prompt
-        return cls(row, request.id, request.sampling, tuple(output), request.distinct() if penalised else None, len(request.prompt))
+        return cls(
+            row,
+            request.id,
+            request.sampling,
+            tuple(output),
+            request.distinct() if penalised else None,
+            len(request.prompt),
+        )
 
 
-_TOKENS_OF, _ECHO_OF, _SCORING_OF = attrgetter("tokens"), attrgetter("echo"), attrgetter("scoring")  # of hundreds: at the speed of C
+# of hundreds: at the speed of C
+_TOKENS_OF, _ECHO_OF, _SCORING_OF = attrgetter("tokens"), attrgetter("echo"), attrgetter("scoring")
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one forward pass shall do. Plain data: it can be compared, printed, written down and sent to another process. What its ids stand
-    for is in `Waits`, and adapters are known by their digests."""
+    """What one forward pass shall do. Plain data: it can be compared, printed, written down and sent to
+    another process. What its ids stand for is in `Waits`, and adapters are known by their digests."""
 
     number: int
     chunks: tuple[Chunk, ...]
-    num_decodes: int  # the first so many chunks are decodes: one token and its drafts; the others have several tokens of a prompt
+    # the first so many chunks are decodes: one token and its drafts; the others have several tokens of a
+    # prompt
+    num_decodes: int
     starts: tuple[Start, ...] = ()
-    after: tuple[FenceId, ...] = ()  # the step's lane waits for these first: earlier users of slots that it writes
-    loads: tuple[str, ...] = ()  # requests whose KV is still on its way into slots of this step: each layer waits for its share of it
-    num_ahead: int = 0  # drafts that the device makes for each request behind what it samples, for the next step
+    # the step's lane waits for these first: earlier users of slots that it writes
+    after: tuple[FenceId, ...] = ()
+    # requests whose KV is still on its way into slots of this step: each layer waits for its share of it
+    loads: tuple[str, ...] = ()
+    # drafts that the device makes for each request behind what it samples, for the next step
+    num_ahead: int = 0
     is_followed: bool = True  # what makes drafts passes over its tokens, where there is such a thing
     missed: tuple[Chunk, ...] = ()  # tokens of earlier steps that were not passed over: this comes first
 
@@ -680,7 +770,11 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """What kernels see: every token of a decode is a row of its own, and so is every other chunk."""
-        return sum(map(len, map(_TOKENS_OF, self.chunks[: self.num_decodes]))) + len(self.chunks) - self.num_decodes
+        return (
+            sum(map(len, map(_TOKENS_OF, self.chunks[: self.num_decodes])))
+            + len(self.chunks)
+            - self.num_decodes
+        )
 
     @property
     def is_decode(self) -> bool:
@@ -715,11 +809,14 @@ class Waits:
         try:
             return tuple(self.fences[one] for one in plan.after), tuple(self.loads[one] for one in plan.loads)
         except KeyError as error:
-            raise InvariantBroken(f"step {plan.number} is to wait for {error.args[0]}, and nothing here has that name") from None
+            raise InvariantBroken(
+                f"step {plan.number} is to wait for {error.args[0]}, and nothing here has that name"
+            ) from None
 
 
 class Sampled(NamedTuple):
-    """What a step chose for one chunk: one token now, several with speculation; fewer may be kept than were computed."""
+    """What a step chose for one chunk: one token now, several with speculation; fewer may be kept than were
+    computed."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -740,7 +837,8 @@ class StepFailure(NamedTuple):
 
     kind: str  # the exception's class
     message: str
-    lacked_kv: bool = False  # what it was to wait for did not arrive: it has computed nothing, and its requests are none the worse
+    # what it was to wait for did not arrive: it has computed nothing, and its requests are none the worse
+    lacked_kv: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> StepFailure:
@@ -761,12 +859,12 @@ class StepResult:
     part_scores: tuple[PartScores, ...] = ()
 
 
-# ------------------------------------------------------------------------------------------------- scheduler <-> kv
+# ------------------------------------------------------------------------------------------- scheduler <-> kv
 
 
 class Table(Protocol):
-    """A request's slots in token order, and what is done to them. Ends exactly once, by `release` or `retract`; whatever is done to it
-    after that raises HandleEnded."""
+    """A request's slots in token order, and what is done to them. Ends exactly once, by `release` or
+    `retract`; whatever is done to it after that raises HandleEnded."""
 
     @property
     def num_slots(self) -> int:
@@ -789,7 +887,8 @@ class Table(Protocol):
         """How many of those have a copy on the device all the same."""
 
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
-        """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without those that were paged out."""
+        """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without those that were
+        paged out."""
 
     def take_after(self) -> tuple[Fence, ...]:
         """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""
@@ -798,28 +897,30 @@ class Table(Protocol):
         """Draw `num_blocks` more slots, or change nothing and say False."""
 
     def promote(self, lease: Lease, num_blocks: int, num_next: int) -> Load:
-        """Draw slots for the next `num_blocks` blocks and have them filled from `lease`, which ends with the load. `num_next` tokens are
-        computed over them first: where that takes long, it can begin with the first layers."""
+        """Draw slots for the next `num_blocks` blocks and have them filled from `lease`, which ends with the
+        load. `num_next` tokens are computed over them first: where that takes long, it can begin with the
+        first layers."""
 
     def seal(self, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
-        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its key, and demote it.
-        `fence` lies behind the step that computed it."""
+        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its
+        key, and demote it. `fence` lies behind the step that computed it."""
 
     def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
-        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory has them, in multiples of
-        `unit`; returns how many. `fence` lies behind all steps launched."""
+        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory
+        has them, in multiples of `unit`; returns how many. `fence` lies behind all steps launched."""
 
     def fetch(self, firsts: Sequence[int], num_blocks: int) -> Sequence[FetchedBlocks]:
-        """Have runs of its paged-out blocks, each of so many from one of `firsts` on, copied together into slots that are drawn for it.
-        Nothing is where there are not enough for all of them."""
+        """Have runs of its paged-out blocks, each of so many from one of `firsts` on, copied together into
+        slots that are drawn for it. Nothing is where there are not enough for all of them."""
 
     def close_scope(self, num_tokens: int) -> None:
-        """What follows its first `num_tokens` is computed over a part of its context: nobody finds it who does not know its keys, and it is
-        forgotten with the table."""
+        """What follows its first `num_tokens` is computed over a part of its context: nobody finds it who
+        does not know its keys, and it is forgotten with the table."""
 
     def keep_closed(self, name: bytes, first: int, end: int) -> None:
-        """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host memory: somebody knows their keys.
-        They are forgotten with the key `name`, which the last of them would have otherwise, and with the block before them."""
+        """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host
+        memory: somebody knows their keys. They are forgotten with the key `name`, which the last of them
+        would have otherwise, and with the block before them."""
 
     def retract(self, num_tokens: int, fence: Fence | None) -> Lease | None:
         """End it, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
@@ -829,8 +930,8 @@ class Table(Protocol):
 
 
 class FetchedBlocks(Protocol):
-    """A run of a table's paged-out blocks that was, or is being, copied back into slots of the device, beside those that the table has
-    there. It ends with its table, or before it."""
+    """A run of a table's paged-out blocks that was, or is being, copied back into slots of the device, beside
+    those that the table has there. It ends with its table, or before it."""
 
     @property
     def slots(self) -> NDArray[np.int32]: ...
@@ -851,9 +952,12 @@ class Match(NamedTuple):
 
     num_blocks: int  # leading keys that are on the device
     num_idle: int  # of those, blocks that nobody holds: taking them uses up evictable room
-    pending: bool  # the first missing key is being computed by a running request or promoted for one right now
+    # the first missing key is being computed by a running request or promoted for one right now
+    pending: bool
     num_colder: int = 0  # blocks behind those that are worth promoting from colder tiers
-    num_paged: int = 0  # of a deep request, whose matched blocks are either all on the device or all here: in host memory, where they stay
+    # of a deep request, whose matched blocks are either all on the device or all here: in host memory, where
+    # they stay
+    num_paged: int = 0
 
 
 class Want(Protocol):
@@ -895,60 +999,71 @@ class KvLedger(Protocol):
         """Slots that nobody but a transfer holds: they become available when it is over."""
 
     def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: Want | None = None) -> Match:
-        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it. With a `want` of the same
-        keys only what has changed since it was made is looked up."""
+        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it.
+        With a `want` of the same keys only what has changed since it was made is looked up."""
 
     def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
         """The same for a request that keeps at most so many blocks on the device."""
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: Want | None = None) -> Want | None:
-        """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of `earlier`. None: nothing is
-        kept for others here."""
+        """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of
+        `earlier`. None: nothing is kept for others here."""
 
     def start_s(self, num_tokens: int, match: Match) -> float | None:
-        """How long a prompt of `num_tokens` takes to its first token when nothing else runs, by what was measured: loading what is
-        colder, computing the rest. None: nothing was measured."""
+        """How long a prompt of `num_tokens` takes to its first token when nothing else runs, by what was
+        measured: loading what is colder, computing the rest. None: nothing was measured."""
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
-        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its way to a colder tier, with
-        `num_more` that would be next, and `floor` slots stay available meanwhile."""
+        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its
+        way to a colder tier, with `num_more` that would be next, and `floor` slots stay available
+        meanwhile."""
 
     def free_up(self, num_blocks: int) -> None:
-        """Up to so many slots are free from now on: what colder tiers have is forgotten for it, and nothing else."""
+        """Up to so many slots are free from now on: what colder tiers have is forgotten for it, and nothing
+        else."""
 
     def is_pending(self, keys: Sequence[bytes], want: Want | None = None) -> bool:
-        """What `match` would say, for less: asked in every plan for every request that waits for others' blocks."""
+        """What `match` would say, for less: asked in every plan for every request that waits for others'
+        blocks."""
 
-    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False) -> Lease | None:
-        """Find, and want, what colder tiers have of `prefix` behind what the device has, or of the `whole`; None where they have nothing.
-        What a store far away has answered to an `earlier` lease of the same request, which has ended, it is not asked again. The caller may
-        be any thread."""
+    def lease(
+        self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False
+    ) -> Lease | None:
+        """Find, and want, what colder tiers have of `prefix` behind what the device has, or of the `whole`;
+        None where they have nothing. What a store far away has answered to an `earlier` lease of the same
+        request, which has ended, it is not asked again. The caller may be any thread."""
 
     @property
     def may_prefetch(self) -> bool:
         """Whether `prefetch` would look: not while as much is under way as may be. Costs nothing."""
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Prefetch | None:
-        """Have what tiers behind host memory have of `prefix` read into it, for a request that waits under `lease`; None where nothing is
-        to be read. It ends by itself, sooner or later."""
+        """Have what tiers behind host memory have of `prefix` read into it, for a request that waits under
+        `lease`; None where nothing is to be read. It ends by itself, sooner or later."""
 
-    def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Prefetch | None:
-        """The same for a deep request, which needs all of it in host memory. One that `is_next` waits for no other: it is looked for
-        whatever is under way, and what others want makes room for it, as for a load."""
+    def prefetch_deep(
+        self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool
+    ) -> Prefetch | None:
+        """The same for a deep request, which needs all of it in host memory. One that `is_next` waits for no
+        other: it is looked for whatever is under way, and what others want makes room for it, as for a
+        load."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> Table:
-        """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are announced as pending."""
+        """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are
+        announced as pending."""
 
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> Table | None:
-        """A table whose first blocks may be paged out. It starts with what matched; None where that has gone meanwhile."""
+        """A table whose first blocks may be paged out. It starts with what matched; None where that has gone
+        meanwhile."""
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
         """Nobody knows these keys any more, of blocks that tables kept of a closed scope."""
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Load | None:
-        """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free slots, before `owner` has a
-        table for them; None where host memory has none of them, or nothing is shared on the device. Nothing is evicted for it, and no
-        lease ends. When it has landed they are matched like any other block."""
+        """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free
+        slots, before `owner` has a table for them; None where host memory has none of them, or nothing is
+        shared on the device. Nothing is evicted for it, and no lease ends. When it has landed they are
+        matched like any other block."""

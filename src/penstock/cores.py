@@ -1,5 +1,5 @@
-"""The cores of this machine: how many this process may use, how many of them others use, and how many threads that leaves. Owns no threads,
-and knows nothing of torch."""
+"""The cores of this machine: how many this process may use, how many of them others use, and how many threads
+that leaves. Owns no threads, and knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -69,15 +69,21 @@ def _quota(folder: Path) -> float | None:
 
 
 def busy_seconds(cores: Collection[int], root: Path = _ROOT) -> float | None:
-    """CPU time that `cores` have spent on anything since the machine started; None: this system does not say."""
+    """CPU time that `cores` have spent on anything since the machine started; None: this system does not
+    say."""
     names = {f"cpu{core}" for core in cores}
     try:
         lines = [line.split() for line in (root / "proc/stat").read_text().splitlines()]
         ticks = [list(map(int, counts)) for name, *counts in lines if name in names]
     except (OSError, ValueError):
         return None
-    # user, nice, system, idle, waiting for I/O, interrupts, soft interrupts, stolen; what guests take is part of user.
-    return sum(sum(counts[:3]) + sum(counts[5:8]) for counts in ticks) / os.sysconf("SC_CLK_TCK") if ticks else None
+    # user, nice, system, idle, waiting for I/O, interrupts, soft interrupts, stolen; what guests take is part
+    # of user.
+    return (
+        sum(sum(counts[:3]) + sum(counts[5:8]) for counts in ticks) / os.sysconf("SC_CLK_TCK")
+        if ticks
+        else None
+    )
 
 
 class Others:
@@ -111,15 +117,18 @@ class Others:
 class ThreadsByLoad:
     """How many threads compute: as many as others leave cores for.
 
-    Threads that share an operation spin while they wait for each other, which is faster than to sleep on cores of their own. Beside
-    another busy process one of them has no core for milliseconds, and all others spin for it: one thread less is many times faster.
+    Threads that share an operation spin while they wait for each other, which is faster than to sleep on
+    cores of their own. Beside another busy process one of them has no core for milliseconds, and all others
+    spin for it: one thread less is many times faster.
     """
 
     window_s = 0.25  # between two looks; /proc/stat counts in hundredths of a second
     stale_s = 2.0  # an average over a longer time says little about now
     first_s = 0.1  # of the first look
 
-    def __init__(self, most: int, why: str, others: Others | None, set_threads: Callable[[int], None]) -> None:
+    def __init__(
+        self, most: int, why: str, others: Others | None, set_threads: Callable[[int], None]
+    ) -> None:
         """`others` is None where the number is fixed; `why` says what it follows from."""
         self.num = most
         self._most, self._why, self._set_threads = most, why, set_threads
@@ -153,5 +162,6 @@ class ThreadsByLoad:
 
 
 def threads_beside(used: float, most: int) -> int:
-    """Threads for `most` cores of which others use so many. A core that others use for more than a fifth of the time is left to them."""
+    """Threads for `most` cores of which others use so many. A core that others use for more than a fifth of
+    the time is left to them."""
     return max(1, int(most - used + 0.2))

@@ -8,7 +8,8 @@ class PenstockError(Exception):
 
 
 class UserError(PenstockError):
-    """The person who configured or called us asked for something impossible; the message says what and how to fix it."""
+    """The person who configured or called us asked for something impossible; the message says what and how to
+    fix it."""
 
 
 class ConfigError(UserError):
@@ -20,7 +21,8 @@ class ModelError(UserError):
 
 
 class InvalidRequest(UserError):
-    """A request that can never be served as written. `param` names the offending field, where there is one."""
+    """A request that can never be served as written. `param` names the offending field, where there is
+    one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -28,20 +30,33 @@ class InvalidRequest(UserError):
 
 
 class PromptTooLong(InvalidRequest):
-    """A prompt of more tokens than a caller said it would take; `what` says how many, as far as they were counted."""
+    """A prompt of more tokens than a caller said it would take; `what` says how many, as far as they were
+    counted."""
 
     def __init__(self, what: str, most: int, param: str = "prompt") -> None:
-        super().__init__(f"{param if param != 'prompt' else 'the prompt'} has {what}; {most} is the most that is taken", param)
+        super().__init__(
+            f"{param if param != 'prompt' else 'the prompt'} has {what}; {most} is the most that is taken",
+            param,
+        )
         self.what = what
         self.most = most
 
 
 class ContextExceeded(InvalidRequest):
-    """Prompt and answer do not fit the context. In OpenAI's words: clients look for them before they shorten a conversation."""
+    """Prompt and answer do not fit the context. In OpenAI's words: clients look for them before they shorten
+    a conversation."""
 
     def __init__(self, limit: int, asked: str, param: str = "prompt") -> None:
         reduce = "the prompt" if param == "prompt" else "the prompt or of the completion"
-        message = f"This model's maximum context length is {limit} tokens. However, {asked}. Please reduce the length of {reduce}."
+        message = (
+            f"This model's maximum context length is {limit} "
+            f"tokens. "
+            f"However, "
+            f"{asked}. "
+            f"Please "
+            f"reduce "
+            f"the length of {reduce}."
+        )
         super().__init__(message, param)
 
 
@@ -70,13 +85,15 @@ class SnapshotTaken(UserError):
 
 
 class SnapshotRefused(UserError):
-    """A snapshot that cannot be made of this, or a manifest that cannot be used: damaged, or of another model. The message says why."""
+    """A snapshot that cannot be made of this, or a manifest that cannot be used: damaged, or of another
+    model. The message says why."""
 
     param = "snapshot"
 
 
 class SnapshotSpace(UserError):
-    """What a snapshot would pin does not fit beside what is pinned already; the message has the arithmetic."""
+    """What a snapshot would pin does not fit beside what is pinned already; the message has the
+    arithmetic."""
 
 
 class Overloaded(PenstockError):
@@ -100,7 +117,8 @@ class TransferFailed(PenstockError):
 
 
 class StoreFailed(PenstockError):
-    """A disk or shared store as a whole did not answer, or cannot be used now; everything in it counts as missing meanwhile."""
+    """A disk or shared store as a whole did not answer, or cannot be used now; everything in it counts as
+    missing meanwhile."""
 
 
 class LaneClosed(PenstockError):

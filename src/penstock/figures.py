@@ -1,4 +1,5 @@
-"""Figures that the halves hand up to whoever reports them. Owns how they are kept; who counts what is the business of each part."""
+"""Figures that the halves hand up to whoever reports them. Owns how they are kept; who counts what is the
+business of each part."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class ResidencyFigures:
     parts_fetched: int = 0  # of 64 tokens, from host memory to the device
     scorings: int = 0
     scoring_s: float = 0.0  # that steps took longer for it
-    recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))  # share of attention that went to that part, in exact steps
+    # share of attention that went to that part, in exact steps
+    recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The Python interface: a model in this process, asked directly. Owns an engine and its thread; requests are the callers'.
+"""The Python interface: a model in this process, asked directly. Owns an engine and its thread; requests are
+the callers'.
 
 from penstock import LLM, SamplingParams
 
@@ -27,7 +28,15 @@ from penstock.commands.arguments import Parser, config_of, engine_flags, lora_fl
 from penstock.commands.hub import fetched
 from penstock.commands.progress import ProgressBar
 from penstock.config import Config
-from penstock.contract import Adapter, KvSource, SamplingParams, Snapshot, SnapshotContent, SnapshotRequest, TokenLogprob
+from penstock.contract import (
+    Adapter,
+    KvSource,
+    SamplingParams,
+    Snapshot,
+    SnapshotContent,
+    SnapshotRequest,
+    TokenLogprob,
+)
 from penstock.engine.build import build
 from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded
@@ -46,7 +55,8 @@ class Completion:
     """One answer."""
 
     text: str
-    tokens: list[int]  # one that ended the answer has no text and is not among them; nor is what came behind a stop string
+    # one that ended the answer has no text and is not among them; nor is what came behind a stop string
+    tokens: list[int]
     finish: str  # "stop", "length" or "cancelled"
     prompt_tokens: int
     kv_source: KvSource  # where the prompt's KV came from, in tokens
@@ -61,11 +71,13 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class LLM:
-    """A loaded model. Every method may be called from any thread; `close`, or leaving the block, ends what is under way."""
+    """A loaded model. Every method may be called from any thread; `close`, or leaving the block, ends what is
+    under way."""
 
     def __init__(self, model: str = "", *, show_progress: bool = True, **options: Any) -> None:
-        """`options` are the flags of `penstock serve` that concern the engine, with underscores: `max_model_len=4096`,
-        `kv_offload_ssd_dir="/var/cache/penstock"`, `no_prefix_cache=True`, `lora=["name=DIR"]`. Raises ConfigError."""
+        """`options` are the flags of `penstock serve` that concern the engine, with underscores:
+        `max_model_len=4096`, `kv_offload_ssd_dir="/var/cache/penstock"`, `no_prefix_cache=True`,
+        `lora=["name=DIR"]`. Raises ConfigError."""
         config = _config(model, options)
         with contextlib.ExitStack() as stack:
             progress: Progress = stack.enter_context(ProgressBar()) if show_progress else silent
@@ -79,7 +91,9 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -108,18 +122,23 @@ class LLM:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._engine.tokenizer.decode(tokens)
 
-    # ------------------------------------------------------------------------------------------------------------ whole answers
+    # ------------------------------------------------------------------------------------------ whole answers
 
     @overload
-    def generate(self, prompts: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Completion: ...  # type: ignore[overload-overlap]
+    def generate(
+        self, prompts: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> Completion: ...  # type: ignore[overload-overlap]
     @overload  # a str is a sequence of str, too, but one prompt
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> list[Completion]: ...
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> list[Completion]: ...
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> Completion | list[Completion]:
-        """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a list of them a list. `adapter=`
-        names an adapter; the tokens of `snapshot=` come before each prompt."""
+        """Text, or token ids, that go on after each prompt, in their order. One prompt gives one answer, a
+        list of them a list. `adapter=` names an adapter; the tokens of `snapshot=` come before each
+        prompt."""
         # Text, or token ids: a list of whole numbers.
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = cast(Sequence[Prompt], [prompts] if single else prompts)
@@ -127,21 +146,30 @@ class LLM:
         return made[0] if single else made
 
     @overload
-    def chat(self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Completion: ...
+    def chat(
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> Completion: ...
     @overload
-    def chat(self, messages: Sequence[Messages], sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> list[Completion]: ...
+    def chat(
+        self, messages: Sequence[Messages], sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> list[Completion]: ...
 
     def chat(
-        self, messages: Messages | Sequence[Messages], sampling: Sampling = None, **options: Unpack[AnswerOptions]
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: Sampling = None,
+        **options: Unpack[AnswerOptions],
     ) -> Completion | list[Completion]:
-        """The answer to a conversation; with several conversations, their answers in order. `adapter=` names an adapter; the messages of
-        `snapshot=` come before each conversation."""
+        """The answer to a conversation; with several conversations, their answers in order. `adapter=` names
+        an adapter; the messages of `snapshot=` come before each conversation."""
         single = len(messages) > 0 and isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if single else messages)
         made = self._answer_all([self._chatted(one, sampling, **options) for one in several])
         return made[0] if single else made
 
-    async def agenerate(self, prompts: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Any:
+    async def agenerate(
+        self, prompts: Any, sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> Any:
         """As `generate`, for asyncio."""
         return await asyncio.to_thread(lambda: self.generate(prompts, sampling, **options))
 
@@ -149,25 +177,33 @@ class LLM:
         """As `chat`, for asyncio."""
         return await asyncio.to_thread(lambda: self.chat(messages, sampling, **options))
 
-    # ---------------------------------------------------------------------------------------------------------------- streams
+    # ------------------------------------------------------------------------------------------------ streams
 
-    def stream(self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> Iterator[str]:
         """Text as it becomes certain. Whoever stops reading cancels the rest."""
         return _pieces(self._continued(prompt, sampling, **options))
 
-    def stream_chat(self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> Iterator[str]:
+    def stream_chat(
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> Iterator[str]:
         """The same for a conversation."""
         return _pieces(self._chatted(messages, sampling, **options))
 
-    def astream(self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> AsyncIterator[str]:
+    def astream(
+        self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> AsyncIterator[str]:
         """As `stream`, for asyncio."""
         return _async_pieces(self._continued(prompt, sampling, **options))
 
-    def astream_chat(self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]) -> AsyncIterator[str]:
+    def astream_chat(
+        self, messages: Messages, sampling: Sampling = None, **options: Unpack[AnswerOptions]
+    ) -> AsyncIterator[str]:
         """As `stream_chat`, for asyncio."""
         return _async_pieces(self._chatted(messages, sampling, **options))
 
-    # -------------------------------------------------------------------------------------------------------------- snapshots
+    # ---------------------------------------------------------------------------------------------- snapshots
 
     def take_snapshot(
         self,
@@ -178,18 +214,24 @@ class LLM:
         ttl_s: float | None = None,
         adapter: str | None = None,
     ) -> Snapshot:
-        """Keep the KV of a prompt or conversation that was computed, of its first `tokens` where that is given, until it is deleted or
-        `ttl_s` are over. `generate` and `chat` go on from it by its name. Blocks until it is saved."""
+        """Keep the KV of a prompt or conversation that was computed, of its first `tokens` where that is
+        given, until it is deleted or `ttl_s` are over. `generate` and `chat` go on from it by its name.
+        Blocks until it is saved."""
         messages = ""
         if isinstance(prompt, str):
             ids = self._engine.tokenizer.encode(prompt)
         elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
             conversation = cast(Messages, prompt)
-            ids, messages = self._engine.tokenizer.encode_chat(conversation), json.dumps([dict(one) for one in conversation])
+            ids, messages = (
+                self._engine.tokenizer.encode_chat(conversation),
+                json.dumps([dict(one) for one in conversation]),
+            )
         else:
             ids = list(cast(Sequence[int], prompt))
         data = np.asarray(ids, np.uint32).tobytes()
-        return self._engine.snapshots.take(SnapshotRequest(name, "", data, tokens, ttl_s, "", self._adapter(adapter), messages))
+        return self._engine.snapshots.take(
+            SnapshotRequest(name, "", data, tokens, ttl_s, "", self._adapter(adapter), messages)
+        )
 
     def snapshots(self) -> list[Snapshot]:
         return self._engine.snapshots.all().snapshots
@@ -198,21 +240,37 @@ class LLM:
         """Raises SnapshotMissing."""
         self._engine.snapshots.delete(name)
 
-    # -------------------------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------- inside
 
-    def _continued(self, prompt: Prompt, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None) -> Answer:
-        before = [] if snapshot is None else np.frombuffer(self._opened(snapshot, adapter).tokens, np.uint32).tolist()
-        tokens = self._engine.tokenizer.encode(prompt, add_special=snapshot is None) if isinstance(prompt, str) else list(prompt)
+    def _continued(
+        self, prompt: Prompt, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None
+    ) -> Answer:
+        before = (
+            []
+            if snapshot is None
+            else np.frombuffer(self._opened(snapshot, adapter).tokens, np.uint32).tolist()
+        )
+        tokens = (
+            self._engine.tokenizer.encode(prompt, add_special=snapshot is None)
+            if isinstance(prompt, str)
+            else list(prompt)
+        )
         return self._asked([*before, *tokens], sampling, adapter, begins=False)
 
-    def _chatted(self, messages: Messages, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None) -> Answer:
+    def _chatted(
+        self, messages: Messages, sampling: Sampling, adapter: str | None = None, snapshot: str | None = None
+    ) -> Answer:
         before: Messages = []
         if snapshot is not None:
             content = self._opened(snapshot, adapter)
             if not content.messages:
-                raise InvalidRequest(f"snapshot {snapshot!r} was not taken of messages: continue it with generate", "snapshot")
+                raise InvalidRequest(
+                    f"snapshot {snapshot!r} was not taken of messages: continue it with generate", "snapshot"
+                )
             before = json.loads(content.messages)
-        return self._asked(self._engine.tokenizer.encode_chat([*before, *messages]), sampling, adapter, begins=True)
+        return self._asked(
+            self._engine.tokenizer.encode_chat([*before, *messages]), sampling, adapter, begins=True
+        )
 
     def _opened(self, snapshot: str, adapter: str | None) -> SnapshotContent:
         return self._engine.snapshots.open(snapshot, "", self._adapter(adapter))
@@ -235,11 +293,14 @@ class LLM:
         return loaded[name]
 
     def _answer_all(self, answers: Sequence[Answer]) -> list[Completion]:
-        """All at once, as far as the engine takes them; the rest as others end. Where one fails, the others are cancelled."""
+        """All at once, as far as the engine takes them; the rest as others end. Where one fails, the others
+        are cancelled."""
         made: list[Completion] = []
         waiting, open_ = deque(answers), deque[Answer]()
         with contextlib.ExitStack() as stack:
-            progress: Progress = stack.enter_context(ProgressBar()) if self._show_progress and len(answers) > 1 else silent
+            progress: Progress = (
+                stack.enter_context(ProgressBar()) if self._show_progress and len(answers) > 1 else silent
+            )
             try:
                 while waiting or open_:
                     while waiting and _try_begin(waiting[0], alone=not open_):
@@ -254,7 +315,8 @@ class LLM:
 
 
 def _try_begin(answer: Answer, alone: bool) -> bool:
-    """False: the engine has as many requests as it takes, and some of them are ours. Raises what else is wrong with it."""
+    """False: the engine has as many requests as it takes, and some of them are ours. Raises what else is
+    wrong with it."""
     while True:
         try:
             answer.begin()
@@ -267,7 +329,9 @@ def _try_begin(answer: Answer, alone: bool) -> bool:
 
 def _completion(answer: Answer, text: str) -> Completion:
     figures = answer.figures()
-    return Completion(text, answer.tokens, figures.finish, figures.prompt_tokens, figures.kv_source, answer.logprobs)
+    return Completion(
+        text, answer.tokens, figures.finish, figures.prompt_tokens, figures.kv_source, answer.logprobs
+    )
 
 
 def _pieces(answer: Answer) -> Iterator[str]:
@@ -298,4 +362,8 @@ def _config(model: str, options: Mapping[str, Any]) -> Config:
             arguments += [part for one in value for part in (flag, str(one))]
         elif value is not None:
             arguments += [flag, str(value)]
-    return config_of(Parser(parents=[engine_flags(), lora_flag(several=True)], add_help=False, prog="LLM").parse_args(arguments))
+    return config_of(
+        Parser(parents=[engine_flags(), lora_flag(several=True)], add_help=False, prog="LLM").parse_args(
+            arguments
+        )
+    )

@@ -1,4 +1,5 @@
-"""The Python interface over a real engine with a tiny model: batches, chats, streams, asyncio, errors, and the end of it."""
+"""The Python interface over a real engine with a tiny model: batches, chats, streams, asyncio, errors, and
+the end of it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ import pytest
 
 import penstock
 from penstock import LLM, SamplingParams
-from penstock.errors import ConfigError, ContextExceeded, EngineClosed, InvalidRequest, SnapshotMissing, SnapshotRefused
+from penstock.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineClosed,
+    InvalidRequest,
+    SnapshotMissing,
+    SnapshotRefused,
+)
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -24,7 +32,13 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(
-        "tiny-llama", load_format="dummy", device="cpu", device_kv_blocks=256, kv_offload=False, max_batch=4, show_progress=False
+        "tiny-llama",
+        load_format="dummy",
+        device="cpu",
+        device_kv_blocks=256,
+        kv_offload=False,
+        max_batch=4,
+        show_progress=False,
     ) as llm:
         yield llm
 
@@ -48,7 +62,9 @@ def test_one_prompt_gives_one_answer_and_several_give_as_many_in_their_order(llm
 def test_token_ids_are_a_prompt(llm: LLM) -> None:
     ids = llm.encode("hello")
     assert llm.generate(ids, GREEDY).text == llm.generate("hello", GREEDY).text
-    assert [one.text for one in llm.generate([ids, tuple(ids)], GREEDY)] == [llm.generate("hello", GREEDY).text] * 2
+    assert [one.text for one in llm.generate([ids, tuple(ids)], GREEDY)] == [
+        llm.generate("hello", GREEDY).text
+    ] * 2
     assert llm.decode(ids) == "hello"
 
 
@@ -62,7 +78,10 @@ def test_a_conversation_is_answered_through_the_template(llm: LLM) -> None:
 
 def test_more_prompts_than_the_engine_takes_at_once_are_all_answered(llm: LLM) -> None:
     most = llm._engine._parts.max_open
-    some = llm.generate([[1 + number % 90] for number in range(most + 40)], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    some = llm.generate(
+        [[1 + number % 90] for number in range(most + 40)],
+        SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+    )
     assert len(some) == most + 40 and some[0].tokens == some[90].tokens
     assert is_empty(llm)
 
@@ -81,7 +100,9 @@ def test_logprobs_belong_to_the_tokens_also_before_a_stop_string(llm: LLM) -> No
     whole = llm.generate("hello", SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True))
     assert whole.logprobs is not None and [one.token for one in whole.logprobs] == whole.tokens
     stop = whole.text[5:8]
-    cut = llm.generate("hello", SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True, stop=(stop,)))
+    cut = llm.generate(
+        "hello", SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True, stop=(stop,))
+    )
     assert cut.finish == "stop" and cut.text == whole.text[: whole.text.index(stop)]
     assert cut.logprobs is not None and len(cut.logprobs) == len(cut.tokens) < 40
     assert llm.generate("hello", GREEDY).logprobs is None
@@ -97,7 +118,9 @@ def test_without_parameters_an_answer_fits_the_context(llm: LLM) -> None:
 
 def test_asyncio_has_answers_and_streams(llm: LLM) -> None:
     async def ask() -> tuple[str, str, list[str]]:
-        whole, chat = await asyncio.gather(llm.agenerate("hello", GREEDY), llm.achat([{"role": "user", "content": "hello"}], GREEDY))
+        whole, chat = await asyncio.gather(
+            llm.agenerate("hello", GREEDY), llm.achat([{"role": "user", "content": "hello"}], GREEDY)
+        )
         return whole.text, chat.text, [piece async for piece in llm.astream("hello", GREEDY)]
 
     whole, chat, pieces = asyncio.run(ask())
@@ -119,7 +142,11 @@ def test_an_adapter_that_is_not_loaded_is_named(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"max_modellen": 5}, "--max-modellen"), ({"max_model_len": "many"}, "--max-model-len"), ({"max_batch": 0}, "--max-batch")],
+    [
+        ({"max_modellen": 5}, "--max-modellen"),
+        ({"max_model_len": "many"}, "--max-model-len"),
+        ({"max_batch": 0}, "--max-batch"),
+    ],
 )
 def test_options_are_checked_as_on_the_command_line(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -127,7 +154,9 @@ def test_options_are_checked_as_on_the_command_line(options: dict[str, object], 
 
 
 def test_after_its_end_nothing_is_answered_and_closing_again_is_nothing() -> None:
-    llm = LLM("tiny-llama", load_format="dummy", device_kv_blocks=64, no_prefix_cache=True, show_progress=False)
+    llm = LLM(
+        "tiny-llama", load_format="dummy", device_kv_blocks=64, no_prefix_cache=True, show_progress=False
+    )
     stream = llm.stream("hello", SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True))
     next(stream)
     llm.close()
@@ -161,12 +190,22 @@ stream = llm.stream("One", SamplingParams(max_tokens=900, ignore_eos=True))
 print(isinstance(next(stream), str))
 """
     env = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=env
+    )
     assert (done.returncode, done.stdout) == (0, "True\nFalse\n"), done.stderr
 
 
 def test_importing_the_package_loads_no_torch() -> None:
-    code = "import sys, penstock; print('torch' in sys.modules, penstock.SamplingParams().max_tokens, hasattr(penstock, 'nothing'))"
+    code = (
+        "import sys, "
+        "penstock; "
+        "print('torch' "
+        "in "
+        "sys.modules, "
+        "penstock.SamplingParams().max_tokens, "
+        "hasattr(penstock, 'nothing'))"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "256", "False"]
     assert set(penstock.__all__) == {"LLM", "Completion", "SamplingParams", "__version__"}
@@ -186,7 +225,7 @@ def test_the_examples_of_the_documentation_run(number: int, capsys: pytest.Captu
     assert len(capsys.readouterr().out) > 4
 
 
-# ------------------------------------------------------------------------------------------------------------------ snapshots
+# -------------------------------------------------------------------------------------------------- snapshots
 
 
 def with_disk(directory: Path) -> LLM:
@@ -202,8 +241,13 @@ def with_disk(directory: Path) -> LLM:
     )
 
 
-def test_a_snapshot_is_taken_listed_and_continued_by_another_process_of_the_same_model(tmp_path: Path) -> None:
-    prompt, messages = "the water behind the dam is eighty metres deep, ", [{"role": "user", "content": "how deep is the water behind it?"}]
+def test_a_snapshot_is_taken_listed_and_continued_by_another_process_of_the_same_model(
+    tmp_path: Path,
+) -> None:
+    prompt, messages = (
+        ("the water behind the dam is eighty metres deep, "),
+        [{"role": "user", "content": "how deep is the water behind it?"}],
+    )
     with with_disk(tmp_path / "kv") as llm:
         whole = llm.generate(prompt + "and cold", GREEDY)
         said = llm.chat(messages, GREEDY)

@@ -1,4 +1,5 @@
-"""tools/trace_request.py: it runs, its figures agree with each other, and each of the three requests passes what only it needs."""
+"""tools/trace_request.py: it runs, its figures agree with each other, and each of the three requests passes
+what only it needs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def test_each_kind_of_request_is_traced_from_its_first_byte_to_its_last() -> Non
     for place, (num_files, num_functions, num_calls, num_changes) in totals.items():
         passed = files[place]
         assert all((PACKAGE / name).exists() for name in passed)
-        assert [len(passed), *map(sum, zip(*passed.values(), strict=True))] == [num_files, num_functions, num_calls]
+        assert [len(passed), *map(sum, zip(*passed.values(), strict=True))] == [
+            num_files,
+            num_functions,
+            num_calls,
+        ]
         assert 20 < num_files < num_functions < num_calls and num_files <= num_changes < num_calls
         assert next(iter(passed)) == "server/connection.py", "it begins where a request is read"
         assert {"server", "engine", "kv", "lanes", "models"} <= folders(passed), "all its threads count"

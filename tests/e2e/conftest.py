@@ -13,21 +13,27 @@ import pytest
 
 READY = "Penstock is ready on "
 EMBEDDED = ("--device", "cpu", "--max-model-len", "2048", "--device-kv-blocks", "512")
-# Four bits a weight, as in its file, take a quarter of the time of float32. For tests in which no figure depends on it.
+# Four bits a weight, as in its file, take a quarter of the time of float32. For tests in which no figure
+# depends on it.
 HURRIED = ("--device", "cpu", "--weights", "int4", "--max-model-len", "1024", "--device-kv-blocks", "256")
 
 
 @contextlib.contextmanager
 def started_server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`penstock serve` with `flags` on a free port; yields the process and its address. What it logs is shown if it never gets ready."""
+    """`penstock serve` with `flags` on a free port; yields the process and its address. What it logs is shown
+    if it never gets ready."""
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         try:
             line = next((line for line in process.stdout if line.startswith(READY)), None)
             if line is None:
                 log.seek(0)
-                pytest.fail(f"the server ended with {process.wait()} before it was ready:\n{log.read()[-4000:]}")
+                pytest.fail(
+                    f"the server ended with {process.wait()} before it was ready:\n{log.read()[-4000:]}"
+                )
             yield process, line.removeprefix(READY).strip()
         finally:
             process.kill()

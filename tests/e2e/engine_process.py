@@ -1,9 +1,10 @@
-"""An engine with a tiny model in a process of its own, asked by lines. Run as a program; owns nothing that ships.
+"""An engine with a tiny model in a process of its own, asked by lines. Run as a program; owns nothing that
+ships.
 
     python engine_process.py URL
 
-A line of numbers of prompts, as JSON, is answered with a line of their tokens and sources. Before it answers, everything is in the store
-and in no memory of its own.
+A line of numbers of prompts, as JSON, is answered with a line of their tokens and sources. Before it answers,
+everything is in the store and in no memory of its own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""An architecture is one class and one entry of the registry: one with other names and fused projections computes what it does in
-`transformers`, from safetensors and from GGUF files."""
+"""An architecture is one class and one entry of the registry: one with other names and fused projections
+computes what it does in `transformers`, from safetensors and from GGUF files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,16 @@ class FusedToy(Architecture):
 @pytest.fixture(autouse=True)
 def added(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
-    others = tuple(architecture for architecture in registry.ARCHITECTURES if architecture.name != FusedToy.name)
+    others = tuple(
+        architecture for architecture in registry.ARCHITECTURES if architecture.name != FusedToy.name
+    )
     monkeypatch.setattr(registry, "ARCHITECTURES", (*others, FusedToy()))
 
 
 def load(path: Path, load_format: str = "auto") -> Decoder:
-    return load_model(ModelSource(str(path), load_format), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+    return load_model(
+        ModelSource(str(path), load_format), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
+    ).model
 
 
 def our_logits(model: Decoder) -> torch.Tensor:
@@ -67,7 +71,9 @@ def test_it_computes_the_same_as_in_transformers_from_safetensors_and_from_gguf(
     directory = write_tiny_model(tmp_path / "toy", config, shards=2)
     loaded, converted = load(directory), load(write_tiny_gguf(tmp_path / "toy.gguf", config))
     assert loaded.config.architecture == converted.config.architecture == "phi3"
-    reference = TRANSFORMERS.Phi3ForCausalLM.from_pretrained(directory, dtype=torch.float32, pad_token_id=0).eval()
+    reference = TRANSFORMERS.Phi3ForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, pad_token_id=0
+    ).eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS])).logits[0]
     for model in (loaded, converted):
@@ -86,4 +92,7 @@ def test_random_weights_and_adapters_follow_from_its_tensors(tmp_path: Path) -> 
 
 
 def shapes(layer: Mapping[str, LoraWeight]) -> dict[str, list[tuple[int, ...]]]:
-    return {name: [tuple(weight.a.shape), *(tuple(part.b.shape) for part in weight.parts)] for name, weight in layer.items()}
+    return {
+        name: [tuple(weight.a.shape), *(tuple(part.b.shape) for part in weight.parts)]
+        for name, weight in layer.items()
+    }

@@ -1,5 +1,6 @@
-"""Disks and stores that get into trouble while an engine uses them: whatever happens, requests end with the tokens of an engine without
-tiers, figures tell, and the tier is used again when it is back. The disk is a directory with real files, the store a real server.
+"""Disks and stores that get into trouble while an engine uses them: whatever happens, requests end with the
+tokens of an engine without tiers, figures tell, and the tier is used again when it is back. The disk is a
+directory with real files, the store a real server.
 
 Holds invariant 22: real disks and stores in trouble change no token."""
 
@@ -18,7 +19,19 @@ import pytest
 import torch
 
 from cpu.kv.ssd.ssd_rig import FailingDisk, GatedDisk
-from e2e.troubled import FULL_BLOCKS, LIMIT_S, Apart, Troubled, apart_or_skip, by_source, prompt, small_disk, tokens_of, troubled, until
+from e2e.troubled import (
+    FULL_BLOCKS,
+    LIMIT_S,
+    Apart,
+    Troubled,
+    apart_or_skip,
+    by_source,
+    prompt,
+    small_disk,
+    tokens_of,
+    troubled,
+    until,
+)
 from penstock.errors import DeadlineExceeded, StoreFailed
 from penstock.kv import build as build_module
 from penstock.kv.tiers.calls import Breaker
@@ -64,11 +77,14 @@ def ask_as_alone(server: Troubled, alone: Alone, *numbers: int) -> list[int]:
     """Tokens that came from cold tiers, by prompt."""
     found = server.ask(*numbers)
     assert tokens_of(found) == alone(*numbers)
-    return [ssd + remote for ssd, remote in zip(by_source(found, "ssd"), by_source(found, "remote"), strict=True)]
+    return [
+        ssd + remote for ssd, remote in zip(by_source(found, "ssd"), by_source(found, "remote"), strict=True)
+    ]
 
 
 def come_back(server: Troubled, alone: Alone, tier: str) -> None:
-    """It is used again: what is written now is found. A machine that is busy may exceed the time of an exchange once more meanwhile."""
+    """It is used again: what is written now is found. A machine that is busy may exceed the time of an
+    exchange once more meanwhile."""
 
     def is_used() -> bool:
         server.forget()
@@ -85,7 +101,7 @@ def come_back(server: Troubled, alone: Alone, tier: str) -> None:
     assert server.usable(tier)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- disk
+# ------------------------------------------------------------------------------------------------------- disk
 
 
 @pytest.fixture
@@ -99,7 +115,10 @@ def disk(tmp_path: Path) -> Iterator[Troubled]:
 
 
 def test_a_disk_that_gets_full_serves_what_it_has(tmp_path: Path, alone: Alone) -> None:
-    with small_disk(tmp_path / "small", 24 * BLOCK_BYTES) as folder, troubled(ssd_dir=str(folder), ssd_gib=0.05) as server:
+    with (
+        small_disk(tmp_path / "small", 24 * BLOCK_BYTES) as folder,
+        troubled(ssd_dir=str(folder), ssd_gib=0.05) as server,
+    ):
         for number in range(8):  # of six blocks each
             ask_as_alone(server, alone, number)
         server.persist()
@@ -176,7 +195,8 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(tmp_path: Path, alone: Al
 def test_a_directory_that_is_moved_away_is_used_again_when_it_is_back(
     disk: Troubled, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Breaker, "try_probe", lambda self: False)  # nobody makes another directory before all is seen to fail
+    # nobody makes another directory before all is seen to fail
+    monkeypatch.setattr(Breaker, "try_probe", lambda self: False)
     (tmp_path / "ssd").rename(tmp_path / "elsewhere")
     ask_as_alone(disk, alone, *OTHERS)
     with pytest.raises(StoreFailed):
@@ -205,22 +225,26 @@ def test_a_directory_that_is_removed_costs_nothing_but_what_was_in_it(
     monkeypatch.undo()
 
 
-def test_bytes_that_nobody_checks_would_be_noticed(tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_nobody_checks_would_be_noticed(
+    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
     wrong: list[list[int]] = []
-    with contextlib.suppress(AssertionError), troubled(ssd_dir=str(tmp_path), ssd_gib=0.05) as server:  # the sanitizer notices as well
+    # the sanitizer notices as well
+    with contextlib.suppress(AssertionError), troubled(ssd_dir=str(tmp_path), ssd_gib=0.05) as server:
         server.ask(*NUMBERS)
         server.persist()
         server.forget()
         for path in tmp_path.glob("*.kv"):
             image = np.fromfile(path, np.uint8).reshape(-1, 4096)
-            image[[sector[:5].tobytes() != b"penst" for sector in image]] = 63  # every payload, no head; as floats, small numbers
+            # every payload, no head; as floats, small numbers
+            image[[sector[:5].tobytes() != b"penst" for sector in image]] = 63
             image.tofile(path)
         wrong = tokens_of(server.ask(*NUMBERS))
     assert wrong and wrong != alone(*NUMBERS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- store
+# ------------------------------------------------------------------------------------------------------ store
 
 TIMEOUT_S = 1.0  # of an exchange: what takes longer counts as a store that is down
 
@@ -265,7 +289,9 @@ def test_a_store_that_is_killed_and_comes_back_empty(shared: Troubled, alone: Al
     come_back(shared, alone, "remote")
 
 
-def test_a_store_that_is_paused_is_used_again_when_it_goes_on(shared: Troubled, alone: Alone, valkey: Valkey) -> None:
+def test_a_store_that_is_paused_is_used_again_when_it_goes_on(
+    shared: Troubled, alone: Alone, valkey: Valkey
+) -> None:
     valkey.pause()
     try:
         is_given_up(shared, alone)
@@ -274,15 +300,25 @@ def test_a_store_that_is_paused_is_used_again_when_it_goes_on(shared: Troubled, 
     come_back(shared, alone, "remote")
 
 
-def test_a_store_that_was_restarted_empty_is_a_miss_and_fills_again(shared: Troubled, alone: Alone, valkey: Valkey) -> None:
+def test_a_store_that_was_restarted_empty_is_a_miss_and_fills_again(
+    shared: Troubled, alone: Alone, valkey: Valkey
+) -> None:
     valkey.restart()
     assert ask_as_alone(shared, alone, *NUMBERS) == [0, 0, 0]
     come_back(shared, alone, "remote")
 
 
-@pytest.mark.parametrize(("trouble", "undo"), [(Valkey.kill, Valkey.start), (Valkey.pause, Valkey.resume)], ids=["killed", "paused"])
+@pytest.mark.parametrize(
+    ("trouble", "undo"),
+    [(Valkey.kill, Valkey.start), (Valkey.pause, Valkey.resume)],
+    ids=["killed", "paused"],
+)
 def test_a_store_that_goes_and_comes_while_requests_are_served(
-    shared: Troubled, alone: Alone, valkey: Valkey, trouble: Callable[[Valkey], None], undo: Callable[[Valkey], None]
+    shared: Troubled,
+    alone: Alone,
+    valkey: Valkey,
+    trouble: Callable[[Valkey], None],
+    undo: Callable[[Valkey], None],
 ) -> None:
     alone(*NUMBERS, *OTHERS)
     with ThreadPoolExecutor(1) as asker:
@@ -318,7 +354,9 @@ def apart() -> Iterator[Apart]:
     [(Apart.pull_the_cable, Apart.plug_it_in), (Apart.swallow_answers, Apart.let_answers_through)],
     ids=["the link is down", "answers are lost"],
 )
-def test_a_network_that_is_cut(alone: Alone, apart: Apart, cut: Callable[[Apart], None], mend: Callable[[Apart], None]) -> None:
+def test_a_network_that_is_cut(
+    alone: Alone, apart: Apart, cut: Callable[[Apart], None], mend: Callable[[Apart], None]
+) -> None:
     with with_store(apart.url, alone) as server:
         cut(apart)
         try:

@@ -1,4 +1,5 @@
-"""The embedded model in its default form with `--deterministic`, on real text: the same bits cold and warm, alone and in a batch."""
+"""The embedded model in its default form with `--deterministic`, on real text: the same bits cold and warm,
+alone and in a batch."""
 
 from __future__ import annotations
 

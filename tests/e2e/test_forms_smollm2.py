@@ -1,4 +1,5 @@
-"""What few bits and bfloat16 cost the embedded model, on real text against float32: bounds that fail the build, and no copy on disk."""
+"""What few bits and bfloat16 cost the embedded model, on real text against float32: bounds that fail the
+build, and no copy on disk."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from penstock.testing.contiguous_kv import ContiguousKv, forward
 
 TEXT = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()[:6000]
 TOKENS = 384
-# Largest mean error of a row of logits, relative to its norm; least share of equal greedy tokens; largest difference of perplexity.
-# Seen on this text: see docs/models.md.
+# Largest mean error of a row of logits, relative to its norm; least share of equal greedy tokens; largest
+# difference of perplexity. Seen on this text: see docs/models.md.
 BOUNDS: dict[WeightsName, tuple[float, float, float]] = {
     "bfloat16": (0.012, 0.92, 0.01),
     "int8": (0.04, 0.88, 0.02),
@@ -34,7 +35,9 @@ BOUNDS: dict[WeightsName, tuple[float, float, float]] = {
 
 @functools.cache
 def loaded(weights: WeightsName) -> LoadedModel:
-    return load_model(ModelSource(weights=weights), torch.device("cpu"), torch.float32, TorchLayerOps(), silent)
+    return load_model(
+        ModelSource(weights=weights), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
+    )
 
 
 @functools.cache
@@ -67,7 +70,15 @@ def test_the_error_of_a_form_is_bounded(weights: WeightsName, rows: int) -> None
     truth = torch.tensor(tokens()[1:])
     perplexity, expected = (F.cross_entropy(x[:-1], truth).exp().item() for x in (found, reference))
     difference = abs(perplexity / expected - 1)
-    print(f"{weights}, {rows} rows: error {error:.4f}, greedy {agreeing:.3f}, perplexity {perplexity:.3f} for {expected:.3f}")
+    print(
+        f"{weights}, {rows} rows: error "
+        f"{error:.4f}, "
+        f"greedy "
+        f"{agreeing:.3f}, "
+        f"perplexity "
+        f"{perplexity:.3f} "
+        f"for {expected:.3f}"
+    )
     most, least, most_difference = BOUNDS[weights]
     assert error < most and agreeing >= least and difference < most_difference, (error, agreeing, difference)
 
@@ -81,17 +92,28 @@ def test_few_and_many_rows_compute_the_same_function(weights: WeightsName) -> No
 
 def test_the_file_is_read_straight_into_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    model = load_model(ModelSource(weights="int8"), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+    model = load_model(
+        ModelSource(weights="int8"), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
+    ).model
     assert list(tmp_path.iterdir()) == []
-    held = [tensor for layer in model.layers for matrix in layer if isinstance(matrix, Matrix) for tensor in matrix.tensors]  # type: ignore[attr-defined]
+    held = [
+        tensor
+        for layer in model.layers
+        for matrix in layer
+        if isinstance(matrix, Matrix)
+        for tensor in matrix.tensors
+    ]  # type: ignore[attr-defined]
     assert {tensor.dtype for tensor in held} == {torch.int8, torch.bfloat16}
     assert model.digest == loaded("int8").model.digest != loaded("float32").model.digest
 
 
-def test_the_first_start_measures_and_the_next_reads_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_start_measures_and_the_next_reads_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.delenv("PENSTOCK_WEIGHTS")
-    monkeypatch.setattr(form_choice, "used_by_others", lambda: 64.0)  # never free of others, so that it is measured once
+    # never free of others, so that it is measured once
+    monkeypatch.setattr(form_choice, "used_by_others", lambda: 64.0)
     stages: list[str] = []
 
     def start() -> LoadedModel:
@@ -104,6 +126,6 @@ def test_the_first_start_measures_and_the_next_reads_what_was_found(tmp_path: Pa
     again = start()
     assert not any("measuring" in stage for stage in stages)
     assert first.model.digest == again.model.digest
-    assert doctor._forms(Config(), inspect_model(ModelSource("smollm2-135m")), "float32", "cpu")[1] == fastest_forms(
-        first.model.config, silent
-    )
+    assert doctor._forms(Config(), inspect_model(ModelSource("smollm2-135m")), "float32", "cpu")[
+        1
+    ] == fastest_forms(first.model.config, silent)

@@ -1,5 +1,5 @@
-"""GGUF files of every architecture and every rotary scheme that the format can say: the same logits as from safetensors, and as
-`transformers` computes from the same file."""
+"""GGUF files of every architecture and every rotary scheme that the format can say: the same logits as from
+safetensors, and as `transformers` computes from the same file."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ TRANSFORMERS = importlib.import_module("transformers")
 LLAMA3 = RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
 YARN = RopeScaling("yarn", 4.0, 64, 0.1 * 1.3862943611198906 + 1.0, 32.0, 1.0)
 LONGROPE = RopeScaling(
-    "longrope", 1.0, 64, 1.2, short_factors=tuple(0.9 + 0.05 * i for i in range(8)), long_factors=(1.0, 2.0, 3.5, 4.0) * 2
+    "longrope",
+    1.0,
+    64,
+    1.2,
+    short_factors=tuple(0.9 + 0.05 * i for i in range(8)),
+    long_factors=(1.0, 2.0, 3.5, 4.0) * 2,
 )
 PHI3 = dataclasses.replace(TINY_LLAMA, architecture="phi3")
 
 CONFIGS = {
     "llama3": dataclasses.replace(TINY_LLAMA, rope_scaling=LLAMA3),
     "llama with biases": dataclasses.replace(TINY_LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True),
-    "linear": dataclasses.replace(TINY_LLAMA, rope_scaling=RopeScaling("linear", 4.0), max_position=8192, context=2048),
+    "linear": dataclasses.replace(
+        TINY_LLAMA, rope_scaling=RopeScaling("linear", 4.0), max_position=8192, context=2048
+    ),
     "qwen2": dataclasses.replace(TINY_LLAMA, architecture="qwen2", qkv_bias=True, tied_embeddings=True),
     "yarn": dataclasses.replace(TINY_QWEN3, rope_scaling=YARN),
     "phi3": dataclasses.replace(PHI3, windows=(40, 40)),
@@ -48,7 +55,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def load(path: Path, max_model_len: int | None = None) -> Decoder:
-    return load_model(ModelSource(str(path)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len).model
+    return load_model(
+        ModelSource(str(path)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len
+    ).model
 
 
 def our_logits(model: Decoder) -> torch.Tensor:
@@ -58,7 +67,10 @@ def our_logits(model: Decoder) -> torch.Tensor:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_file_computes_what_the_directory_computes(name: str, tmp_path: Path) -> None:
     config: ModelConfig = CONFIGS[name]
-    directory, file = write_tiny_model(tmp_path / "model", config), write_tiny_gguf(tmp_path / "model.gguf", config)
+    directory, file = (
+        write_tiny_model(tmp_path / "model", config),
+        write_tiny_gguf(tmp_path / "model.gguf", config),
+    )
     expected, found = our_logits(load(directory)), our_logits(load(file))
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
@@ -67,7 +79,9 @@ def test_a_file_computes_what_the_directory_computes(name: str, tmp_path: Path) 
 def test_a_directory_of_ours_computes_the_same_in_transformers(name: str, tmp_path: Path) -> None:
     """So that the test above compares with what is right."""
     directory = write_tiny_model(tmp_path / "model", CONFIGS[name])
-    reference = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, pad_token_id=0).eval()
+    reference = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, pad_token_id=0
+    ).eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(our_logits(load(directory)), expected, rtol=1e-4, atol=1e-4)
@@ -78,7 +92,9 @@ def test_transformers_reads_the_same_model_from_the_file(name: str, tmp_path: Pa
     """Their reader knows names and the order of rows by itself."""
     config = {"llama": TINY_LLAMA, "qwen2": CONFIGS["qwen2"], "phi3": PHI3}[name]
     file = write_tiny_gguf(tmp_path / "model.gguf", config)
-    reference = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32, pad_token_id=0).eval()
+    reference = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32, pad_token_id=0
+    ).eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(our_logits(load(file)), expected, rtol=1e-4, atol=1e-4)
@@ -93,7 +109,9 @@ def test_factors_for_all_lengths_are_those_of_any_length(tmp_path: Path) -> None
     ("key", "message"),
     [("llama.attention.sliding_window", "sliding_window"), ("llama.expert_count", "expert_count")],
 )
-def test_what_a_file_of_this_architecture_cannot_have_is_refused_by_name(key: str, message: str, tmp_path: Path) -> None:
+def test_what_a_file_of_this_architecture_cannot_have_is_refused_by_name(
+    key: str, message: str, tmp_path: Path
+) -> None:
     file = write_tiny_gguf(tmp_path / "model.gguf", metadata={key: "8"})
     with pytest.raises(ModelError, match=message):
         load(file)

@@ -1,5 +1,5 @@
-"""The engine's logits against `transformers` on the same weights, through the paged cache: prefill in chunks, batched incremental decode,
-a cached prefix, and a page-aligned full match."""
+"""The engine's logits against `transformers` on the same weights, through the paged cache: prefill in chunks,
+batched incremental decode, a cached prefix, and a page-aligned full match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from support.reference import reference_model
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had forgotten how to sleep. " * 6,
+    "Once upon a time, in a village at the foot of a mountain, there lived "
+    "an "
+    "old "
+    "clockmaker "
+    "who "
+    "had "
+    "forgotten how to sleep. " * 6,
     "Grüße aus Köln! 东京 is 日本の首都です. Прощай, ",
 ]
 TOLERANCE = 1e-4  # relative to the largest logit
@@ -34,7 +40,9 @@ def reference_smollm2() -> Any:
 def engine() -> Iterator[Engine]:
     torch.set_num_threads(1)
     source = ModelSource(dtype="float32", device="cpu")
-    built, sanitizer = build_sanitized(Config(source, KvConfig(device_gib=0.3), EngineConfig(prefill_chunk=48, max_batch=8)))
+    built, sanitizer = build_sanitized(
+        Config(source, KvConfig(device_gib=0.3), EngineConfig(prefill_chunk=48, max_batch=8))
+    )
     yield built
     built.close(timeout_s=20.0)
     check_silent(sanitizer)
@@ -70,8 +78,11 @@ def test_a_cached_prefix_and_a_full_match_agree_with_transformers(
 
 
 @pytest.mark.parametrize("fault", ["rope", "table", "last write"])
-def test_a_fault_in_the_paged_path_is_seen(engine: Engine, reference_smollm2: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """What turns the two tests above red: positions off by one, a block read twice, a token's KV not written."""
+def test_a_fault_in_the_paged_path_is_seen(
+    engine: Engine, reference_smollm2: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What turns the two tests above red: positions off by one, a block read twice, a token's KV not
+    written."""
     engine._parts.cache.reset()
     prompt = engine.tokenizer.encode(PROMPTS[2])[:90]
     packer = engine._parts.executor._packer
@@ -80,7 +91,8 @@ def test_a_fault_in_the_paged_path_is_seen(engine: Engine, reference_smollm2: An
     def pack(*args: Any) -> Any:
         packed = whole(*args)
         ends = packed.shape.cuts()
-        if fault == "rope" and packed.shape.num_tokens == 1:  # all positions shifted alike would change nothing
+        # all positions shifted alike would change nothing
+        if fault == "rope" and packed.shape.num_tokens == 1:
             packed.ints[ends[0] : ends[1]] += 1
         elif fault == "table" and len(packed.read_slots) > 2:
             packed.read_slots[0] = packed.read_slots[1]

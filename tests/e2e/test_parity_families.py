@@ -1,5 +1,6 @@
-"""Every family and every rotary scheme against `transformers`, through the engine: prompts in chunks, batched decode, a prefix that comes
-back from host memory, adapters. Random small models with contexts that go beyond the trained length, and beyond the window."""
+"""Every family and every rotary scheme against `transformers`, through the engine: prompts in chunks, batched
+decode, a prefix that comes back from host memory, adapters. Random small models with contexts that go beyond
+the trained length, and beyond the window."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import httpx
 import pytest
 import torch
 
-from penstock.config import GIB, Config, DeviceName, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig
+from penstock.config import (
+    GIB,
+    Config,
+    DeviceName,
+    EngineConfig,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+)
 from penstock.engine.engine import Engine
 from penstock.models.registry import parse_config
 from penstock.models.weights import read_json
@@ -31,7 +41,8 @@ IDS = torch.randint(3, 512, (2 * PROMPT,), generator=torch.Generator().manual_se
 SHORT = [0.9 + 0.05 * i for i in range(8)]
 LONG = [1.0 + 0.7 * i for i in range(8)]
 
-# What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have none.
+# What a family's config says besides its sizes. Windows are shorter than the prompt, and some layers have
+# none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -41,7 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2", {}),
     "tied qwen2": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "qwen2 with windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}),
+    "qwen2 with windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3 with biases and windows": (
         "Qwen3",
@@ -61,7 +75,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("Llama", {"rope_type": "linear", "factor": 4.0}, {"max_position_embeddings": TRAINED}),
     "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": TRAINED}),
-    "dynamic, not stretched": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": 512}),
+    "dynamic, not stretched": (
+        "Llama",
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"max_position_embeddings": 512},
+    ),
     "llama3": (
         "Llama",
         {
@@ -73,7 +91,11 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "yarn": ("Qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}, {"head_dim": 16}),
+    "yarn": (
+        "Qwen3",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
+        {"head_dim": 16},
+    ),
     "yarn beyond what the config states": (
         "Qwen2",
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
@@ -94,7 +116,13 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "yarn with mscale": (
         "Mistral",
-        {"rope_type": "yarn", "factor": 6.0, "original_max_position_embeddings": TRAINED, "mscale": 1.5, "mscale_all_dim": 0.7},
+        {
+            "rope_type": "yarn",
+            "factor": 6.0,
+            "original_max_position_embeddings": TRAINED,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.7,
+        },
         {"sliding_window": None},
     ),
     "longrope": (
@@ -109,8 +137,17 @@ ROPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "longrope of a part of each head": (
         "Phi3",
-        {"rope_type": "longrope", "short_factor": SHORT[:6], "long_factor": LONG[:6], "partial_rotary_factor": 0.75},
-        {"original_max_position_embeddings": TRAINED, "max_position_embeddings": 4 * TRAINED, "sliding_window": 100},
+        {
+            "rope_type": "longrope",
+            "short_factor": SHORT[:6],
+            "long_factor": LONG[:6],
+            "partial_rotary_factor": 0.75,
+        },
+        {
+            "original_max_position_embeddings": TRAINED,
+            "max_position_embeddings": 4 * TRAINED,
+            "sliding_window": 100,
+        },
     ),
     "longrope of a Llama": (
         "Llama",
@@ -133,11 +170,26 @@ def _one_thread() -> None:
 
 
 def their_model(name: str, rope: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Random weights of `transformers`; norms and biases are moved off what they begin with, so that leaving one out shows."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    usual = {"vocab_size": 512, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
+    """Random weights of `transformers`; norms and biases are moved off what they begin with, so that leaving
+    one out shows."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    usual = {
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     parameters = {"rope_type": "default", "rope_theta": 10_000.0, **(rope or {})}
-    config = getattr(TRANSFORMERS, f"{name}Config")(**{**sizes, **usual, "rope_parameters": parameters, **fields})
+    config = getattr(TRANSFORMERS, f"{name}Config")(
+        **{**sizes, **usual, "rope_parameters": parameters, **fields}
+    )
     torch.manual_seed(0)
     model = getattr(TRANSFORMERS, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -158,7 +210,8 @@ def save(reference: Any, directory: Path) -> Path:
 
 @contextlib.contextmanager
 def served(directory: Path, lora: Path | None = None, device: DeviceName = "cpu") -> Iterator[Engine]:
-    """Chunks of three blocks, a host tier that has room for all, the sanitizer, and sequences that are as long as the run allows."""
+    """Chunks of three blocks, a host tier that has room for all, the sanitizer, and sequences that are as
+    long as the run allows."""
     adapters = () if lora is None else (("tuned", str(lora)),)
     config = Config(
         source=ModelSource(str(directory), device=device, dtype="float32"),
@@ -177,7 +230,8 @@ def served(directory: Path, lora: Path | None = None, device: DeviceName = "cpu"
 
 @torch.inference_mode()
 def their_logprobs(reference: Any, tokens: Sequence[int]) -> torch.Tensor:
-    """[tokens, vocab], all of them at once, so that a scheme that follows from the length has the whole one."""
+    """[tokens, vocab], all of them at once, so that a scheme that follows from the length has the whole
+    one."""
     return reference(torch.tensor([tokens])).logits[0].double().log_softmax(dim=-1)
 
 
@@ -236,7 +290,10 @@ def test_each_scheme_matters_at_this_length(scheme: str) -> None:
     stretched = their_model(name, rope, **fields)
     plain = their_model(name, {key: rope[key] for key in rope if key == "partial_rotary_factor"}, **fields)
     tokens = IDS[:TOTAL]
-    assert float((their_logprobs(stretched, tokens) - their_logprobs(plain, tokens)).abs().max()) > 100 * TOLERANCE
+    assert (
+        float((their_logprobs(stretched, tokens) - their_logprobs(plain, tokens)).abs().max())
+        > 100 * TOLERANCE
+    )
 
 
 @contextlib.contextmanager
@@ -261,12 +318,24 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("family", ADAPTED)
-def test_an_adapter_on_a_family_computes_what_transformers_computes_with_merged_weights(family: str, tmp_path: Path) -> None:
+def test_an_adapter_on_a_family_computes_what_transformers_computes_with_merged_weights(
+    family: str, tmp_path: Path
+) -> None:
     name, fields = FAMILIES[ADAPTED[family]]
     reference = their_model(name, **fields)
     directory = save(reference, tmp_path / "model")
     config = parse_config(read_json(directory / "config.json"), "config.json")
-    modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+    modules = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "qkv_proj",
+        "gate_up_proj",
+    )
     tensors = adapter_tensors(config, seed=1, modules=modules)
     before = their_logprobs(reference, IDS[:TOTAL])
     with (
@@ -279,14 +348,30 @@ def test_an_adapter_on_a_family_computes_what_transformers_computes_with_merged_
         assert_parity(engine, reference, loaded.adapter)
 
 
-def test_a_served_model_scores_a_prompt_as_transformers_does(tmp_path: Path, start_server: Callable[..., tuple[Any, str]]) -> None:
+def test_a_served_model_scores_a_prompt_as_transformers_does(
+    tmp_path: Path, start_server: Callable[..., tuple[Any, str]]
+) -> None:
     """Over HTTP: stretched positions, biases and a window, sharded safetensors, prompts in chunks."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED}
-    fields = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "max_position_embeddings": TRAINED}
+    fields = {
+        "use_sliding_window": True,
+        "sliding_window": 40,
+        "max_window_layers": 1,
+        "max_position_embeddings": TRAINED,
+    }
     reference = their_model("Qwen2", rope, **fields)
     directory = save(reference, tmp_path / "model")
-    _, url = start_server("--model", str(directory), "--device", "cpu", "--prefill-chunk", "48", "--sanitize=strict")
-    ask = {"model": "model", "prompt": IDS[:PROMPT], "max_tokens": DECODED, "echo": True, "logprobs": 0, "temperature": 0}
+    _, url = start_server(
+        "--model", str(directory), "--device", "cpu", "--prefill-chunk", "48", "--sanitize=strict"
+    )
+    ask = {
+        "model": "model",
+        "prompt": IDS[:PROMPT],
+        "max_tokens": DECODED,
+        "echo": True,
+        "logprobs": 0,
+        "temperature": 0,
+    }
     reply = httpx.post(f"{url}/v1/completions", json={**ask, "ignore_eos": True}, timeout=60).json()
     found = reply["choices"][0]["logprobs"]["token_logprobs"]
     assert len(found) == TOTAL and found[0] is None

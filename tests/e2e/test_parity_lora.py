@@ -1,5 +1,5 @@
-"""SmolLM2 with random adapters against `transformers` with the update merged into its weights by hand: the same greedy tokens, in one batch
-with the base model, from a cached prefix, and through a real server."""
+"""SmolLM2 with random adapters against `transformers` with the update merged into its weights by hand: the
+same greedy tokens, in one batch with the base model, from a cached prefix, and through a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from support.reference import reference_model
 
 PROMPTS = [
     "The capital of France is",
-    "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had forgotten how to sleep. " * 3,
+    "Once upon a time, in a village at the foot of a mountain, there lived "
+    "an "
+    "old "
+    "clockmaker "
+    "who "
+    "had "
+    "forgotten how to sleep. " * 3,
 ]
 TOLERANCE = 1e-4  # relative to the largest logit
 RANK, ALPHA = 8, 12
@@ -33,7 +39,9 @@ NUM_TOKENS = 12
 def tensors_of(seed: int) -> dict[str, torch.Tensor]:
     """Small enough that the model still writes text, large enough that it writes another."""
     modules = (
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj") if seed == 1 else ("q_proj", "v_proj", "up_proj")
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        if seed == 1
+        else ("q_proj", "v_proj", "up_proj")
     )
     tensors = adapter_tensors(SMOLLM2_135M, seed, RANK, modules)
     return {name: tensor * 0.5 if ".lora_B." in name else tensor for name, tensor in tensors.items()}
@@ -101,15 +109,22 @@ def test_base_and_adapters_in_one_batch_write_what_transformers_writes_with_merg
     for seed in (1, 2):
         with merged_into(reference, tensors_of(seed)):
             right[seed] = [greedy(reference, prompt) for prompt in prompts]
-    assert len({tuple(tokens) for each in right.values() for tokens in each}) == 6, "an adapter that changes nothing proves nothing"
+    assert len({tuple(tokens) for each in right.values() for tokens in each}) == 6, (
+        "an adapter that changes nothing proves nothing"
+    )
     work = [(seed, i) for i in range(len(prompts)) for seed in (1, None, 2)]
     adapters = {None: None, **{seed: engine.adapters.find(f"a{seed}").adapter for seed in (1, 2)}}  # type: ignore[union-attr]
     for cached in (False, True):
         logits = Logits(engine, monkeypatch)
-        found = [submit(engine, prompts[i], adapter=adapters[seed], max_tokens=NUM_TOKENS) for seed, i in work]
+        found = [
+            submit(engine, prompts[i], adapter=adapters[seed], max_tokens=NUM_TOKENS) for seed, i in work
+        ]
         run_all(engine)
         assert [c.tokens for c in found] == [right[seed][i] for seed, i in work]
-        assert all(bool(c.source and c.source.device) == (cached and len(prompts[i]) > 16) for c, (_, i) in zip(found, work, strict=True))
+        assert all(
+            bool(c.source and c.source.device) == (cached and len(prompts[i]) > 16)
+            for c, (_, i) in zip(found, work, strict=True)
+        )
         monkeypatch.undo()
     with merged_into(reference, tensors_of(1)):
         row = work.index((1, 1))
@@ -118,16 +133,39 @@ def test_base_and_adapters_in_one_batch_write_what_transformers_writes_with_merg
         assert largest_error(reference, logits, [prompts[1]], [found[row]]) < TOLERANCE
 
 
-def test_a_served_adapter_writes_what_the_engine_writes(engine: Engine, folder: Path, start_server: Callable[..., tuple[Any, str]]) -> None:
+def test_a_served_adapter_writes_what_the_engine_writes(
+    engine: Engine, folder: Path, start_server: Callable[..., tuple[Any, str]]
+) -> None:
     prompt = engine.tokenizer.encode(PROMPTS[0])
     adapter = engine.adapters.find("a1").adapter  # type: ignore[union-attr]
     right = [submit(engine, prompt, adapter=which, max_tokens=NUM_TOKENS) for which in (adapter, None)]
     run_all(engine)
-    flags = ("--device", "cpu", "--max-model-len", "512", "--device-kv-blocks", "128", "--sanitize=strict", "--lora-dir", str(folder))
+    flags = (
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "512",
+        "--device-kv-blocks",
+        "128",
+        "--sanitize=strict",
+        "--lora-dir",
+        str(folder),
+    )
     _, url = start_server(*flags)
-    assert httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "tuned", "lora_path": "a1"}, timeout=60).status_code == 200
+    assert (
+        httpx.post(
+            f"{url}/v1/load_lora_adapter", json={"lora_name": "tuned", "lora_path": "a1"}, timeout=60
+        ).status_code
+        == 200
+    )
     for model, expected in (("tuned", right[0]), ("smollm2-135m", right[1])):
-        body = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": NUM_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
         assert reply["model"] == model
         assert reply["choices"][0]["text"] == engine.tokenizer.decode(expected.tokens, skip_special=True)

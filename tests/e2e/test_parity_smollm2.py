@@ -1,4 +1,5 @@
-"""The embedded SmolLM2 against `transformers` on the same GGUF file: logits in float32 to 1e-4 of the largest, ids and chats exactly."""
+"""The embedded SmolLM2 against `transformers` on the same GGUF file: logits in float32 to 1e-4 of the
+largest, ids and chats exactly."""
 
 from __future__ import annotations
 
@@ -24,10 +25,28 @@ TOLERANCE = 1e-4
 PROMPTS = {
     "fact": "The capital of France is Paris, and the capital of Italy is",
     "prose": (
-        "The river had been rising since morning. By noon the lower gate was under water, and the keeper, who had seen three floods "
-        "in his time, walked up to the turbine house to read the gauges himself. What he found there made him sit down."
+        "The river had been rising since morning. By noon the lower gate was "
+        "under "
+        "water, "
+        "and "
+        "the "
+        "keeper, "
+        "who had seen three floods "
+        "in his time, walked up to the turbine house to read the gauges himself. "
+        "What "
+        "he "
+        "found "
+        "there "
+        "made "
+        "him sit down."
     ),
-    "code": "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n\n\nprint(",
+    "code": "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    "
+    "return "
+    "fibonacci(n "
+    "- "
+    "1) "
+    "+ "
+    "fibonacci(n - 2)\n\n\nprint(",
     "unicode": "Ünïcödé, 日本語のテキスト, кириллица, emoji 🙂🚀 and mathematics: ∑ᵢ xᵢ² ≥ 0.",
     "chat": "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",
     "one token": "Hello",
@@ -56,8 +75,13 @@ NUMBERS = ["x\n\n  12", "  1", "x ²½Ⅷ٣", "table:\n    1    22\n   333   4",
 
 CHATS: dict[str, list[dict[str, str]]] = {
     "user": [{"role": "user", "content": "Hi"}],
-    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a penstock? "}],
-    "turns": [{"role": role, "content": f"{role} says {{{{ 'é' }}}}\n"} for role in ("user", "assistant", "user")],
+    "system": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is a penstock? "},
+    ],
+    "turns": [
+        {"role": role, "content": f"{role} says {{{{ 'é' }}}}\n"} for role in ("user", "assistant", "user")
+    ],
     "empty": [{"role": "user", "content": ""}],
 }
 
@@ -102,7 +126,9 @@ def test_prefill_logits_agree_with_transformers(loaded: LoadedModel, reference: 
 
 
 @torch.inference_mode()
-def test_incremental_decode_agrees_with_transformers_step_by_step(loaded: LoadedModel, reference: Any) -> None:
+def test_incremental_decode_agrees_with_transformers_step_by_step(
+    loaded: LoadedModel, reference: Any
+) -> None:
     ids = loaded.tokenizer.encode(PROMPTS["chat"])
     kv = ContiguousKv(loaded.model.config, loaded.model.rope)
     ours = forward(loaded.model, kv, ids)[-1]
@@ -125,14 +151,18 @@ def test_prefill_in_pieces_agrees_with_transformers_in_one(loaded: LoadedModel, 
 
 
 @torch.inference_mode()
-def test_rotary_angles_equal_those_of_transformers_at_every_position(loaded: LoadedModel, reference: Any) -> None:
-    cos, sin = reference.model.rotary_emb(torch.zeros(1), torch.arange(loaded.model.config.max_position)[None])
+def test_rotary_angles_equal_those_of_transformers_at_every_position(
+    loaded: LoadedModel, reference: Any
+) -> None:
+    cos, sin = reference.model.rotary_emb(
+        torch.zeros(1), torch.arange(loaded.model.config.max_position)[None]
+    )
     half = loaded.model.config.head_dim // 2
     ours = loaded.model.rope
     assert torch.equal(ours[:, :half], cos[0, :, :half]) and torch.equal(ours[:, half:], sin[0, :, :half])
 
 
-# -------------------------------------------------------------------------------------- faults that turn the above red
+# ----------------------------------------------------------------------------- faults that turn the above red
 
 
 def rows_left_permuted(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
@@ -142,12 +172,15 @@ def rows_left_permuted(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.
 
 
 def wrong_theta(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr(loaded.model, "rope", rope_table(dataclasses.replace(loaded.model.config, rope_theta=1e4)))
+    monkeypatch.setattr(
+        loaded.model, "rope", rope_table(dataclasses.replace(loaded.model.config, rope_theta=1e4))
+    )
     return loaded
 
 
 def positions_off_by_one(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    """Rotary scores depend on distances only, so a shift shows just where old and new positions meet: here, at every other token."""
+    """Rotary scores depend on distances only, so a shift shows just where old and new positions meet: here,
+    at every other token."""
     rope = loaded.model.rope.clone()
     rope[1::2] = loaded.model.rope[::2]
     monkeypatch.setattr(loaded.model, "rope", rope)
@@ -159,21 +192,27 @@ def wrong_eps(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return loaded
 
 
-def norm_of_the_wrong_layer(loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+def norm_of_the_wrong_layer(
+    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> LoadedModel:
     layers = list(loaded.model.layers)  # type: ignore[attr-defined]
     layers[5] = layers[5]._replace(ffn_norm=layers[6].ffn_norm)
     monkeypatch.setattr(loaded.model, "layers", layers)
     return loaded
 
 
-@pytest.mark.parametrize("fault", [rows_left_permuted, wrong_theta, positions_off_by_one, wrong_eps, norm_of_the_wrong_layer])
-def test_parity_turns_red_with(fault: Any, loaded: LoadedModel, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "fault", [rows_left_permuted, wrong_theta, positions_off_by_one, wrong_eps, norm_of_the_wrong_layer]
+)
+def test_parity_turns_red_with(
+    fault: Any, loaded: LoadedModel, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = loaded.tokenizer.encode(PROMPTS["fact"])
     faulty = fault(loaded, tmp_path, monkeypatch)
     assert error(logits_of(faulty, ids), reference_logits(reference, ids)) > 10 * TOLERANCE
 
 
-# ----------------------------------------------------------------------------------------------------------- tokenizer
+# -------------------------------------------------------------------------------------------------- tokenizer
 
 
 def test_ids_equal_those_of_transformers(loaded: LoadedModel, their_tokenizer: Any) -> None:
@@ -181,8 +220,11 @@ def test_ids_equal_those_of_transformers(loaded: LoadedModel, their_tokenizer: A
         assert loaded.tokenizer.encode(text) == their_tokenizer(text)["input_ids"], text
 
 
-def test_ids_of_all_numbers_equal_those_of_transformers_once_it_splits_digits(loaded: LoadedModel, their_tokenizer: Any) -> None:
-    """`transformers` leaves the digit rule out when it reads a GGUF file; the vocabulary was trained with it."""
+def test_ids_of_all_numbers_equal_those_of_transformers_once_it_splits_digits(
+    loaded: LoadedModel, their_tokenizer: Any
+) -> None:
+    """`transformers` leaves the digit rule out when it reads a GGUF file; the vocabulary was trained with
+    it."""
     backend = their_tokenizer.backend_tokenizer
     words = backend.pre_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
@@ -202,10 +244,14 @@ def test_decoded_text_equals_that_of_transformers(loaded: LoadedModel, their_tok
 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompted", "closed"])
-def test_chats_equal_those_of_transformers(loaded: LoadedModel, their_tokenizer: Any, messages: list[dict[str, str]], prompt: bool) -> None:
+def test_chats_equal_those_of_transformers(
+    loaded: LoadedModel, their_tokenizer: Any, messages: list[dict[str, str]], prompt: bool
+) -> None:
     theirs = their_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     assert rendered(loaded.tokenizer, messages, prompt) == theirs
 
 
-def test_the_end_token_is_that_of_transformers(loaded: LoadedModel, their_tokenizer: Any, reference: Any) -> None:
+def test_the_end_token_is_that_of_transformers(
+    loaded: LoadedModel, their_tokenizer: Any, reference: Any
+) -> None:
     assert loaded.tokenizer.eos_ids == {their_tokenizer.eos_token_id} == {reference.config.eos_token_id}

@@ -1,4 +1,5 @@
-"""Tiny random models against `transformers` through safetensors directories, both ways: theirs loaded by us, ours loaded by them."""
+"""Tiny random models against `transformers` through safetensors directories, both ways: theirs loaded by us,
+ours loaded by them."""
 
 from __future__ import annotations
 
@@ -30,11 +31,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def load(directory: Path) -> Decoder:
-    return load_model(ModelSource(str(directory)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent).model
+    return load_model(
+        ModelSource(str(directory)), torch.device("cpu"), torch.float32, TorchLayerOps(), silent
+    ).model
 
 
 def their_model(architecture: str, tied: bool) -> Any:
-    """Random weights made and initialised by `transformers`; norms are moved off one, so that leaving one out shows."""
+    """Random weights made and initialised by `transformers`; norms are moved off one, so that leaving one out
+    shows."""
     name = {"llama": "Llama", "qwen3": "Qwen3"}[architecture]
     config = getattr(TRANSFORMERS, f"{name}Config")(
         hidden_size=96,
@@ -82,7 +86,9 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     [("qwen3", True, "1GB"), ("qwen3", False, "300KB"), ("llama", False, "1GB"), ("llama", True, "300KB")],
     ids=["tied qwen3", "sharded untied qwen3", "untied llama", "sharded tied llama"],
 )
-def test_what_transformers_saves_computes_the_same_here(tmp_path: Path, architecture: str, tied: bool, shard: str) -> None:
+def test_what_transformers_saves_computes_the_same_here(
+    tmp_path: Path, architecture: str, tied: bool, shard: str
+) -> None:
     reference = their_model(architecture, tied)
     reference.save_pretrained(tmp_path, max_shard_size=shard)
     tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
@@ -97,13 +103,15 @@ def test_what_transformers_saves_computes_the_same_here(tmp_path: Path, architec
 
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_what_the_tiny_models_write_computes_the_same_in_transformers(tmp_path: Path, config: ModelConfig, shards: int) -> None:
+def test_what_the_tiny_models_write_computes_the_same_in_transformers(
+    tmp_path: Path, config: ModelConfig, shards: int
+) -> None:
     directory = write_tiny_model(tmp_path / "model", config, shards=shards)
     reference = TRANSFORMERS.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     assert error(our_logits(load(directory)), their_logits(reference)) < TOLERANCE
 
 
-# -------------------------------------------------------------------------------------- faults that turn the above red
+# ----------------------------------------------------------------------------- faults that turn the above red
 
 
 def without_q_norm(model: Any) -> None:
@@ -127,14 +135,25 @@ def swapped_gate_and_up(model: Any) -> None:
 
 
 def swapped_key_and_value(model: Any) -> None:
-    q_rows, kv_rows = model.config.num_heads * model.config.head_dim, model.config.num_kv_heads * model.config.head_dim
+    q_rows, kv_rows = (
+        model.config.num_heads * model.config.head_dim,
+        model.config.num_kv_heads * model.config.head_dim,
+    )
     for i, layer in enumerate(model.layers):
         q, k, v = layer.qkv.split((q_rows, kv_rows, kv_rows))
         model.layers[i] = layer._replace(qkv=torch.cat((q, v, k)))
 
 
 @pytest.mark.parametrize(
-    "fault", [without_q_norm, without_k_norm, swapped_head_norms, wrong_theta, swapped_gate_and_up, swapped_key_and_value]
+    "fault",
+    [
+        without_q_norm,
+        without_k_norm,
+        swapped_head_norms,
+        wrong_theta,
+        swapped_gate_and_up,
+        swapped_key_and_value,
+    ],
 )
 def test_parity_turns_red_with(fault: Any, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", TINY_QWEN3)

@@ -1,5 +1,5 @@
-"""The README is tried: every command in its sh blocks is run, and so is its Python. Owns how a command is run; a command that it does not
-know fails the test."""
+"""The README is tried: every command in its sh blocks is run, and so is its Python. Owns how a command is
+run; a command that it does not know fails the test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Block(NamedTuple):
 
 
 def blocks(markdown: str) -> list[Block]:
-    return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", markdown, flags=re.MULTILINE | re.DOTALL)]
+    return [
+        Block(*found)
+        for found in re.findall(r"^```(\w*)\n(.*?)^```$", markdown, flags=re.MULTILINE | re.DOTALL)
+    ]
 
 
 def commands(markdown: str) -> list[str]:
@@ -41,17 +44,24 @@ def commands(markdown: str) -> list[str]:
     for block in blocks(markdown):
         if block.language == "sh":
             joined = block.text.replace("\\\n", " ")
-            found += [line.strip() for line in joined.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+            found += [
+                line.strip()
+                for line in joined.splitlines()
+                if line.strip() and not line.lstrip().startswith("#")
+            ]
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ how commands are run
+# --------------------------------------------------------------------------------------- how commands are run
 
 
 def run_setup_target(command: str, url: str) -> None:
-    """What it would set up is set up: this test itself runs in it. The rest of it is looked at, since it would run this test again."""
+    """What it would set up is set up: this test itself runs in it. The rest of it is looked at, since it
+    would run this test again."""
     target = shlex.split(command)[1]
-    planned = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True)
+    planned = subprocess.run(
+        ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=True
+    )
     if target == "test":
         assert "-m pytest" in planned.stdout and "ruff check" in planned.stdout and "mypy" in planned.stdout
         assert "make test" in (ROOT / ".ci" / "run").read_text()
@@ -86,7 +96,9 @@ def as_curl(words: list[str]) -> str:
 
 def run_chat(command: str, url: str) -> None:
     printed = run(shlex.split(command), typed="What is the capital of France?\n/quit\n").splitlines()
-    assert [line for line in printed if line.strip() and not line.startswith(".venv/bin/penstock")], "no answer"
+    assert [line for line in printed if line.strip() and not line.startswith(".venv/bin/penstock")], (
+        "no answer"
+    )
 
 
 def run_penstock(command: str, url: str) -> None:
@@ -94,7 +106,9 @@ def run_penstock(command: str, url: str) -> None:
 
 
 def run(words: list[str], typed: str = "") -> str:
-    done = subprocess.run(words, cwd=ROOT, input=typed, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = subprocess.run(
+        words, cwd=ROOT, input=typed, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert done.returncode == 0, f"{shlex.join(words)} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -115,19 +129,22 @@ def runner_of(command: str) -> Callable[[str, str], None] | None:
     return None
 
 
-# -------------------------------------------------------------------------------------------------------------- the server
+# ------------------------------------------------------------------------------------------------- the server
 
 
 @contextmanager
 def served(command: str) -> Iterator[str]:
-    """Run the README's command for the server on a free port, until it says that it is ready; end it as Ctrl-C does."""
+    """Run the README's command for the server on a free port, until it says that it is ready; end it as
+    Ctrl-C does."""
     with started([*shlex.split(command), "ARGS=--port 0"]) as ready:
         yield ready
 
 
 @contextmanager
 def started(words: list[str]) -> Iterator[str]:
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
         with killed_after_a_while(process):
             ready = _ready_url(process)
@@ -162,12 +179,20 @@ def _ready_url(process: subprocess.Popen[str]) -> str:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     done = subprocess.run(["make", "--question", "setup"], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, "the README's commands run in what `make setup` makes, which is missing or out of date: run `make test`"
+    assert done.returncode == 0, (
+        "the README's commands run in what `make "
+        "setup` "
+        "makes, "
+        "which "
+        "is "
+        "missing "
+        "or out of date: run `make test`"
+    )
     with served("make serve") as ready:
         yield ready
 
 
-# --------------------------------------------------------------------------------------------------------------- the tests
+# -------------------------------------------------------------------------------------------------- the tests
 
 
 @pytest.mark.parametrize("command", commands(README))

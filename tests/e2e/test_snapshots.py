@@ -1,5 +1,5 @@
-"""Snapshots of a real server in processes of its own, with the embedded model where text counts: killed with -9 and started again on
-the same directory."""
+"""Snapshots of a real server in processes of its own, with the embedded model where text counts: killed with
+-9 and started again on the same directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,16 @@ import pytest
 import penstock
 
 DEADLINE_S = 120.0
-FLAGS = ("--device", "cpu", "--max-model-len", "1024", "--device-kv-blocks", "96", "--kv-offload-host-gib", "0.1")
+FLAGS = (
+    "--device",
+    "cpu",
+    "--max-model-len",
+    "1024",
+    "--device-kv-blocks",
+    "96",
+    "--kv-offload-host-gib",
+    "0.1",
+)
 TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "128")
 STORY = "Once upon a time, in a village by the sea, there lived a clockmaker who had never been late. " * 6
 NEXT = " One morning"
@@ -34,7 +43,15 @@ def same_tree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ask(http: httpx.Client, prompt: str, **fields: Any) -> tuple[list[str], dict[str, Any]]:
-    question = {"model": "smollm2-135m", "prompt": prompt, "temperature": 0, "max_tokens": 8, "logprobs": 0, "ignore_eos": True, **fields}
+    question = {
+        "model": "smollm2-135m",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": 8,
+        "logprobs": 0,
+        "ignore_eos": True,
+        **fields,
+    }
     reply = http.post("/v1/completions", json=question).raise_for_status().json()
     return reply["choices"][0]["logprobs"]["tokens"], reply["usage"]
 
@@ -53,18 +70,33 @@ def wait_cached(http: httpx.Client, name: str, num_tokens: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_conversation_goes_on_after_the_server_was_killed(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_after_the_server_was_killed(
+    start_server: StartServer, tmp_path: Path
+) -> None:
     disk = ("--kv-offload-ssd-dir", str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2", "--sanitize=strict")
     process, url = start_server(*FLAGS, *disk)
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
         told, usage = ask(http, STORY, session_id="story", max_tokens=24)
-        text = http.post("/v1/snapshots", json={"session_id": "story", "name": "story", "ttl_s": 3600}).raise_for_status().json()
-        assert text["tokens"] == usage["prompt_tokens"] + 24 == usage["total_tokens"] and text["stored_in"] == ["ssd"]
+        text = (
+            http.post("/v1/snapshots", json={"session_id": "story", "name": "story", "ttl_s": 3600})
+            .raise_for_status()
+            .json()
+        )
+        assert text["tokens"] == usage["prompt_tokens"] + 24 == usage["total_tokens"] and text[
+            "stored_in"
+        ] == ["ssd"]
         cold, _ = ask(http, NEXT, snapshot="story")
-        messages = [{"role": "system", "content": STORY}, {"role": "user", "content": "Who lived in the village?"}]
+        messages = [
+            {"role": "system", "content": STORY},
+            {"role": "user", "content": "Who lived in the village?"},
+        ]
         answer, _ = chat(http, messages, cache_salt="mine")
         messages.append({"role": "assistant", "content": answer})
-        talk = http.post("/v1/snapshots", json={"messages": messages, "name": "talk", "cache_salt": "mine"}).raise_for_status().json()
+        talk = (
+            http.post("/v1/snapshots", json={"messages": messages, "name": "talk", "cache_salt": "mine"})
+            .raise_for_status()
+            .json()
+        )
         assert talk["chat"] and talk["cached_tokens"] >= 0.9 * talk["tokens"]
         after = [{"role": "user", "content": "Was he ever late?"}]
         whole, counted = chat(http, [*messages, *after], cache_salt="mine")
@@ -79,7 +111,11 @@ def test_a_conversation_goes_on_after_the_server_was_killed(start_server: StartS
         wait_cached(http, "talk?cache_salt=mine", talk["cached_tokens"])
         warm, usage = ask(http, NEXT, snapshot="story")
         assert warm == cold
-        assert usage["prompt_tokens_details"]["kv_source"]["ssd"] == text["cached_tokens"] >= 0.97 * (text["tokens"] - 16)
+        assert (
+            usage["prompt_tokens_details"]["kv_source"]["ssd"]
+            == text["cached_tokens"]
+            >= 0.97 * (text["tokens"] - 16)
+        )
         again, usage = chat(http, after, snapshot="talk", cache_salt="mine")
         assert again == whole and usage["prompt_tokens"] == counted["prompt_tokens"]
         assert usage["prompt_tokens_details"]["kv_source"]["ssd"] >= 0.9 * talk["tokens"]
@@ -89,7 +125,9 @@ def test_a_conversation_goes_on_after_the_server_was_killed(start_server: StartS
         assert http.get("/v1/snapshots/talk?cache_salt=mine").status_code == 404
 
 
-def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_all(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_all(
+    start_server: StartServer, tmp_path: Path
+) -> None:
     disk = ("--kv-offload-ssd-dir", str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2")
     process, url = start_server(*TINY, *disk)
     taken: list[str] = []
@@ -99,7 +137,10 @@ def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_a
         with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
             for number in range(10_000):
                 try:
-                    reply = http.post("/v1/snapshots", json={"prompt": STORY, "name": f"s{number}", "tokens": 16 + number % 100})
+                    reply = http.post(
+                        "/v1/snapshots",
+                        json={"prompt": STORY, "name": f"s{number}", "tokens": 16 + number % 100},
+                    )
                 except httpx.HTTPError:
                     return
                 if reply.status_code == 200:
@@ -119,7 +160,9 @@ def test_a_server_killed_while_snapshots_are_taken_leaves_each_whole_or_not_at_a
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
         stats = http.get("/cache/stats").json()["snapshots"]
         listed = {one["id"] for one in http.get("/v1/snapshots").json()["data"]}
-        assert set(taken) <= listed and len(listed) <= len(taken) + 1, "what was answered is there, and what was under way may be"
+        assert set(taken) <= listed and len(listed) <= len(taken) + 1, (
+            "what was answered is there, and what was under way may be"
+        )
         assert stats["damaged"] == 0 and stats["known"] == len(listed)
         assert not list((tmp_path / "ssd").glob("*.new"))
         assert ask(http, STORY, model="tiny-llama")[0] == cold
@@ -129,7 +172,12 @@ def test_the_page_on_snapshots_is_tried(start_server: StartServer, tmp_path: Pat
     """Its commands in their order against one server, and its program."""
     page = (Path(__file__).parents[2] / "docs" / "snapshots.md").read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    lines = [line for language, text in blocks if language == "sh" for line in text.replace("\\\n", " ").splitlines()]
+    lines = [
+        line
+        for language, text in blocks
+        if language == "sh"
+        for line in text.replace("\\\n", " ").splitlines()
+    ]
     found = [shlex.split(line) for line in lines if line.strip()]
     serve = next(words for words in found if words[1:2] == ["serve"])
     directory = serve.index("--kv-offload-ssd-dir") + 1
@@ -144,8 +192,12 @@ def test_the_page_on_snapshots_is_tried(start_server: StartServer, tmp_path: Pat
         reply = httpx.request(method, url + path, content=data, timeout=DEADLINE_S)
         assert reply.status_code == 200, f"{words}: {reply.text}"
     (program,) = [text for language, text in blocks if language == "python"]
-    program = program.replace('LLM("smollm2-135m")', 'LLM("smollm2-135m", max_model_len=1024, device="cpu", show_progress=False)')
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    program = program.replace(
+        'LLM("smollm2-135m")', 'LLM("smollm2-135m", max_model_len=1024, device="cpu", show_progress=False)'
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert ran.returncode == 0 and "['talk']" in ran.stdout, ran.stderr
 
 
@@ -156,11 +208,22 @@ def test_every_call_reaches_the_engine_process_with_whose_snapshot_it_is(start_s
         body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 2, **mine}
         http.post("/v1/completions", json=body).raise_for_status()
         taken = (
-            http.post("/v1/snapshots", json={"prompt": prompt, "name": "talk", "tokens": 40, "ttl_s": 60, **mine}).raise_for_status().json()
+            http.post(
+                "/v1/snapshots", json={"prompt": prompt, "name": "talk", "tokens": 40, "ttl_s": 60, **mine}
+            )
+            .raise_for_status()
+            .json()
         )
-        assert (taken["id"], taken["tokens"], taken["cached_tokens"]) == ("talk", 40, 32) and taken["expires_at"] is not None
-        assert http.get("/v1/snapshots").json()["data"] == [] and http.get("/v1/snapshots", params=mine).json()["data"] == [taken]
-        assert http.get("/v1/snapshots/talk").status_code == 404 and http.get("/v1/snapshots/talk", params=mine).json() == taken
+        assert (taken["id"], taken["tokens"], taken["cached_tokens"]) == ("talk", 40, 32) and taken[
+            "expires_at"
+        ] is not None
+        assert http.get("/v1/snapshots").json()["data"] == [] and http.get(
+            "/v1/snapshots", params=mine
+        ).json()["data"] == [taken]
+        assert (
+            http.get("/v1/snapshots/talk").status_code == 404
+            and http.get("/v1/snapshots/talk", params=mine).json() == taken
+        )
         for salt, status in (({}, 404), (mine, 200)):
             asked = {"model": "tiny-llama", "prompt": "x", "snapshot": "talk", "max_tokens": 1, **salt}
             assert http.post("/v1/completions", json=asked).status_code == status

@@ -1,5 +1,6 @@
-"""Speculation with real weights: the head that comes with the package, prompt lookup, and the model as its own draft. In float32, so that
-a step of one row and one of several compute the same: greedy answers are those of plain decoding, token by token."""
+"""Speculation with real weights: the head that comes with the package, prompt lookup, and the model as its
+own draft. In float32, so that a step of one row and one of several compute the same: greedy answers are those
+of plain decoding, token by token."""
 
 from __future__ import annotations
 
@@ -76,15 +77,25 @@ def test_greedy_answers_are_those_of_plain_decoding(proposer: str) -> None:
     if proposer.startswith("draft"):  # it is the target: what is not kept lies behind the end of an answer
         assert sum(stats.accepted) > 60 and sum(stats.accepted) > 0.95 * sum(stats.drafted)
     else:
-        assert sum(stats.accepted) > (5 if proposer == "ngram" else 15) and sum(stats.drafted) > sum(stats.accepted)
-    print(f"{proposer}: {[f'{kept / num:.2f}' for kept, num in zip(stats.accepted, stats.drafted, strict=True)]} kept by place")
+        assert sum(stats.accepted) > (5 if proposer == "ngram" else 15) and sum(stats.drafted) > sum(
+            stats.accepted
+        )
+    print(
+        f"{proposer}: "
+        f"{[f'{kept / num:.2f}' for kept, num in zip(stats.accepted, stats.drafted, strict=True)]} "
+        f"kept "
+        f"by "
+        f"place"
+    )
     engine.close(timeout_s=30.0)
     check_silent(sanitizer)
 
 
 def post(url: str, **fields: Any) -> dict[str, Any]:
     body = {"model": "smollm2-135m", "temperature": 0.0, **fields}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=120) as reply:
         found: dict[str, Any] = json.load(reply)
     return found
@@ -97,15 +108,30 @@ def metric(url: str, name: str) -> float:
 
 
 def test_a_server_counts_what_it_proposed_and_kept(start_server: Callable[..., Any]) -> None:
-    """What usage says of each request adds up to the metrics. A stop string inside kept drafts ends the answer there."""
-    flags = ("--device", "cpu", "--max-model-len", "1024", "--device-kv-blocks", "256", "--weights", "float32", "--sanitize=strict")
+    """What usage says of each request adds up to the metrics. A stop string inside kept drafts ends the
+    answer there."""
+    flags = (
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "1024",
+        "--device-kv-blocks",
+        "256",
+        "--weights",
+        "float32",
+        "--sanitize=strict",
+    )
     _, url = start_server(*flags, "--speculate", "ngram")
     words = "red green blue " * 12
     details = []
     for n in range(3):
         reply = post(url, prompt=f"{n} {words}", max_tokens=24)
-        details.append(reply["usage"].get("completion_tokens_details", {"draft_tokens": 0, "accepted_draft_tokens": 0}))
-    drafted, accepted = (sum(one[name] for one in details) for name in ("draft_tokens", "accepted_draft_tokens"))
+        details.append(
+            reply["usage"].get("completion_tokens_details", {"draft_tokens": 0, "accepted_draft_tokens": 0})
+        )
+    drafted, accepted = (
+        sum(one[name] for one in details) for name in ("draft_tokens", "accepted_draft_tokens")
+    )
     assert drafted >= accepted  # how many are worth their time depends on the machine
     assert metric(url, "penstock_spec_proposed_total") == drafted
     assert metric(url, "penstock_spec_accepted_total") == accepted

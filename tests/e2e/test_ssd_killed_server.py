@@ -1,5 +1,5 @@
-"""A server with an SSD cache that is killed in the middle of its work: what was persisted is there for the next one, with the same
-tokens."""
+"""A server with an SSD cache that is killed in the middle of its work: what was persisted is there for the
+next one, with the same tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ from pathlib import Path
 import httpx
 
 DEADLINE_S = 120.0
-FLAGS = ("--device", "cpu", "--max-model-len", "512", "--device-kv-blocks", "96", "--kv-offload-host-gib", "0.1")
+FLAGS = (
+    "--device",
+    "cpu",
+    "--max-model-len",
+    "512",
+    "--device-kv-blocks",
+    "96",
+    "--kv-offload-host-gib",
+    "0.1",
+)
 PROMPT = "Once upon a time, in a village by the sea, there lived a clockmaker who had never been late. " * 4
-OTHERS = [f"{number} ships came in on the morning of the feast, and each of them carried a different kind of wood." for number in range(4)]
+OTHERS = [
+    f"{number} ships came in on the morning of the feast, and each of them carried a different kind of wood."
+    for number in range(4)
+]
 
 StartServer = Callable[..., tuple["subprocess.Popen[str]", str]]
 
@@ -30,7 +42,10 @@ def kill_in_the_middle(http: httpx.Client, process: subprocess.Popen[str]) -> No
     """While others are being answered: each has begun, none gets an end."""
     question = {"model": "smollm2-135m", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as stack:
-        replies = [stack.enter_context(http.stream("POST", "/v1/completions", json={**question, "prompt": other})) for other in OTHERS]
+        replies = [
+            stack.enter_context(http.stream("POST", "/v1/completions", json={**question, "prompt": other}))
+            for other in OTHERS
+        ]
         streams = [reply.iter_lines() for reply in replies]
         for lines in streams:
             assert next(line for line in lines if line).startswith("data: ")
@@ -49,7 +64,9 @@ def wait_found(http: httpx.Client, num_blocks: int) -> None:
         time.sleep(0.02)
 
 
-def test_what_was_persisted_before_a_kill_answers_the_same_prompt_after_it(start_server: StartServer, tmp_path: Path) -> None:
+def test_what_was_persisted_before_a_kill_answers_the_same_prompt_after_it(
+    start_server: StartServer, tmp_path: Path
+) -> None:
     disk = ("--kv-offload-ssd-dir", str(tmp_path / "ssd"), "--kv-offload-ssd-gib", "0.2")
     process, url = start_server(*FLAGS, *disk)
     with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
@@ -66,4 +83,10 @@ def test_what_was_persisted_before_a_kill_answers_the_same_prompt_after_it(start
         warm, source = ask(http)
         assert warm == cold
         full_blocks = num_tokens // 16 * 16
-        assert source == {"device": 0, "host": 0, "ssd": full_blocks, "remote": 0, "computed": num_tokens - full_blocks}
+        assert source == {
+            "device": 0,
+            "host": 0,
+            "ssd": full_blocks,
+            "remote": 0,
+            "computed": num_tokens - full_blocks,
+        }

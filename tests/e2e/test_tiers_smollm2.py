@@ -1,5 +1,5 @@
-"""SmolLM2 with a host tier, on real prompts: the same tokens wherever the KV comes from, the same bytes after a round trip, logits of a
-returning prompt beside those of a cold one."""
+"""SmolLM2 with a host tier, on real prompts: the same tokens wherever the KV comes from, the same bytes after
+a round trip, logits of a returning prompt beside those of a cold one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,21 @@ from support.driving import Collected, run_all, settle_all, submit
 from support.logits import Logits
 
 TEXTS = [
-    "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had forgotten how to sleep. " * 3,
+    "Once upon a time, in a village at the foot of a mountain, there lived "
+    "an "
+    "old "
+    "clockmaker "
+    "who "
+    "had "
+    "forgotten how to sleep. " * 3,
     "def quicksort(items):\n    if len(items) < 2:\n        return items\n    pivot = items[0]\n" * 3,
-    "The history of the canal begins in 1768, when engineers measured the valley for the first time and found it too steep. " * 3,
+    "The history of the canal begins in 1768, when engineers measured the valley "
+    "for "
+    "the "
+    "first "
+    "time "
+    "and "
+    "found it too steep. " * 3,
 ]
 NUM_TOKENS = 18
 NUM_PROMPT_BLOCKS = 18  # of all three
@@ -29,7 +41,9 @@ def make(device_blocks: int = 96, **settings: Any) -> tuple[Engine, Sanitizer]:
     torch.set_num_threads(1)
     engine = EngineConfig(prefill_chunk=64, max_batch=8, overcommit=settings.pop("overcommit", 1.0))
     kv = KvConfig(device_blocks=device_blocks, prefix_cache=settings.pop("prefix_cache", True))
-    offload = OffloadConfig(enabled=settings.pop("enabled", True), host_gib=None if not settings.pop("sized", True) else 0.1)
+    offload = OffloadConfig(
+        enabled=settings.pop("enabled", True), host_gib=None if not settings.pop("sized", True) else 0.1
+    )
     return build_sanitized(Config(ModelSource(dtype="float32", device="cpu"), kv, engine, offload))
 
 
@@ -91,7 +105,9 @@ def test_pure_host_mode_gives_the_tokens_of_tiers_off(expected: list[list[int]])
 
 def test_retracted_requests_resume_with_the_tokens_of_tiers_off(expected: list[list[int]]) -> None:
     engine, sanitizer = make(device_blocks=NUM_PROMPT_BLOCKS, overcommit=3.0)
-    assert sum(-(-len(engine.tokenizer.encode(text)) // 16) for text in TEXTS) == NUM_PROMPT_BLOCKS, "full before the first token"
+    assert sum(-(-len(engine.tokenizer.encode(text)) // 16) for text in TEXTS) == NUM_PROMPT_BLOCKS, (
+        "full before the first token"
+    )
     assert [one.tokens for one in answers(engine)] == expected
     stats = engine.stats()
     assert stats.retractions > 0 and stats.cache["promoted"] > 0

@@ -95,7 +95,8 @@ def source(remote: int) -> dict[str, int]:
 
 
 def asked(engine: EngineProcess, *numbers: int) -> tuple[list[list[int]], list[dict[str, int]]]:
-    """What it answers, and from where: what was read ahead into host memory while a request waited counts as the store's."""
+    """What it answers, and from where: what was read ahead into host memory while a request waited counts as
+    the store's."""
     tokens, sources = engine.ask(*numbers)
     return tokens, [{**one, "remote": one["remote"] + one["host"], "host": 0} for one in sources]
 
@@ -109,6 +110,8 @@ def test_what_one_process_has_computed_another_restores_also_after_the_first_was
         assert first.ask(*NUMBERS) == (alone[:3], [source(0)] * 3)
         assert asked(second, *NUMBERS) == (alone[:3], [source(FULL_BLOCKS)] * 3)
         assert second.ask(3) == (alone[3:], [source(0)])
-        assert asked(first, 3, *NUMBERS) == ([alone[3], *alone[:3]], [source(FULL_BLOCKS)] * 4), "and the other way round"
+        assert asked(first, 3, *NUMBERS) == ([alone[3], *alone[:3]], [source(FULL_BLOCKS)] * 4), (
+            "and the other way round"
+        )
         first.kill()
         assert asked(second, *NUMBERS) == (alone[:3], [source(FULL_BLOCKS)] * 3)

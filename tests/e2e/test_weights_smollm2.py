@@ -1,4 +1,5 @@
-"""The embedded model's own file: loaded from the cache without a second copy in memory, and refused when it is cut or bent."""
+"""The embedded model's own file: loaded from the cache without a second copy in memory, and refused when it
+is cut or bent."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from penstock.models.registry import layout
 WEIGHT_BYTES = 4 * sum(weight.numel for weight in layout(SMOLLM2_135M))
 
 
-def load(model: str = "smollm2-135m", dtype: torch.dtype = torch.float32, progress: object = silent) -> LoadedModel:
+def load(
+    model: str = "smollm2-135m", dtype: torch.dtype = torch.float32, progress: object = silent
+) -> LoadedModel:
     return load_model(ModelSource(model), torch.device("cpu"), dtype, TorchLayerOps(), progress)  # type: ignore[arg-type]
 
 
@@ -43,13 +46,27 @@ def test_loading_keeps_one_copy_of_the_weights_in_memory() -> None:
 
     loaded = load(progress=watch)
     assert peak - before < 1.2 * WEIGHT_BYTES
-    held = [loaded.model.embedding, loaded.model.norm, *(t for layer in loaded.model.layers for t in layer if t is not None)]  # type: ignore[attr-defined]
+    held = [
+        loaded.model.embedding,
+        loaded.model.norm,
+        *(t for layer in loaded.model.layers for t in layer if t is not None),
+    ]  # type: ignore[attr-defined]
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == WEIGHT_BYTES
 
 
 def test_the_files_own_dimensions_are_those_of_the_built_in_name() -> None:
     config = load().model.config
-    for field in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_position", "rope_theta"):
+    for field in (
+        "num_layers",
+        "hidden",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "ffn",
+        "vocab",
+        "max_position",
+        "rope_theta",
+    ):
         assert getattr(config, field) == getattr(SMOLLM2_135M, field)
     assert config.tied_embeddings and config.norm_eps == pytest.approx(1e-5)
 
@@ -61,7 +78,9 @@ def test_the_digest_is_stable_and_tells_dtypes_apart() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 100, 1_000_000, 3_000_000, 98_000_000, 98_362_431])
-def test_the_file_cut_short_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+def test_the_file_cut_short_is_a_model_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "cut.gguf"
     shutil.copyfile(embedded_file(), path)
@@ -72,7 +91,9 @@ def test_the_file_cut_short_is_a_model_error(tmp_path: Path, monkeypatch: pytest
     assert not list((tmp_path / "cache").glob("gguf/*")), "something of the conversion was left behind"
 
 
-def test_the_file_with_a_bent_header_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_with_a_bent_header_is_a_model_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "bent.gguf"
     shutil.copyfile(embedded_file(), path)

@@ -1,5 +1,6 @@
-"""An engine on its own thread whose tiers get into trouble, and the real things that trouble can be had from: a small file system, a
-network of its own for a store. Owns each of them; what must hold is the tests' business."""
+"""An engine on its own thread whose tiers get into trouble, and the real things that trouble can be had from:
+a small file system, a network of its own for a store. Owns each of them; what must hold is the tests'
+business."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Unmeasured(PrefillRate):
-    """Nobody knows how long computing takes, so that a store is waited for as long as for an unknown model: a tiny one would compute
-    before a busy machine has asked."""
+    """Nobody knows how long computing takes, so that a store is waited for as long as for an unknown model: a
+    tiny one would compute before a busy machine has asked."""
 
     def seconds(self, num_tokens: int, depth: float) -> None:
         return None
@@ -118,7 +119,7 @@ def troubled(**settings: Any) -> Iterator[Troubled]:
         running.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- real troubles
+# ---------------------------------------------------------------------------------------------- real troubles
 
 
 @contextlib.contextmanager
@@ -126,9 +127,21 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
     """A real file system of that size."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(path)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False) if shutil.which("mount") else None
+    mounted = (
+        subprocess.run(command, capture_output=True, text=True, check=False)
+        if shutil.which("mount")
+        else None
+    )
     if mounted is None or mounted.returncode:
-        pytest.skip(f"NO FULL DISK: no file system can be mounted here: {mounted.stderr.strip() if mounted else 'no mount'}")
+        pytest.skip(
+            f"NO FULL DISK: no file "
+            f"system "
+            f"can "
+            f"be "
+            f"mounted "
+            f"here: "
+            f"{mounted.stderr.strip() if mounted else 'no mount'}"
+        )
     try:
         yield path
     finally:
@@ -142,7 +155,8 @@ def _ip(*words: str) -> None:
 
 
 class Apart(Server):
-    """A Valkey or Redis server in a network of its own, which one cable leads to. The cable can be cut in two ways."""
+    """A Valkey or Redis server in a network of its own, which one cable leads to. The cable can be cut in two
+    ways."""
 
     def __init__(self) -> None:
         if shutil.which("ip") is None:
@@ -169,8 +183,21 @@ class Apart(Server):
         _ip("-n", self._space, "link", "set", "eth0", "up")
 
     def _start(self) -> None:
-        settings = ["--bind", self.there, "--port", "6379", "--save", "", "--appendonly", "no", "--protected-mode", "no"]
-        self.spawn(["netns", "exec", self._space, str(self._valkey.path), *settings, "--dir", str(self.folder)])
+        settings = [
+            "--bind",
+            self.there,
+            "--port",
+            "6379",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--protected-mode",
+            "no",
+        ]
+        self.spawn(
+            ["netns", "exec", self._space, str(self._valkey.path), *settings, "--dir", str(self.folder)]
+        )
         until(lambda: not self.alive or "eady to accept" in self.log_tail(), "the server starts")
         if not self.alive:
             raise ServerMissing(f"it does not start in a network of its own: {self.log_tail()}")

@@ -1,4 +1,5 @@
-"""Adapters once more on CUDA: alone and in one batch, reloaded while requests run, and never on another content's KV."""
+"""Adapters once more on CUDA: alone and in one batch, reloaded while requests run, and never on another
+content's KV."""
 
 from __future__ import annotations
 

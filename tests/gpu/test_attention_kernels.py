@@ -1,4 +1,5 @@
-"""The Triton backend agrees with the reference in float64, reads nothing that it must not, and writes everything that it must.
+"""The Triton backend agrees with the reference in float64, reads nothing that it must not, and writes
+everything that it must.
 
 With TRITON_INTERPRET=1 the same tests run on CPU tensors, with smaller batches, in float32 and float16.
 """
@@ -18,7 +19,10 @@ torch = pytest.importorskip("torch", reason="NOT TESTED: the attention kernels n
 pytest.importorskip("triton", reason="NOT TESTED: the attention kernels need triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("NOT TESTED: the attention kernels need an NVIDIA GPU, and there is none here", allow_module_level=True)
+    pytest.skip(
+        "NOT TESTED: the attention kernels need an NVIDIA GPU, and there is none here",
+        allow_module_level=True,
+    )
 
 from penstock.engine.execution.attention import triton as backend  # noqa: E402
 from penstock.engine.execution.attention import triton_kernels  # noqa: E402
@@ -46,7 +50,9 @@ SMALL = ragged_config(num_heads=2, num_kv_heads=1, head_dim=16, num_layers=1)
 def _uninitialised_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if INTERPRETED:
         torch.set_num_threads(1)
-        monkeypatch.setattr(backend, "ROTATE_MANY_FROM", 2)  # one program per head and token takes the interpreter minutes
+        monkeypatch.setattr(
+            backend, "ROTATE_MANY_FROM", 2
+        )  # one program per head and token takes the interpreter minutes
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.empty(8, device=DEVICE).isnan().all()
     yield
@@ -59,7 +65,11 @@ def make_step(spans: tuple[Span, ...], config: ModelConfig | None = None, **how:
 
 
 def assert_agrees(
-    step: RaggedStep, kind: type[TritonAttention] = TritonAttention, norms: bool = True, blank_from: int | None = None, **how: Any
+    step: RaggedStep,
+    kind: type[TritonAttention] = TritonAttention,
+    norms: bool = True,
+    blank_from: int | None = None,
+    **how: Any,
 ) -> None:
     theirs, ours = step.with_own_arena(), step.with_own_arena()
     reference = ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64)
@@ -78,7 +88,9 @@ def with_splits(monkeypatch: pytest.MonkeyPatch, splits: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=["single", "half"])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_mixed_step_agrees_with_the_reference(dtype: Any, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixed_step_agrees_with_the_reference(
+    dtype: Any, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_splits(monkeypatch, splits)
     assert_agrees(make_step(MIXED, dtype=dtype, seed=splits))
 
@@ -99,7 +111,9 @@ def test_every_block_size_agrees(block_tokens: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
 @pytest.mark.parametrize("norms", [True, False], ids=["norms", "plain"])
-def test_few_and_many_tokens_rotate_alike(num_tokens: int, norms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_and_many_tokens_rotate_alike(
+    num_tokens: int, norms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backend, "ROTATE_MANY_FROM", 5)
     config = ragged_config(num_heads=4, num_kv_heads=2, num_layers=2)
     assert_agrees(make_step((Span(30, num_tokens),), config), norms=norms)
@@ -109,7 +123,9 @@ def test_every_number_of_splits_gives_the_same(monkeypatch: pytest.MonkeyPatch) 
     """More shares than tiles of keys, too: those without keys must not count."""
     for splits in (2, 7, 64) if not INTERPRETED else (7,):
         with_splits(monkeypatch, splits)
-        assert_agrees(make_step((Span(300, 1), Span(0, 1), Span(64, 1), Span(100, 10)), shared_blocks=3, seed=splits))
+        assert_agrees(
+            make_step((Span(300, 1), Span(0, 1), Span(64, 1), Span(100, 10)), shared_blocks=3, seed=splits)
+        )
 
 
 def on_multiprocessors(num: int) -> type[TritonAttention]:
@@ -124,9 +140,14 @@ def on_multiprocessors(num: int) -> type[TritonAttention]:
 
 
 @pytest.mark.parametrize("shares", [33, 64] if INTERPRETED else [31, 32, 33, 63, 64])
-def test_long_keys_in_as_many_shares_as_can_be_merged_agree(shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every share has keys, the last one only a few: a share that is not merged is missing from the result."""
-    assert shares <= backend.MAX_SPLITS == 64, "these shares go below, to and beyond the half and the whole of what is merged"
+def test_long_keys_in_as_many_shares_as_can_be_merged_agree(
+    shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every share has keys, the last one only a few: a share that is not merged is missing from the
+    result."""
+    assert shares <= backend.MAX_SPLITS == 64, (
+        "these shares go below, to and beyond the half and the whole of what is merged"
+    )
     with_splits(monkeypatch, shares)
     keys = backend.TUNING[4].decode.keys
     assert_agrees(make_step((Span((shares - 1) * keys + 4, 1),), SMALL, seed=shares))
@@ -148,7 +169,9 @@ def test_chunks_around_the_edges_of_tiles_agree(shares: int, monkeypatch: pytest
     with_splits(monkeypatch, shares)
     tile, group = backend.TUNING[4].short, SMALL.num_heads // SMALL.num_kv_heads
     tokens = tile.rows // group
-    spans = [Span(tile.keys + past, q_len) for past in (-2, -1, 0, 1) for q_len in (tokens - 1, tokens, tokens + 1)]
+    spans = [
+        Span(tile.keys + past, q_len) for past in (-2, -1, 0, 1) for q_len in (tokens - 1, tokens, tokens + 1)
+    ]
     assert_agrees(make_step(tuple(spans[:: 2 if INTERPRETED else 1]), SMALL), norms=False)
 
 
@@ -159,11 +182,17 @@ def test_all_shapes_that_a_context_can_need_are_planned() -> None:
     own = [(64, 0), (128, 0)]
     assert backend.fused_shapes(SIZES, 128, 384) == [*own, (64, 256), (32, 256), (64, 128), (32, 128)]
     assert backend.fused_shapes(SIZES, 128, 257) == [*own, (64, 256), (32, 256), (64, 128), (32, 128)]
-    assert backend.fused_shapes(SIZES, 128, 256) == [*own, (64, 128), (32, 128)], "a chunk behind 256 would be outside the context"
+    assert backend.fused_shapes(SIZES, 128, 256) == [*own, (64, 128), (32, 128)], (
+        "a chunk behind 256 would be outside the context"
+    )
     assert backend.fused_shapes(SIZES, 128, 128) == own
     assert backend.fused_shapes(SIZES, 128, 40) == [(64, 0)], "a short context has no more than it can use"
-    assert backend.fused_shapes(SIZES, 33, 384) == [(64, 256), (32, 256), (64, 128), (32, 128)], "a chunk of 33 tokens is rounded up"
-    assert backend.fused_shapes(SIZES._replace(least_keys=200), 32, 200) == [], "pieces that are never taken are not planned"
+    assert backend.fused_shapes(SIZES, 33, 384) == [(64, 256), (32, 256), (64, 128), (32, 128)], (
+        "a chunk of 33 tokens is rounded up"
+    )
+    assert backend.fused_shapes(SIZES._replace(least_keys=200), 32, 200) == [], (
+        "pieces that are never taken are not planned"
+    )
 
 
 def test_pieces_are_the_largest_that_fit() -> None:
@@ -172,16 +201,27 @@ def test_pieces_are_the_largest_that_fit() -> None:
 
 
 def test_only_planned_shapes_are_fused() -> None:
-    """A chunk among itself from half a size on; what is before it in whole pieces; in float32, or before anything is planned, nothing."""
+    """A chunk among itself from half a size on; what is before it in whole pieces; in float32, or before
+    anything is planned, nothing."""
     step = make_step((Span(0, 8),), SMALL, dtype=HALF)
     attention = TritonAttention(step.arena, step.config, step.rope, fused_sizes=SIZES)
     assert attention._fuses(0, 64) == attention._fuses(256, 64) == (0, False)
     attention._planned = set(backend.fused_shapes(SIZES, 128, 600))
-    assert [attention._fuses(0, q_len) for q_len in (31, 32, 128, 129)] == [(0, False), (0, True), (0, True), (0, False)]
+    assert [attention._fuses(0, q_len) for q_len in (31, 32, 128, 129)] == [
+        (0, False),
+        (0, True),
+        (0, True),
+        (0, False),
+    ]
     assert [attention._fuses(start, 64) for start in (127, 128, 129, 384, 500)] == [
         (0, False), (128, True), (128, False), (384, True), (384, False)
     ]  # fmt: skip
-    assert [attention._fuses(128, q_len) for q_len in (23, 24, 31, 32)] == [(0, False), (128, False), (128, False), (128, True)]
+    assert [attention._fuses(128, q_len) for q_len in (23, 24, 31, 32)] == [
+        (0, False),
+        (128, False),
+        (128, False),
+        (128, True),
+    ]
     attention._planned.discard((32, 128))
     assert attention._fuses(128, 96) == (0, False) and attention._fuses(128, 64) == (128, True)
     single = make_step((Span(0, 8),), SMALL)
@@ -196,7 +236,9 @@ def test_a_captured_step_does_not_know_its_lengths(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_padding_tokens_that_belong_to_no_chunk_give_zeros(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_tokens_that_belong_to_no_chunk_give_zeros(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_splits(monkeypatch, splits)
     step = make_step((Span(9, 4), Span(0, 6)))
     attention = TritonAttention(step.arena, step.config, step.rope)
@@ -234,7 +276,9 @@ def test_splits_fill_the_device_and_depend_on_the_shape_alone() -> None:
 
 
 @pytest.mark.parametrize(("num_chunks", "splits"), [(8, 2), (9, 3), (10, 3), (11, 1), (20, 1), (21, 1)])
-def test_decodes_agree_with_the_reference_however_many_there_are_per_multiprocessor(num_chunks: int, splits: int) -> None:
+def test_decodes_agree_with_the_reference_however_many_there_are_per_multiprocessor(
+    num_chunks: int, splits: int
+) -> None:
     spans = [Span(37 + 29 * (i % 5), 1) for i in range(num_chunks)]
     step = make_step(spans, dtype=HALF)
 
@@ -253,7 +297,9 @@ def test_decodes_agree_with_the_reference_however_many_there_are_per_multiproces
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 16])
-def test_a_few_long_sequences_are_cut_into_more_shares_than_short_ones_and_one_alone_is_not(num_chunks: int) -> None:
+def test_a_few_long_sequences_are_cut_into_more_shares_than_short_ones_and_one_alone_is_not(
+    num_chunks: int,
+) -> None:
     step = make_step(DECODES, dtype=HALF)
     attention = TritonAttention(step.arena, step.config, step.rope)
     attention._num_sms = 132
@@ -265,15 +311,25 @@ def test_a_few_long_sequences_are_cut_into_more_shares_than_short_ones_and_one_a
 
 def test_sequences_of_different_lengths_in_many_shares_agree_with_the_reference() -> None:
     tuning = backend.TUNING[2]._replace(programs_per_sm=64)
-    assert_agrees(make_step([Span(3, 1), Span(900, 1), Span(64, 1), Span(250, 1), Span(0, 1)], dtype=HALF), tuning=tuning)
+    assert_agrees(
+        make_step([Span(3, 1), Span(900, 1), Span(64, 1), Span(250, 1), Span(0, 1)], dtype=HALF),
+        tuning=tuning,
+    )
 
 
 def test_a_long_chunk_over_a_longer_prefix_has_a_tile_of_its_own() -> None:
     step = make_step((Span(0, 1),), dtype=HALF)
     attention = TritonAttention(step.arena, step.config, step.rope)
     launch = backend._Launch(0, 1, 0, 512, 512)
-    assert attention.grid(launch, deep=True)[0] == backend.TUNING[2].deep != attention.grid(launch, deep=False)[0]
-    assert_agrees(make_step((Span(150, 48),), dtype=HALF), tuning=backend.TUNING[2]._replace(short=backend.TUNING[2].decode))
+    assert (
+        attention.grid(launch, deep=True)[0]
+        == backend.TUNING[2].deep
+        != attention.grid(launch, deep=False)[0]
+    )
+    assert_agrees(
+        make_step((Span(150, 48),), dtype=HALF),
+        tuning=backend.TUNING[2]._replace(short=backend.TUNING[2].decode),
+    )
 
 
 def test_unknown_choices_are_refused() -> None:
@@ -282,16 +338,20 @@ def test_unknown_choices_are_refused() -> None:
         TritonAttention(step.arena, step.config, step.rope, prefill="fast")  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------- PyTorch's fused attention
+# ---------------------------------------------------------------------------------- PyTorch's fused attention
 
 
-def plain_attention(self: TritonAttention, q: Any, k: Any, v: Any, *, causal: bool, with_lse: bool) -> tuple[Any, Any]:
+def plain_attention(
+    self: TritonAttention, q: Any, k: Any, v: Any, *, causal: bool, with_lse: bool
+) -> tuple[Any, Any]:
     """What the fused operators return, from their definition."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * q.shape[-1] ** -0.5
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[1:], device=q.device).tril().bool(), float("-inf"))
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[1:], device=q.device).tril().bool(), float("-inf")
+        )
     out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return out.to(q.dtype).contiguous(), scores.logsumexp(-1).float().contiguous()
 
@@ -333,21 +393,29 @@ FUSED = ragged_config(num_heads=4, num_kv_heads=2, head_dim=16 if INTERPRETED el
         ((Span(150, 30),), [(32, 128)]),
         ((Span(410, 70),), [(64, 256), (32, 256), (64, 128), (32, 128)]),  # two pieces, and the chunk in two
         ((Span(37, 1), Span(300, 1), Span(0, 50)), [(64, 0)]),  # behind decodes
-        ((Span(37, 1), Span(9, 20), Span(130, 33), Span(5, 30), Span(70, 24), Span(256, 32), Span(3, 2)), [(64, 128), (64, 0), (32, 256)]),
+        (
+            (Span(37, 1), Span(9, 20), Span(130, 33), Span(5, 30), Span(70, 24), Span(256, 32), Span(3, 2)),
+            [(64, 128), (64, 0), (32, 256)],
+        ),
     ],
     ids=["alone", "before another", "between", "pieces", "behind decodes", "among others"],
 )
 def test_deep_chunks_take_fused_attention_over_pieces_of_their_prefix(
     spans: tuple[Span, ...], asked: list[tuple[int, int]], splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside decodes and other chunks, with and without tokens between the pieces and the chunk, and with rows that fill no shape."""
-    with_splits(monkeypatch, 1 if INTERPRETED and len(spans) > 3 else splits)  # shares of many chunks take the interpreter seconds
+    """Beside decodes and other chunks, with and without tokens between the pieces and the chunk, and with
+    rows that fill no shape."""
+    with_splits(
+        monkeypatch, 1 if INTERPRETED and len(spans) > 3 else splits
+    )  # shares of many chunks take the interpreter seconds
     assert_agrees(make_step(spans, FUSED, dtype=HALF, seed=splits), Planned)
     assert Planned.asked == asked
 
 
 def test_every_step_is_divided_anew() -> None:
-    one, other = (make_step(spans, FUSED, dtype=HALF) for spans in ((Span(150, 30),), (Span(9, 30), Span(150, 30))))
+    one, other = (
+        make_step(spans, FUSED, dtype=HALF) for spans in ((Span(150, 30),), (Span(9, 30), Span(150, 30)))
+    )
     attention = Planned(one.arena, one.config, one.rope)
     for _ in range(2):
         assert [part.num_fused for part in attention._parts(one.inputs)] == [128]
@@ -375,18 +443,21 @@ def test_fused_attention_agrees_with_the_reference(fused: Any, span: Span) -> No
     assert_agrees(make_step((span,), config, dtype=HALF), prefill="sdpa", fused=fused)
 
 
-# -------------------------------------------------------------------------------------------------- only on the device
+# ----------------------------------------------------------------------------------------- only on the device
 
 
 @on_gpu
 def test_a_replayed_capture_equals_an_eager_step_to_the_bit() -> None:
-    """Captured over one set of lengths and slots, replayed over another that was written into the same tensors."""
+    """Captured over one set of lengths and slots, replayed over another that was written into the same
+    tensors."""
     config = ragged_config(num_heads=8, num_kv_heads=2, head_dim=128, num_layers=2)
     first = make_step((Span(40, 1), Span(9, 1), Span(200, 1)), config, dtype=HALF, seed=1)
     second = make_step((Span(12, 1), Span(203, 1), Span(36, 1)), config, dtype=HALF, seed=2)
     assert first.arena.shape == second.arena.shape
     expected = outputs(TritonAttention(second.arena.clone(), config, second.rope), second)[:-1]
-    held = replace(second, arena=first.arena, inputs=replace(first.inputs, max_q_len=0, max_kv_len=0, spans=()))
+    held = replace(
+        second, arena=first.arena, inputs=replace(first.inputs, max_q_len=0, max_kv_len=0, spans=())
+    )
     attention = TritonAttention(first.arena, config, first.rope)
     outputs(attention, held)
     graph = torch.cuda.CUDAGraph()
@@ -423,7 +494,9 @@ def test_many_random_batches_agree() -> None:
     for seed in range(20):
         decodes = [Span(draw(0, 900), 1, bool(draw(0, 2))) for _ in range(draw(0, 12))]
         chunks = [Span(draw(0, 400), draw(2, 300)) for _ in range(draw(0, 4))]
-        config = ragged_config(num_heads=8, num_kv_heads=(1, 2, 4, 8)[draw(0, 4)], head_dim=(64, 128)[draw(0, 2)], num_layers=1)
+        config = ragged_config(
+            num_heads=8, num_kv_heads=(1, 2, 4, 8)[draw(0, 4)], head_dim=(64, 128)[draw(0, 2)], num_layers=1
+        )
         spans = (*decodes, *chunks) or (Span(5, 1),)
         assert_agrees(make_step(spans, config, dtype=HALF, shared_blocks=draw(0, 5), seed=seed))
 
@@ -431,29 +504,50 @@ def test_many_random_batches_agree() -> None:
 @on_gpu
 @pytest.mark.parametrize("windows", [(), (100, 0)], ids=["no windows", "windows"])
 def test_no_step_compiles_anything_after_the_first_of_its_kind(windows: tuple[int, ...]) -> None:
-    config = replace(ragged_config(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=len(windows) or 1), windows=windows)
+    config = replace(
+        ragged_config(num_heads=8, num_kv_heads=2, head_dim=64, num_layers=len(windows) or 1), windows=windows
+    )
 
     def run(*spans: Span) -> None:
         step = make_step(spans, config, dtype=HALF)
-        # An offset of one moves the index tensors off their 16-byte alignment, as views into one packed tensor are.
+        # An offset of one moves the index tensors off their 16-byte alignment, as views into one packed
+        # tensor are.
         for field in ("positions", "write_at", "q_starts", "kv_lens", "table_starts", "tables"):
             whole = getattr(step.inputs, field)
             setattr(step.inputs, field, torch.cat([whole[:1], whole])[1:] if len(spans) % 2 else whole)
         outputs(TritonAttention(step.arena, config, step.rope), step)
 
     def compiled() -> int:
-        known = (triton_kernels.paged_attention_kernel, triton_kernels.merge_splits_kernel, triton_kernels.rotate_and_write_kernel)
+        known = (
+            triton_kernels.paged_attention_kernel,
+            triton_kernels.merge_splits_kernel,
+            triton_kernels.rotate_and_write_kernel,
+        )
         return sum(len(cache[0]) for kernel in known for cache in kernel.device_caches.values())
 
-    for spans in ((Span(20, 1),), (Span(5, 1),) * 300, (Span(0, 600),), (Span(0, 10),), (Span(0, 600),) * 5, (Span(0, 10),) * 300):
+    for spans in (
+        (Span(20, 1),),
+        (Span(5, 1),) * 300,
+        (Span(0, 600),),
+        (Span(0, 10),),
+        (Span(0, 600),) * 5,
+        (Span(0, 10),) * 300,
+    ):
         run(*spans)
     before = compiled()
-    for spans in ((Span(21, 1),) * 3, (Span(7, 1),) * 16, (Span(40, 1),) * 32, (Span(3, 599),), (Span(16, 15), Span(0, 16)), (Span(1, 1),)):
+    for spans in (
+        (Span(21, 1),) * 3,
+        (Span(7, 1),) * 16,
+        (Span(40, 1),) * 32,
+        (Span(3, 599),),
+        (Span(16, 15), Span(0, 16)),
+        (Span(1, 1),),
+    ):
         run(*spans)
     assert compiled() == before
 
 
-# ------------------------------------------------------------------------------------------------------------- windows
+# ---------------------------------------------------------------------------------------------------- windows
 
 WINDOWED = (Span(70, 1), Span(33, 1), Span(3, 1), Span(41, 3), Span(30, 37))
 
@@ -465,15 +559,21 @@ def windowed(*windows: int, **sizes: int) -> ModelConfig:
 
 @pytest.mark.parametrize("window", [1, 34] if INTERPRETED else [1, 7, 16, 33, 34, 35, 63, 64, 65, 71, 4096])
 @pytest.mark.parametrize("splits", [3] if INTERPRETED else [1, 3])
-def test_a_window_hides_what_it_hides_in_the_reference(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_hides_what_it_hides_in_the_reference(
+    window: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_splits(monkeypatch, splits)
-    assert_agrees(make_step(WINDOWED, windowed(window, num_heads=2, num_kv_heads=1, head_dim=16), seed=window))
+    assert_agrees(
+        make_step(WINDOWED, windowed(window, num_heads=2, num_kv_heads=1, head_dim=16), seed=window)
+    )
 
 
 @pytest.mark.parametrize("left_out", [range(3, 40), range(130), range(2000)], ids=["some", "tiles", "all"])
 @pytest.mark.parametrize("window", [34] if INTERPRETED else [0, 34])
 @pytest.mark.parametrize("splits", [3] if INTERPRETED else [1, 3])
-def test_keys_that_were_left_out_are_seen_by_nobody(splits: int, window: int, left_out: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_were_left_out_are_seen_by_nobody(
+    splits: int, window: int, left_out: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_splits(monkeypatch, splits)
     step = make_step(
         (Span(200, 1), *MIXED, Span(150, 9)), windowed(window), shared_blocks=0, dtype=HALF
@@ -488,7 +588,9 @@ class NotSkipping(TritonAttention):
     blank_from = property(lambda self: 99, lambda self, value: None)  # type: ignore[assignment]
 
 
-def test_all_that_a_layer_of_drafts_may_need_is_compiled_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_a_layer_of_drafts_may_need_is_compiled_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Other layers share what captures of steps have compiled: it skips no keys."""
     kind, kernel = on_multiprocessors(132), triton_kernels.paged_attention_kernel
     made = set[tuple[Any, ...]]()
@@ -502,11 +604,17 @@ def test_all_that_a_layer_of_drafts_may_need_is_compiled_before_the_first_reques
             return launch
 
     monkeypatch.setattr(triton_kernels, "paged_attention_kernel", Noted())
-    attention = kind(torch.zeros(2, 2, 2, 16, 1, 32, dtype=HALF, device=DEVICE), (config := windowed(0, 34)), rope_table(config, DEVICE))
+    attention = kind(
+        torch.zeros(2, 2, 2, 16, 1, 32, dtype=HALF, device=DEVICE),
+        (config := windowed(0, 34)),
+        rope_table(config, DEVICE),
+    )
     attention.blank_from = 1
     attention.compile()
     needed = set[tuple[Any, ...]]()
-    for q_len, num_chunks, deep in itertools.product((1, 2, 16, 64, 600, 5000), (1, 5, 40, 150, 200, 300, 500), (False, True)):
+    for q_len, num_chunks, deep in itertools.product(
+        (1, 2, 16, 64, 600, 5000), (1, 5, 40, 150, 200, 300, 500), (False, True)
+    ):
         tile, _, splits = attention.grid(backend._Launch(0, num_chunks, 0, q_len * num_chunks, q_len), deep)
         needed.add((*tile, splits > 1, False, 34, True))
     assert needed <= made and len(needed) > 8
@@ -533,16 +641,16 @@ def test_a_chunk_whose_window_hides_keys_is_not_fused(monkeypatch: pytest.Monkey
     assert [attention._fuses(0, 40, window) for window in (39, 40, 0)] == [(0, False), (0, True), (0, True)]
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 FAULTS = {
     "a causal mask off by one": ("keys[None, :] <= last_visible", "keys[None, :] < last_visible"),
     "a causal mask open by one": ("keys[None, :] <= last_visible", "keys[None, :] <= 1 + last_visible"),
     "an entry behind the table is read": ("exists = keys < end", "exists = keys < end + 1"),
-    "shares merged without their weights": ("tl.exp2(lse - tl.where(largest > float(\"-inf\"), largest, 0.0))", "lse * 0.0 + 1.0"),
-    "a share of keys left out": ("end = tl.minimum(begin + share, key_end)", "end = tl.minimum(begin + share - TILE_KEYS, key_end)"),
+    "shares merged without their weights": ("tl.exp2(lse - tl.where(largest > float(\"-inf\"), largest, 0.0))", "lse * 0.0 + 1.0"),  # noqa: E501
+    "a share of keys left out": ("end = tl.minimum(begin + share, key_end)", "end = tl.minimum(begin + share - TILE_KEYS, key_end)"),  # noqa: E501
     "empty shares counted": ("has_keys = lse != float(\"-inf\")", "has_keys = splits < num_splits"),
-    "every token written to its block's start": ("(at % BLOCK_TOKENS) * TOKEN_STRIDE", "(at % 1) * TOKEN_STRIDE"),
+    "every token written to its block's start": ("(at % BLOCK_TOKENS) * TOKEN_STRIDE", "(at % 1) * TOKEN_STRIDE"),  # noqa: E501
     "rotation the other way": ("first = (x * cos - y * sin)", "first = (x * cos + y * sin)"),
 }  # fmt: skip
 
@@ -550,8 +658,8 @@ FAULTS = {
 WINDOW_FAULTS = {
     "a window open by one": ("> last_visible[:, None] - WINDOW", ">= last_visible[:, None] - WINDOW"),
     "a window closed by one": ("> last_visible[:, None] - WINDOW", "> 1 + last_visible[:, None] - WINDOW"),
-    "keys that some rows do not see taken as seen by all": ("tl.cdiv(tl.maximum(key_end - WINDOW, 0), TILE_KEYS)", "tl.cdiv(0, TILE_KEYS)"),
-    "keys of the window left out": ("tile * TILE_TOKENS + 1 - WINDOW", "tile * TILE_TOKENS + 1 - WINDOW + TILE_KEYS"),
+    "keys that some rows do not see taken as seen by all": ("tl.cdiv(tl.maximum(key_end - WINDOW, 0), TILE_KEYS)", "tl.cdiv(0, TILE_KEYS)"),  # noqa: E501
+    "keys of the window left out": ("tile * TILE_TOKENS + 1 - WINDOW", "tile * TILE_TOKENS + 1 - WINDOW + TILE_KEYS"),  # noqa: E501
 }  # fmt: skip
 
 FAULTY = (Span(60, 1), Span(35, 1), Span(7, 12))
@@ -563,7 +671,9 @@ def test_without_a_fault_the_comparison_is_green(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_turns_the_comparison_red(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_splits(monkeypatch, 4)
     step = make_step(FAULTY, SMALL)
     with mutated(triton_kernels, *FAULTS[fault], tmp_path) as mutant:
@@ -573,7 +683,9 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("fault", WINDOW_FAULTS)
-def test_a_fault_in_windows_turns_the_comparison_red(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_windows_turns_the_comparison_red(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_splits(monkeypatch, 2)
     step = make_step(FAULTY, windowed(20, num_heads=2, num_kv_heads=1, head_dim=16))
     with mutated(triton_kernels, *WINDOW_FAULTS[fault], tmp_path) as mutant:

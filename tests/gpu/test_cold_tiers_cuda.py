@@ -1,4 +1,5 @@
-"""Tiers behind host memory once more on CUDA: blocks are read into pinned slots and promoted from there by copy engines."""
+"""Tiers behind host memory once more on CUDA: blocks are read into pinned slots and promoted from there by
+copy engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Copies between device and pinned host memory on real streams: bit by bit, in order, across registrations, and without blocking."""
+"""Copies between device and pinned host memory on real streams: bit by bit, in order, across registrations,
+and without blocking."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="NOT TESTED: copies on CUDA need torch")
 if not torch.cuda.is_available():
-    pytest.skip("NOT TESTED: copies on CUDA need an NVIDIA GPU, and there is none here", allow_module_level=True)
+    pytest.skip(
+        "NOT TESTED: copies on CUDA need an NVIDIA GPU, and there is none here", allow_module_level=True
+    )
 
 from penstock.contract import Fence  # noqa: E402
 from penstock.errors import InvariantBroken, TransferFailed  # noqa: E402
@@ -101,11 +104,13 @@ def run(lane: CudaLane, copier: Any, source: Any, dest: Any, layers: tuple[int, 
         raise error
 
 
-# ------------------------------------------------------------------------------------------------------------------ bytes
+# ------------------------------------------------------------------------------------------------------ bytes
 
 
 @pytest.mark.parametrize("num_layers", [6, 3, 2, 1])
-def test_what_is_demoted_and_destroyed_comes_back_elsewhere_bit_by_bit(way: str, host: HostArena, num_layers: int) -> None:
+def test_what_is_demoted_and_destroyed_comes_back_elsewhere_bit_by_bit(
+    way: str, host: HostArena, num_layers: int
+) -> None:
     device = random_device(1)
     before = copy_of(device)
     lane = CudaLane("copy", DEVICE)
@@ -167,7 +172,7 @@ def test_this_cuda_copies_in_batches() -> None:
         assert copies._batch_copy() is not None
 
 
-# ------------------------------------------------------------------------------------------------------------------ order
+# ------------------------------------------------------------------------------------------------------ order
 
 
 class DeafLane(CudaLane):
@@ -209,7 +214,8 @@ def test_a_copy_that_does_not_wait_is_noticed(host: HostArena) -> None:
 def test_both_directions_at_once_do_not_mix(host: HostArena) -> None:
     device = random_device(8)
     lanes = [CudaLane("promote", DEVICE, priority=-1), CudaLane("demote", DEVICE)]
-    host.tensor.copy_(random_device(9)[:NUM_SLOTS].cpu())  # by the CPU: CUDA would refuse a copy across all registrations
+    # by the CPU: CUDA would refuse a copy across all registrations
+    host.tensor.copy_(random_device(9)[:NUM_SLOTS].cpu())
     first, second = np.arange(50), np.arange(50, 100)
     promoted, demoted = copy_of(host.tensor[first]), copy_of(device[second])
     for _ in range(20):
@@ -220,7 +226,7 @@ def test_both_directions_at_once_do_not_mix(host: HostArena) -> None:
     assert same(device[first], promoted) and same(host.tensor[second], demoted)
 
 
-# ------------------------------------------------------------------------------------------------------------------ arena
+# ------------------------------------------------------------------------------------------------------ arena
 
 
 def test_slots_are_pinned_when_they_are_ready_and_not_after_close() -> None:
@@ -256,8 +262,11 @@ def test_an_arena_that_is_dropped_without_being_closed_leaves_nothing_registered
     gc.collect()
     codes: list[int] = []
     cudart = torch.cuda.cudart()
-    # On a thread of its own: a call that fails leaves its error to whichever call of the same thread looks next.
-    asking = threading.Thread(target=lambda: codes.extend(int(cudart.cudaHostUnregister(address)) for address in addresses))
+    # On a thread of its own: a call that fails leaves its error to whichever call of the same thread looks
+    # next.
+    asking = threading.Thread(
+        target=lambda: codes.extend(int(cudart.cudaHostUnregister(address)) for address in addresses)
+    )
     asking.start()
     asking.join()
     assert len(codes) == len(addresses) and all(codes), "it was still registered"

@@ -1,5 +1,5 @@
-"""The kernels between the passes of a step with drafts do what the references do: which drafts are kept, where rows begin, what a captured
-pass reads, which hidden states are noted where, and which KV is left blank.
+"""The kernels between the passes of a step with drafts do what the references do: which drafts are kept,
+where rows begin, what a captured pass reads, which hidden states are noted where, and which KV is left blank.
 
 With TRITON_INTERPRET=1 the same tests run on CPU tensors.
 """
@@ -14,7 +14,10 @@ torch = pytest.importorskip("torch", reason="NOT TESTED: the kernels of drafts n
 pytest.importorskip("triton", reason="NOT TESTED: the kernels of drafts need triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("NOT TESTED: the kernels of drafts need an NVIDIA GPU, and there is none here", allow_module_level=True)
+    pytest.skip(
+        "NOT TESTED: the kernels of drafts need an NVIDIA GPU, and there is none here",
+        allow_module_level=True,
+    )
 
 from penstock.engine.execution import ahead, triton_steps  # noqa: E402
 from penstock.engine.execution.batch import Shape  # noqa: E402
@@ -33,13 +36,20 @@ def test_the_same_drafts_are_kept(seed: int) -> None:
     lengths = torch.randint(0, 5, (9,), generator=generator)
     starts = (lengths + 1).cumsum(0) - lengths - 1
     num = int((lengths + 1).sum())
-    step, chosen = torch.randint(0, 2, (num,), generator=generator), torch.randint(0, 2, (num,), generator=generator)
+    step, chosen = (
+        torch.randint(0, 2, (num,), generator=generator),
+        torch.randint(0, 2, (num,), generator=generator),
+    )
     rows = torch.repeat_interleave(torch.randperm(9, generator=generator), lengths + 1)
     found = []
     for function, device in ((kept_tokens, "cpu"), (triton_steps.kept_tokens, DEVICE)):
-        pending, rejected = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((10, 5), (10,)))
+        pending, rejected = (
+            torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((10, 5), (10,))
+        )
         given = [one.to(torch.int32).to(device) for one in (starts, lengths, step, rows)]
-        tokens, lasts = function(given[0], given[1], 4, given[2], chosen.to(device), given[3], pending, rejected)
+        tokens, lasts = function(
+            given[0], given[1], 4, given[2], chosen.to(device), given[3], pending, rejected
+        )
         found.append([one.cpu().tolist() for one in (tokens, lasts, pending, rejected)])
     assert found[0] == found[1]
 
@@ -69,12 +79,14 @@ def test_rows_begin_at_the_same_places(seed: int) -> None:
 
 @pytest.mark.parametrize("has_lasts", [True, False])
 def test_a_captured_pass_reads_no_place_of_a_request_twice_with_other_tokens(has_lasts: bool) -> None:
-    """A step of 7 rows has 4 requests, or 7: for a request that there is not, the pass does what it does for the first, drawing as that
-    one draws. With other tokens it would write over KV of the first's."""
+    """A step of 7 rows has 4 requests, or 7: for a request that there is not, the pass does what it does for
+    the first, drawing as that one draws. With other tokens it would write over KV of the first's."""
     tokens = torch.tensor([5, 6, -1, 7, 8, 9, -1], dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([3, 3, 3, 1, 0, 2, 2], dtype=torch.int32, device=DEVICE)
     lasts = torch.tensor([1, 3, 4, 5], device=DEVICE) if has_lasts else None
-    into = tuple(torch.full((7,), 77, dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64, torch.int32))
+    into = tuple(
+        torch.full((7,), 77, dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64, torch.int32)
+    )
     triton_steps.fill_pass(tokens, lasts, rows, into)
     assert into[0].tolist() == [5, 6, 0, 7, 8, 9, 0]
     assert into[1].tolist() == ([1, 3, 4, 5, 1, 1, 1] if has_lasts else list(range(7)))
@@ -88,11 +100,15 @@ def test_the_same_hidden_states_are_noted_at_the_same_places(num_shares: int, wi
     num, noted = 5, torch.zeros((8, 2 * BLOCK, width), dtype=torch.bfloat16)
     hidden = torch.randn((num_shares, num, width) if num_shares else (num, width), generator=generator)
     residual = torch.randn((num, width), generator=generator).to(torch.bfloat16)
-    rows, positions = torch.randperm(8, generator=generator)[:num].to(torch.int32), torch.tensor([0, 31, 32, 47, 700], dtype=torch.int32)
+    rows, positions = (
+        torch.randperm(8, generator=generator)[:num].to(torch.int32),
+        torch.tensor([0, 31, 32, 47, 700], dtype=torch.int32),
+    )
     found = noted.clone().to(DEVICE)
     ahead.note(hidden, residual, rows, positions, noted)
     triton_steps.note(*(one.to(DEVICE) for one in (hidden, residual, rows, positions)), found)
-    torch.testing.assert_close(found.cpu(), noted, rtol=0.02, atol=0.06)  # sums in another order round differently
+    # sums in another order round differently
+    torch.testing.assert_close(found.cpu(), noted, rtol=0.02, atol=0.06)
     assert noted.count_nonzero(dim=-1).bool().sum() == num
 
 
@@ -100,7 +116,9 @@ def test_the_same_hidden_states_are_noted_at_the_same_places(num_shares: int, wi
 @pytest.mark.parametrize("heads", [(2, 16), (3, 40)])
 def test_the_same_places_are_left_blank_and_no_others(heads: tuple[int, int], num_layers: int) -> None:
     """In layers behind others of the same slots."""
-    arena = torch.randn((6, 2 + num_layers, 2, BLOCK, *heads), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    arena = torch.randn((6, 2 + num_layers, 2, BLOCK, *heads), generator=torch.Generator().manual_seed(1)).to(
+        torch.bfloat16
+    )
     found, at = arena.clone().to(DEVICE), torch.tensor([0, 17, 33, 95, 47], dtype=torch.int32)
     ahead.blank(arena[:, 2:], at)
     triton_steps.blank(found[:, 2:], at.to(DEVICE))

@@ -1,4 +1,5 @@
-"""The engine's whole suite once more on CUDA, and its agreement with the CPU and with `transformers` on the same weights."""
+"""The engine's whole suite once more on CUDA, and its agreement with the CPU and with `transformers` on the
+same weights."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def real(directory: Path, device: str, dtype: str = "float32") -> Engine:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_cuda_and_transformers_agree_on_a_random_tiny_model(architecture: str, tmp_path: Path, prompts: Prompts, monkeypatch: Any) -> None:
+def test_cuda_and_transformers_agree_on_a_random_tiny_model(
+    architecture: str, tmp_path: Path, prompts: Prompts, monkeypatch: Any
+) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = write_tiny_model(tmp_path / architecture, BUILT_IN[f"tiny-{architecture}"])
@@ -73,7 +76,11 @@ def test_cuda_and_transformers_agree_on_smollm2(monkeypatch: Any) -> None:
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     engine = real(Path(directory), "cuda")
     logits = Logits(engine, monkeypatch)
-    texts = ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return n\n    return", "A long road. " * 60]
+    texts = [
+        "The capital of France is",
+        "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+        "A long road. " * 60,
+    ]
     given = [engine.tokenizer.encode(text) for text in texts]
     found = [submit(engine, prompt, max_tokens=12) for prompt in given]
     run_all(engine)
@@ -98,7 +105,14 @@ def test_bfloat16_stays_close_to_float32(tmp_path: Path, prompts: Prompts, monke
 
 def test_sampled_tokens_are_those_of_the_cpu(tmp_path: Path, prompts: Prompts) -> None:
     directory = write_tiny_model(tmp_path / "llama", BUILT_IN["tiny-llama"])
-    hot: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "frequency_penalty": 0.5, "seed": 3, "max_tokens": 24}
+    hot: dict[str, Any] = {
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "top_k": 50,
+        "frequency_penalty": 0.5,
+        "seed": 3,
+        "max_tokens": 24,
+    }
     engines = [real(directory, device) for device in ("cpu", "cuda")]
     runs = [generate(engine, prompts(30), **hot).tokens for engine in engines]
     assert runs[0] == runs[1]
@@ -106,12 +120,17 @@ def test_sampled_tokens_are_those_of_the_cpu(tmp_path: Path, prompts: Prompts) -
         engine.close(timeout_s=20.0)
 
 
-def test_a_replay_pads_to_its_bucket_without_touching_anything_else(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_replay_pads_to_its_bucket_without_touching_anything_else(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
-    found = [submit(engine, prompts(20, seed), max_tokens=12) for seed in range(3)]  # runs in a bucket of four
+    # runs in a bucket of four
+    found = [submit(engine, prompts(20, seed), max_tokens=12) for seed in range(3)]
     run_all(engine)
     alone = make_engine(prefix_cache=False, capture=False)
-    assert [c.tokens for c in found] == [generate(alone, prompts(20, seed), max_tokens=12).tokens for seed in range(3)]
+    assert [c.tokens for c in found] == [
+        generate(alone, prompts(20, seed), max_tokens=12).tokens for seed in range(3)
+    ]
 
 
 @pytest.mark.parametrize("capture", [True, False])
@@ -121,7 +140,8 @@ def test_what_is_set_up_outside_lanes_is_there_when_the_engine_is(capture: bool,
 
     def slowly(*parts: Any) -> Any:
         made = whole(*parts)
-        torch.cuda._sleep(400_000_000)  # cycles; what was set up before is long there, and what comes behind it is not
+        # cycles; what was set up before is long there, and what comes behind it is not
+        torch.cuda._sleep(400_000_000)
         return made
 
     monkeypatch.setattr(penstock.engine.build, "_executor", slowly)

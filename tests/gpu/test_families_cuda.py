@@ -1,5 +1,5 @@
-"""Families and rotary schemes once more on CUDA, against `transformers` on the CPU: windows in the kernels, biases, heads that turn in
-part, captured decode steps."""
+"""Families and rotary schemes once more on CUDA, against `transformers` on the CPU: windows in the kernels,
+biases, heads that turn in part, captured decode steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,30 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers", reason="NOT TESTED: the reference needs transformers")
-from e2e.test_parity_families import ADAPTED, FAMILIES, ROPES, assert_parity, merged_into, save, served, their_model
+from e2e.test_parity_families import (
+    ADAPTED,
+    FAMILIES,
+    ROPES,
+    assert_parity,
+    merged_into,
+    save,
+    served,
+    their_model,
+)
 from penstock.models.registry import parse_config
 from penstock.models.weights import read_json
 from support.adapters import adapter_tensors, write_adapter
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-3  # of a log-probability: products are summed in another order than on the CPU
-TRIED = ("llama with biases", "mistral", "qwen2 with windows", "qwen3 with biases and windows", "phi3", "phi4-mini")
+TRIED = (
+    "llama with biases",
+    "mistral",
+    "qwen2 with windows",
+    "qwen3 with biases and windows",
+    "phi3",
+    "phi4-mini",
+)
 
 
 @pytest.mark.parametrize("family", TRIED)
@@ -40,7 +56,9 @@ def test_an_adapter_on_cuda_changes_what_it_changes_on_the_cpu(family: str, tmp_
     reference = their_model(name, **fields)
     directory = save(reference, tmp_path / "model")
     config = parse_config(read_json(directory / "config.json"), "config.json")
-    tensors = adapter_tensors(config, seed=1, modules=("q_proj", "k_proj", "o_proj", "up_proj", "qkv_proj", "gate_up_proj"))
+    tensors = adapter_tensors(
+        config, seed=1, modules=("q_proj", "k_proj", "o_proj", "up_proj", "qkv_proj", "gate_up_proj")
+    )
     adapter = write_adapter(tmp_path / "adapter", tensors)
     with served(directory, lora=adapter, device="cuda") as engine, merged_into(reference, tensors, scale=2.0):
         loaded = engine.adapters.find("tuned")

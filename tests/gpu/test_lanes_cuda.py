@@ -11,7 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="NOT TESTED: the CUDA lane needs torch")
 if not torch.cuda.is_available():
-    pytest.skip("NOT TESTED: the CUDA lane needs an NVIDIA GPU, and there is none here", allow_module_level=True)
+    pytest.skip(
+        "NOT TESTED: the CUDA lane needs an NVIDIA GPU, and there is none here", allow_module_level=True
+    )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pure" / "lanes"))
 from lane_rules import Heard, LaneRules, Rig, fail  # noqa: E402
@@ -30,7 +32,8 @@ DEVICE = torch.device("cuda")
 
 
 class CudaRig:
-    """Cells are device numbers; a lane is held by a kernel that spins. Nothing can release it early, so releasing is waiting."""
+    """Cells are device numbers; a lane is held by a kernel that spins. Nothing can release it early, so
+    releasing is waiting."""
 
     def __init__(self, make: type[CudaLane] = CudaLane) -> None:
         self.patience_s = 20.0
@@ -106,7 +109,9 @@ class TestCudaLane(LaneRules):
             lane.submit(lambda values=values: inputs.copy_(values, non_blocking=True), label="upload")  # type: ignore[misc]
             lane.submit(run(eager), label="eager")
             lane.replay(capture.replay).wait_done(rig.patience_s)
-            assert torch.equal(captured[0], eager[-1]) and float(eager[-1].sum()) == pytest.approx(8.0, rel=1e-3)
+            assert torch.equal(captured[0], eager[-1]) and float(eager[-1].sum()) == pytest.approx(
+                8.0, rel=1e-3
+            )
         assert len(captured) == 1, "a replay runs no Python"
 
     def test_captures_of_one_lane_keep_their_results_apart_in_shared_memory(self, rig: CudaRig) -> None:
@@ -154,11 +159,16 @@ class TestCudaLane(LaneRules):
         lane = rig.lane("a")
         seen: list[Any] = []
         before = torch.cuda.current_stream()
-        lane.submit(lambda: seen.extend((torch.cuda.current_stream(), torch.is_inference_mode_enabled())), label="look")
+        lane.submit(
+            lambda: seen.extend((torch.cuda.current_stream(), torch.is_inference_mode_enabled())),
+            label="look",
+        )
         assert seen == [lane.stream, True] and lane.stream != before
         assert torch.cuda.current_stream() == before and not torch.is_inference_mode_enabled()
 
-    def test_a_thread_that_stays_on_a_lane_runs_its_ops_there_and_those_of_other_lanes_on_theirs(self, rig: CudaRig) -> None:
+    def test_a_thread_that_stays_on_a_lane_runs_its_ops_there_and_those_of_other_lanes_on_theirs(
+        self, rig: CudaRig
+    ) -> None:
         lane, other = rig.lane("a"), rig.lane("b")
         seen: list[Any] = []
 
@@ -171,14 +181,25 @@ class TestCudaLane(LaneRules):
                 where.submit(look, label="look")
             look()
         look()
-        assert seen == [(lane.stream, True), (other.stream, True), (lane.stream, True), (lane.stream, True), (before, False)]
+        assert seen == [
+            (lane.stream, True),
+            (other.stream, True),
+            (lane.stream, True),
+            (lane.stream, True),
+            (before, False),
+        ]
 
-    def test_a_thread_in_the_lanes_stream_alone_or_in_inference_mode_alone_is_put_into_the_other(self, rig: CudaRig) -> None:
+    def test_a_thread_in_the_lanes_stream_alone_or_in_inference_mode_alone_is_put_into_the_other(
+        self, rig: CudaRig
+    ) -> None:
         lane = rig.lane("a")
         seen: list[Any] = []
         for around in (torch.inference_mode(), torch.cuda.stream(lane.stream)):
             with around:
-                lane.submit(lambda: seen.append((torch.cuda.current_stream(), torch.is_inference_mode_enabled())), label="look")
+                lane.submit(
+                    lambda: seen.append((torch.cuda.current_stream(), torch.is_inference_mode_enabled())),
+                    label="look",
+                )
         assert seen == [(lane.stream, True)] * 2
 
     def test_an_op_that_leaves_another_stream_behind_misleads_no_op_after_it(self, rig: CudaRig) -> None:
@@ -189,7 +210,9 @@ class TestCudaLane(LaneRules):
             lane.submit(lambda: seen.append(torch.cuda.current_stream()), label="look")
         assert seen == [lane.stream]
 
-    def test_a_launchers_thread_that_stays_on_a_lane_submits_captures_and_fails_as_any_other(self, rig: CudaRig) -> None:
+    def test_a_launchers_thread_that_stays_on_a_lane_submits_captures_and_fails_as_any_other(
+        self, rig: CudaRig
+    ) -> None:
         lane, cell = rig.lane("a"), rig.cell()
         launcher = CpuLane("launcher", around=lane.current)
         replays: list[Any] = []
@@ -205,7 +228,11 @@ class TestCudaLane(LaneRules):
         launcher.submit(lambda: lane.replay(replays[0]), label="replay")
         launcher.close(rig.patience_s)
         lane.drain(rig.patience_s)
-        assert rig.read(cell) == 12 and failed.error() is None and isinstance(replays[1].error(), ZeroDivisionError)
+        assert (
+            rig.read(cell) == 12
+            and failed.error() is None
+            and isinstance(replays[1].error(), ZeroDivisionError)
+        )
 
     def test_a_host_thread_that_blocked_is_reported(self, rig: CudaRig) -> None:
         heard = Heard()
@@ -218,7 +245,9 @@ class TestCudaLane(LaneRules):
             wait(fence)
         assert len(heard.of("host_waited")) == 4, "whoever finds it passed knows as much as whoever blocked"
 
-    def test_the_device_cannot_wait_for_a_thread_but_a_thread_can_wait_for_the_device(self, rig: CudaRig) -> None:
+    def test_the_device_cannot_wait_for_a_thread_but_a_thread_can_wait_for_the_device(
+        self, rig: CudaRig
+    ) -> None:
         thread, device, cell = CpuLane("thread"), rig.lane("device"), rig.cell()
         with pytest.raises(InvariantBroken, match="thread"):
             device.wait(thread.record())
@@ -232,7 +261,7 @@ class TestCudaLane(LaneRules):
         assert seen == [True] and rig.read(cell) == 7
 
 
-# ------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 class DeafLane(CudaLane):
@@ -285,7 +314,9 @@ FAULTS: list[tuple[type[CudaLane], Callable[[Any, Rig], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "rule"), FAULTS, ids=[f"{make.__name__}-{rule.__name__}" for make, rule in FAULTS])
+@pytest.mark.parametrize(
+    ("make", "rule"), FAULTS, ids=[f"{make.__name__}-{rule.__name__}" for make, rule in FAULTS]
+)
 def test_a_broken_lane_turns_its_rule_red(make: type[CudaLane], rule: Callable[[Any, Rig], None]) -> None:
     broken = CudaRig(make)
     try:
@@ -303,7 +334,11 @@ def test_a_thread_that_is_on_a_lane_already_stays_there() -> None:
         with as_current(lane):
             assert lane.is_current()
         assert lane.is_current()
-    assert not lane.is_current() and torch.cuda.current_stream() == before and not torch.is_inference_mode_enabled()
+    assert (
+        not lane.is_current()
+        and torch.cuda.current_stream() == before
+        and not torch.is_inference_mode_enabled()
+    )
 
 
 def test_lanes_with_threads_of_their_own_need_no_switch() -> None:

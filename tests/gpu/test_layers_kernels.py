@@ -16,7 +16,9 @@ torch = pytest.importorskip("torch", reason="NOT TESTED: the layer kernels need 
 pytest.importorskip("triton", reason="NOT TESTED: the layer kernels need triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("NOT TESTED: the layer kernels need an NVIDIA GPU, and there is none here", allow_module_level=True)
+    pytest.skip(
+        "NOT TESTED: the layer kernels need an NVIDIA GPU, and there is none here", allow_module_level=True
+    )
 
 from penstock.models import triton_layers  # noqa: E402
 from penstock.models.triton_layers import TritonLayerOps  # noqa: E402
@@ -60,7 +62,11 @@ def check_rms_norm(ops: TritonLayerOps, shape: tuple[int, int], dtype: Any) -> N
 
 
 def check_add_rms_norm(ops: TritonLayerOps, shape: tuple[int, int], dtype: Any) -> None:
-    x, residual, weight = random(*shape, dtype=dtype, seed=3), random(*shape, dtype=dtype, seed=4), random(shape[1], dtype=dtype, seed=5)
+    x, residual, weight = (
+        random(*shape, dtype=dtype, seed=3),
+        random(*shape, dtype=dtype, seed=4),
+        random(shape[1], dtype=dtype, seed=5),
+    )
     kept = residual.clone()
     out, total = ops.add_rms_norm(x, residual, weight, EPS)
     assert_close(total, x.double() + residual.double())
@@ -76,15 +82,24 @@ def check_silu_mul(ops: TritonLayerOps, shape: tuple[int, int], dtype: Any) -> N
 
 def check_gated(ops: TritonLayerOps, shape: tuple[int, int, int], dtype: Any) -> None:
     rows, width, ffn = shape
-    x, weight = random(rows, width, dtype=dtype, seed=8), random(2 * ffn, width, dtype=dtype, seed=9) * width**-0.5
+    x, weight = (
+        random(rows, width, dtype=dtype, seed=8),
+        random(2 * ffn, width, dtype=dtype, seed=9) * width**-0.5,
+    )
     gate, up = (x.double() @ weight.double().t()).to(dtype).double().chunk(2, dim=-1)
     assert_close(ops.gated(x, weight), gate * gate.sigmoid() * up)
 
 
 def check_shares(ops: TritonLayerOps, shape: tuple[int, int, int], dtype: Any) -> None:
     rows, width, out_width = shape
-    x, weight = random(rows, width, dtype=dtype, seed=10), random(out_width, width, dtype=dtype, seed=11) * width**-0.5
-    residual, norm_weight = random(rows, out_width, dtype=dtype, seed=12), random(out_width, dtype=dtype, seed=13)
+    x, weight = (
+        random(rows, width, dtype=dtype, seed=10),
+        random(out_width, width, dtype=dtype, seed=11) * width**-0.5,
+    )
+    residual, norm_weight = (
+        random(rows, out_width, dtype=dtype, seed=12),
+        random(out_width, dtype=dtype, seed=13),
+    )
     out, total = ops.add_rms_norm(ops.linear_shares(x, weight), residual, norm_weight, EPS)
     assert_close(total, x.double() @ weight.double().t() + residual.double())
     assert_close(out, norm(total.double(), norm_weight))
@@ -98,7 +113,9 @@ def test_rms_norm_agrees_with_float64(shape: tuple[int, int], dtype: Any) -> Non
 
 @shapes
 @dtypes
-def test_adding_and_normalising_agrees_with_float64_and_keeps_its_inputs(shape: tuple[int, int], dtype: Any) -> None:
+def test_adding_and_normalising_agrees_with_float64_and_keeps_its_inputs(
+    shape: tuple[int, int], dtype: Any
+) -> None:
     check_add_rms_norm(TritonLayerOps(), shape, dtype)
 
 
@@ -109,10 +126,21 @@ def test_silu_times_up_agrees_with_float64(shape: tuple[int, int], dtype: Any) -
 
 
 # Rows of every tile and one more, depths that divide the width and that do not, and columns that fit no tile.
-GATED = [(1, 128, 64), (3, 192, 96), (16, 128, 64), (17, 128, 64), (33, 64, 64), (64, 128, 64), (65, 128, 64), (2, 100, 48)]
+GATED = [
+    (1, 128, 64),
+    (3, 192, 96),
+    (16, 128, 64),
+    (17, 128, 64),
+    (33, 64, 64),
+    (64, 128, 64),
+    (65, 128, 64),
+    (2, 100, 48),
+]
 
 
-@pytest.mark.parametrize("shape", GATED + ([] if INTERPRETED else [(1, 2560, 9728), (20, 2560, 9728), (64, 576, 1536)]), ids=str)
+@pytest.mark.parametrize(
+    "shape", GATED + ([] if INTERPRETED else [(1, 2560, 9728), (20, 2560, 9728), (64, 576, 1536)]), ids=str
+)
 @dtypes
 def test_gate_and_up_in_one_launch_agree_with_float64(shape: tuple[int, int, int], dtype: Any) -> None:
     check_gated(TritonLayerOps(), shape, dtype)
@@ -120,7 +148,10 @@ def test_gate_and_up_in_one_launch_agree_with_float64(shape: tuple[int, int, int
 
 def test_the_launch_that_joins_gate_and_up_is_taken_where_its_tiles_fit() -> None:
     def is_taken(rows: int, width: int, ffn: int, dtype: Any = HALF) -> bool:
-        x, weight = torch.empty(rows, width, dtype=dtype, device=DEVICE), torch.empty(2 * ffn, width, dtype=dtype, device=DEVICE)
+        x, weight = (
+            torch.empty(rows, width, dtype=dtype, device=DEVICE),
+            torch.empty(2 * ffn, width, dtype=dtype, device=DEVICE),
+        )
         return triton_layers._gated_tile(x, weight) is not None
 
     assert all(is_taken(*shape) for shape in GATED[:6])
@@ -142,15 +173,22 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHARED + ([] if INTERPRETED else [(1, 4096, 2560), (20, 9728, 2560), (64, 9728, 2560)]), ids=str)
+@pytest.mark.parametrize(
+    "shape", SHARED + ([] if INTERPRETED else [(1, 4096, 2560), (20, 9728, 2560), (64, 9728, 2560)]), ids=str
+)
 @dtypes
-def test_a_product_in_shares_is_summed_up_by_the_norm_behind_it(shape: tuple[int, int, int], dtype: Any) -> None:
+def test_a_product_in_shares_is_summed_up_by_the_norm_behind_it(
+    shape: tuple[int, int, int], dtype: Any
+) -> None:
     check_shares(TritonLayerOps(), shape, dtype)
 
 
 def test_shares_are_made_where_tiles_fit_and_multiprocessors_would_be_idle() -> None:
     def num_shares(rows: int, width: int, out_width: int, dtype: Any = HALF) -> int:
-        x, weight = torch.zeros(rows, width, dtype=dtype, device=DEVICE), torch.zeros(out_width, width, dtype=dtype, device=DEVICE)
+        x, weight = (
+            torch.zeros(rows, width, dtype=dtype, device=DEVICE),
+            torch.zeros(out_width, width, dtype=dtype, device=DEVICE),
+        )
         made = TritonLayerOps().linear_shares(x, weight)
         assert made.shape[-2:] == (rows, out_width)
         return len(made) if made.dim() == 3 else 1
@@ -165,14 +203,20 @@ def test_no_rows_and_rows_that_are_not_adjacent_are_fine() -> None:
     assert ops.rms_norm(torch.empty(0, 64, device=DEVICE), weight, EPS).shape == (0, 64)
     wide = random(4, 128, dtype=torch.float32, seed=7)
     assert_close(ops.rms_norm(wide[:, :64], weight, EPS), norm(wide[:, :64].double(), weight))
-    assert ops.gated(torch.empty(0, 64, device=DEVICE, dtype=HALF), torch.empty(128, 64, device=DEVICE, dtype=HALF)).shape == (0, 64)
+    assert ops.gated(
+        torch.empty(0, 64, device=DEVICE, dtype=HALF), torch.empty(128, 64, device=DEVICE, dtype=HALF)
+    ).shape == (0, 64)
 
 
 PRODUCT_FAULTS = {
     "a share left out": (check_shares, "tl.static_range(1, NUM_SHARES)", "tl.static_range(2, NUM_SHARES)"),
     "the same share twice": (check_shares, "depths = share * SHARE +", "depths = share // 2 * SHARE +"),
     "a share cut short": (check_shares, "range(0, SHARE, DEPTH)", "range(0, SHARE - DEPTH, DEPTH)"),
-    "shares in each other's place": (check_shares, "(share * num_rows + rows)", "(share // 2 * num_rows + rows)"),
+    "shares in each other's place": (
+        check_shares,
+        "(share * num_rows + rows)",
+        "(share // 2 * num_rows + rows)",
+    ),
     "up takes gate's weights": (check_gated, "gate_at + FFN * WIDTH + start", "gate_at + start"),
     "the last depths left out": (check_gated, "range(0, WIDTH, DEPTH)", "range(0, WIDTH - DEPTH, DEPTH)"),
     "rows confused": (check_gated, "rows[None, :] * FFN", "(TILE_ROWS - 1 - rows)[None, :] * FFN"),
@@ -188,9 +232,21 @@ def test_a_fault_in_a_product_turns_the_comparison_red(fault: str, tmp_path: Pat
 
 
 FAULTS = {
-    "the mean is over the padded width": (check_rms_norm, "tl.sum(x * x, 0) / WIDTH", "tl.sum(x * x, 0) / 1024"),
-    "the sum before the addition is normalised": (check_add_rms_norm, "_normalised(total.to(tl.float32)", "_normalised(x"),
-    "gate and up confused": (check_silu_mul, "gate / (1.0 + tl.exp(-gate)) * up", "up / (1.0 + tl.exp(-up)) * gate"),
+    "the mean is over the padded width": (
+        check_rms_norm,
+        "tl.sum(x * x, 0) / WIDTH",
+        "tl.sum(x * x, 0) / 1024",
+    ),
+    "the sum before the addition is normalised": (
+        check_add_rms_norm,
+        "_normalised(total.to(tl.float32)",
+        "_normalised(x",
+    ),
+    "gate and up confused": (
+        check_silu_mul,
+        "gate / (1.0 + tl.exp(-gate)) * up",
+        "up / (1.0 + tl.exp(-up)) * gate",
+    ),
 }
 
 

@@ -1,8 +1,8 @@
-"""Steps over promotions, in the order that the device itself keeps: the load lane sleeps on the device, so no host thread can hide a
-missing wait.
+"""Steps over promotions, in the order that the device itself keeps: the load lane sleeps on the device, so no
+host thread can hide a missing wait.
 
-Holds invariant 3: a replay waits for the promotions of its own blocks.
-Holds invariant 4: a step begins under its own load, and waits for no promotion of another request."""
+Holds invariant 3: a replay waits for the promotions of its own blocks. Holds invariant 4: a step begins under
+its own load, and waits for no promotion of another request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def retract(engine: Engine, request_id: str) -> None:
 def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Not in checked mode, where a launcher compares bytes and so waits for the device before anybody may go on.
+    # Not in checked mode, where a launcher compares bytes and so waits for the device before anybody may go
+    # on.
     engine = build(tiny_config(device="cuda", host_blocks=256, prefill_chunk=1536))
     stem, whole = prompts(80), prompts(80) + prompts(1200, seed=3)
     expected = generate(make_engine(prefill_chunk=1536), whole, max_tokens=3).tokens
@@ -62,7 +63,9 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     forget(engine)
     cache = engine.cache
     num_layers = engine._parts.arena.layout.num_layers
-    monkeypatch.setattr(cache.loads, "_groups", lambda num, layered: [Group((i, i + 1)) for i in range(num_layers)])
+    monkeypatch.setattr(
+        cache.loads, "_groups", lambda num, layered: [Group((i, i + 1)) for i in range(num_layers)]
+    )
     sleep_before_copies(engine, from_layer=1)
     events: dict[int, torch.cuda.Event] = {}
     model = type(engine._parts.executor._forward.model)
@@ -91,17 +94,24 @@ def test_an_eager_step_computes_its_first_layer_while_the_second_is_on_its_way(
     engine.close(timeout_s=20.0)
 
 
-def test_a_resumed_request_waits_for_its_load_and_its_neighbour_decodes_on(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_resumed_request_waits_for_its_load_and_its_neighbour_decodes_on(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = build(tiny_config(device="cuda", host_blocks=64))
     alone = make_engine()
-    resumed, beside = submit(engine, prompts(40), max_tokens=60), submit(engine, prompts(30, seed=1), max_tokens=200)
+    resumed, beside = (
+        submit(engine, prompts(40), max_tokens=60),
+        submit(engine, prompts(30, seed=1), max_tokens=200),
+    )
     until(engine, lambda: len(resumed.tokens) >= 4 and len(beside.tokens) >= 4)
     sleep_before_copies(engine)
     retract(engine, resumed.request_id)
     until(engine, lambda: engine.stats().requests["loading"] == 1)
     had = len(resumed.tokens), len(beside.tokens)
     until(engine, lambda: len(beside.tokens) >= had[1] + 20)
-    assert len(resumed.tokens) == had[0] and engine.stats().requests["loading"] == 1, "the load lane is still asleep"
+    assert len(resumed.tokens) == had[0] and engine.stats().requests["loading"] == 1, (
+        "the load lane is still asleep"
+    )
     run_all(engine)
     assert resumed.tokens == generate(alone, prompts(40), max_tokens=60).tokens
     assert beside.tokens == generate(alone, prompts(30, seed=1), max_tokens=200).tokens
@@ -120,7 +130,9 @@ def test_a_replay_of_a_resumed_request_waits_on_the_device_for_its_load(
     labels = replays(engine, monkeypatch)
     retract(engine, found.request_id)
     until(engine, lambda: engine._running is not None and bool(engine._running.loads))
-    assert engine._running is not None and labels and not engine._running.fence.passed(), "launched, and asleep behind its load"
+    assert engine._running is not None and labels and not engine._running.fence.passed(), (
+        "launched, and asleep behind its load"
+    )
     run_all(engine)
     assert found.tokens == expected and engine.stats().retractions == 1
     engine.close(timeout_s=20.0)

@@ -1,4 +1,5 @@
-"""The small kernels around sampling: noise is that of the CPU whatever its size, and what is moved arrives whole.
+"""The small kernels around sampling: noise is that of the CPU whatever its size, and what is moved arrives
+whole.
 
 With TRITON_INTERPRET=1 the same tests run on CPU tensors.
 """
@@ -15,7 +16,9 @@ torch = pytest.importorskip("torch", reason="NOT TESTED: the sampling kernels ne
 pytest.importorskip("triton", reason="NOT TESTED: the sampling kernels need triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
-    pytest.skip("NOT TESTED: the sampling kernels need an NVIDIA GPU, and there is none here", allow_module_level=True)
+    pytest.skip(
+        "NOT TESTED: the sampling kernels need an NVIDIA GPU, and there is none here", allow_module_level=True
+    )
 
 from penstock.engine.execution import triton_steps  # noqa: E402
 from penstock.engine.execution.sampler import gumbel_noise, token_logprobs  # noqa: E402
@@ -29,14 +32,19 @@ BLOCK, TILE = triton_steps._BLOCK, triton_steps._TILE
 
 def random_keys(num_rows: int) -> Any:
     generator = torch.Generator().manual_seed(num_rows)
-    return torch.randint(-(2**31), 2**31, (2, num_rows), generator=generator, dtype=torch.int64).to(torch.int32).to(DEVICE)
+    return (
+        torch.randint(-(2**31), 2**31, (2, num_rows), generator=generator, dtype=torch.int64)
+        .to(torch.int32)
+        .to(DEVICE)
+    )
 
 
 def check_noise(module: Any, num_rows: int, vocab: int) -> None:
     keys = random_keys(num_rows)
     found, expected = module.gumbel_noise(keys, vocab), gumbel_noise(keys.cpu(), vocab).to(DEVICE)
     assert found.shape == (num_rows, vocab) and found.dtype == torch.float32
-    # float32 rounds uniform numbers close to 1 to steps of 6e-8: there, and only there, their logarithms differ by more than a few bits.
+    # float32 rounds uniform numbers close to 1 to steps of 6e-8: there, and only there, their logarithms
+    # differ by more than a few bits.
     torch.testing.assert_close(found.clamp(min=-2.5), expected.clamp(min=-2.5), rtol=1e-5, atol=2e-5)
 
 
@@ -49,7 +57,9 @@ def test_noise_is_that_of_the_cpu_in_every_row_and_block(num_rows: int, vocab: i
 def test_noise_takes_keys_that_do_not_lie_in_one_piece() -> None:
     """As views of the parameters of a step do."""
     keys = random_keys(4)
-    assert torch.equal(triton_steps.gumbel_noise(keys[:, ::2], BLOCK), triton_steps.gumbel_noise(keys[:, ::2].clone(), BLOCK))
+    assert torch.equal(
+        triton_steps.gumbel_noise(keys[:, ::2], BLOCK), triton_steps.gumbel_noise(keys[:, ::2].clone(), BLOCK)
+    )
 
 
 @pytest.mark.parametrize("num", [0, 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 7])
@@ -68,7 +78,9 @@ def test_what_is_moved_takes_the_type_of_where_it_goes() -> None:
 
 @pytest.mark.parametrize("vocab", [50, 49_152, 151_936])
 @pytest.mark.parametrize("num_rows", [1, 3] if INTERPRETED else [1, 3, 32, 256])
-def test_equally_likely_alternatives_come_by_their_ids_in_batches_of_every_size(num_rows: int, vocab: int) -> None:
+def test_equally_likely_alternatives_come_by_their_ids_in_batches_of_every_size(
+    num_rows: int, vocab: int
+) -> None:
     """The first is what greedy decoding chooses."""
     generator = torch.Generator().manual_seed(vocab)
     logits = (4 * torch.randn(num_rows, vocab, generator=generator)).to(torch.bfloat16).to(DEVICE)
@@ -81,8 +93,14 @@ def test_equally_likely_alternatives_come_by_their_ids_in_batches_of_every_size(
 
 
 FAULTS = {
-    "every block begins anew": ("_mix32(at.to(tl.uint32) ^ low)", "_mix32(tl.arange(0, BLOCK).to(tl.uint32) ^ low)"),
-    "all rows draw with the first key": ("tl.load(keys_ptr + num_rows + row)", "tl.load(keys_ptr + num_rows)"),
+    "every block begins anew": (
+        "_mix32(at.to(tl.uint32) ^ low)",
+        "_mix32(tl.arange(0, BLOCK).to(tl.uint32) ^ low)",
+    ),
+    "all rows draw with the first key": (
+        "tl.load(keys_ptr + num_rows + row)",
+        "tl.load(keys_ptr + num_rows)",
+    ),
     "the second word of the key is not used": ("^ low) ^ high)", "^ low) ^ low)"),
 }
 

@@ -1,4 +1,5 @@
-"""The host tier's engine tests once more on CUDA: real copies over the link, captured graphs, streams and events."""
+"""The host tier's engine tests once more on CUDA: real copies over the link, captured graphs, streams and
+events."""
 
 from __future__ import annotations
 

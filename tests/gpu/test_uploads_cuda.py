@@ -1,4 +1,5 @@
-"""Lists that go to the device through pinned pieces: right beyond the end of a piece and of the ring, and without a copy engine."""
+"""Lists that go to the device through pinned pieces: right beyond the end of a piece and of the ring, and
+without a copy engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Nothing is compiled, allocated or imported under a request: all that steps need is there when the engine is warm. In fresh processes, so
-that no other test has done it before."""
+"""Nothing is compiled, allocated or imported under a request: all that steps need is there when the engine is
+warm. In fresh processes, so that no other test has done it before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ pytest.importorskip("triton", reason="NOT TESTED: kernels need triton")
 _PROCESS = Path(__file__).with_name("warm_process.py")
 
 
-@pytest.fixture(scope="module", params=[("bfloat16", "plain"), ("float32", "plain"), ("bfloat16", "head")], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[("bfloat16", "plain"), ("float32", "plain"), ("bfloat16", "head")], ids="-".join
+)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a fresh process says of itself."""
     scratch = tmp_path_factory.mktemp("warm")

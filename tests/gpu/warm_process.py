@@ -1,5 +1,5 @@
-"""An engine in a process of its own, warm, then one request of every kind: prints as JSON what was compiled, allocated or imported under
-them. Run by `test_warm_cuda.py`."""
+"""An engine in a process of its own, warm, then one request of every kind: prints as JSON what was compiled,
+allocated or imported under them. Run by `test_warm_cuda.py`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,15 @@ class Kinds:
             self.ask(*[30] * num, temperature=0.8, seed=1, top_p=0.9)
             self.ask(*[30] * num, temperature=0.8, seed=1, top_k=7, min_p=0.1, logprobs=3)
             self.ask(*[30] * num, presence_penalty=0.5)
-            self.ask(*[30] * num, repetition_penalty=1.3, frequency_penalty=0.1, temperature=0.9, seed=2, top_p=0.5, logprobs=20)
+            self.ask(
+                *[30] * num,
+                repetition_penalty=1.3,
+                frequency_penalty=0.1,
+                temperature=0.9,
+                seed=2,
+                top_p=0.5,
+                logprobs=20,
+            )
             self.ask(*[30] * num, logprobs=0)
 
     def prompts(self) -> None:
@@ -99,7 +107,11 @@ class Kinds:
         speculation.force = lambda most: most
         switch = switched(self.engine)
         for num in (1, 3, 9, 16):
-            for how in ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "seed": 1, "top_p": 0.9, "logprobs": 3}):
+            for how in (
+                {},
+                {"temperature": 0.8, "seed": 1},
+                {"temperature": 0.8, "seed": 1, "top_p": 0.9, "logprobs": 3},
+            ):
                 switch.is_on = True
                 found = [submit(self.engine, self.prompt(30), max_tokens=60, **how) for _ in range(num)]
                 while len(found[0].tokens) < 50:

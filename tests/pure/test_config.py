@@ -122,9 +122,15 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
         for which in ("read", "write")
         for value in (0.0, -1.0, 86400.1, math.nan, math.inf)
     ),
-    *((EngineConfig, {"max_overtaken_s": value}, "--max-overtaken-s") for value in (0.0, -1.0, 3600.1, math.nan, math.inf)),
+    *(
+        (EngineConfig, {"max_overtaken_s": value}, "--max-overtaken-s")
+        for value in (0.0, -1.0, 3600.1, math.nan, math.inf)
+    ),
     (EngineConfig, {"scheduling": "lifo"}, "--scheduling"),
-    *((OffloadConfig, {"host_gib": value}, "--kv-offload-host-gib") for value in (0.0, -1.0, math.nan, math.inf)),
+    *(
+        (OffloadConfig, {"host_gib": value}, "--kv-offload-host-gib")
+        for value in (0.0, -1.0, math.nan, math.inf)
+    ),
     (OffloadConfig, {"enabled": False, "host_gib": 1.0}, "--kv-offload-host-gib needs --kv-offload"),
     (OffloadConfig, {"eviction": "fifo"}, "--eviction"),
     (OffloadConfig, {"lease_s": 0.0, "load_deadline_s": 1.0}, "a lease and a promotion"),
@@ -136,17 +142,30 @@ BAD: list[tuple[type, dict[str, Any], str]] = [
     (LoraConfig, {"adapters": (("a" * 129, "x"),), "dir": None}, "at most 128"),
     (LoraConfig, {"adapters": (("-a", "x"),), "dir": None}, "--lora '-a'"),
     (LoraConfig, {"adapters": (("a", ""),), "dir": None}, "--lora a= names no directory"),
-    (LoraConfig, {"adapters": (("a", "x"), ("b", "y"), ("a", "z")), "dir": None}, "--lora a= is given more than once"),
+    (
+        LoraConfig,
+        {"adapters": (("a", "x"), ("b", "y"), ("a", "z")), "dir": None},
+        "--lora a= is given more than once",
+    ),
     (LoraConfig, {"adapters": (), "dir": ""}, "--lora-dir is empty"),
     (KvConfig, {"block_tokens": 8, "resident_tokens": FEWEST_RESIDENT * 8 - 1}, "--kv-resident-tokens"),
     (KvConfig, {"residency": "scored", "pin_spans": ((0, 1),) * (MAX_SPANS + 1)}, "--kv-pin-spans"),
-    *((KvConfig, {"residency": "scored", "pin_spans": (span,)}, "--kv-pin-spans") for span in ((-1, 1), (1, 1), (2, 1))),
+    *(
+        (KvConfig, {"residency": "scored", "pin_spans": (span,)}, "--kv-pin-spans")
+        for span in ((-1, 1), (1, 1), (2, 1))
+    ),
     (KvConfig, {"pin_spans": ((0, 1),), "residency": "exact"}, "--kv-pin-spans needs --kv-residency scored"),
     (SpeculationConfig, {"proposer": "ngram", "max_drafts": 0}, "--speculate-tokens"),
     (SpeculationConfig, {"proposer": "ngram", "max_drafts": MAX_DRAFTS + 1}, "--speculate-tokens"),
     (SpeculationConfig, {"proposer": None, "max_drafts": 1}, "--speculate-tokens needs --speculate"),
-    *((SpeculationConfig, {"proposer": name}, "--speculate") for name in ("", "ngram:x", "ngram:", "mtp:", "eagle", "eagle:x")),
-    *((SpeculationConfig, {"proposer": name, "max_drafts": 1}, "--speculate") for name in ("draft", "draft:")),
+    *(
+        (SpeculationConfig, {"proposer": name}, "--speculate")
+        for name in ("", "ngram:x", "ngram:", "mtp:", "eagle", "eagle:x")
+    ),
+    *(
+        (SpeculationConfig, {"proposer": name, "max_drafts": 1}, "--speculate")
+        for name in ("draft", "draft:")
+    ),
     (ServerConfig, {"api_processes": -1}, "--api-processes"),
     (ServerConfig, {"api_processes": 65}, "--api-processes"),
 ]
@@ -159,7 +178,9 @@ def test_values_at_the_edge_are_taken_as_they_are(make: type, values: dict[str, 
 
 
 @pytest.mark.parametrize(("make", "values", "flag"), BAD)
-def test_a_value_that_cannot_work_is_refused_and_names_its_flag(make: type, values: dict[str, Any], flag: str) -> None:
+def test_a_value_that_cannot_work_is_refused_and_names_its_flag(
+    make: type, values: dict[str, Any], flag: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         make(**values)
     assert flag in str(refused.value) and isinstance(refused.value, UserError)
@@ -180,7 +201,10 @@ def documented() -> list[tuple[str, str]]:
     kv, engine, offload, server = KvConfig(), EngineConfig(), OffloadConfig(), ServerConfig()
     return [
         ("serving.md", f"| `--block-tokens N` | {kv.block_tokens} |"),
-        ("serving.md", f"| `--kv-offload-ssd-dir DIR`, `--kv-offload-ssd-gib X` | none, {offload.ssd_gib:g} |"),
+        (
+            "serving.md",
+            f"| `--kv-offload-ssd-dir DIR`, `--kv-offload-ssd-gib X` | none, {offload.ssd_gib:g} |",
+        ),
         ("serving.md", f"| `--scheduling` | `{engine.scheduling}` |"),
         ("serving.md", f"| `--max-overtaken-s S` | {engine.max_overtaken_s:g} |"),
         ("serving.md", f"| `--max-batch N` | {engine.max_batch} |"),
@@ -199,16 +223,25 @@ def test_a_default_is_the_one_that_the_document_says(document: str, row: str) ->
 def test_what_is_on_unless_it_is_turned_off() -> None:
     """Defaults that no table has."""
     offload, engine = OffloadConfig(), EngineConfig()
-    assert (offload.enabled, offload.load_always, offload.ssd_admission, offload.eviction) == (True, False, "always", "returning")
+    assert (offload.enabled, offload.load_always, offload.ssd_admission, offload.eviction) == (
+        True,
+        False,
+        "always",
+        "returning",
+    )
     assert (engine.overcommit, engine.capture, engine.seed, engine.prefill_chunk) == (1.0, True, 0, 0)
-    assert (KvConfig().prefix_cache, ModelSource().model, ModelSource().device) == (True, "smollm2-135m", "auto")
+    assert (KvConfig().prefix_cache, ModelSource().model, ModelSource().device) == (
+        True,
+        "smollm2-135m",
+        "auto",
+    )
     assert (SanitizeConfig().mode, SanitizeConfig().check_bytes) == ("off", False)
     assert (ServerConfig().host, ServerConfig().port, ServerConfig().api_key) == ("127.0.0.1", 8000, None)
     assert not ServerConfig().allow_special_tokens_in_text and LoraConfig().dir is None
     assert (offload.load_deadline_s, offload.remote_timeout_s) == (30.0, 1.0)
 
 
-# ------------------------------------------------------------------------------------------------- URLs with passwords in them
+# -------------------------------------------------------------------------------- URLs with passwords in them
 
 SHOWN = {
     "valkey://localhost": "valkey://localhost",
@@ -248,7 +281,9 @@ def test_a_config_is_shown_in_full_without_its_secret() -> None:
     assert Config().shown() == dataclasses.asdict(Config())
 
 
-@pytest.mark.parametrize("url", ["http://[", "http://host:99999", "http://host:port", "ftp://host", "http://"])
+@pytest.mark.parametrize(
+    "url", ["http://[", "http://host:99999", "http://host:port", "ftp://host", "http://"]
+)
 def test_a_collector_has_an_address(url: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-endpoint"):
         ServerConfig(otlp_endpoint=url)

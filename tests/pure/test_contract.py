@@ -161,7 +161,9 @@ def test_a_temperature_of_nothing_is_greedy(temperature: float, greedy: bool) ->
     ("prefix", "prompt_logprobs", "may_match"),
     [(Prefix(b"s", ()), None, True), (Prefix(b"s", ()), 0, False), (None, None, False), (None, 3, False)],
 )
-def test_only_a_request_that_can_use_cached_kv_may_match(prefix: Prefix | None, prompt_logprobs: int | None, may_match: bool) -> None:
+def test_only_a_request_that_can_use_cached_kv_may_match(
+    prefix: Prefix | None, prompt_logprobs: int | None, may_match: bool
+) -> None:
     assert Request("r", [1], params("prompt_logprobs", prompt_logprobs), prefix).may_match is may_match
 
 
@@ -177,19 +179,41 @@ def test_a_plan_counts_its_tokens_and_knows_a_decode_step() -> None:
 
 def scores(*tokens: int) -> TokenScores:
     ints, num = np.array(tokens, np.int32), len(tokens)
-    return TokenScores(ints, np.full(num, -1.0, np.float32), np.ones(num, np.int32), ints[:, None], np.full((num, 1), -0.5, np.float32))
+    return TokenScores(
+        ints,
+        np.full(num, -1.0, np.float32),
+        np.ones(num, np.int32),
+        ints[:, None],
+        np.full((num, 1), -0.5, np.float32),
+    )
 
 
 def test_prompt_logprobs_are_put_together_without_making_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later life of a request computes again what an earlier one had: of that only what is new is wanted, and it may be nothing."""
+    """A later life of a request computes again what an earlier one had: of that only what is new is wanted,
+    and it may be nothing."""
     made: list[int] = []
     entries = TokenScores.entries
     monkeypatch.setattr(TokenScores, "entries", lambda one: made.append(len(one.tokens)) or entries(one))  # type: ignore[func-returns-value]
-    both = PromptLogprobs([None]).followed_by(scores(1, 2)).followed_by(scores(2, 3), 1).followed_by(scores(1, 2), 2)
+    both = (
+        PromptLogprobs([None])
+        .followed_by(scores(1, 2))
+        .followed_by(scores(2, 3), 1)
+        .followed_by(scores(1, 2), 2)
+    )
     both = both.followed_by(scores(1), 5).followed_by(scores(8, 9))
     assert len(both) == 6 and not made
-    assert [None if entry is None else entry.token for entry in both] == [None, 1, 2, 3, 8, 9] and made == [2, 1, 0, 0, 2]
-    assert both[3] == TokenLogprob(3, -1.0, 1, ((3, -0.5),)) and both[:2] == (None, both[1]) and both == tuple(both)
+    assert [None if entry is None else entry.token for entry in both] == [None, 1, 2, 3, 8, 9] and made == [
+        2,
+        1,
+        0,
+        0,
+        2,
+    ]
+    assert (
+        both[3] == TokenLogprob(3, -1.0, 1, ((3, -0.5),))
+        and both[:2] == (None, both[1])
+        and both == tuple(both)
+    )
     assert len(made) == 5, "made once"
     longer = both.followed_by(scores(4))
     assert len(longer) == 7 and longer[6] == TokenLogprob(4, -1.0, 1, ((4, -0.5),))

@@ -57,7 +57,9 @@ def machine(root: Path, files: Mapping[str, str]) -> Path:
         ({"proc/self/cgroup": "0::/\nnonsense\n", "sys/fs/cgroup/cpu.max": "many\n"}, None),
     ],
 )
-def test_quotas_of_all_groups_above_the_process_count(tmp_path: Path, files: Mapping[str, str], quota: float | None) -> None:
+def test_quotas_of_all_groups_above_the_process_count(
+    tmp_path: Path, files: Mapping[str, str], quota: float | None
+) -> None:
     found = allowed_cores(machine(tmp_path, files))
     assert found.quota == quota and found.cores == os.sched_getaffinity(0)
 
@@ -65,7 +67,9 @@ def test_quotas_of_all_groups_above_the_process_count(tmp_path: Path, files: Map
 def test_a_quota_allows_whole_cores_and_at_least_one() -> None:
     four = frozenset(range(4))
     assert [AllowedCores(four, quota).num for quota in (None, 0.2, 1.0, 2.9, 64.0)] == [4, 1, 1, 2, 4]
-    assert str(AllowedCores(four, None)) == "4 cores" and str(AllowedCores(four, 2.5)) == "4 cores, a quota of 2.5"
+    assert str(AllowedCores(four, None)) == ("4 cores") and str(AllowedCores(four, 2.5)) == (
+        "4 cores, a quota of 2.5"
+    )
 
 
 def test_only_the_cores_of_the_process_are_looked_at(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The documents say what is there: links lead somewhere, commands parse, flags, targets, routes and metrics exist. Owns no prose;
-the README's commands are run elsewhere."""
+"""The documents say what is there: links lead somewhere, commands parse, flags, targets, routes and metrics
+exist. Owns no prose; the README's commands are run elsewhere."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert other.exists(), f"{document.name} links to {target}"
             if heading:
                 headings = re.findall(r"^#+ (.+)$", other.read_text(), flags=re.MULTILINE)
-                assert heading in {name.lower().replace(" ", "-") for name in headings}, f"{document.name} links to {target}"
+                assert heading in {name.lower().replace(" ", "-") for name in headings}, (
+                    f"{document.name} links to {target}"
+                )
 
 
 @each("document")
@@ -89,7 +91,9 @@ def test_commands_are_understood(document: Path) -> None:
 def test_make_targets_exist(document: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     text = document.read_text()
-    named = re.findall(r"^make ([a-z-]+)", fenced(text, "sh"), flags=re.MULTILINE) + re.findall(r"`make ([a-z-]+)", text)
+    named = re.findall(r"^make " r"([a-z-]+)", fenced(text, "sh"), flags=re.MULTILINE) + re.findall(
+        r"`make ([a-z-]+)", text
+    )
     assert set(named) <= targets
 
 
@@ -107,15 +111,22 @@ def test_files_exist(document: Path) -> None:
 
 def test_every_route_is_documented_and_no_other() -> None:
     routes = set(re.findall(r'(?m)^    "(/[^"{]*[^"{/])": \(', (SERVER / "about.py").read_text()))
-    documented = set(re.findall(r"`(?:GET|POST) (/[a-z0-9/_.]+)", (ROOT / "docs" / "http-api.md").read_text()))
+    documented = set(
+        re.findall(r"`(?:GET|POST) " r"(/[a-z0-9/_.]+)", (ROOT / "docs" / "http-api.md").read_text())
+    )
     assert len(routes) >= 10
     assert {
-        path for path in documented if not path.startswith(("/v1/models/", "/v1/responses/", "/v1/snapshots/")) and path != "/"
+        path
+        for path in documented
+        if not path.startswith(("/v1/models/", "/v1/responses/", "/v1/snapshots/")) and path != "/"
     } == routes
 
 
 def test_every_metric_is_documented_and_no_other() -> None:
-    metrics = {name.removesuffix("_total") for name in re.findall(r'"(penstock_\w+)"', (SERVER / "metrics.py").read_text())}
+    metrics = {
+        name.removesuffix("_total")
+        for name in re.findall(r'"(penstock_\w+)"', (SERVER / "metrics.py").read_text())
+    }
     documented = re.findall(r"penstock_\w+", (ROOT / "docs" / "http-api.md").read_text())
     assert len(metrics) >= 8
     assert {name.removesuffix("_total") for name in documented} == metrics

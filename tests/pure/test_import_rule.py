@@ -1,5 +1,5 @@
-"""The import rule of the code base, checked on every file of src/penstock. Owns the rule's one executable form; type-only and
-function-local imports count like any other."""
+"""The import rule of the code base, checked on every file of src/penstock. Owns the rule's one executable
+form; type-only and function-local imports count like any other."""
 
 from __future__ import annotations
 
@@ -15,34 +15,74 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "src"
-WITHOUT_INIT = ("penstock.kv", "penstock.engine")  # packages whose __init__ is empty, so that it needs no place
+# packages whose __init__ is empty, so that it needs no place
+WITHOUT_INIT = ("penstock.kv", "penstock.engine")
 
-# A unit is a module or package with everything inside it. A layer may import the layers before it. Units that "+" joins are one; the
-# others of a layer are siblings, which do not import each other.
+# A unit is a module or package with everything inside it. A layer may import the layers before it. Units that
+# "+" joins are one; the others of a layer are siblings, which do not import each other.
 LAYERS = (
-    ("penstock + penstock.contract + penstock.config + penstock.cores + penstock.errors + penstock.figures + penstock.observe",),
-    ("penstock.lanes", "penstock.kv.blocks", "penstock.kv.memory", "penstock.models", "penstock.engine.scheduling"),
+    (
+        "penstock + penstock.contract + penstock.config + "
+        "penstock.cores "
+        "+ "
+        "penstock.errors "
+        "+ "
+        "penstock.figures "
+        "+ penstock.observe",
+    ),
+    (
+        "penstock.lanes",
+        "penstock.kv.blocks",
+        "penstock.kv.memory",
+        "penstock.models",
+        "penstock.engine.scheduling",
+    ),
     ("penstock.speculation",),
     ("penstock.kv.transfer", "penstock.engine.execution"),
     ("penstock.kv.tiers",),
     (
         "penstock.kv.pager",
-        "penstock.kv.cache + penstock.kv.table + penstock.kv.build + penstock.kv.questions + penstock.kv.snapshots",
+        "penstock.kv.cache + penstock.kv.table "
+        "+ "
+        "penstock.kv.build "
+        "+ "
+        "penstock.kv.questions "
+        "+ "
+        "penstock.kv.snapshots",
         "penstock.sanitizer",
     ),
     (
         " + ".join(
             f"penstock.engine.{name}"
-            for name in ("engine", "build", "adapters", "inbox", "outbox", "loop", "pace", "sessions", "snapshots", "stats", "text")
+            for name in (
+                "engine",
+                "build",
+                "adapters",
+                "inbox",
+                "outbox",
+                "loop",
+                "pace",
+                "sessions",
+                "snapshots",
+                "stats",
+                "text",
+            )
         ),
     ),
     ("penstock.server", "penstock.bench", "penstock.testing", "penstock.connectors"),
     ("penstock.cli + penstock.commands + penstock.__main__ + penstock.llm",),
 )
-NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}  # storage works without the engine, which asks its door
+# storage works without the engine, which asks its door
+NEVER = {"penstock.kv": "penstock.engine", "penstock.engine": "penstock.kv.tiers"}
 ONLY = {"penstock.connectors": "penstock.kv", "penstock.sanitizer": "penstock.sanitizer"}  # and the base
 PURE_SPECULATION = tuple(f"penstock.speculation.{name}" for name in ("propose", "ngram", "length", "drafter"))
-NO_TORCH = (*LAYERS[0][0].split(" + "), "penstock.kv.blocks", "penstock.engine.scheduling", "penstock.sanitizer", *PURE_SPECULATION)
+NO_TORCH = (
+    *LAYERS[0][0].split(" + "),
+    "penstock.kv.blocks",
+    "penstock.engine.scheduling",
+    "penstock.sanitizer",
+    *PURE_SPECULATION,
+)
 TORCH_CUDA = (
     "penstock.lanes.cuda",
     "penstock.kv.memory",
@@ -50,7 +90,18 @@ TORCH_CUDA = (
     "penstock.engine.execution.attention",
     "penstock.engine.execution.replays",
 )
-WEB = ("starlette", "uvicorn", "msgspec", "httpx", "anyio", "h11", "prometheus_client", "fastapi", "aiohttp", "requests")
+WEB = (
+    "starlette",
+    "uvicorn",
+    "msgspec",
+    "httpx",
+    "anyio",
+    "h11",
+    "prometheus_client",
+    "fastapi",
+    "aiohttp",
+    "requests",
+)
 
 
 class Import(NamedTuple):
@@ -58,7 +109,7 @@ class Import(NamedTuple):
     target: str
 
 
-# ------------------------------------------------------------------------------------------------------------- the checker
+# ------------------------------------------------------------------------------------------------ the checker
 
 
 def inside(module: str, *packages: str) -> bool:
@@ -83,7 +134,11 @@ def imports_of(tree: ast.Module, module: str, is_package: bool = False) -> Itera
         elif isinstance(node, ast.ImportFrom):
             origin = _origin(node, module, is_package)
             yield from (Import(node.lineno, _target(origin, alias.name)) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module", "__import__"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
             first = node.args[0] if node.args else None
             if isinstance(first, ast.Constant) and isinstance(first.value, str):
                 yield Import(node.lineno, first.value)
@@ -100,7 +155,9 @@ def _origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 def _target(origin: str, name: str) -> str:
     """A name out of the top package is a module of it, or an attribute such as its version."""
     path = SOURCES / "penstock" / name
-    if origin == "penstock" and not (path.is_dir() or path.with_suffix(".py").is_file() or place_of(f"penstock.{name}")):
+    if origin == "penstock" and not (
+        path.is_dir() or path.with_suffix(".py").is_file() or place_of(f"penstock.{name}")
+    ):
         return origin
     return f"{origin}.{name}"
 
@@ -140,7 +197,9 @@ def _foreign_fault(module: str, target: str, top: str) -> str | None:
 
 def _own_fault(module: str, target: str) -> str | None:
     here, there = place_of(module), place_of(target)
-    if (module, target) == ("penstock", "penstock.llm") or (module == "penstock" and target.startswith("penstock.llm.")):
+    if (module, target) == ("penstock", "penstock.llm") or (
+        module == "penstock" and target.startswith("penstock.llm.")
+    ):
         return None  # what users import from the package; loaded when it is asked for
     if any(inside(module, unit) and inside(target, other) for unit, other in NEVER.items()):
         return "storage does not know the engine"
@@ -148,14 +207,16 @@ def _own_fault(module: str, target: str) -> str | None:
         return None
     if here is None or there is None:
         return "one of the two has no place in the import rule"
-    if any(inside(module, unit) and there[0] > 0 and not inside(target, other) for unit, other in ONLY.items()):
+    if any(
+        inside(module, unit) and there[0] > 0 and not inside(target, other) for unit, other in ONLY.items()
+    ):
         return "this unit may not import that"
     if there[0] == here[0]:
         return "siblings do not import each other"
     return "it lies above" if there[0] > here[0] else None
 
 
-# ------------------------------------------------------------------------------------------------------------ the code base
+# ---------------------------------------------------------------------------------------------- the code base
 
 
 def modules() -> list[tuple[Path, str, bool]]:
@@ -168,17 +229,27 @@ def modules() -> list[tuple[Path, str, bool]]:
 
 
 def test_every_file_keeps_the_import_rule() -> None:
-    found = [fault for path, module, is_package in modules() for fault in faults(path.read_text(), module, is_package)]
+    found = [
+        fault
+        for path, module, is_package in modules()
+        for fault in faults(path.read_text(), module, is_package)
+    ]
     assert not found, "\n" + "\n".join(found)
 
 
 def test_the_rule_is_tried_on_the_whole_tree() -> None:
     names = {module for _, module, _ in modules()}
-    assert {"penstock.kv.blocks.pool", "penstock.engine.engine", "penstock.lanes.cuda", "penstock.server.app"} <= names
+    assert {
+        "penstock.kv.blocks.pool",
+        "penstock.engine.engine",
+        "penstock.lanes.cuda",
+        "penstock.server.app",
+    } <= names
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
-    """The core runs on the core dependencies; only the server needs the server's, and what is for tests those of tests."""
+    """The core runs on the core dependencies; only the server needs the server's, and what is for tests those
+    of tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     core = _names(project["dependencies"]) | {"penstock"}
@@ -199,59 +270,121 @@ def test_every_package_that_is_imported_is_declared() -> None:
 
 
 def _names(requirements: list[str]) -> set[str]:
-    return {requirement.split(">")[0].split("=")[0].split("[")[0].strip().replace("-", "_") for requirement in requirements}
+    return {
+        requirement.split(">")[0].split("=")[0].split("[")[0].strip().replace("-", "_")
+        for requirement in requirements
+    }
 
 
 def test_the_layers_without_torch_do_not_bring_it_in_through_others() -> None:
     wanted = [module for _, module, _ in modules() if inside(module, *NO_TORCH)]
-    code = f"import importlib, sys\nfor name in {wanted!r}: importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(SOURCES)}, capture_output=True, text=True, check=False)
+    code = (
+        f"import "
+        f"importlib, "
+        f"sys\nfor "
+        f"name "
+        f"in "
+        f"{wanted!r}: "
+        f"importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(SOURCES)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert len(wanted) > 10
     assert done.returncode == 0, done.stderr or "torch was imported"
 
 
-# ------------------------------------------------------------------------------------------------- the checker can say no
+# ------------------------------------------------------------------------------------- the checker can say no
 
 REFUSED = {
     "a lower layer imports a higher one": ("penstock.lanes.cpu", "from penstock.kv.transfer import Mover"),
     "siblings import each other": ("penstock.models.llama", "import penstock.lanes.lane"),
-    "siblings of the front import each other": ("penstock.bench.run", "from penstock.server.app import make_app"),
-    "storage imports the engine from above": ("penstock.kv.cache", "from penstock.engine.scheduling.budget import blocks_for"),
+    "siblings of the front import each other": (
+        "penstock.bench.run",
+        "from penstock.server.app import make_app",
+    ),
+    "storage imports the engine from above": (
+        "penstock.kv.cache",
+        "from penstock.engine.scheduling.budget import blocks_for",
+    ),
     "storage imports the engine": ("penstock.kv.tiers.host", "from penstock.engine import engine"),
-    "a connector imports the engine": ("penstock.connectors.other", "from penstock.engine.engine import Engine"),
+    "a connector imports the engine": (
+        "penstock.connectors.other",
+        "from penstock.engine.engine import Engine",
+    ),
     "a connector imports lanes": ("penstock.connectors.other", "from penstock.lanes.lane import Lane"),
-    "what is observed imports its observer": ("penstock.lanes.cpu", "from penstock.sanitizer.detector import Detector"),
-    "the observer imports what it observes": ("penstock.sanitizer.detector", "from penstock.lanes.lane import Lane"),
+    "what is observed imports its observer": (
+        "penstock.lanes.cpu",
+        "from penstock.sanitizer.detector import Detector",
+    ),
+    "the observer imports what it observes": (
+        "penstock.sanitizer.detector",
+        "from penstock.lanes.lane import Lane",
+    ),
     "the engine imports the front": ("penstock.engine.loop", "from penstock.server.service import Service"),
     "the engine imports test tools": ("penstock.engine.build", "from penstock.testing import faults"),
     "torch in the pool": ("penstock.kv.blocks.pool", "import torch"),
     "torch in the scheduler": ("penstock.engine.scheduling.scheduler", "from torch import Tensor"),
     "torch in the base": ("penstock.contract", "import torch.nn.functional as F"),
-    "torch.cuda in the engine, used": ("penstock.engine.build", "import torch\nok = torch.cuda.is_available()"),
-    "torch.cuda in the engine, asked for": ("penstock.engine.build", "import torch\nm = torch.get_device_module('cuda')"),
+    "torch.cuda in the engine, used": (
+        "penstock.engine.build",
+        "import torch\nok = torch.cuda.is_available()",
+    ),
+    "torch.cuda in the engine, asked for": (
+        "penstock.engine.build",
+        "import torch\nm = torch.get_device_module('cuda')",
+    ),
     "torch.cuda in the engine, imported": ("penstock.engine.build", "from torch import cuda"),
     "torch.cuda in a model, imported": ("penstock.models.layers", "from torch.cuda import Stream"),
     "a web package in the engine": ("penstock.engine.loop", "import starlette.requests"),
     "a web package in a command": ("penstock.commands.serve", "import uvicorn"),
-    "a type-only import": ("penstock.lanes.cpu", "if TYPE_CHECKING:\n    from penstock.engine.engine import Engine"),
+    "a type-only import": (
+        "penstock.lanes.cpu",
+        "if TYPE_CHECKING:\n    from penstock.engine.engine import Engine",
+    ),
     "a function-local import": ("penstock.kv.blocks.pool", "def f():\n    import torch"),
     "an import by name": ("penstock.kv.blocks.pool", "import importlib\nimportlib.import_module('torch')"),
     "a relative import": ("penstock.lanes.cpu", "from ..kv.cache import KvCache"),
     "a module out of its package": ("penstock.lanes.cpu", "from penstock.kv import cache"),
     "a module without a place": ("penstock.misc", ""),
     "an import of a module without a place": ("penstock.cli", "import penstock.misc"),
-    "code in a package that only holds others": ("penstock.engine", "from penstock.engine.engine import Engine"),
+    "code in a package that only holds others": (
+        "penstock.engine",
+        "from penstock.engine.engine import Engine",
+    ),
 }
 ALLOWED = {
-    "downwards": ("penstock.engine.execution.executor", "from penstock.lanes.lane import Lane\nfrom penstock.kv.memory import BlockLayout"),
-    "the base": ("penstock.kv.blocks.pool", "from penstock.errors import Leaked\nfrom penstock import __version__"),
+    "downwards": (
+        "penstock.engine.execution.executor",
+        "from penstock.lanes.lane import Lane\nfrom penstock.kv.memory import BlockLayout",
+    ),
+    "the base": (
+        "penstock.kv.blocks.pool",
+        "from penstock.errors import Leaked\nfrom penstock import __version__",
+    ),
     "within one unit": ("penstock.engine.loop", "from penstock.engine.engine import Engine"),
     "within one package, relatively": ("penstock.kv.blocks.pool", "from .slots import SlotBook"),
-    "the composition root takes the observer": ("penstock.engine.build", "from penstock.sanitizer.detector import Detector"),
+    "the composition root takes the observer": (
+        "penstock.engine.build",
+        "from penstock.sanitizer.detector import Detector",
+    ),
     "torch.cuda on the CUDA lane": ("penstock.lanes.cuda", "import torch\ntorch.cuda.Stream()"),
-    "web packages in the server": ("penstock.server.app", "import msgspec\nfrom starlette.routing import Route"),
-    "a connector and storage": ("penstock.connectors.other", "from penstock.kv.cache import KvCache\nfrom penstock.contract import Fence"),
-    "the command line and the front": ("penstock.commands.serve", "from penstock.server.run import serve\nimport penstock.bench.decode"),
+    "web packages in the server": (
+        "penstock.server.app",
+        "import msgspec\nfrom starlette.routing import Route",
+    ),
+    "a connector and storage": (
+        "penstock.connectors.other",
+        "from penstock.kv.cache import KvCache\nfrom penstock.contract import Fence",
+    ),
+    "the command line and the front": (
+        "penstock.commands.serve",
+        "from penstock.server.run import serve\nimport penstock.bench.decode",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""docs/invariants.md and the tests agree: each rule is cited by the test files that it names, and by no others. Owns no rule."""
+"""docs/invariants.md and the tests agree: each rule is cited by the test files that it names, and by no
+others. Owns no rule."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ Citations = dict[int, set[str]]  # the rule's number, and the files under tests
 def stated(page: str) -> Citations:
     """What the page says. Its rules are numbered from 1 without a gap."""
     rows = re.findall(r"^\| (\d+) \| (.+) \| (.*) \|$", page, flags=re.MULTILINE)
-    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1)), "numbers are given once, in order"
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(rows) + 1)), (
+        "numbers are given once, in order"
+    )
     return {int(number): set(re.findall(r"`([\w./]+)`", files)) for number, _, files in rows}
 
 
@@ -53,8 +56,16 @@ def test_every_rule_is_cited_by_the_tests_that_the_page_names() -> None:
         ("| 1 | rule | `a.py` |", "# Holds nothing.", ["rule 1: a.py does not cite it"]),
         ("| 1 | rule |  |", "", ["rule 1 has no test"]),
         ("| 1 | rule | `a.py` |", "# %s 1: so. %s 2: too.", ["rule 2: a.py cites it and is not on the page"]),
-        ("| 1 | rule | `b.py` |", "# %s 1: so.", ["rule 1: b.py does not cite it", "rule 1: a.py cites it and is not on the page"]),
-        ("| 1 | rule | `a.py` |", "# %s 10: so.", ["rule 1: a.py does not cite it", "rule 10: a.py cites it and is not on the page"]),
+        (
+            "| 1 | rule | `b.py` |",
+            "# %s 1: so.",
+            ["rule 1: b.py does not cite it", "rule 1: a.py cites it and is not on the page"],
+        ),
+        (
+            "| 1 | rule | `a.py` |",
+            "# %s 10: so.",
+            ["rule 1: a.py does not cite it", "rule 10: a.py cites it and is not on the page"],
+        ),
     ],
 )
 def test_the_checker_sees(page: str, source: str, said: list[str]) -> None:

@@ -1,4 +1,5 @@
-"""The words of the code base: names that GLOSSARY.md rules out appear nowhere in src/penstock. Owns the list, not the meanings."""
+"""The words of the code base: names that GLOSSARY.md rules out appear nowhere in src/penstock. Owns the list,
+not the meanings."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "penstock"
 
 CLASS_ENDINGS = ("Manager", "Handler", "Helper", "Helpers", "Utils", "Info", "Meta", "Base", "Impl")
 MODULES = frozenset({"util", "utils", "common", "misc", "helper", "helpers"})
-# Words that stand for one of ours and for nothing else; those with honest uses of their own (load, free, stream) are left to readers.
+# Words that stand for one of ours and for nothing else; those with honest uses of their own (load, free,
+# stream) are left to readers.
 WORDS = {
     "seq": "request",
     "seqs": "requests",
@@ -37,7 +39,14 @@ WORDS = {
     "preprocess": "prepare",
     "cleanup": "close",
 }
-SUFFIXES = {"_cnt": "num_x", "_count": "num_x", "_secs": "x_s", "_sec": "x_s", "_millis": "x_s", "_nbytes": "x_bytes"}
+SUFFIXES = {
+    "_cnt": "num_x",
+    "_count": "num_x",
+    "_secs": "x_s",
+    "_sec": "x_s",
+    "_millis": "x_s",
+    "_nbytes": "x_bytes",
+}
 NOTES = re.compile(r"#.*\b(TODO|FIXME|XXX|HACK)\b")
 
 
@@ -76,12 +85,21 @@ def faults(source: str, module: str) -> list[str]:
     for line, name, is_class in names_in(ast.parse(source)):
         if is_class and name.endswith(CLASS_ENDINGS):
             found.append(f"{module}:{line} class {name}")
-        known = name.replace("page_out", "")  # what operating systems call it; what is paged out is a block all the same
+        # what operating systems call it; what is paged out is a block all the same
+        known = name.replace("page_out", "")
         found += [f"{module}:{line} {name}: say {WORDS[word]}" for word in words_of(known) if word in WORDS]
-        found += [f"{module}:{line} {name}: say {ours}" for ending, ours in SUFFIXES.items() if name.endswith(ending)]
+        found += [
+            f"{module}:{line} {name}: say {ours}"
+            for ending, ours in SUFFIXES.items()
+            if name.endswith(ending)
+        ]
         if name.startswith(("n_", "_n_")):
             found.append(f"{module}:{line} {name}: say num_x")
-    found += [f"{module}:{number} {line.strip()}" for number, line in enumerate(source.splitlines(), 1) if NOTES.search(line)]
+    found += [
+        f"{module}:{number} {line.strip()}"
+        for number, line in enumerate(source.splitlines(), 1)
+        if NOTES.search(line)
+    ]
     return found
 
 
@@ -140,7 +158,14 @@ def test_the_checker_refuses(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["num_blocks = 1", "def sequence(): ...", "class Requests: ...", "timeout_s = 1.0", "class BlockPool: ..."]
+    "source",
+    [
+        "num_blocks = 1",
+        "def sequence(): ...",
+        "class Requests: ...",
+        "timeout_s = 1.0",
+        "class BlockPool: ...",
+    ],
 )
 def test_the_checker_allows(source: str) -> None:
     assert faults(source, "pool") == []

@@ -1,5 +1,5 @@
-"""Random LoRA adapters in PEFT's files, and base tensors with one merged in: the dense reference of what an adapter computes. For tests
-only; written from the format, without our reader and without PEFT."""
+"""Random LoRA adapters in PEFT's files, and base tensors with one merged in: the dense reference of what an
+adapter computes. For tests only; written from the format, without our reader and without PEFT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ALL_MODULES = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 
 
-def adapter_tensors(config: ModelConfig, seed: int, rank: int = 4, modules: Sequence[str] = ALL_MODULES) -> dict[str, Tensor]:
+def adapter_tensors(
+    config: ModelConfig, seed: int, rank: int = 4, modules: Sequence[str] = ALL_MODULES
+) -> dict[str, Tensor]:
     """For every layer's `modules`: A as PEFT starts with it, B not zero as it is after training."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -28,13 +30,18 @@ def adapter_tensors(config: ModelConfig, seed: int, rank: int = 4, modules: Sequ
         module = part.name.removesuffix(".weight")
         if module.rpartition(".")[2] in modules:
             num_out, num_in = part.shape
-            tensors[f"{PREFIX}{module}.lora_A.weight"] = torch.randn(rank, num_in, generator=generator) * num_in**-0.5
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = torch.randn(num_out, rank, generator=generator) * 0.2 * rank**-0.5
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = (
+                torch.randn(rank, num_in, generator=generator) * num_in**-0.5
+            )
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = (
+                torch.randn(num_out, rank, generator=generator) * 0.2 * rank**-0.5
+            )
     return tensors
 
 
 def write_adapter(directory: Path, tensors: Mapping[str, Tensor], **fields: Any) -> Path:
-    """The two files, with the fields that PEFT writes; `fields` replace or add some, None in them included."""
+    """The two files, with the fields that PEFT writes; `fields` replace or add some, None in them
+    included."""
     modules = sorted({name.split(".")[-3] for name in tensors})
     rank = next((len(tensor) for name, tensor in tensors.items() if "lora_A" in name), 4)
     usual: dict[str, Any] = {
@@ -64,17 +71,24 @@ def write_adapter(directory: Path, tensors: Mapping[str, Tensor], **fields: Any)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps({**usual, **fields}))
     save_file(
-        {name: tensor.clone() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors", metadata={"format": "pt"}
+        {name: tensor.clone() for name, tensor in tensors.items()},
+        directory / "adapter_model.safetensors",
+        metadata={"format": "pt"},
     )
     return directory
 
 
-def write_random_adapter(directory: Path, config: ModelConfig, seed: int, rank: int = 4, **fields: Any) -> Path:
+def write_random_adapter(
+    directory: Path, config: ModelConfig, seed: int, rank: int = 4, **fields: Any
+) -> Path:
     return write_adapter(directory, adapter_tensors(config, seed, rank), **fields)
 
 
-def merged(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float | Mapping[str, float]) -> dict[str, Tensor]:
-    """`base` with W + scale * B A for every adapted module; `scale` may differ by the last part of the module's name."""
+def merged(
+    base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float | Mapping[str, float]
+) -> dict[str, Tensor]:
+    """`base` with W + scale * B A for every adapted module; `scale` may differ by the last part of the
+    module's name."""
     tensors = dict(base)
     for name in base:
         module = name.removesuffix(".weight")

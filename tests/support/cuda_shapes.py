@@ -1,5 +1,5 @@
-"""A pytest plugin: engines on the CPU capture the shapes that they have on a GPU, padding included. `make test-padded` runs the engine's
-tests with it; those that say which shapes a CPU has are left out."""
+"""A pytest plugin: engines on the CPU capture the shapes that they have on a GPU, padding included. `make
+test-padded` runs the engine's tests with it; those that say which shapes a CPU has are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Requests that decode under `Speculation`, on a clock of their own. Owns the steps: what each takes, and when its result is read."""
+"""Requests that decode under `Speculation`, on a clock of their own. Owns the steps: what each takes, and
+when its result is read."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Kept = Callable[[int, int, int], int]  # request, step, drafts -> how many are k
 
 @dataclass(frozen=True)
 class Prices:
-    """What steps really take, in milliseconds. The table has what rows take, and what warming up has found for making drafts."""
+    """What steps really take, in milliseconds. The table has what rows take, and what warming up has found
+    for making drafts."""
 
     plain: float = 1.0
     row: float = 0.0005  # each row of a padded step
@@ -30,7 +32,13 @@ class Prices:
 
     def table(self) -> StepCosts:
         seconds = tuple((self.plain + self.row * size) / 1e3 for size in SIZES)
-        return StepCosts(SIZES, seconds, self.drafting / 1e3, follow_s=self.following / BLOCK / 1e3, bookkeeping_s=self.bookkeeping / 1e3)
+        return StepCosts(
+            SIZES,
+            seconds,
+            self.drafting / 1e3,
+            follow_s=self.following / BLOCK / 1e3,
+            bookkeeping_s=self.bookkeeping / 1e3,
+        )
 
     def step_s(self, num_rows: int, drafts: bool, catches_up: bool = False) -> float:
         rows = self.row * next(size for size in SIZES if size >= num_rows)
@@ -80,9 +88,10 @@ class _Timed(Speculation):
 
 
 class Run:
-    """All requests begin together, and a step takes what it took at the beginning: nobody gains by the end of others. `kept` says how the
-    device's drafts fare; what is looked up is compared with `answers`. `host_bound`: what a step takes is the host's work of planning and
-    launching it, done while the step before is running; that one is read after it, and has its time."""
+    """All requests begin together, and a step takes what it took at the beginning: nobody gains by the end of
+    others. `kept` says how the device's drafts fare; what is looked up is compared with `answers`.
+    `host_bound`: what a step takes is the host's work of planning and launching it, done while the step
+    before is running; that one is read after it, and has its time."""
 
     def __init__(
         self,
@@ -131,13 +140,18 @@ class Run:
             track.num_planned = track.num_expected
         if self.speculation.considers(due):
             mosts = (num_tokens - (track.num_expected - track.num_prompt) - 1 for track in due)
-            proposed[:] = self.speculation.propose([Decoding(*one, num_pending) for one in zip(due, mosts, strict=True)], 0)
+            proposed[:] = self.speculation.propose(
+                [Decoding(*one, num_pending) for one in zip(due, mosts, strict=True)], 0
+            )
         num_ahead, num_drafts = self.speculation.num_ahead, sum(map(len, proposed))
         for track, drafts in zip(due, proposed, strict=True):
             track.num_in_flight += 1 + len(drafts)
         catches_up = self._on_device and self._catches_up(due, num_ahead > 0)
         drafting = bool(num_ahead if self._on_device else num_drafts)
-        self._now_s += self._prices.step_s(self._num_requests + num_drafts, drafting, catches_up) + self._prices.bookkeeping / 1e3
+        self._now_s += (
+            self._prices.step_s(self._num_requests + num_drafts, drafting, catches_up)
+            + self._prices.bookkeeping / 1e3
+        )
         return _Unread(list(zip(due, proposed, strict=True)), num_ahead, started_s, self._now_s, catches_up)
 
     def _catches_up(self, due: Sequence[Track], is_followed: bool) -> bool:
@@ -152,13 +166,19 @@ class Run:
 
     def _read(self, unread: list[_Unread], ran: Ran, began_s: float, num_tokens: int) -> None:
         step, leads = unread.pop(0), bool(unread) and unread[0].drafts
-        started_s, ended_s = (self._read_s, self._now_s) if self._host_bound else (step.started_s, step.ended_s)
+        started_s, ended_s = (
+            (self._read_s, self._now_s) if self._host_bound else (step.started_s, step.ended_s)
+        )
         self._read_s = self._now_s
         for track, drafts in step.shares:
             number, first = int(track.request.id), len(track.tokens) - track.num_prompt
             answer = self._answers(number)[first : first + 1 + len(drafts)]
             agree = (at for at, pair in enumerate(zip(drafts, answer, strict=False)) if pair[0] != pair[1])
-            num_kept = next(agree, len(drafts)) if self._kept is None else self._kept(number, ran.num_steps, len(drafts))
+            num_kept = (
+                next(agree, len(drafts))
+                if self._kept is None
+                else self._kept(number, ran.num_steps, len(drafts))
+            )
             num_kept = min(num_kept, len(drafts), num_tokens - first - 1)
             track.num_in_flight -= 1 + len(drafts)
             track.tokens += answer[: 1 + num_kept]
@@ -171,8 +191,12 @@ class Run:
                 ran.seconds[track.request.id] = took_s
                 self.speculation.ended(track)
         if ended_s > started_s:  # a host that has launched nothing more just waits for the last step
-            self.speculation.step_took(len(step.shares), step.num_rows, ended_s - started_s, step.num_ahead, step.catches_up, leads)
+            self.speculation.step_took(
+                len(step.shares), step.num_rows, ended_s - started_s, step.num_ahead, step.catches_up, leads
+            )
 
     def _track(self, number: int, num_tokens: int) -> Track:
-        request = Request(str(number), [7], SamplingParams(max_tokens=num_tokens), prefix=Prefix(b"%d" % self._number, ()))
+        request = Request(
+            str(number), [7], SamplingParams(max_tokens=num_tokens), prefix=Prefix(b"%d" % self._number, ())
+        )
         return Track(request, 1, request.prefix, tokens=[7])

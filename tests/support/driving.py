@@ -13,18 +13,34 @@ from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 
 _KV = ("prefix_cache", "block_tokens", "resident_tokens", "residency", "pin_spans", "scorer")
-_OFFLOAD = ("eviction", "lease_s", "load_always", "load_deadline_s", "ssd_dir", "ssd_gib", "ssd_admission", "remote", "remote_timeout_s")
+_OFFLOAD = (
+    "eviction",
+    "lease_s",
+    "load_always",
+    "load_deadline_s",
+    "ssd_dir",
+    "ssd_gib",
+    "ssd_admission",
+    "remote",
+    "remote_timeout_s",
+)
 
 
-def tiny_config(model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, host_blocks: int = 0, **engine: Any) -> Config:
-    """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind the device. Settings of `_KV` go
-    to the KV side, `speculate` names a proposer."""
+def tiny_config(
+    model: str = "tiny-qwen3", *, device: str = "cpu", blocks: int = 256, host_blocks: int = 0, **engine: Any
+) -> Config:
+    """Random weights, small arenas, float32: for exactness, not for speed. `host_blocks` 0: no tier behind
+    the device. Settings of `_KV` go to the KV side, `speculate` names a proposer."""
     kv = {name: engine.pop(name) for name in _KV if name in engine}
     offload = {name: engine.pop(name) for name in _OFFLOAD if name in engine}
     positions, speculate = engine.pop("positions", None), engine.pop("speculate", None)
-    host_gib = (host_blocks + 0.5) * block_bytes(model, kv.get("block_tokens", 16)) / GIB if host_blocks else None
+    host_gib = (
+        (host_blocks + 0.5) * block_bytes(model, kv.get("block_tokens", 16)) / GIB if host_blocks else None
+    )
     return Config(
-        source=ModelSource(model=model, load_format="dummy", device=device, dtype="float32", positions=positions),  # type: ignore[arg-type]
+        source=ModelSource(
+            model=model, load_format="dummy", device=device, dtype="float32", positions=positions
+        ),  # type: ignore[arg-type]
         kv=KvConfig(device_blocks=blocks, **kv),
         engine=EngineConfig(**{"max_batch": 16, "prefill_chunk": 64, **engine}),
         offload=OffloadConfig(enabled=host_blocks > 0, host_gib=host_gib, **{"load_always": True, **offload}),
@@ -70,15 +86,22 @@ class Collected:
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprob | None] | None:
-        return next((event.prompt_logprobs for event in self.events if event.prompt_logprobs is not None), None)
+        return next(
+            (event.prompt_logprobs for event in self.events if event.prompt_logprobs is not None), None
+        )
 
 
-def submit(engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any) -> Collected:
-    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise. `request_id`, `residency` and `pins` are no sampling's."""
+def submit(
+    engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any
+) -> Collected:
+    """Greedy, eight tokens, no stopping at end-of-text, unless said otherwise. `request_id`, `residency` and
+    `pins` are no sampling's."""
     collected = Collected()
     part = {name: sampling.pop(name) for name in ("request_id", "residency", "pins") if name in sampling}
     params = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling})
-    collected.request_id = engine.submit(prompt, params, collected.events.append, cache_salt=salt, adapter=adapter, **part)
+    collected.request_id = engine.submit(
+        prompt, params, collected.events.append, cache_salt=salt, adapter=adapter, **part
+    )
     return collected
 
 
@@ -88,7 +111,8 @@ def wait_scanned(engine: Engine) -> None:
 
 
 def run_all(engine: Engine, max_steps: int = 10_000) -> int:
-    """Step until nothing is left to do; returns the number of turns. Raises where the engine does not come to rest."""
+    """Step until nothing is left to do; returns the number of turns. Raises where the engine does not come to
+    rest."""
     for turn in range(max_steps):
         if not engine.has_work():
             return turn
@@ -107,7 +131,9 @@ def settle_all(engine: Engine, timeout_s: float = 30.0) -> None:
             engine.wait_work(_WAIT_S)
 
 
-def generate(engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any) -> Collected:
+def generate(
+    engine: Engine, prompt: Sequence[int], *, salt: str = "", adapter: Adapter | None = None, **sampling: Any
+) -> Collected:
     collected = submit(engine, prompt, salt=salt, adapter=adapter, **sampling)
     run_all(engine)
     return collected

@@ -1,4 +1,5 @@
-"""The embedded model's real tokenizer without its weights. Owns nothing; for tests that need real text and no forward pass."""
+"""The embedded model's real tokenizer without its weights. Owns nothing; for tests that need real text and no
+forward pass."""
 
 from __future__ import annotations
 

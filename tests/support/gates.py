@@ -12,11 +12,13 @@ _DEADLINE_S = 30.0  # a test that forgets to let go fails instead of hanging
 
 
 class GatedCopier:
-    """Copies pass one by one while `hold` is on and `let` allows them; each call may be told to fail instead."""
+    """Copies pass one by one while `hold` is on and `let` allows them; each call may be told to fail
+    instead."""
 
     def __init__(self, inner: Copier) -> None:
         self.inner = inner
-        self.passed: list[tuple[list[int], list[int], Layers]] = []  # sources, destinations, layers of every copy made
+        # sources, destinations, layers of every copy made
+        self.passed: list[tuple[list[int], list[int], Layers]] = []
         self.on_copy: Callable[[Layers], None] = lambda layers: None  # called just before the bytes move
         self.fail_next = 0
         self._allowed: int | None = None  # None: as many as come

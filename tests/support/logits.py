@@ -1,4 +1,5 @@
-"""Looking at the logits an engine samples from, and comparing them with a reference model's. Owns the recording, not the engine."""
+"""Looking at the logits an engine samples from, and comparing them with a reference model's. Owns the
+recording, not the engine."""
 
 from __future__ import annotations
 
@@ -31,10 +32,15 @@ class Logits:
 
 
 def largest_error(
-    reference: Any, logits: Logits, prompts: Sequence[list[int]], found: Sequence[Collected], *, same_tokens: bool = True
+    reference: Any,
+    logits: Logits,
+    prompts: Sequence[list[int]],
+    found: Sequence[Collected],
+    *,
+    same_tokens: bool = True,
 ) -> float:
-    """Largest deviation from `reference` (a transformers model), relative to the largest logit, over every generated token of requests that
-    were submitted together to an idle engine, so that the i-th has row i."""
+    """Largest deviation from `reference` (a transformers model), relative to the largest logit, over every
+    generated token of requests that were submitted together to an idle engine, so that the i-th has row i."""
     worst = 0.0
     for row, (prompt, collected) in enumerate(zip(prompts, found, strict=True)):
         assert collected.tokens, f"request {row} generated nothing: {collected.error}"
@@ -43,6 +49,9 @@ def largest_error(
         for at, token in enumerate(collected.tokens, start=len(prompt) - 1):
             ours = logits.seen[row, at]
             error = float((ours - expected[at]).abs().max() / expected[at].abs().max())
-            worst = max(worst, error if math.isfinite(error) else math.inf)  # spoiled memory that was read is no number
-            assert not same_tokens or int(expected[at].argmax()) == token or worst > 1e-3, f"request {row}: token {at} differs"
+            # spoiled memory that was read is no number
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+            assert not same_tokens or int(expected[at].argmax()) == token or worst > 1e-3, (
+                f"request {row}: token {at} differs"
+            )
     return worst

@@ -1,4 +1,5 @@
-"""A module with one line of its source changed: the fault that shows a test can fail. Owns the copy; the original stays as it is."""
+"""A module with one line of its source changed: the fault that shows a test can fail. Owns the copy; the
+original stays as it is."""
 
 from __future__ import annotations
 

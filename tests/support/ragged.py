@@ -1,7 +1,8 @@
-"""Random steps over a paged arena, made to catch kernels that read what they should not. Owns the tensors of one step; judges nothing.
+"""Random steps over a paged arena, made to catch kernels that read what they should not. Owns the tensors of
+one step; judges nothing.
 
-Every value of the arena that no chunk may read is NaN: unused slots, the rest of a last block, the padding block, tokens not written
-yet. Slots are shuffled, and requests may share the blocks of a common prefix.
+Every value of the arena that no chunk may read is NaN: unused slots, the rest of a last block, the padding
+block, tokens not written yet. Slots are shuffled, and requests may share the blocks of a common prefix.
 """
 
 from __future__ import annotations
@@ -54,10 +55,14 @@ class RaggedStep:
     def qkv(self, layer: int = 0) -> Tensor:
         """Random projections of the step's tokens, the same for every call with the same layer."""
         width = self.config.qkv_width
-        return _random((self.num_tokens, width), self.arena.dtype, self.arena.device, self.seed * 1000 + layer)
+        return _random(
+            (self.num_tokens, width), self.arena.dtype, self.arena.device, self.seed * 1000 + layer
+        )
 
 
-def ragged_config(num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 32, num_layers: int = 2) -> ModelConfig:
+def ragged_config(
+    num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 32, num_layers: int = 2
+) -> ModelConfig:
     """Only what attention looks at matters."""
     return ModelConfig(
         architecture="qwen3",
@@ -78,7 +83,9 @@ def ragged_config(num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 32,
 def rope_table(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
     """float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin."""
     half = torch.arange(config.head_dim // 2, dtype=torch.float64)
-    angles = torch.arange(config.max_position, dtype=torch.float64)[:, None] * config.rope_theta ** (-2.0 * half / config.head_dim)
+    angles = torch.arange(config.max_position, dtype=torch.float64)[:, None] * config.rope_theta ** (
+        -2.0 * half / config.head_dim
+    )
     return torch.cat([angles.cos(), angles.sin()], dim=1).float().to(device)
 
 
@@ -93,8 +100,9 @@ def ragged_step(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> RaggedStep:
-    """A step of `spans`, which must be ordered with single tokens first. Requests share the first `shared_blocks` blocks as far as their
-    prefixes reach. Behind every table stands an entry that belongs to nobody and points at NaN."""
+    """A step of `spans`, which must be ordered with single tokens first. Requests share the first
+    `shared_blocks` blocks as far as their prefixes reach. Behind every table stands an entry that belongs to
+    nobody and points at NaN."""
     spans = tuple(spans)
     assert max(span.kv_len for span in spans) <= config.max_position, "the rotary table has no such position"
     device = torch.device(device)
@@ -104,7 +112,10 @@ def ragged_step(
     order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed)).tolist()
     common = [order.pop() for _ in range(max(shared, default=0))]
     nobody = order.pop()
-    tables = [common[:kept] + [order.pop() for _ in range(length - kept)] for kept, length in zip(shared, lengths, strict=True)]
+    tables = [
+        common[:kept] + [order.pop() for _ in range(length - kept)]
+        for kept, length in zip(shared, lengths, strict=True)
+    ]
 
     shape = (num_slots + 1, config.num_layers, 2, block_tokens, config.num_kv_heads, config.head_dim)
     arena = torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -128,8 +139,8 @@ def _fill(arena: Tensor, table: Sequence[int], num_tokens: int, seed: int) -> No
 
 
 def outputs(backend: Attention, step: RaggedStep, *, norms: bool = True) -> list[Tensor]:
-    """What a backend over the step's own arena makes of it: q, k, v and attention of every layer, then the arena without its padding
-    block, which may hold anything."""
+    """What a backend over the step's own arena makes of it: q, k, v and attention of every layer, then the
+    arena without its padding block, which may hold anything."""
     dim, dtype, device = step.config.head_dim, step.arena.dtype, step.arena.device
     q_norm, k_norm = (_random((2, dim), dtype, device, step.seed + 7) * 0.2 + 1.0) if norms else (None, None)
     made: list[Tensor] = []
@@ -139,7 +150,12 @@ def outputs(backend: Attention, step: RaggedStep, *, norms: bool = True) -> list
     return [*made, step.arena[:-1]]
 
 
-def step_inputs(spans: Sequence[Span], tables: Sequence[Sequence[int]], write_at: Sequence[int], device: torch.device | str) -> StepInputs:
+def step_inputs(
+    spans: Sequence[Span],
+    tables: Sequence[Sequence[int]],
+    write_at: Sequence[int],
+    device: torch.device | str,
+) -> StepInputs:
     """The tensors of a step whose chunks have these tables, one behind the other."""
 
     def whole(values: Sequence[int]) -> Tensor:
@@ -163,7 +179,9 @@ def step_inputs(spans: Sequence[Span], tables: Sequence[Sequence[int]], write_at
         num_decodes=next((i for i, span in enumerate(spans) if span.q_len != 1), len(spans)),
         max_q_len=max((span.q_len for span in spans), default=0),
         max_kv_len=max((span.kv_len for span in spans), default=0),
-        spans=tuple((span.prefix_len, span.q_len) for span in itertools.dropwhile(lambda span: span.q_len == 1, spans)),
+        spans=tuple(
+            (span.prefix_len, span.q_len) for span in itertools.dropwhile(lambda span: span.q_len == 1, spans)
+        ),
     )
 
 
@@ -179,4 +197,6 @@ def leave_out(step: RaggedStep, tokens: Sequence[int]) -> None:
     for start, span in zip(step.inputs.table_starts.tolist(), step.spans, strict=True):
         for position in tokens:
             if position < span.prefix_len:
-                step.arena[int(step.inputs.tables[start + position // block_tokens]), :, :, position % block_tokens] = 0.0
+                step.arena[
+                    int(step.inputs.tables[start + position // block_tokens]), :, :, position % block_tokens
+                ] = 0.0

@@ -63,10 +63,11 @@ def through_a_file(run: Recording) -> Recording:
 
 
 def replay(run: Recording, executor: Executor) -> Iterator[StepResult]:
-    """On an executor that has run nothing yet, with the same weights, adapters and sizes, one step after the other. No step of the run may
-    have read KV that a colder tier brought: it is in no plan."""
+    """On an executor that has run nothing yet, with the same weights, adapters and sizes, one step after the
+    other. No step of the run may have read KV that a colder tier brought: it is in no plan."""
     for plan in run.plans:
-        # Earlier users of its slots were copies of the recorded run. Here nothing but steps uses them, in their order.
+        # Earlier users of its slots were copies of the recorded run. Here nothing but steps uses them, in
+        # their order.
         result = executor.sample(executor.launch(dataclasses.replace(plan, after=()))).wait_result()
         executor.masks.advance((one.request_id, one.tokens) for one in result.sampled)
         yield result

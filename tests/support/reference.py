@@ -1,4 +1,5 @@
-"""The embedded model as `transformers` runs it: the reference of parity tests. Owns its loading in bearable time; changes no number."""
+"""The embedded model as `transformers` runs it: the reference of parity tests. Owns its loading in bearable
+time; changes no number."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def reference_tokenizer() -> Any:
 
 
 def _transformers() -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at its import; the file is here, and a test asks no server
+    # read at its import; the file is here, and a test asks no server
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -40,7 +42,8 @@ def _transformers() -> Any:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """It parses the file's header for each of its parts and builds the same map of names per module: both once are enough."""
+    """It parses the file's header for each of its parts and builds the same map of names per module: both
+    once are enough."""
     import gguf
 
     reader, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)

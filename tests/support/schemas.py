@@ -1,4 +1,5 @@
-"""Random JSON schemas, and a plain check of values against them, written apart from any library. Owns the subset that it makes."""
+"""Random JSON schemas, and a plain check of values against them, written apart from any library. Owns the
+subset that it makes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ def _object(rng: random.Random, depth: int) -> Schema:
 
 def _array(rng: random.Random, depth: int) -> Schema:
     low = rng.randint(0, 2)
-    return {"type": "array", "items": _any(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    return {
+        "type": "array",
+        "items": _any(rng, depth - 1),
+        "minItems": low,
+        "maxItems": low + rng.randint(0, 2),
+    }
 
 
 def _any_of(rng: random.Random, depth: int) -> Schema:
@@ -61,7 +67,9 @@ def _number(rng: random.Random, depth: int) -> Schema:
 
 
 def _enum(rng: random.Random, depth: int) -> Schema:
-    return rng.choice([{"enum": ["red", "grün", 3, None, {"k": [1]}]}, {"const": rng.choice(["only", 7, True])}])
+    return rng.choice(
+        [{"enum": ["red", "grün", 3, None, {"k": [1]}]}, {"const": rng.choice(["only", 7, True])}]
+    )
 
 
 def _simple(rng: random.Random, depth: int) -> Schema:
@@ -76,13 +84,19 @@ def fits(value: Any, schema: Schema) -> bool:
         return any(_same(value, one) for one in schema.get("enum", [schema.get("const")]))
     kind = schema["type"]
     if kind == "object":
-        known = isinstance(value, dict) and set(value) <= set(schema["properties"]) and set(schema["required"]) <= set(value)
+        known = (
+            isinstance(value, dict)
+            and set(value) <= set(schema["properties"])
+            and set(schema["required"]) <= set(value)
+        )
         return known and all(fits(one, schema["properties"][name]) for name, one in value.items())
     if kind == "array":
         sized = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
         return sized and all(fits(one, schema["items"]) for one in value)
     if kind == "string":
-        long_enough = isinstance(value, str) and schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+        long_enough = isinstance(value, str) and schema.get("minLength", 0) <= len(value) <= schema.get(
+            "maxLength", len(value)
+        )
         return long_enough and re.search(schema.get("pattern", ""), value) is not None
     if kind in ("integer", "number"):
         if isinstance(value, bool) or not isinstance(value, int if kind == "integer" else int | float):

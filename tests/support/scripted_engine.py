@@ -1,7 +1,9 @@
-"""An engine whose tokens are scripted, for tests of what stands in front of one. Owns its thread and its books; computes nothing.
+"""An engine whose tokens are scripted, for tests of what stands in front of one. Owns its thread and its
+books; computes nothing.
 
-It keeps the promises of the real engine's surface: submit and cancel from any thread, events from its own, one last event per request,
-counters that add up. A test can hold it, step it, fail it, and ask what is still open.
+It keeps the promises of the real engine's surface: submit and cancel from any thread, events from its own,
+one last event per request, counters that add up. A test can hold it, step it, fail it, and ask what is still
+open.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import ResidencyName
-from penstock.contract import Adapter, CacheHint, FinishReason, KvSource, Listener, Prefetched, SamplingParams, TokenEvent, TokenLogprob
+from penstock.contract import (
+    Adapter,
+    CacheHint,
+    FinishReason,
+    KvSource,
+    Listener,
+    Prefetched,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
 from penstock.engine.adapters import AdapterStore
 from penstock.engine.stats import TTFT_BOUNDS_S, EngineStats
 from penstock.errors import ContextExceeded, EngineClosed, InvalidRequest
@@ -73,7 +85,8 @@ def words(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
 class ScriptedEngine:
     """See the module. `hold` stops tokens, not cancels; `permit` lets a number of steps through while held.
 
-    `pace_s` is what a step takes at least; a real one leaves the interpreter to others for as long as the device works.
+    `pace_s` is what a step takes at least; a real one leaves the interpreter to others for as long as the
+    device works.
     """
 
     def __init__(
@@ -91,16 +104,20 @@ class ScriptedEngine:
         self.sampling: dict[str, Any] = {}
         self.submitted: list[tuple[Sequence[int], SamplingParams, str]] = []
         self.adapted: list[Adapter | None] = []  # by what was submitted
-        self.hinted: list[tuple[int, str, CacheHint | None]] = []  # priority, session and hint, by what was submitted
-        self.resident: list[tuple[ResidencyName | None, Sequence[tuple[int, int]] | None]] = []  # by what was submitted
+        # priority, session and hint, by what was submitted
+        self.hinted: list[tuple[int, str, CacheHint | None]] = []
+        # by what was submitted
+        self.resident: list[tuple[ResidencyName | None, Sequence[tuple[int, int]] | None]] = []
         self._script = script
         self._pace_s = pace_s
         self._lock = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._permits: int | None = None  # None: not held
         self._closed = False
-        self._seen: set[tuple[tuple[str, str], tuple[int, ...]]] = set()  # prompts in the cache, by salt and adapter content
-        self._counts = Counter(device=0, computed=0)  # tokens by source, and what was generated in how many steps
+        # prompts in the cache, by salt and adapter content
+        self._seen: set[tuple[tuple[str, str], tuple[int, ...]]] = set()
+        # tokens by source, and what was generated in how many steps
+        self._counts = Counter(device=0, computed=0)
 
     # ---- what the server calls
 
@@ -119,7 +136,9 @@ class ScriptedEngine:
             raise InvalidRequest("the prompt is empty", "prompt")
         if len(prompt) + sampling.max_tokens > self.max_model_len:
             asked = f"you requested {len(prompt) + sampling.max_tokens} tokens"
-            raise ContextExceeded(self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens")
+            raise ContextExceeded(
+                self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens"
+            )
         tokens = self._script(prompt, sampling)
         with self._lock:
             if self._closed:
@@ -148,7 +167,9 @@ class ScriptedEngine:
             active = sum(-(-len(request.prompt) // BLOCK_TOKENS) for request in self._open.values())
             return EngineStats(
                 requests={"waiting": len(self._open) - running, "running": running},
-                prompt_tokens={source: self._counts[source] for source in ("device", "host", "ssd", "remote", "computed")},
+                prompt_tokens={
+                    source: self._counts[source] for source in ("device", "host", "ssd", "remote", "computed")
+                },
                 generated_tokens=self._counts["generated"],
                 kv_blocks={"device": {"free": NUM_BLOCKS - active, "active": active}},
                 retractions=0,
@@ -164,11 +185,20 @@ class ScriptedEngine:
             )
 
     def prefetch(
-        self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        session: str = "",
+        cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> Future[Prefetched | None]:
         """It has no colder tier, so there is nothing to bring up."""
         done: Future[Prefetched | None] = Future()
-        done.set_result(Prefetched(0, False) if prompt is not None or any(named == session for _, named, _ in self.hinted) else None)
+        done.set_result(
+            Prefetched(0, False)
+            if prompt is not None or any(named == session for _, named, _ in self.hinted)
+            else None
+        )
         return done
 
     @property
@@ -210,7 +240,11 @@ class ScriptedEngine:
     def step(self, timeout_s: float) -> None:
         """One token for everyone, or the wait for something to do."""
         with self._lock:
-            events = [self._end(request, FinishReason.CANCELLED) for request in list(self._open.values()) if request.cancelled]
+            events = [
+                self._end(request, FinishReason.CANCELLED)
+                for request in list(self._open.values())
+                if request.cancelled
+            ]
             if self._open and self._permits != 0:
                 self._permits = None if self._permits is None else self._permits - 1
                 self._counts["steps"] += 1
@@ -268,7 +302,11 @@ class ScriptedEngine:
 def _score(token: int, count: int) -> TokenLogprob:
     """The chosen token is the second likeliest, so that it is missing from a list of one."""
     others = [(token + i) % EOS for i in (1, *range(2, count + 1))]
-    ranked = [(others[0], -0.25), (token, -0.5), *((other, -float(i)) for i, other in enumerate(others[1:], 1))]
+    ranked = [
+        (others[0], -0.25),
+        (token, -0.5),
+        *((other, -float(i)) for i, other in enumerate(others[1:], 1)),
+    ]
     return TokenLogprob(token, -0.5, 2, tuple(ranked[:count]))
 
 

@@ -1,5 +1,5 @@
-"""Real stores for tests, on loopback: where their programs come from, and starting, pausing and killing them. Owns each process it started
-and its folder; nothing of a store outlives its object."""
+"""Real stores for tests, on loopback: where their programs come from, and starting, pausing and killing them.
+Owns each process it started and its folder; nothing of a store outlives its object."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServerDied(PenstockError):
     """The program ended or did not answer; the message has the end of what it printed."""
 
 
-# ------------------------------------------------------------------------------------------------------------------ programs
+# --------------------------------------------------------------------------------------------------- programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,11 @@ class Program:
     def environment(self) -> dict[str, str]:
         dirs = [str(path) for path in self.library_dirs]
         inherited = os.environ.get("LD_LIBRARY_PATH")
-        return {**os.environ, "LD_LIBRARY_PATH": ":".join([*dirs, *([inherited] if inherited else [])])} if dirs else dict(os.environ)
+        return (
+            {**os.environ, "LD_LIBRARY_PATH": ":".join([*dirs, *([inherited] if inherited else [])])}
+            if dirs
+            else dict(os.environ)
+        )
 
 
 @functools.cache
@@ -58,7 +62,9 @@ def fetched(part: str) -> Path:
     if not FETCH.is_file():
         raise ServerMissing(f"{part} is not on PATH, and {FETCH} is not there to fetch it")
     try:
-        done = subprocess.run([sys.executable, FETCH, part], capture_output=True, text=True, timeout=FETCH_S, check=False)
+        done = subprocess.run(
+            [sys.executable, FETCH, part], capture_output=True, text=True, timeout=FETCH_S, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise ServerMissing(f"{part} could not be fetched in {FETCH_S:.0f} s") from error
     if done.returncode:
@@ -92,12 +98,24 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     certificate, key = folder / "server.crt", folder / "server.key"
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-subj", "/CN=penstock test", "-addext", f"subjectAltName=IP:{LOOPBACK},DNS:localhost"]
-    command = ["openssl", "req", "-x509", *curve, *names, "-days", "2", "-keyout", str(key), "-out", str(certificate)]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        *curve,
+        *names,
+        "-days",
+        "2",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return certificate, key
 
 
-# ----------------------------------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------------------------- processes
 
 
 class Server:
@@ -110,7 +128,8 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def spawn(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-        """Its number. It ends with the thread that started it, however that ends, where the system has a command for that."""
+        """Its number. It ends with the thread that started it, however that ends, where the system has a
+        command for that."""
         leash = ["setpriv", "--pdeathsig", "KILL", "--"] if shutil.which("setpriv") else []
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -163,7 +182,7 @@ class Server:
         return self._process
 
 
-# -------------------------------------------------------------------------------------------------------------------- Valkey
+# ----------------------------------------------------------------------------------------------------- Valkey
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +194,15 @@ class SlotRange:
 
 
 class Valkey(Server):
-    """A Valkey or Redis server without persistence. With `tls` it speaks nothing else; with `slots` it is a node of a cluster."""
+    """A Valkey or Redis server without persistence. With `tls` it speaks nothing else; with `slots` it is a
+    node of a cluster."""
 
     def __init__(
-        self, password: str | None = None, tls: bool = False, slots: SlotRange | None = None, settings: Sequence[str] = ()
+        self,
+        password: str | None = None,
+        tls: bool = False,
+        slots: SlotRange | None = None,
+        settings: Sequence[str] = (),
     ) -> None:
         super().__init__(find_program("valkey", ("valkey-server", "redis-server")))
         self._password = password
@@ -221,12 +245,13 @@ class Valkey(Server):
         self.start()
 
     def url(self, options: str = "", password: str | None = None) -> str:
-        """As `--kv-offload-remote` takes it; `options` are joined to those that it needs. `password` instead of the right one."""
+        """As `--kv-offload-remote` takes it; `options` are joined to those that it needs. `password` instead
+        of the right one."""
         secret = self._password if password is None else password
         needed = [f"ca={self.certificate}"] if self.certificate else []
         query = "&".join([*needed, *(["cluster=1"] if self._slots else []), *([options] if options else [])])
         scheme = "valkeys" if self.certificate else "valkey"
-        return f"{scheme}://{f':{secret}@' if secret else ''}{LOOPBACK}:{self.port}{f'?{query}' if query else ''}"
+        return f"{scheme}://{f':{secret}@' if secret else ''}{LOOPBACK}:{self.port}{f'?{query}' if query else ''}"  # noqa: E501
 
     def ask(self, *words: str | bytes, patience_s: float = START_S) -> bytes:
         """The answer to one command, a line without its end or a value, over a connection of its own."""
@@ -278,7 +303,9 @@ class Valkey(Server):
         link = socket.create_connection((LOOPBACK, self.port), timeout=patience_s)
         if self.certificate is None:
             return link
-        return ssl.create_default_context(cafile=str(self.certificate)).wrap_socket(link, server_hostname=LOOPBACK)
+        return ssl.create_default_context(cafile=str(self.certificate)).wrap_socket(
+            link, server_hostname=LOOPBACK
+        )
 
     def _wait_answering(self, number: int) -> bool:
         """Process `number` itself: on a port that was taken meanwhile somebody else answers."""
@@ -293,7 +320,9 @@ class Valkey(Server):
 
 def _exchange(link: socket.socket, words: Sequence[str | bytes]) -> bytes:
     encoded = [word.encode() if isinstance(word, str) else word for word in words]
-    link.sendall(b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded))
+    link.sendall(
+        b"*%d\r\n" % len(encoded) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)
+    )
     with link.makefile("rb") as answers:
         line = answers.readline()
         is_value = line.startswith(b"$") and line != b"$-1\r\n"

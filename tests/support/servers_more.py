@@ -1,5 +1,5 @@
-"""More real stores for tests, on loopback: an S3 server, and a Mooncake store of one master and one node. Owns each process it started and
-its folder; nothing of a store outlives its object."""
+"""More real stores for tests, on loopback: an S3 server, and a Mooncake store of one master and one node.
+Owns each process it started and its folder; nothing of a store outlives its object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from urllib.request import ProxyHandler, build_opener
 from support.servers import LOOPBACK, START_S, Program, Server, ServerDied, ServerMissing, fetched, free_port
 
 
-def _start(server: Server, arguments: Callable[[], Sequence[str]], answers: Callable[[], bool], attempts: int = 5) -> None:
+def _start(
+    server: Server, arguments: Callable[[], Sequence[str]], answers: Callable[[], bool], attempts: int = 5
+) -> None:
     """Somebody else may take a port between finding it and binding it: `arguments` may find another one."""
     for _ in range(attempts):
         server.spawn(arguments())
@@ -38,11 +40,12 @@ def _listens(port: int) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------------------------------------ S3
+# --------------------------------------------------------------------------------------------------------- S3
 
 
 class Bucket(Server):
-    """A server that speaks S3, from rclone, and one bucket in it. Its objects are files in a folder of its own."""
+    """A server that speaks S3, from rclone, and one bucket in it. Its objects are files in a folder of its
+    own."""
 
     bucket = "blocks"
     access_key = "penstock-test"
@@ -70,20 +73,33 @@ class Bucket(Server):
         def arguments() -> list[str]:
             self.port = fixed or free_port()
             keys = ["--auth-key", f"{self.access_key},{self.secret_key}"]
-            return ["serve", "s3", "--config", "/dev/null", "--addr", f"{LOOPBACK}:{self.port}", *keys, str(objects)]
+            return [
+                "serve",
+                "s3",
+                "--config",
+                "/dev/null",
+                "--addr",
+                f"{LOOPBACK}:{self.port}",
+                *keys,
+                str(objects),
+            ]
 
         _start(self, arguments, lambda: _listens(self.port), 1 if fixed else 5)
 
     @property
     def environment(self) -> dict[str, str]:
         """What a client needs beside the URL."""
-        return {"AWS_ACCESS_KEY_ID": self.access_key, "AWS_SECRET_ACCESS_KEY": self.secret_key, "AWS_REGION": "us-east-1"}
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+        }
 
     def url(self, prefix: str = "") -> str:
         return f"s3://{self.bucket}/{prefix}?endpoint=http://{LOOPBACK}:{self.port}"
 
 
-# ------------------------------------------------------------------------------------------------------------------ Mooncake
+# --------------------------------------------------------------------------------------------------- Mooncake
 
 
 @functools.cache
@@ -110,8 +126,8 @@ def _mooncake_folder() -> Path:
 
 
 class Mooncake:
-    """A master, and a node that lends it memory (`node_mib`; 0: none), both the package's own programs. The node's ports listen on every
-    interface, which is how that program is; the master's do not."""
+    """A master, and a node that lends it memory (`node_mib`; 0: none), both the package's own programs. The
+    node's ports listen on every interface, which is how that program is; the master's do not."""
 
     def __init__(self, node_mib: int = 256) -> None:
         folder = _mooncake_folder()
@@ -135,21 +151,39 @@ class Mooncake:
         def arguments() -> list[str]:
             self.port, self._metrics_port = fixed or free_port(), free_port()
             listening = [f"--rpc_address={LOOPBACK}", f"--rpc_port={self.port}"]
-            return [*listening, f"--metrics_host={LOOPBACK}", f"--metrics_port={self._metrics_port}", "--logtostderr"]
+            return [
+                *listening,
+                f"--metrics_host={LOOPBACK}",
+                f"--metrics_port={self._metrics_port}",
+                "--logtostderr",
+            ]
 
         _start(self.master, arguments, lambda: _listens(self.port), 1 if fixed else 5)
 
     def start_node(self) -> None:
         def arguments() -> list[str]:
-            store = ["--metadata_server=P2PHANDSHAKE", f"--master_server_address={LOOPBACK}:{self.port}", "--protocol=tcp", "--logtostderr"]
-            return [f"--host={LOOPBACK}", f"--port={free_port()}", f"--global_segment_size={self._node_mib}MB", *store]
+            store = [
+                "--metadata_server=P2PHANDSHAKE",
+                f"--master_server_address={LOOPBACK}:{self.port}",
+                "--protocol=tcp",
+                "--logtostderr",
+            ]
+            return [
+                f"--host={LOOPBACK}",
+                f"--port={free_port()}",
+                f"--global_segment_size={self._node_mib}MB",
+                *store,
+            ]
 
         _start(self.node, arguments, lambda: self.capacity_bytes() > 0)
 
     def capacity_bytes(self) -> int:
         """What nodes lend, as the master says."""
         opener = build_opener(ProxyHandler({}))
-        with contextlib.suppress(OSError), opener.open(f"http://{LOOPBACK}:{self._metrics_port}/metrics", timeout=2.0) as answer:
+        with (
+            contextlib.suppress(OSError),
+            opener.open(f"http://{LOOPBACK}:{self._metrics_port}/metrics", timeout=2.0) as answer,
+        ):
             for line in answer.read().decode().splitlines():
                 if line.startswith("master_total_capacity_bytes"):
                     return int(float(line.split()[-1]))

@@ -1,5 +1,6 @@
-"""The same greedy requests over a prompt that is computed, and over one that comes from any tier, alone and beside others. Owns the prompts
-and how answers are compared: by tokens and the exact floats of their log-probabilities."""
+"""The same greedy requests over a prompt that is computed, and over one that comes from any tier, alone and
+beside others. Owns the prompts and how answers are compared: by tokens and the exact floats of their
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def prompts(engine: Engine, text: Sequence[int] = ()) -> list[list[int]]:
     """Pieces of `text`, or random ones."""
     chooser = random.Random(5)
     return [
-        list(text[7 * num : 7 * num + num]) if text else [chooser.randrange(3, engine.tokenizer.vocab_size) for _ in range(num)]
+        list(text[7 * num : 7 * num + num])
+        if text
+        else [chooser.randrange(3, engine.tokenizer.vocab_size) for _ in range(num)]
         for num in LENGTHS
     ]
 
@@ -54,14 +57,19 @@ def together(engine: Engine, some: Sequence[Sequence[int]]) -> list[Answer]:
 
 
 def differing(config: Config, disk: Path, text: Sequence[int] = ()) -> list[str]:
-    """The ways to an answer that give another one than a prompt computed alone: empty where all are the same. `config` has a host tier;
-    a disk is added."""
-    config = dataclasses.replace(config, offload=dataclasses.replace(config.offload, ssd_dir=str(disk), ssd_gib=0.5, load_always=True))
+    """The ways to an answer that give another one than a prompt computed alone: empty where all are the same.
+    `config` has a host tier; a disk is added."""
+    config = dataclasses.replace(
+        config, offload=dataclasses.replace(config.offload, ssd_dir=str(disk), ssd_gib=0.5, load_always=True)
+    )
     engine = build(config)
     wait_scanned(engine)
     asked = prompts(engine, text)
     expected, sources = alone(engine, asked)
-    assert all(source is not None and source.computed == len(prompt) for source, prompt in zip(sources, asked, strict=True))
+    assert all(
+        source is not None and source.computed == len(prompt)
+        for source, prompt in zip(sources, asked, strict=True)
+    )
     found = {}
 
     def ask(way: str, source: str) -> None:

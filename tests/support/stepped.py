@@ -1,8 +1,10 @@
-"""Lanes that a test runs by hand, item by item, and arenas of tags or of bytes. Owns when work happens: nothing runs by itself.
+"""Lanes that a test runs by hand, item by item, and arenas of tags or of bytes. Owns when work happens:
+nothing runs by itself.
 
-Work that declares accesses takes two steps, a begin and an end. In between, what it writes holds garbage and what it reads must not
-change; whoever touches such slots meanwhile is told so at once. What it does, it does at its end, so that a read that comes too early
-finds garbage and a slot that is written too early is seen to have changed.
+Work that declares accesses takes two steps, a begin and an end. In between, what it writes holds garbage and
+what it reads must not change; whoever touches such slots meanwhile is told so at once. What it does, it does
+at its end, so that a read that comes too early finds garbage and a slot that is written too early is seen to
+have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Tag:
 
 
 class SteppedArena(Protocol):
-    """`spoil` leaves values that nobody could want; `read` and `write` have a list of values by layer for each slot."""
+    """`spoil` leaves values that nobody could want; `read` and `write` have a list of values by layer for
+    each slot."""
 
     name: str
 
@@ -38,7 +41,9 @@ class SteppedArena(Protocol):
 class TagArena:
     """`num_slots` blocks, each with a value per layer. `garbage` makes a value that nobody could want."""
 
-    def __init__(self, name: str, num_slots: int, num_layers: int, garbage: Callable[[], object] = Tag) -> None:
+    def __init__(
+        self, name: str, num_slots: int, num_layers: int, garbage: Callable[[], object] = Tag
+    ) -> None:
         self.name = name
         self.num_layers = num_layers
         self._garbage = garbage
@@ -85,7 +90,9 @@ class ByteArena:
             self.write([slot], layers, [[self._cell.garbage() for _ in range(*layers)]])
 
     def read(self, slots: Iterable[int], layers: Layers) -> list[list[object]]:
-        return [[self._cell.unpack(bytes(self._bytes(slot, layer))) for layer in range(*layers)] for slot in slots]
+        return [
+            [self._cell.unpack(bytes(self._bytes(slot, layer))) for layer in range(*layers)] for slot in slots
+        ]
 
     def write(self, slots: Iterable[int], layers: Layers, values: Sequence[Sequence[object]]) -> None:
         for slot, row in zip(slots, values, strict=True):
@@ -176,7 +183,9 @@ class SteppedLane:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         refusal, self.refuses = self.refuses, None
         if refusal is not None:
             raise refusal
@@ -192,7 +201,9 @@ class SteppedLane:
     def capture(self, label: str) -> AbstractContextManager[Capture]:
         raise InvariantBroken("a stepped lane records nothing")
 
-    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
+    def replay(
+        self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
+    ) -> Ticket:
         raise InvariantBroken("a stepped lane records nothing")
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
@@ -271,15 +282,25 @@ class SteppedLanes:
         for lane in self:
             item = lane.begun()
             for other in item.accesses if item is not None else ():
-                if other.arena == access.arena and Mode.WRITE in (other.mode, access.mode) and _meet(other.layers, access.layers):
+                if (
+                    other.arena == access.arena
+                    and Mode.WRITE in (other.mode, access.mode)
+                    and _meet(other.layers, access.layers)
+                ):
                     both = {int(slot) for slot in other.slots} & {int(slot) for slot in access.slots}
                     if both and item is not None:
                         raise InvariantBroken(
-                            f"{by} would {access.mode.value} slots {sorted(both)} of {access.arena} while {item.ticket.label!r} "
+                            f"{by} would {access.mode.value} "
+                            f"slots "
+                            f"{sorted(both)} "
+                            f"of "
+                            f"{access.arena} "
+                            f"while "
+                            f"{item.ticket.label!r} "
                             f"on lane {lane.name} is going to {other.mode.value} them"
                         )
 
-    # ------------------------------------------------------------------------------------------------------- for the lanes
+    # ------------------------------------------------------------------------------------------ for the lanes
 
     def begin(self, item: _Item) -> None:
         for access in item.accesses:
@@ -291,7 +312,9 @@ class SteppedLanes:
                 self._arenas[access.arena].spoil((int(slot) for slot in access.slots), access.layers)
 
     def end(self, item: _Item) -> None:
-        if item.begun and item.seen != [self._read(access) for access in item.accesses if access.mode is Mode.READ]:
+        if item.begun and item.seen != [
+            self._read(access) for access in item.accesses if access.mode is Mode.READ
+        ]:
             raise InvariantBroken(f"{item.ticket.label!r} reads slots that somebody writes")
 
     def _read(self, access: Access) -> list[list[object]]:

@@ -1,4 +1,5 @@
-"""Speculation that a test turns on and off. Owns the switch; what is drafted while it is on is Speculation's own."""
+"""Speculation that a test turns on and off. Owns the switch; what is drafted while it is on is Speculation's
+own."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Switched(Speculation):
 
 
 def switched(engine: Engine) -> Switched:
-    """That of `engine`, off; it has been told by `force` what to draft. What is decoded is passed over all the same."""
+    """That of `engine`, off; it has been told by `force` what to draft. What is decoded is passed over all
+    the same."""
     speculation = engine._parts.speculation
     assert speculation is not None and speculation.force is not None
     speculation.__class__ = Switched

@@ -15,7 +15,9 @@ from penstock.models.weights import dummy_weights
 from penstock.testing.tiny_models import TINY_LLAMA
 from train_mtp.training import Text, Trainable, hidden_states
 
-SMALL = dataclasses.replace(TINY_LLAMA, vocab=96, hidden=32, num_heads=2, num_kv_heads=1, ffn=64, max_position=256)
+SMALL = dataclasses.replace(
+    TINY_LLAMA, vocab=96, hidden=32, num_heads=2, num_kv_heads=1, ffn=64, max_position=256
+)
 
 
 def tiny_target(dims: ModelConfig = SMALL, seed: int = 0) -> Decoder:
@@ -38,6 +40,10 @@ def written(target: Decoder, num_texts: int, length: int, seed: int, greedy: boo
     logits = Trainable(target, None, 0).target_logits
     while tokens.shape[1] < length:
         scores = logits(hidden_states(target, tokens)[:, -1]).float()
-        chosen = scores.argmax(dim=-1) if greedy else torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0]
+        chosen = (
+            scores.argmax(dim=-1)
+            if greedy
+            else torch.multinomial(scores.softmax(dim=-1), 1, generator=generator)[:, 0]
+        )
         tokens = torch.cat((tokens, chosen[:, None]), dim=1)
     return [Text(row, 2) for row in tokens.tolist()]

@@ -1,4 +1,5 @@
-"""Small vocabularies of every kind that the `tokenizers` library has, trained on prose of this project. Owns nothing; for tests."""
+"""Small vocabularies of every kind that the `tokenizers` library has, trained on prose of this project. Owns
+nothing; for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ BLANKS = ["▁" * length for length in range(2, 17)]
 @functools.cache
 def pages() -> list[str]:
     """Paragraphs of a user guide, and a few words of other scripts."""
-    return [*PROSE.read_text(encoding="utf-8").split("\n\n"), *["東京 日本 привет мир שלום مرحبا naïve café €"] * 20]
+    return [
+        *PROSE.read_text(encoding="utf-8").split("\n\n"),
+        *["東京 日本 привет мир שלום مرحبا naïve café €"] * 20,
+    ]
 
 
 def rendered(codec: TextCodec, messages: Any, add_generation_prompt: bool = True) -> str:
@@ -34,7 +38,8 @@ def rendered(codec: TextCodec, messages: Any, add_generation_prompt: bool = True
 
 
 def sentencepiece_bpe(prefix: str = "prepend") -> tokenizers.Tokenizer:
-    """As SentencePiece conversions are: Llama 2 ("prepend"), the same as newer files have it ("first"), Gemma ("none")."""
+    """As SentencePiece conversions are: Llama 2 ("prepend"), the same as newer files have it ("first"), Gemma
+    ("none")."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # words, for training alone
@@ -44,8 +49,11 @@ def sentencepiece_bpe(prefix: str = "prepend") -> tokenizers.Tokenizer:
     vocab, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
     for blanks in BLANKS:
         vocab.setdefault(blanks, len(vocab))
-    merges += [(blanks[1:], "▁") for blanks in reversed(BLANKS) if (blanks[1:], "▁") not in merges]  # the longest run grows first
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    # the longest run grows first
+    merges += [(blanks[1:], "▁") for blanks in reversed(BLANKS) if (blanks[1:], "▁") not in merges]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     if prefix == "first":
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
@@ -56,7 +64,9 @@ def sentencepiece_bpe(prefix: str = "prepend") -> tokenizers.Tokenizer:
 
 def _finished(backend: tokenizers.Tokenizer, strip: bool) -> tokenizers.Tokenizer:
     stripped = [decoders.Strip(" ", 1, 0)] if strip else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return backend
@@ -67,7 +77,11 @@ def unigram(byte_fallback: bool) -> tokenizers.Tokenizer:
     trained = tokenizers.Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
-        vocab_size=VOCAB - len(BYTES), special_tokens=SPECIAL, unk_token="<unk>", show_progress=False, n_sub_iterations=1
+        vocab_size=VOCAB - len(BYTES),
+        special_tokens=SPECIAL,
+        unk_token="<unk>",
+        show_progress=False,
+        n_sub_iterations=1,
     )
     trained.train_from_iterator(pages(), trainer)
     pieces = [tuple(piece) for piece in json.loads(trained.to_str())["model"]["vocab"]]
@@ -88,7 +102,9 @@ def word_piece() -> tokenizers.Tokenizer:
     backend.normalizer = normalizers.BertNormalizer()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    backend.train_from_iterator(pages(), trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, show_progress=False))
+    backend.train_from_iterator(
+        pages(), trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, show_progress=False)
+    )
     return backend
 
 
@@ -96,7 +112,9 @@ def words() -> tokenizers.Tokenizer:
     """Whole words and no decoder: its tokens are words with a blank between them."""
     backend = tokenizers.Tokenizer(models.WordLevel({}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.train_from_iterator(pages(), trainers.WordLevelTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, show_progress=False))
+    backend.train_from_iterator(
+        pages(), trainers.WordLevelTrainer(vocab_size=VOCAB, special_tokens=SPECIAL, show_progress=False)
+    )
     return backend
 
 
@@ -123,7 +141,9 @@ def sentencepiece_metadata(**changes: Any) -> dict[str, Any]:
     model = json.loads(vocabulary("SentencePiece BPE").to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     ranks = {"".join(pair): -float(rank) for rank, pair in reversed(list(enumerate(model["merges"], 1)))}
-    kinds = [2 if token == "<unk>" else 3 if token in SPECIAL else 6 if token in BYTES else 1 for token in tokens]
+    kinds = [
+        2 if token == "<unk>" else 3 if token in SPECIAL else 6 if token in BYTES else 1 for token in tokens
+    ]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,

@@ -40,17 +40,26 @@ def weather(city: Literal["Paris", "Bern"], unit: Literal["C", "F"]) -> str:
 async def streamed(agent: Agent) -> str:
     result = Runner.run_streamed(agent, QUESTION)
     events = [event async for event in result.stream_events()]
-    return "".join(event.data.delta for event in events if isinstance(getattr(event, "data", None), ResponseTextDeltaEvent))
+    return "".join(
+        event.data.delta
+        for event in events
+        if isinstance(getattr(event, "data", None), ResponseTextDeltaEvent)
+    )
 
 
 async def ended(model: Model, streamed: bool = False, **settings: Any) -> Any:
-    """What an agent with a tool and a schema answers; its calls and its answer fit. A small model may go on calling: then there is none."""
+    """What an agent with a tool and a schema answers; its calls and its answer fit. A small model may go on
+    calling: then there is none."""
     called.clear()
     given = ModelSettings(max_tokens=96, temperature=0, parallel_tool_calls=False, **settings)
     agent = Agent("both", model=model, tools=[weather], output_type=Weather, model_settings=given)
     answer = None
     with contextlib.suppress(MaxTurnsExceeded):
-        result = Runner.run_streamed(agent, QUESTION, max_turns=3) if streamed else await Runner.run(agent, QUESTION, max_turns=3)
+        result = (
+            Runner.run_streamed(agent, QUESTION, max_turns=3)
+            if streamed
+            else await Runner.run(agent, QUESTION, max_turns=3)
+        )
         if streamed:
             async for _ in result.stream_events():
                 pass
@@ -71,7 +80,9 @@ async def tried(name: str, kind: type) -> None:
     with check(f"{name}, forced tool"):
         called.clear()
         settings = ModelSettings(max_tokens=64, temperature=0, tool_choice="weather")
-        result = await Runner.run(Agent("caller", model=model, tools=[weather], model_settings=settings), QUESTION)
+        result = await Runner.run(
+            Agent("caller", model=model, tools=[weather], model_settings=settings), QUESTION
+        )
         fits(called[0])
         said(result.final_output)
     with check(f"{name}, json_schema"):

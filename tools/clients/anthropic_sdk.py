@@ -4,7 +4,8 @@ import anthropic
 from checks import DESCRIPTION, KEY, MESSAGES, MODEL, PARAMETERS, URL, check, fits, said
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY)
-TINY = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0}}  # the newest versions have no field for it
+# the newest versions have no field for it
+TINY = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0}}
 TOOL = {"name": "weather", "description": DESCRIPTION, "input_schema": PARAMETERS}
 FORCED = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
 

@@ -1,4 +1,5 @@
-"""What the scripts of clients share: where the server is, the tool and the schema that they ask for, and how they say what came of it.
+"""What the scripts of clients share: where the server is, the tool and the schema that they ask for, and how
+they say what came of it.
 
 Owns no client. Runs in the clients' own environments, so it imports nothing but the standard library.
 """
@@ -21,12 +22,18 @@ QUESTION = "What is the capital of France?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string", "enum": ["Paris", "Bern"]}, "unit": {"type": "string", "enum": ["C", "F"]}},
+    "properties": {
+        "city": {"type": "string", "enum": ["Paris", "Bern"]},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+    },
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
 DESCRIPTION = "The weather in a city"
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "description": DESCRIPTION, "parameters": PARAMETERS}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": DESCRIPTION, "parameters": PARAMETERS},
+}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "weather", "schema": PARAMETERS, "strict": True}}
 

@@ -1,5 +1,6 @@
-"""Coding agents by their own commands, with their own prompts and tools: one question each, and where the agent has it, the events of the
-answer and a second question in the same conversation. Each has a home of its own, and calls no one but the server."""
+"""Coding agents by their own commands, with their own prompts and tools: one question each, and where the
+agent has it, the events of the answer and a second question in the same conversation. Each has a home of its
+own, and calls no one but the server."""
 
 from __future__ import annotations
 
@@ -21,17 +22,32 @@ THEN = "Say it again."
 
 
 def ran(program: str, *words: str, **settings: str) -> str:
-    path = next(path for path in (FOLDER / "node_modules" / ".bin" / program, Path(sys.executable).parent / program) if path.exists())
+    path = next(
+        path
+        for path in (FOLDER / "node_modules" / ".bin" / program, Path(sys.executable).parent / program)
+        if path.exists()
+    )
     environment = {"PATH": os.environ["PATH"], "HOME": str(HOME), "DO_NOT_TRACK": "1", **settings}
     made = subprocess.run(
-        [str(path), *words], cwd=WORK, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+        [str(path), *words],
+        cwd=WORK,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert made.returncode == 0, (made.stderr or made.stdout)[-500:]
     return made.stdout
 
 
 def claude(*words: str) -> str:
-    known = {"ANTHROPIC_BASE_URL": URL, "ANTHROPIC_AUTH_TOKEN": KEY, "ANTHROPIC_MODEL": MODEL, "ANTHROPIC_SMALL_FAST_MODEL": MODEL}
+    known = {
+        "ANTHROPIC_BASE_URL": URL,
+        "ANTHROPIC_AUTH_TOKEN": KEY,
+        "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
+    }
     return ran("claude", "-p", *words, **known, CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1")
 
 
@@ -50,7 +66,14 @@ def try_claude() -> None:
 
 def codex(*words: str) -> str:
     provider = f'{{name="Penstock", base_url="{V1}", wire_api="responses"}}'
-    settings = ("-c", f'model="{MODEL}"', "-c", 'model_provider="penstock"', "-c", f"model_providers.penstock={provider}")
+    settings = (
+        "-c",
+        f'model="{MODEL}"',
+        "-c",
+        'model_provider="penstock"',
+        "-c",
+        f"model_providers.penstock={provider}",
+    )
     return ran("codex", "exec", "--skip-git-repo-check", *settings, *words, CODEX_HOME=str(HOME))
 
 
@@ -67,9 +90,19 @@ def try_codex() -> None:
 
 def opencode(*words: str) -> str:
     model = {"name": MODEL, "limit": {"context": 100_000, "output": 1000}}
-    provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": V1, "apiKey": KEY}, "models": {MODEL: model}}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": V1, "apiKey": KEY},
+        "models": {MODEL: model},
+    }
     name = f"penstock/{MODEL}"
-    known = {"autoupdate": False, "share": "disabled", "provider": {"penstock": provider}, "model": name, "small_model": name}
+    known = {
+        "autoupdate": False,
+        "share": "disabled",
+        "provider": {"penstock": provider},
+        "model": name,
+        "small_model": name,
+    }
     (WORK / "opencode.json").write_text(json.dumps(known))
     return ran("opencode", "run", *words, OPENCODE_DISABLE_AUTOUPDATE="1", OPENCODE_DISABLE_MODELS_FETCH="1")
 
@@ -83,8 +116,23 @@ def try_opencode() -> None:
 
 def try_aider() -> None:
     with check("one prompt"):
-        words = ("--no-show-model-warnings", "--no-check-update", "--analytics-disable", "--no-git", "--yes-always")
-        said = ran("aider", "--model", f"openai/{MODEL}", *words, "--message", QUESTION, OPENAI_API_BASE=V1, OPENAI_API_KEY=KEY)
+        words = (
+            "--no-show-model-warnings",
+            "--no-check-update",
+            "--analytics-disable",
+            "--no-git",
+            "--yes-always",
+        )
+        said = ran(
+            "aider",
+            "--model",
+            f"openai/{MODEL}",
+            *words,
+            "--message",
+            QUESTION,
+            OPENAI_API_BASE=V1,
+            OPENAI_API_KEY=KEY,
+        )
         answered(said)
 
 
@@ -96,10 +144,19 @@ def try_qwen() -> None:
 
 def try_continue() -> None:
     with check("one prompt with all tools"):
-        model = {"name": MODEL, "provider": "openai", "model": MODEL, "apiBase": V1, "apiKey": KEY, "roles": ["chat"]}
+        model = {
+            "name": MODEL,
+            "provider": "openai",
+            "model": MODEL,
+            "apiBase": V1,
+            "apiKey": KEY,
+            "roles": ["chat"],
+        }
         config = {"name": "penstock", "version": "1.0.0", "schema": "v1", "models": [model]}
         (HOME / "config.yaml").write_text(json.dumps(config))
-        answered(ran("cn", "-p", QUESTION, "--config", str(HOME / "config.yaml"), CONTINUE_TELEMETRY_ENABLED="0"))
+        answered(
+            ran("cn", "-p", QUESTION, "--config", str(HOME / "config.yaml"), CONTINUE_TELEMETRY_ENABLED="0")
+        )
 
 
 def answered(text: str) -> None:

@@ -24,7 +24,9 @@ def weather(city: Literal["Paris", "Bern"], unit: Literal["C", "F"]) -> str:
 
 
 OPENAI = ChatOpenAI(base_url=V1, api_key=KEY, model=MODEL, max_tokens=48, temperature=0)
-RESPONSES = ChatOpenAI(base_url=V1, api_key=KEY, model=MODEL, max_tokens=48, temperature=0, use_responses_api=True)
+RESPONSES = ChatOpenAI(
+    base_url=V1, api_key=KEY, model=MODEL, max_tokens=48, temperature=0, use_responses_api=True
+)
 ANTHROPIC = ChatAnthropic(base_url=URL, api_key=KEY, model=MODEL, max_tokens=48, temperature=0)
 
 for name, model in (("", OPENAI), ("responses, ", RESPONSES), ("ChatAnthropic, ", ANTHROPIC)):

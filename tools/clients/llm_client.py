@@ -19,8 +19,21 @@ entry = (
 
 
 def llm(*words: str) -> str:
-    command = [str(Path(sys.executable).parent / "llm"), "-m", "penstock", "-o", "max_tokens", "48", "-o", "temperature", "0", *words]
-    made = subprocess.run(command, env={**os.environ, "LLM_USER_PATH": str(folder)}, capture_output=True, text=True, timeout=120)
+    command = [
+        str(Path(sys.executable).parent / "llm"),
+        "-m",
+        "penstock",
+        "-o",
+        "max_tokens",
+        "48",
+        "-o",
+        "temperature",
+        "0",
+        *words,
+    ]
+    made = subprocess.run(
+        command, env={**os.environ, "LLM_USER_PATH": str(folder)}, capture_output=True, text=True, timeout=120
+    )
     assert made.returncode == 0, made.stderr[-500:]
     return made.stdout
 
@@ -33,7 +46,14 @@ with check("json_schema"):
     fits(llm(QUESTION, "--schema", json.dumps(PARAMETERS), "--no-stream"))
 with check("tools offered"):
     try:
-        said(llm("Say hello.", "--functions", "def weather(city: str) -> str:\n    'weather'\n    return '21'", "--no-stream"))
+        said(
+            llm(
+                "Say hello.",
+                "--functions",
+                "def weather(city: str) -> str:\n    'weather'\n    return '21'",
+                "--no-stream",
+            )
+        )
     except AssertionError as error:  # a model this small may call for ever
         if "Chain limit" not in str(error):
             raise

@@ -1,4 +1,5 @@
-"""EleutherAI's lm-eval: log likelihoods by completions, and generation by chats, on four questions of our own."""
+"""EleutherAI's lm-eval: log likelihoods by completions, and generation by chats, on four questions of our
+own."""
 
 import json
 import os
@@ -12,7 +13,13 @@ from checks import MODEL, V1, check
 ROWS = [("France", "Paris"), ("Germany", "Berlin"), ("Italy", "Rome"), ("Spain", "Madrid")]
 COMMON = "dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
 CHOICE = COMMON + (
-    "task: capitals\noutput_type: multiple_choice\ndoc_to_text: 'The capital of {{{{country}}}} is'\ndoc_to_target: '{{{{label}}}}'\n"
+    "task: capitals\noutput_type: "
+    "multiple_choice\ndoc_to_text: "
+    "'The "
+    "capital "
+    "of "
+    "{{{{country}}}} "
+    "is'\ndoc_to_target: '{{{{label}}}}'\n"
     "doc_to_choice: '{{{{choices}}}}'\nmetric_list: [{{metric: acc}}]\n"
 )
 TEXT = COMMON + (
@@ -22,16 +29,39 @@ TEXT = COMMON + (
 )
 folder = Path(tempfile.mkdtemp())
 data = folder / "capitals.jsonl"
-rows = [{"country": country, "choices": [capital for _, capital in ROWS], "label": i} for i, (country, _) in enumerate(ROWS)]
+rows = [
+    {"country": country, "choices": [capital for _, capital in ROWS], "label": i}
+    for i, (country, _) in enumerate(ROWS)
+]
 data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 (folder / "capitals.yaml").write_text(CHOICE.format(data=data))
 (folder / "answers.yaml").write_text(TEXT.format(data=data))
 
 
 def evaluated(kind: str, task: str, arguments: str, *more: str) -> dict[str, float]:
-    command = [str(Path(sys.executable).parent / "lm_eval"), "run", "--model", kind, "--tasks", task, "--include_path", str(folder)]
-    command += ["--model_args", f"model={MODEL},num_concurrent=2,{arguments}", "--output_path", str(folder / f"{task}.json"), *more]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "OPENAI_API_KEY": "none"}
+    command = [
+        str(Path(sys.executable).parent / "lm_eval"),
+        "run",
+        "--model",
+        kind,
+        "--tasks",
+        task,
+        "--include_path",
+        str(folder),
+    ]
+    command += [
+        "--model_args",
+        f"model={MODEL},num_concurrent=2,{arguments}",
+        "--output_path",
+        str(folder / f"{task}.json"),
+        *more,
+    ]
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+        "OPENAI_API_KEY": "none",
+    }
     made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr[-600:]
     (found,) = folder.glob(f"{task}*.json")

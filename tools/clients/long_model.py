@@ -1,5 +1,5 @@
-"""Writes a model with a long context that says one sentence and ends, whatever it is asked: agents have prompts of 20,000 tokens and more,
-and wait for an answer that ends. Owns nothing but the files.
+"""Writes a model with a long context that says one sentence and ends, whatever it is asked: agents have
+prompts of 20,000 tokens and more, and wait for an answer that ends. Owns nothing but the files.
 
 Layers add nothing: the last token alone decides what follows it, and most are followed by the end.
 """
@@ -32,9 +32,17 @@ def write(folder: Path, tokenizer: Path) -> None:
     head[end, 0] = 60.0
     for before, after in zip([start, *ids], [*ids, end], strict=True):
         head[after] += embedding[before]
-    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": torch.ones(_WIDTH)}
+    tensors = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "model.norm.weight": torch.ones(_WIDTH),
+    }
     shapes = {f"self_attn.{name}_proj": (_WIDTH, _WIDTH) for name in "qkvo"}
-    shapes |= {"mlp.gate_proj": (_WIDTH, _WIDTH), "mlp.up_proj": (_WIDTH, _WIDTH), "mlp.down_proj": (_WIDTH, _WIDTH)}
+    shapes |= {
+        "mlp.gate_proj": (_WIDTH, _WIDTH),
+        "mlp.up_proj": (_WIDTH, _WIDTH),
+        "mlp.down_proj": (_WIDTH, _WIDTH),
+    }
     for name, shape in shapes.items():
         tensors[f"model.layers.0.{name}.weight"] = torch.zeros(shape)
     for name in ("input_layernorm", "post_attention_layernorm"):

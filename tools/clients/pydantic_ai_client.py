@@ -28,7 +28,8 @@ def temperature(city: Literal["Paris", "Bern"]) -> str:
 
 
 def ended(agent: Agent) -> None:
-    """Calls that fit, then an answer that does. A small model may go on calling: then its calls are what is looked at."""
+    """Calls that fit, then an answer that does. A small model may go on calling: then its calls are what is
+    looked at."""
     called.clear()
     try:
         fits(agent.run_sync(QUESTION, usage_limits=UsageLimits(request_limit=3)).output.model_dump())
@@ -52,11 +53,21 @@ for name, model in MODELS.items():
         with_stream = Agent(model, model_settings=SETTINGS).run_stream_sync(QUESTION)
         said(list(with_stream.stream_text())[-1])
     with check(f"{name}forced tool"):
-        fits(Agent(model, output_type=ToolOutput(Weather), model_settings=SETTINGS).run_sync(QUESTION).output.model_dump())
+        fits(
+            Agent(model, output_type=ToolOutput(Weather), model_settings=SETTINGS)
+            .run_sync(QUESTION)
+            .output.model_dump()
+        )
     with check(f"{name}tools and an output tool"):
         ended(Agent(model, output_type=Weather, tools=[temperature], model_settings=SETTINGS))
     if name != "anthropic, ":
         with check(f"{name}tools and a schema"):
-            ended(Agent(model, output_type=NativeOutput(Weather), tools=[temperature], model_settings=SETTINGS))
+            ended(
+                Agent(model, output_type=NativeOutput(Weather), tools=[temperature], model_settings=SETTINGS)
+            )
         with check(f"{name}json_schema"):
-            fits(Agent(model, output_type=NativeOutput(Weather), model_settings=SETTINGS).run_sync(QUESTION).output.model_dump())
+            fits(
+                Agent(model, output_type=NativeOutput(Weather), model_settings=SETTINGS)
+                .run_sync(QUESTION)
+                .output.model_dump()
+            )

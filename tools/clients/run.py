@@ -1,6 +1,8 @@
-"""Runs the clients that people use against a server with the embedded model, each in an environment of its own, and writes docs/clients.md.
+"""Runs the clients that people use against a server with the embedded model, each in an environment of its
+own, and writes docs/clients.md.
 
-Owns the environments and the page; what is tried with each client is its script's. `make clients` runs it; `--only` takes names.
+Owns the environments and the page; what is tried with each client is its script's. `make clients` runs it;
+`--only` takes names.
 """
 
 from __future__ import annotations
@@ -43,15 +45,30 @@ CLIENTS = (
     Client("openai 3", "openai_sdk.py", ("openai>=3",), "openai"),
     Client("anthropic", "anthropic_sdk.py", ("anthropic",)),
     Client("litellm", "litellm_client.py", ("litellm", "mcp")),
-    Client("langchain", "langchain_client.py", ("langchain-openai", "langchain-anthropic"), "langchain-openai"),
+    Client(
+        "langchain", "langchain_client.py", ("langchain-openai", "langchain-anthropic"), "langchain-openai"
+    ),
     Client("llm", "llm_client.py", ("llm",)),
     Client("instructor", "instructor_client.py", ("instructor",)),
-    Client("pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai,anthropic]",), "pydantic-ai-slim"),
+    Client(
+        "pydantic-ai", "pydantic_ai_client.py", ("pydantic-ai-slim[openai,anthropic]",), "pydantic-ai-slim"
+    ),
     Client("openai-agents", "agents_client.py", ("openai-agents",)),
     Client("smolagents", "smolagents_client.py", ("smolagents[openai]",), "smolagents"),
-    Client("llama-index", "llamaindex_client.py", ("llama-index-llms-openai-like",), "llama-index-llms-openai-like"),
+    Client(
+        "llama-index",
+        "llamaindex_client.py",
+        ("llama-index-llms-openai-like",),
+        "llama-index-llms-openai-like",
+    ),
     Client("dspy", "dspy_client.py", ("dspy",)),
-    Client("Vercel AI SDK", "vercel_ai.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"), "ai", "npm"),
+    Client(
+        "Vercel AI SDK",
+        "vercel_ai.mjs",
+        ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"),
+        "ai",
+        "npm",
+    ),
     Client("lm-eval", "lm_eval_client.py", ("lm-eval[api]", "transformers"), "lm-eval"),
     Client("promptfoo", "promptfoo_client.mjs", ("promptfoo",), kind="npm"),
     Client("guidellm", "guidellm_client.py", ("guidellm",)),
@@ -79,7 +96,9 @@ class Outcome(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names of clients, with commas between them")
-    parser.add_argument("--environments", type=Path, default=ROOT / ".clients", help="where they are installed")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".clients", help="where they are installed"
+    )
     parser.add_argument("--url", help="a server that runs already, instead of one that is started")
     parser.add_argument("--write", action="store_true", help="write docs/clients.md")
     given = parser.parse_args()
@@ -91,7 +110,9 @@ def main() -> int:
         for client in chosen:
             if client.is_long not in served:
                 flags = stack.enter_context(long_model(tokenizer)) if client.is_long else ()
-                served[client.is_long] = Served(stack.enter_context(server(*flags)), "hello" if client.is_long else "smollm2-135m")
+                served[client.is_long] = Served(
+                    stack.enter_context(server(*flags)), "hello" if client.is_long else "smollm2-135m"
+                )
             outcomes.append(tried(client, given.environments, served[client.is_long], tokenizer))
     for outcome in outcomes:
         for check in outcome.checks:
@@ -156,7 +177,7 @@ def tokenizer_folder() -> Iterator[str]:
         yield folder
 
 
-# ------------------------------------------------------------------------------------------------------------- one client
+# ------------------------------------------------------------------------------------------------- one client
 
 
 def tried(client: Client, environments: Path, served: Served, tokenizer: str) -> Outcome:
@@ -165,19 +186,37 @@ def tried(client: Client, environments: Path, served: Served, tokenizer: str) ->
         folder, version = installed(client, environments / re.sub(r"\W+", "-", client.name))
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         return Outcome(client, "", [], f"not installed: {error}"[:300])
-    known = {"PENSTOCK_URL": served.url, "PENSTOCK_MODEL": served.model, "PENSTOCK_TOKENIZER": tokenizer, "PENSTOCK_ROOT": str(ROOT)}
+    known = {
+        "PENSTOCK_URL": served.url,
+        "PENSTOCK_MODEL": served.model,
+        "PENSTOCK_TOKENIZER": tokenizer,
+        "PENSTOCK_ROOT": str(ROOT),
+    }
     known["PENSTOCK_CLIENT"] = client.name
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | known
-    checks = ran(command_of(client, folder, HERE / client.script), folder, {**environment, "PYTHONPATH": str(HERE)})
+    checks = ran(
+        command_of(client, folder, HERE / client.script), folder, {**environment, "PYTHONPATH": str(HERE)}
+    )
     for number, example in enumerate(examples_of(client.name), 1):
         source = folder / f"example{number}{'.mjs' if client.kind == 'npm' else '.py'}"
         source.write_text(example.replace("http://127.0.0.1:8000", served.url))
         made = subprocess.run(
-            command_of(client, folder, source), cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+            command_of(client, folder, source),
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
         )
         said = made.stdout.strip()
         ok = made.returncode == 0 and bool(said)
-        checks.append({"check": "the example of integrations.md", "ok": ok, "why": "" if ok else (made.stderr or said)[-300:]})
+        checks.append(
+            {
+                "check": "the example of integrations.md",
+                "ok": ok,
+                "why": "" if ok else (made.stderr or said)[-300:],
+            }
+        )
     return Outcome(client, version, checks)
 
 
@@ -194,7 +233,12 @@ def installed(client: Client, folder: Path) -> tuple[Path, str]:
         if not (folder / "package.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "package.json").write_text('{"private": true, "type": "module"}')
-            subprocess.run(["npm", "install", "--no-fund", "--no-audit", *client.packages], cwd=folder, check=True, timeout=TIMEOUT_S)
+            subprocess.run(
+                ["npm", "install", "--no-fund", "--no-audit", *client.packages],
+                cwd=folder,
+                check=True,
+                timeout=TIMEOUT_S,
+            )
         return folder, json.loads((folder / "node_modules" / shown / "package.json").read_text())["version"]
     python = folder / "bin" / "python"
     if not python.exists():
@@ -205,7 +249,9 @@ def installed(client: Client, folder: Path) -> tuple[Path, str]:
             shutil.rmtree(folder)
             raise RuntimeError(made.stderr[-300:])
     asked = f"import importlib.metadata as m; print(m.version({shown!r}))"
-    return folder, subprocess.run([str(python), "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
+    return folder, subprocess.run(
+        [str(python), "-c", asked], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def command_of(client: Client, folder: Path, script: Path) -> list[str]:
@@ -218,8 +264,14 @@ def command_of(client: Client, folder: Path, script: Path) -> list[str]:
 
 
 def ran(command: list[str], folder: Path, environment: dict[str, str]) -> list[dict[str, Any]]:
-    made = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    checks = [json.loads(line.removeprefix("RESULT ")) for line in made.stdout.splitlines() if line.startswith("RESULT ")]
+    made = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    checks = [
+        json.loads(line.removeprefix("RESULT "))
+        for line in made.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
     if not checks or made.returncode or any(check["ok"] is False for check in checks):
         print(made.stdout[-2000:], made.stderr[-4000:], file=sys.stderr)
     return checks or [{"check": "the script", "ok": False, "why": made.stderr[-300:]}]
@@ -232,7 +284,7 @@ def examples_of(name: str) -> list[str]:
     return re.findall(r"```(?:python|js)\n(.*?)```", section[1], re.S) if section else []
 
 
-# --------------------------------------------------------------------------------------------------------------- the page
+# --------------------------------------------------------------------------------------------------- the page
 
 
 def page(outcomes: list[Outcome], before: str) -> str:
@@ -240,14 +292,48 @@ def page(outcomes: list[Outcome], before: str) -> str:
     today = datetime.datetime.now(datetime.UTC).date()
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     head = (
-        "# Clients that were tried\n\nWritten by `make clients`, which installs each client into an environment of its own and runs its\n"
-        "script of [tools/clients](../tools/clients) against a server with the embedded model, on a CPU. Every tool is forced, and\n"
-        "every schema is strict. Coding agents have prompts that are longer than its context: they are given a model that says one\n"
-        "sentence ([long_model.py](../tools/clients/long_model.py)). One example of each is in [integrations.md](integrations.md).\n\n"
-        f"Last run: {today}, Python {python}.\n\n| client | version | what was run | result |\n|---|---|---|---|\n"
+        "# Clients that were tried\n\nWritten by `make clients`, which "
+        "installs "
+        "each "
+        "client "
+        "into "
+        "an "
+        "environment of its own and runs its\n"
+        "script of [tools/clients](../tools/clients) against a server with the "
+        "embedded "
+        "model, "
+        "on "
+        "a "
+        "CPU. "
+        "Every tool is forced, and\n"
+        "every schema is strict. Coding agents have prompts that are longer "
+        "than "
+        "its "
+        "context: "
+        "they "
+        "are "
+        "given a model that says one\n"
+        "sentence ([long_model.py](../tools/clients/long_model.py)). One "
+        "example "
+        "of "
+        "each "
+        "is "
+        "in "
+        "[integrations.md](integrations.md).\n\n"
+        f"Last run: {today}, Python {python}.\n\n| client | version | "
+        f"what "
+        f"was "
+        f"run "
+        f"| "
+        f"result "
+        f"|\n|---|---|---|---|\n"
     )
     rows = {outcome.client.name: row(outcome) for outcome in outcomes}
-    kept = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in before.splitlines() if line.startswith("| ")}
+    kept = {
+        line.split(" | ")[0].removeprefix("| "): f"{line}\n"
+        for line in before.splitlines()
+        if line.startswith("| ")
+    }
     return head + "".join(rows.get(client.name) or kept.get(client.name, "") for client in CLIENTS)
 
 
@@ -256,11 +342,15 @@ def row(outcome: Outcome) -> str:
         return f"| {outcome.client.name} | | | {cell(outcome.why)} |\n"
     failed = [f"{check['check']}: {shown(check)}" for check in outcome.checks if not check["ok"]]
     names = "; ".join(check["check"] for check in outcome.checks)
-    return f"| {outcome.client.name} | {outcome.version} | {names} | {cell('; '.join(failed)) or 'all pass'} |\n"
+    return (
+        f"| {outcome.client.name} | {outcome.version} | {names} | {cell('; '.join(failed)) or 'all pass'} |\n"
+    )
 
 
 def shown(check: dict[str, Any]) -> str:
-    return "ok" if check["ok"] else f"{'skipped' if check['ok'] is None else 'FAILED'}, {check.get('why', '')}"
+    return (
+        "ok" if check["ok"] else (f"{'skipped' if check['ok'] is None else 'FAILED'}, {check.get('why', '')}")
+    )
 
 
 def cell(text: str) -> str:

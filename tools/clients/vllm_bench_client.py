@@ -1,4 +1,5 @@
-"""vllm bench serve: the load generator of vLLM, with streamed completions and chats. Of the CPU build nothing but that is used."""
+"""vllm bench serve: the load generator of vLLM, with streamed completions and chats. Of the CPU build nothing
+but that is used."""
 
 import json
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 from checks import MODEL, URL, check
 
 NUM = 6
-# The console script of the CPU build does not start, and packages that it brings for pictures and sound do not fit its torch.
+# The console script of the CPU build does not start, and packages that it brings for pictures and sound do
+# not fit its torch.
 RUN = """
 import argparse, sys
 for name in ("torchvision", "torchaudio", "torchcodec"):
@@ -27,9 +29,36 @@ for name, backend, endpoint in [
     ("chats, streamed", "openai-chat", "/v1/chat/completions"),
 ]:
     with check(name):
-        command = [sys.executable, "-c", RUN, "--backend", backend, "--base-url", URL, "--endpoint", endpoint, "--model", MODEL]
-        command += ["--tokenizer", os.environ["PENSTOCK_TOKENIZER"], "--dataset-name", "random", "--random-input-len", "32"]
-        command += ["--random-output-len", "12", "--ignore-eos", "--num-prompts", str(NUM), "--max-concurrency", "2"]
+        command = [
+            sys.executable,
+            "-c",
+            RUN,
+            "--backend",
+            backend,
+            "--base-url",
+            URL,
+            "--endpoint",
+            endpoint,
+            "--model",
+            MODEL,
+        ]
+        command += [
+            "--tokenizer",
+            os.environ["PENSTOCK_TOKENIZER"],
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            "32",
+        ]
+        command += [
+            "--random-output-len",
+            "12",
+            "--ignore-eos",
+            "--num-prompts",
+            str(NUM),
+            "--max-concurrency",
+            "2",
+        ]
         command += ["--save-result", "--result-dir", str(folder), "--result-filename", f"{backend}.json"]
         made = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
         assert made.returncode == 0, made.stdout[-600:] + made.stderr[-600:]

@@ -1,10 +1,12 @@
-"""Fetches programs that tests start, from the machine's own package archive, into `.parts/` of this project. Owns the list of such programs
-and their unpacking; installs nothing, needs no root, and starts nothing.
+"""Fetches programs that tests start, from the machine's own package archive, into `.parts/` of this project.
+Owns the list of such programs and their unpacking; installs nothing, needs no root, and starts nothing.
 
-python3 tools/parts/fetch.py PART      prints the folder in which PART is unpacked, or says on stderr why it cannot be had
+python3 tools/parts/fetch.py PART      prints the folder in which PART is unpacked, or says on stderr why it
+cannot be had
 
-apt is asked with lists, a cache and sources of its own. The sources are taken from this machine's: those of its release, and for what is
-newer than the release the backports of the same archive. Two runs at once wait for each other.
+apt is asked with lists, a cache and sources of its own. The sources are taken from this machine's: those of
+its release, and for what is newer than the release the backports of the same archive. Two runs at once wait
+for each other.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".parts"
 SOURCES = Path("/etc/apt")
 
-# What to ask the archive for, best first: packages, and whether backports may have them. Libraries they need come along.
+# What to ask the archive for, best first: packages, and whether backports may have them. Libraries they need
+# come along.
 PARTS: dict[str, list[tuple[list[str], bool]]] = {
     "valkey": [(["valkey-server"], False), (["valkey-server"], True), (["redis-server"], False)],
-    "mooncake": [(["libibverbs1", "libnl-3-200", "libnl-route-3-200"], False)],  # libraries that the package from PyPI is linked with
+    # libraries that the package from PyPI is linked with
+    "mooncake": [(["libibverbs1", "libnl-3-200", "libnl-route-3-200"], False)],
 }
 APT_S = 180  # for one call of apt; an archive that cannot be reached gives up earlier
 
@@ -61,7 +65,15 @@ def locked(path: Path) -> Iterator[None]:
 def download(part: str, state: Path) -> Path:
     """A folder with the packages of the first alternative that the archive has."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise Unavailable("apt-get and dpkg-deb are not here: install the program in your system's way, so that it is on PATH")
+        raise Unavailable(
+            "apt-get and dpkg-deb are not here: install the program "
+            "in "
+            "your "
+            "system's "
+            "way, "
+            "so "
+            "that it is on PATH"
+        )
     reason = ""
     for packages, backports in PARTS[part]:
         shutil.rmtree(state / "archives", ignore_errors=True)
@@ -79,7 +91,9 @@ def reason_against(packages: list[str], state: Path, backports: bool) -> str:
         return "the sources of this machine's apt name no archive of its release"
     updated, complaints = run_apt(state, ["update"])  # an archive that cannot be reached is no error to it
     if updated:
-        done, more = run_apt(state, ["install", "--yes", "--no-install-recommends", "--download-only", *packages])
+        done, more = run_apt(
+            state, ["install", "--yes", "--no-install-recommends", "--download-only", *packages]
+        )
         return "" if done else more + complaints
     return complaints
 
@@ -103,11 +117,20 @@ def run_apt(state: Path, arguments: list[str]) -> tuple[bool, str]:
     options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
     command = ["apt-get", "-q", *options, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=APT_S, env={**os.environ, "LC_ALL": "C"}, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=APT_S,
+            env={**os.environ, "LC_ALL": "C"},
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return False, f"apt-get {arguments[0]} took longer than {APT_S} s. "
     complaints = [line for line in done.stderr.splitlines() if line.startswith(("E:", "W: Failed"))]
-    return done.returncode == 0, f"apt-get {arguments[0]}: {' '.join(complaints[:2])}. " if complaints or done.returncode else ""
+    return done.returncode == 0, (
+        f"apt-get {arguments[0]}: {' '.join(complaints[:2])}. "
+    ) if complaints or done.returncode else ""
 
 
 def unpack(packages: Path, folder: Path) -> None:
@@ -115,13 +138,15 @@ def unpack(packages: Path, folder: Path) -> None:
         subprocess.run(["dpkg-deb", "-x", package, folder], check=True, capture_output=True)
 
 
-# ------------------------------------------------------------------------------------------------------ the machine's sources
+# -------------------------------------------------------------------------------------- the machine's sources
 
 
 def write_sources(folder: Path, backports: bool) -> bool:
     """The machine's sources of its own release, in both of apt's notations. False: there are none."""
     release = codename()
-    lines = [line for path in one_line_files() for line in one_line_sources(path.read_text(), release, backports)]
+    lines = [
+        line for path in one_line_files() for line in one_line_sources(path.read_text(), release, backports)
+    ]
     stanzas = [
         text
         for path in sorted((SOURCES / "sources.list.d").glob("*.sources"))
@@ -139,7 +164,11 @@ def codename() -> str:
 
 
 def one_line_files() -> list[Path]:
-    return [path for path in (SOURCES / "sources.list", *sorted((SOURCES / "sources.list.d").glob("*.list"))) if path.is_file()]
+    return [
+        path
+        for path in (SOURCES / "sources.list", *sorted((SOURCES / "sources.list.d").glob("*.list")))
+        if path.is_file()
+    ]
 
 
 def one_line_sources(text: str, release: str, backports: bool) -> Iterator[str]:
@@ -157,7 +186,11 @@ def stanza_sources(text: str, release: str, backports: bool) -> Iterator[str]:
     for stanza in re.split(r"\n\s*\n", text):
         fields = "\n".join(line for line in stanza.splitlines() if line.strip() and not line.startswith("#"))
         found = re.search(r"^Suites:(.*)$", fields, flags=re.MULTILINE)
-        suites = [suite for suite in found.group(1).split() if release and suite.startswith(release)] if found else []
+        suites = (
+            [suite for suite in found.group(1).split() if release and suite.startswith(release)]
+            if found
+            else []
+        )
         if backports and release in suites and f"{release}-backports" not in suites:
             suites.append(f"{release}-backports")
         if suites:

@@ -14,11 +14,21 @@ from penstock.errors import ConfigError, PenstockError
 
 
 def make_parser() -> Parser:
-    about = "Train a multi-token-prediction head, which proposes tokens for speculative decoding, on what the model itself writes."
+    about = (
+        "Train a multi-token-prediction head, which proposes tokens "
+        "for "
+        "speculative "
+        "decoding, "
+        "on "
+        "what "
+        "the model itself writes."
+    )
     parser = Parser(prog="train_mtp", description=about, parents=[engine_flags()])
     parser.set_defaults(max_batch=256, kv_offload=False)
     group = parser.add_argument_group("training")
-    group.add_argument("--out", required=True, metavar="DIR", help="where the head goes: head.safetensors and config.json")
+    group.add_argument(
+        "--out", required=True, metavar="DIR", help="where the head goes: head.safetensors and config.json"
+    )
     number(group, "--minutes", "for all of it: 40 %% of them for writing text", 6.0, float)
     number(group, "--steps", "of training (unset: as many as the time allows)", kind=positive)
     group.add_argument("--text", metavar="FILE", help="learn from this text instead of what the model writes")
@@ -44,9 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("minutes", "learning_rate"):
             if not 0 < getattr(args, name) < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
-        training = TrainingConfig(args.depth, args.batch_tokens, args.learning_rate, max_len=args.text_len, seed=args.seed)
+        training = TrainingConfig(
+            args.depth, args.batch_tokens, args.learning_rate, max_len=args.text_len, seed=args.seed
+        )
         text, work = (None if path is None else Path(path) for path in (args.text, args.work))
-        task = TrainTask(Path(args.out), args.minutes, args.steps, text, args.tokens, args.draft_vocab, work, training)
+        task = TrainTask(
+            Path(args.out), args.minutes, args.steps, text, args.tokens, args.draft_vocab, work, training
+        )
         return train_mtp(config_of(args), task)
     except PenstockError as error:
         print(f"train_mtp: error: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Trains a multi-token-prediction head for a model on what the model itself writes. Owns the order of the work, its files, and the
-questions; the mathematics is `training.py`.
+"""Trains a multi-token-prediction head for a model on what the model itself writes. Owns the order of the
+work, its files, and the questions; the mathematics is `training.py`.
 
-The target is asked three kinds of questions, so that a head meets what users send: from templates, made up by the target itself, and tasks
-over texts that it wrote before.
+The target is asked three kinds of questions, so that a head meets what users send: from templates, made up by
+the target itself, and tasks over texts that it wrote before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ from train_mtp.training import (
 
 WRITING = 0.4  # share of the time for the text
 MEASURING = 0.06  # and for measuring at the end
-_MIN_TRAIN_VOCAB = 16384  # tokens that a head is trained over at least: smaller draft vocabularies are cut from it
+_MIN_TRAIN_VOCAB = (
+    16384  # tokens that a head is trained over at least: smaller draft vocabularies are cut from it
+)
 _MEASURED_VOCABS = (4096, 8192, 16384)
 _SAVE_S = 60.0
 _TEMPERATURES = (0.0, 0.0, 0.6, 0.8, 1.0)
@@ -88,14 +90,30 @@ def train_mtp(config: Config, task: TrainTask) -> int:
     with ProgressBar() as bar:
         target = load_target(config, bar)
         counts = token_counts(corpus.training, target.config.vocab)
-        vocab = None if task.draft_vocab == 0 else _draft_vocab(counts, max(task.draft_vocab, _MIN_TRAIN_VOCAB))
+        vocab = (
+            None if task.draft_vocab == 0 else _draft_vocab(counts, max(task.draft_vocab, _MIN_TRAIN_VOCAB))
+        )
         head = Trainable(target, vocab, task.training.seed)
         learned = batches(corpus.training, target, task.training, bar)
-        _print(f"{sum(map(_length, corpus.training)):,} tokens of {len(corpus.training):,} texts to learn from; {_since(started_s)}")
+        _print(
+            f"{sum(map(_length, corpus.training)):,} tokens "
+            f"of "
+            f"{len(corpus.training):,} "
+            f"texts "
+            f"to "
+            f"learn "
+            f"from; {_since(started_s)}"
+        )
         file = work / "state.pt"
-        state = torch.load(file, map_location=target.device, weights_only=True) if file.is_file() else {"share": 0.0}
+        state = (
+            torch.load(file, map_location=target.device, weights_only=True)
+            if file.is_file()
+            else {"share": 0.0}
+        )
         end_s = started_s + 60 * task.minutes * (1 - MEASURING)
-        done = by_clock(end_s - time.monotonic(), state["share"]) if task.steps is None else by_steps(task.steps)
+        done = (
+            by_clock(end_s - time.monotonic(), state["share"]) if task.steps is None else by_steps(task.steps)
+        )
         training = Training(head, learned, task.training, done)
         if "step" in state:
             training.restore(state)
@@ -106,40 +124,70 @@ def train_mtp(config: Config, task: TrainTask) -> int:
             _write(task, training, counts, {})
 
         _run(training, keep, bar)
-        measured = _measured(head, batches(corpus.held_out, target, task.training, bar), counts, task.draft_vocab)
+        measured = _measured(
+            head, batches(corpus.held_out, target, task.training, bar), counts, task.draft_vocab
+        )
     _report(measured, counts, token_counts(corpus.held_out, target.config.vocab), head)
-    _write(task, training, counts, {name: [round(rate, 4) for rate in found.rates] for name, found in measured.items()})
-    _print(f"{task.out / TENSORS_FILE}: {(task.out / TENSORS_FILE).stat().st_size / 1e6:.1f} MB; {_since(started_s)}")
+    _write(
+        task,
+        training,
+        counts,
+        {name: [round(rate, 4) for rate in found.rates] for name, found in measured.items()},
+    )
+    _print(
+        f"{task.out / TENSORS_FILE}: "
+        f"{(task.out / TENSORS_FILE).stat().st_size / 1e6:.1f} "
+        f"MB; "
+        f"{_since(started_s)}"
+    )
     if task.work is None:
         shutil.rmtree(work)
     return 0
 
 
 def _check_same(work: Path, config: Config, task: TrainTask) -> None:
-    """What an earlier run has left in `work` is gone on from where it was of the same model and text. Raises ConfigError."""
+    """What an earlier run has left in `work` is gone on from where it was of the same model and text. Raises
+    ConfigError."""
     model, text, training = Path(config.source.model), task.text_file, task.training
     of = {
         "--model": str(model.resolve()) if model.exists() else str(model),
-        "--text": None if text is None else f"{text.resolve()}, {text.stat().st_size if text.exists() else 0} bytes",
+        "--text": None
+        if text is None
+        else f"{text.resolve()}, {text.stat().st_size if text.exists() else 0} bytes",
         "--text-len": training.max_len,
         "--depth": training.depth,
-        "--draft-vocab": task.draft_vocab and max(task.draft_vocab, _MIN_TRAIN_VOCAB),  # smaller ones are cut from that
+        "--draft-vocab": task.draft_vocab
+        and max(task.draft_vocab, _MIN_TRAIN_VOCAB),  # smaller ones are cut from that
     }
     file = work / "of.json"
     if file.is_file():
         before = json.loads(file.read_text())
         other = ", ".join(f"{name} {before.get(name)}" for name in of if before.get(name) != of[name])
         if other:
-            raise ConfigError(f"{work} has the text and state of a run with {other}: remove it, or give another directory with --work")
+            raise ConfigError(
+                f"{work} has the text and state of a run with {other}: "
+                f"remove "
+                f"it, "
+                f"or "
+                f"give "
+                f"another "
+                f"directory with --work"
+            )
     file.write_text(json.dumps(of))
 
 
 def load_target(config: Config, progress: Progress) -> Decoder:
     """Dense, in plain PyTorch: gradients pass through copies of its layers."""
     device = device_for(config)
-    wide = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    wide = {
+        "auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+    }
     dtype = wide[config.source.dtype]
-    source = replace(config.source, weights="float32" if device.type == "cpu" and dtype == torch.float32 else "auto")
+    source = replace(
+        config.source, weights="float32" if device.type == "cpu" and dtype == torch.float32 else "auto"
+    )
     return load_model(source, device, dtype, TorchLayerOps(), progress, config.engine.max_model_len).model
 
 
@@ -147,11 +195,25 @@ def _draft_vocab(counts: torch.Tensor, size: int) -> DraftVocab | None:
     return None if size == 0 or size >= len(counts) else DraftVocab.most_frequent(counts, size)
 
 
-def _write(task: TrainTask, training: Training, counts: torch.Tensor, acceptance: Mapping[str, Sequence[float]]) -> None:
+def _write(
+    task: TrainTask, training: Training, counts: torch.Tensor, acceptance: Mapping[str, Sequence[float]]
+) -> None:
     """The head as it is now."""
-    notes = {"text_tokens": int(counts.sum()), "steps": training.step, "seed": task.training.seed, "acceptance": dict(acceptance)}
+    notes = {
+        "text_tokens": int(counts.sum()),
+        "steps": training.step,
+        "seed": task.training.seed,
+        "acceptance": dict(acceptance),
+    }
     head = training.head
-    write_head(task.out, head.stored(), _draft_vocab(counts, task.draft_vocab), head.target, task.training.depth, notes)
+    write_head(
+        task.out,
+        head.stored(),
+        _draft_vocab(counts, task.draft_vocab),
+        head.target,
+        task.training.depth,
+        notes,
+    )
 
 
 def _run(training: Training, keep: Callable[[], None], progress: Progress) -> None:
@@ -171,7 +233,10 @@ def _run(training: Training, keep: Callable[[], None], progress: Progress) -> No
     keep()
     num = training.step - first
     _print(f"{num} steps of {1000 * (time.monotonic() - began_s) / num:.0f} ms")
-    shown = [sum(losses[i : i + 20]) / len(losses[i : i + 20]) for i in range(0, len(losses), max(20, len(losses) // 8))]
+    shown = [
+        sum(losses[i : i + 20]) / len(losses[i : i + 20])
+        for i in range(0, len(losses), max(20, len(losses) // 8))
+    ]
     _print("loss: " + "  ".join(f"{loss:.3f}" for loss in shown))
 
 
@@ -182,26 +247,40 @@ def _save(file: Path, state: Mapping[str, Any]) -> None:
     partial.replace(file)
 
 
-# ---------------------------------------------------------------------------------------------------------------- acceptance
+# ------------------------------------------------------------------------------------------------- acceptance
 
 
-def _measured(head: Trainable, held_out: Sequence[Batch], counts: torch.Tensor, chosen: int) -> dict[str, Acceptance]:
+def _measured(
+    head: Trainable, held_out: Sequence[Batch], counts: torch.Tensor, chosen: int
+) -> dict[str, Acceptance]:
     """By draft vocabulary, the chosen one among them; one place further than the head was unrolled for."""
     sizes = sorted({size for size in (*_MEASURED_VOCABS, chosen) if 0 < size < len(counts)})
     vocabs = {str(size): DraftVocab.most_frequent(counts, size).to(head.target.device) for size in sizes}
     return measured_acceptance(head, held_out, 4, {**vocabs, "full": None})
 
 
-def _report(measured: Mapping[str, Acceptance], counts: torch.Tensor, held_out: torch.Tensor, head: Trainable) -> None:
-    _print("greedy drafts that are kept, on text that was not trained on: 1st, 2nd where the 1st was, and so on")
+def _report(
+    measured: Mapping[str, Acceptance], counts: torch.Tensor, held_out: torch.Tensor, head: Trainable
+) -> None:
+    _print(
+        "greedy drafts that are kept, on text that was not trained on: 1st, 2nd where the 1st was, and so on"
+    )
     width = head.dims.hidden * head.target.dtype.itemsize
     for name, found in measured.items():
         size = len(counts) if name == "full" else int(name)
         covers = 1.0 if name == "full" else DraftVocab.most_frequent(counts, size).coverage(held_out)
-        _print(f"draft vocabulary {name:>6}  {found.line()}   {size * width / 1e6:.1f} MB of output rows, covers {covers:.1%} of that text")
+        _print(
+            f"draft vocabulary {name:>6}  {found.line()}   "
+            f"{size * width / 1e6:.1f} "
+            f"MB "
+            f"of "
+            f"output "
+            f"rows, "
+            f"covers {covers:.1%} of that text"
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------- text
+# ------------------------------------------------------------------------------------------------------- text
 
 
 def _corpus(config: Config, task: TrainTask, work: Path, end_s: float) -> Corpus:
@@ -214,8 +293,16 @@ def _corpus(config: Config, task: TrainTask, work: Path, end_s: float) -> Corpus
         else:
             corpus = _from_file(engine, task)
     if not corpus.training or not corpus.held_out:
-        raise ConfigError("there is too little text to train on and to measure with; give more time, or more text")
-    _save(file, {name: _packed(texts) for name, texts in (("training", corpus.training), ("held_out", corpus.held_out))})
+        raise ConfigError(
+            "there is too little text to train on and to measure with; give more time, or more text"
+        )
+    _save(
+        file,
+        {
+            name: _packed(texts)
+            for name, texts in (("training", corpus.training), ("held_out", corpus.held_out))
+        },
+    )
     return corpus
 
 
@@ -251,7 +338,8 @@ def _read_corpus(file: Path) -> Corpus:
 
 
 def _from_file(engine: Engine, task: TrainTask) -> Corpus:
-    """Stretches of a text file. One in twenty is for measuring; the target did not write it, so few of its tokens are the likeliest."""
+    """Stretches of a text file. One in twenty is for measuring; the target did not write it, so few of its
+    tokens are the likeliest."""
     assert task.text_file is not None
     try:
         tokens = engine.tokenizer.encode(task.text_file.read_text())[: task.max_tokens]
@@ -274,7 +362,8 @@ class _TextAsked:
 
 
 class Writer:
-    """Has the engine write text, as many requests at once as its batch has rows. What was asked and answered is the text."""
+    """Has the engine write text, as many requests at once as its batch has rows. What was asked and answered
+    is the text."""
 
     def __init__(self, engine: Engine, task: TrainTask, max_batch: int, end_s: float) -> None:
         self._engine, self._task, self._end_s = engine, task, end_s
@@ -288,14 +377,18 @@ class Writer:
         self._opening = self._opening_tokens()
 
     def write(self) -> Corpus:
-        """Until the time is up or there are enough tokens. What is still being written then counts as far as it is."""
+        """Until the time is up or there are enough tokens. What is still being written then counts as far as
+        it is."""
         found, num_tokens = Corpus([], []), 0
         open_: dict[int, tuple[str, _TextAsked]] = {}
         with ProgressBar() as bar:
             while num_tokens < self._task.max_tokens and time.monotonic() < self._end_s:
                 while len(open_) < self._most_open:
                     asked, sampling = self._next()
-                    open_[id(asked)] = (self._engine.submit(asked.prompt, sampling, self._listener(asked)), asked)
+                    open_[id(asked)] = (
+                        self._engine.submit(asked.prompt, sampling, self._listener(asked)),
+                        asked,
+                    )
                 asked = self._wait_one()
                 del open_[id(asked)]
                 num_tokens += self._take(asked, found)
@@ -328,7 +421,9 @@ class Writer:
 
     def _take(self, asked: _TextAsked, found: Corpus) -> int:
         """Keeps it; returns its tokens that count."""
-        text = self._engine.tokenizer.decode([token for token in asked.tokens if token not in self._engine.tokenizer.eos_ids])
+        text = self._engine.tokenizer.decode(
+            [token for token in asked.tokens if token not in self._engine.tokenizer.eos_ids]
+        )
         if not asked.question:
             self._num_asking -= 1
             if 8 <= len(text) <= 400:
@@ -338,7 +433,9 @@ class Writer:
             return 0
         if not asked.held_out and len(text) > 200:
             self._written = [*self._written[-255:], text]
-        (found.held_out if asked.held_out else found.training).append(Text(asked.prompt + asked.tokens, len(asked.prompt)))
+        (found.held_out if asked.held_out else found.training).append(
+            Text(asked.prompt + asked.tokens, len(asked.prompt))
+        )
         return len(asked.tokens)
 
     def _next(self) -> tuple[_TextAsked, SamplingParams]:
@@ -346,7 +443,9 @@ class Writer:
         room = self._engine.max_model_len - len(self._opening)
         if self._opening and room >= 16 and len(self._made_up) + self._num_asking < 64:
             self._num_asking += 1
-            return _TextAsked(self._opening, ""), SamplingParams(max_tokens=min(room, 64), temperature=1.0, top_p=0.95, seed=seed)
+            return _TextAsked(self._opening, ""), SamplingParams(
+                max_tokens=min(room, 64), temperature=1.0, top_p=0.95, seed=seed
+            )
         kind = self._chooser.random()
         if self._made_up and kind < 0.5:
             question = self._made_up.pop()
@@ -365,7 +464,11 @@ class Writer:
 
     def _encoded(self, question: str) -> list[int]:
         tokenizer = self._engine.tokenizer
-        return tokenizer.encode_chat([{"role": "user", "content": question}]) if tokenizer.has_chat_template else tokenizer.encode(question)
+        return (
+            tokenizer.encode_chat([{"role": "user", "content": question}])
+            if tokenizer.has_chat_template
+            else tokenizer.encode(question)
+        )
 
     def _opening_tokens(self) -> list[int]:
         """What a conversation has before its first question: behind it the target asks itself."""
@@ -386,48 +489,164 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-# ----------------------------------------------------------------------------------------------------------- the questions
+# ---------------------------------------------------------------------------------------------- the questions
 
 TOPICS = (
-    "photosynthesis", "the French Revolution", "black holes", "sourdough bread", "the stock market", "electric cars", "bees", "volcanoes",
-    "the Roman Empire", "vaccines", "chess", "jazz music", "the water cycle", "machine learning", "the Great Wall of China", "yoga",
-    "climate change", "Shakespeare", "the human heart", "bicycles", "coffee", "the Moon", "dinosaurs", "democracy", "the internet", "tea",
-    "World War II", "gravity", "the Amazon rainforest", "budgeting", "sleep", "elephants", "solar panels", "ancient Egypt", "football",
-    "the immune system", "gardening", "programming in Python", "space travel", "pandas", "the Mona Lisa", "earthquakes", "nutrition",
-    "the periodic table", "public speaking", "hiking", "databases", "the Renaissance", "penguins", "job interviews", "origami", "DNA",
-    "the Olympic Games", "inflation", "wind power", "cats", "dogs", "the ocean", "poetry", "time management", "robots", "chocolate",
-    "the Silk Road", "vitamins", "trains", "the solar system", "friendship", "recycling", "Mozart", "the Cold War", "algebra", "maps",
-    "bridges", "hurricanes", "the brain", "cooking pasta", "writing an essay", "operating systems", "learning a language", "insurance",
-)  # fmt: skip
+    "photosynthesis",
+    "the French Revolution",
+    "black holes",
+    "sourdough bread",
+    "the stock market",
+    "electric cars",
+    "bees",
+    "volcanoes",
+    "the Roman Empire",
+    "vaccines",
+    "chess",
+    "jazz music",
+    "the water cycle",
+    "machine learning",
+    "the Great Wall of China",
+    "yoga",
+    "climate change",
+    "Shakespeare",
+    "the human heart",
+    "bicycles",
+    "coffee",
+    "the Moon",
+    "dinosaurs",
+    "democracy",
+    "the internet",
+    "tea",
+    "World War II",
+    "gravity",
+    "the Amazon rainforest",
+    "budgeting",
+    "sleep",
+    "elephants",
+    "solar panels",
+    "ancient Egypt",
+    "football",
+    "the immune system",
+    "gardening",
+    "programming in Python",
+    "space travel",
+    "pandas",
+    "the Mona Lisa",
+    "earthquakes",
+    "nutrition",
+    "the periodic table",
+    "public speaking",
+    "hiking",
+    "databases",
+    "the Renaissance",
+    "penguins",
+    "job interviews",
+    "origami",
+    "DNA",
+    "the Olympic Games",
+    "inflation",
+    "wind power",
+    "cats",
+    "dogs",
+    "the ocean",
+    "poetry",
+    "time management",
+    "robots",
+    "chocolate",
+    "the Silk Road",
+    "vitamins",
+    "trains",
+    "the solar system",
+    "friendship",
+    "recycling",
+    "Mozart",
+    "the Cold War",
+    "algebra",
+    "maps",
+    "bridges",
+    "hurricanes",
+    "the brain",
+    "cooking pasta",
+    "writing an essay",
+    "operating systems",
+    "learning a language",
+    "insurance",
+)
 TASKS = (
-    "Explain {} to a ten-year-old.", "What are three interesting facts about {}?", "Write a short story about {}.",
-    "Write a poem about {}.", "What are the main benefits and drawbacks of {}?", "Give me a step-by-step introduction to {}.",
-    "Write an email to a colleague about {}.", "List ten questions for a quiz about {}, with their answers.",
-    "What is the history of {}?", "Write a paragraph about {} in simple English.", "How does {} affect our daily life?",
-    "Write a dialogue between two friends who talk about {}.", "Write a product description that has to do with {}.",
-    "What do beginners often get wrong about {}?", "Compare {} with something similar.", "Write a blog post about {}.",
-    "Make a table with facts about {}.", "Give five tips about {}.", "Write a speech about {}.", "Describe {} in one sentence.",
-    "Write a JSON object that describes {}.", "Why is {} important?", "Write a letter to the editor about {}.",
-    "What would happen without {}?", "Plan a lesson about {} for a school class.",
-)  # fmt: skip
+    "Explain {} to a ten-year-old.",
+    "What are three interesting facts about {}?",
+    "Write a short story about {}.",
+    "Write a poem about {}.",
+    "What are the main benefits and drawbacks of {}?",
+    "Give me a step-by-step introduction to {}.",
+    "Write an email to a colleague about {}.",
+    "List ten questions for a quiz about {}, with their answers.",
+    "What is the history of {}?",
+    "Write a paragraph about {} in simple English.",
+    "How does {} affect our daily life?",
+    "Write a dialogue between two friends who talk about {}.",
+    "Write a product description that has to do with {}.",
+    "What do beginners often get wrong about {}?",
+    "Compare {} with something similar.",
+    "Write a blog post about {}.",
+    "Make a table with facts about {}.",
+    "Give five tips about {}.",
+    "Write a speech about {}.",
+    "Describe {} in one sentence.",
+    "Write a JSON object that describes {}.",
+    "Why is {} important?",
+    "Write a letter to the editor about {}.",
+    "What would happen without {}?",
+    "Plan a lesson about {} for a school class.",
+)
 CODE = (
-    "Write a Python function that {}.", "Write a JavaScript function that {}.", "Write a Python class that {}.",
-    "Write a unit test for a function that {}.", "Explain how to write a program that {}.", "Write a C function that {}.",
-)  # fmt: skip
+    "Write a Python function that {}.",
+    "Write a JavaScript function that {}.",
+    "Write a Python class that {}.",
+    "Write a unit test for a function that {}.",
+    "Explain how to write a program that {}.",
+    "Write a C function that {}.",
+)
 JOBS = (
-    "reverses a string", "checks whether a number is prime", "sorts a list of numbers", "finds the largest element of an array",
-    "counts the words of a text", "reads a CSV file", "computes the Fibonacci sequence", "merges two sorted lists", "parses a date",
-    "finds duplicates in a list", "computes a factorial", "converts Celsius to Fahrenheit", "implements a stack", "implements a queue",
-    "searches a binary tree", "checks whether a word is a palindrome", "removes vowels from a string", "rolls two dice",
-    "transposes a matrix", "computes the average of a list", "validates an email address", "keeps a bank account", "counts characters",
-    "finds the shortest path in a graph", "flattens a nested list", "generates a random password", "downloads a web page",
-)  # fmt: skip
+    "reverses a string",
+    "checks whether a number is prime",
+    "sorts a list of numbers",
+    "finds the largest element of an array",
+    "counts the words of a text",
+    "reads a CSV file",
+    "computes the Fibonacci sequence",
+    "merges two sorted lists",
+    "parses a date",
+    "finds duplicates in a list",
+    "computes a factorial",
+    "converts Celsius to Fahrenheit",
+    "implements a stack",
+    "implements a queue",
+    "searches a binary tree",
+    "checks whether a word is a palindrome",
+    "removes vowels from a string",
+    "rolls two dice",
+    "transposes a matrix",
+    "computes the average of a list",
+    "validates an email address",
+    "keeps a bank account",
+    "counts characters",
+    "finds the shortest path in a graph",
+    "flattens a nested list",
+    "generates a random password",
+    "downloads a web page",
+)
 TEXT_TASKS = (
-    "Summarise the following text:\n\n{}", "Rewrite the following text in your own words:\n\n{}",
-    "Correct the mistakes in the following text and repeat it:\n\n{}", "Repeat the following text exactly:\n\n{}",
-    "What are the key points of this text?\n\n{}", "Make a list of the main ideas of this:\n\n{}",
-    "{}\n\nAnswer with a quote from the text above: what is it about?", "Continue this text:\n\n{}",
-)  # fmt: skip
+    "Summarise the following text:\n\n{}",
+    "Rewrite the following text in your own words:\n\n{}",
+    "Correct the mistakes in the following text and repeat it:\n\n{}",
+    "Repeat the following text exactly:\n\n{}",
+    "What are the key points of this text?\n\n{}",
+    "Make a list of the main ideas of this:\n\n{}",
+    "{}\n\nAnswer with a quote from the text above: what is it about?",
+    "Continue this text:\n\n{}",
+)
 _HELD_OUT = 20  # one question in so many is for measuring, and never for training
 
 
@@ -452,4 +671,6 @@ def is_held_out(question: str) -> bool:
 
 def shared_prefix(first: Sequence[int], second: Sequence[int]) -> list[int]:
     """Tokens that two conversations begin with: what stands before their first words."""
-    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
+    return [
+        a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    ]

@@ -1,8 +1,8 @@
-"""Training of a multi-token-prediction head by self-distillation. Owns the unrolled forward pass, the loss and the measure of acceptance;
-who wrote the text is the caller's business.
+"""Training of a multi-token-prediction head by self-distillation. Owns the unrolled forward pass, the loss
+and the measure of acceptance; who wrote the text is the caller's business.
 
-The head's steps are run as they are when it drafts: step s of an entry takes the hidden state that step s - 1 guessed, and attends to the
-first steps of all entries before it and to its own earlier steps.
+The head's steps are run as they are when it drafts: step s of an entry takes the hidden state that step s - 1
+guessed, and attends to the first steps of all entries before it and to its own earlier steps.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Trainable:
             raise ConfigError("a head is trained on dense weights: load the target in float32 or bfloat16")
         self.target, self.dims = target, target.config
         self.vocab = None if vocab is None else vocab.to(target.device)
-        self.output: Tensor = target.output if self.vocab is None else rows_of(target.output, self.vocab.target_ids)
+        self.output: Tensor = (
+            target.output if self.vocab is None else rows_of(target.output, self.vocab.target_ids)
+        )
         self.tensors = _initial(target, seed)
         for tensor in self.tensors.values():
             tensor.requires_grad_(True)
@@ -77,14 +79,16 @@ class Trainable:
         if order is not None:
             for name in ("layer.qkv", "layer.qkv_bias"):
                 if name in found:
-                    found[name] = torch.empty_like(found[name]).index_copy_(0, order.to(found[name].device), found[name])
+                    found[name] = torch.empty_like(found[name]).index_copy_(
+                        0, order.to(found[name].device), found[name]
+                    )
         return found
 
-    # ------------------------------------------------------------------------------------------------------ forward pass
+    # ------------------------------------------------------------------------------------------- forward pass
 
     def unrolled(self, hidden: Tensor, tokens: Tensor, depth: int) -> list[Tensor]:
-        """hidden [B, L, d] of tokens [B, L] -> for each step s from 1 on the guessed hidden states [B, n, d] of the tokens s behind the
-        entries; n = L - depth entries."""
+        """hidden [B, L, d] of tokens [B, L] -> for each step s from 1 on the guessed hidden states [B, n, d]
+        of the tokens s behind the entries; n = L - depth entries."""
         num = tokens.shape[1] - depth
         state, firsts, found = hidden[:, :num], None, []
         chain: list[tuple[Tensor, Tensor]] = []
@@ -109,7 +113,9 @@ class Trainable:
 
     def target_logits(self, hidden: Tensor) -> Tensor:
         """Of the whole vocabulary: [.., vocab]."""
-        return F.linear(rms(hidden, self.target.norm, self.dims.norm_eps).to(self.target.dtype), self.target.output)
+        return F.linear(
+            rms(hidden, self.target.norm, self.dims.norm_eps).to(self.target.dtype), self.target.output
+        )
 
     def _fused(self, state: Tensor, embedded: Tensor) -> Tensor:
         both = torch.cat((self._norm(state, "hidden_norm"), self._norm(embedded, "embed_norm")), dim=-1)
@@ -118,7 +124,11 @@ class Trainable:
     def _qkv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each [B, heads, n, head_dim], rotated."""
         heads, kv_heads, dim = self.dims.num_heads, self.dims.num_kv_heads, self.dims.head_dim
-        qkv = self._linear("qkv", self._norm(x, "layer.attn_norm")).view(*x.shape[:2], heads + 2 * kv_heads, dim).transpose(1, 2)
+        qkv = (
+            self._linear("qkv", self._norm(x, "layer.attn_norm"))
+            .view(*x.shape[:2], heads + 2 * kv_heads, dim)
+            .transpose(1, 2)
+        )
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         if "layer.q_norm" in self.tensors:
             q = self._norm(q, "layer.q_norm")
@@ -126,15 +136,23 @@ class Trainable:
             k = self._norm(k, "layer.k_norm")
         turns = self.target.rope[positions]
         group = heads // kv_heads
-        return rotated(q, turns), rotated(k, turns).repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        return (
+            rotated(q, turns),
+            rotated(k, turns).repeat_interleave(group, dim=1),
+            v.repeat_interleave(group, dim=1),
+        )
 
-    def _attend(self, q: Tensor, firsts: tuple[Tensor, Tensor], chain: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def _attend(
+        self, q: Tensor, firsts: tuple[Tensor, Tensor], chain: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         keys, values = firsts
         num, window = q.shape[2], next(iter(head_dims(self.dims).windows), 0)
         if not chain and not 0 < window < num:
             return F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=self.dims.scale)
         hidden = torch.ones((num, num), dtype=torch.bool, device=q.device).triu(1)
-        if window:  # counted from the token that the step stands at, which is as many further as there are steps before it
+        # counted from the token that the step stands at, which is as many further as there are steps before
+        # it
+        if window:
             hidden |= torch.ones_like(hidden).tril(len(chain) - window)
             chain = chain[-window:]
         scores = [(q @ keys.transpose(2, 3)).masked_fill(hidden, -torch.inf)]
@@ -184,7 +202,7 @@ def _initial(target: Decoder, seed: int) -> dict[str, Tensor]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- the target's side
+# ------------------------------------------------------------------------------------------ the target's side
 
 
 class _BatchKv:
@@ -194,7 +212,9 @@ class _BatchKv:
         self._target, self._num_texts, self._length = target, num_texts, length
         self._positions = torch.arange(length, dtype=torch.int32, device=target.device).repeat(num_texts)
 
-    def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_and_write(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return split_norm_rotate(qkv, q_norm, k_norm, self._positions, self._target.rope, self._target.config)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -206,7 +226,9 @@ class _BatchKv:
         if dims.windows and (window := dims.windows[layer]):
             place = torch.arange(self._length, device=q.device)
             mask = (place[None, :] <= place[:, None]) & (place[None, :] > place[:, None] - window)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=dims.scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=dims.scale
+        )
         return out.transpose(1, 2).reshape(self._num_texts * self._length, -1)
 
 
@@ -221,13 +243,17 @@ def hidden_states(target: Decoder, tokens: Tensor) -> Tensor:
     return (hidden + residual).view(*tokens.shape, -1)
 
 
-# ------------------------------------------------------------------------------------------------------------------ batches
+# ---------------------------------------------------------------------------------------------------- batches
 
 
-def batches(texts: Sequence[Text], target: Decoder, config: TrainingConfig, progress: Progress) -> list[Batch]:
-    """Texts of about the same length together, at most `batch_tokens` with their padding. Hidden states stay on the device: they are
-    computed once, and read with every pass."""
-    fitting = sorted((text for text in texts if len(text.tokens) > config.depth + 1), key=lambda text: len(text.tokens))
+def batches(
+    texts: Sequence[Text], target: Decoder, config: TrainingConfig, progress: Progress
+) -> list[Batch]:
+    """Texts of about the same length together, at most `batch_tokens` with their padding. Hidden states stay
+    on the device: they are computed once, and read with every pass."""
+    fitting = sorted(
+        (text for text in texts if len(text.tokens) > config.depth + 1), key=lambda text: len(text.tokens)
+    )
     groups: list[list[Text]] = []
     for text in fitting:
         length = min(len(text.tokens), config.max_len)
@@ -248,7 +274,12 @@ def _padded(texts: Sequence[Text], max_len: int, target: Decoder) -> Batch:
         row[:length] = torch.tensor(text.tokens[:length])
     prompts = torch.tensor([text.num_prompt for text in texts])
     placed = tokens.to(target.device)
-    return Batch(placed, torch.tensor(lengths).to(target.device), prompts.to(target.device), hidden_states(target, placed))
+    return Batch(
+        placed,
+        torch.tensor(lengths).to(target.device),
+        prompts.to(target.device),
+        hidden_states(target, placed),
+    )
 
 
 def token_counts(texts: Sequence[Text], vocab: int) -> Tensor:
@@ -257,11 +288,12 @@ def token_counts(texts: Sequence[Text], vocab: int) -> Tensor:
     return torch.bincount(torch.tensor(written, dtype=torch.int64), minlength=vocab)
 
 
-# ------------------------------------------------------------------------------------------------------------------ learning
+# --------------------------------------------------------------------------------------------------- learning
 
 
 def loss_of(head: Trainable, batch: Batch, depth: int) -> Tensor:
-    """Of the whole batch: divergence from the target's distribution over the draft vocabulary, and the distance of hidden states."""
+    """Of the whole batch: divergence from the target's distribution over the draft vocabulary, and the
+    distance of hidden states."""
     hidden = batch.hidden
     num = batch.tokens.shape[1] - depth
     with torch.no_grad():
@@ -274,7 +306,9 @@ def loss_of(head: Trainable, batch: Batch, depth: int) -> Tensor:
         real = torch.arange(s, s + num, device=hidden.device)[None, :] < batch.lengths[:, None]
         wanted = hidden[:, s : s + num][real]
         shares = F.log_softmax(head.logits(state[real]).float(), dim=-1)
-        divergence = (certainty[:, s : s + num][real] - (all_probs[:, s : s + num][real] * shares).sum(dim=-1)).mean()
+        divergence = (
+            certainty[:, s : s + num][real] - (all_probs[:, s : s + num][real] * shares).sum(dim=-1)
+        ).mean()
         eps = head.dims.norm_eps
         unit = torch.ones(head.dims.hidden, device=hidden.device)
         distance = F.smooth_l1_loss(rms(state[real], unit, eps), rms(wanted, unit, eps))
@@ -292,8 +326,8 @@ def by_steps(num_steps: int) -> Done:
 
 
 def by_clock(seconds: float, before: float = 0.0, clock: Callable[[], float] = time.monotonic) -> Done:
-    """As long as `seconds` from now on, however long a step takes: the first ones are slower, and another process may be busy for a while.
-    `before`: the share that an earlier run had done."""
+    """As long as `seconds` from now on, however long a step takes: the first ones are slower, and another
+    process may be busy for a while. `before`: the share that an earlier run had done."""
     began_s = clock()
     return lambda step: before + (1 - before) * (clock() - began_s) / max(seconds, 1e-9)
 
@@ -310,13 +344,18 @@ class Training:
         self._texts = texts
         matrices = [tensor for tensor in head.tensors.values() if tensor.dim() > 1]
         others = [tensor for tensor in head.tensors.values() if tensor.dim() == 1]
-        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self._optimiser = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
 
     def _next(self) -> Batch:
         """Every pass over the batches has an order of its own, which its number decides."""
         number, place = divmod(self.step, len(self._texts))
-        order = torch.randperm(len(self._texts), generator=torch.Generator().manual_seed(self.config.seed * 1_000_003 + number))
+        order = torch.randperm(
+            len(self._texts), generator=torch.Generator().manual_seed(self.config.seed * 1_000_003 + number)
+        )
         return self._texts[int(order[place])]
 
     def run_step(self) -> Tensor:
@@ -340,12 +379,15 @@ class Training:
         return min(1.0, self._done(self.step))
 
     def rate(self, share: float) -> float:
-        """What is learned by a step, when this share of the run is over: it rises, and falls to a fiftieth at the end."""
+        """What is learned by a step, when this share of the run is over: it rises, and falls to a fiftieth at
+        the end."""
         warmup = self.config.warmup
         if share < warmup:
             return self.config.learning_rate * max(_LEAST_RATE, share / warmup)
         falling = (share - warmup) / (1 - warmup)
-        return self.config.learning_rate * (_LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * falling)))
+        return self.config.learning_rate * (
+            _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * falling))
+        )
 
     def state(self) -> dict[str, Any]:
         tensors = {name: tensor.detach().cpu() for name, tensor in self.head.tensors.items()}
@@ -364,8 +406,11 @@ class Training:
         self.step = state["step"]
 
 
-def train(training: Training, progress: Progress, each: Callable[[Training], bool] | None = None) -> list[float]:
-    """To the end of the run, or until `each`, called behind every step, says True; a step at least. Returns the losses."""
+def train(
+    training: Training, progress: Progress, each: Callable[[Training], bool] | None = None
+) -> list[float]:
+    """To the end of the run, or until `each`, called behind every step, says True; a step at least. Returns
+    the losses."""
     losses: list[Tensor] = []
     while not losses or training.share < 1.0:
         losses.append(training.run_step())
@@ -375,7 +420,7 @@ def train(training: Training, progress: Progress, each: Callable[[Training], boo
     return torch.stack(losses).tolist() if losses else []
 
 
-# ---------------------------------------------------------------------------------------------------------------- acceptance
+# ------------------------------------------------------------------------------------------------- acceptance
 
 
 class Acceptance(NamedTuple):
@@ -393,8 +438,9 @@ class Acceptance(NamedTuple):
 def measured_acceptance(
     head: Trainable, texts: Sequence[Batch], depth: int, vocabs: Mapping[str, DraftVocab | None]
 ) -> dict[str, Acceptance]:
-    """On texts that the target wrote greedily: chains of drafts from every token of theirs, for each draft vocabulary of `vocabs`. A chain
-    is followed as far as the text agrees with it, so that what it is fed is what it would have drafted."""
+    """On texts that the target wrote greedily: chains of drafts from every token of theirs, for each draft
+    vocabulary of `vocabs`. A chain is followed as far as the text agrees with it, so that what it is fed is
+    what it would have drafted."""
     device = head.target.device
     tried = {name: torch.zeros(depth, device=device) for name in vocabs}
     right = {name: torch.zeros(depth, device=device) for name in vocabs}
@@ -427,7 +473,11 @@ def _tally(
         after = batch.tokens[:, s + 1 : s + 1 + num]
         text = F.pad(after, (0, num - after.shape[1]), value=-1)
         for name, vocab in vocabs.items():
-            draft = _argmax(lambda x: F.linear(head._norm(x, "norm").to(head.target.dtype), head.target.output), state, vocab)
+            draft = _argmax(
+                lambda x: F.linear(head._norm(x, "norm").to(head.target.dtype), head.target.output),
+                state,
+                vocab,
+            )
             kept = alive[name] & (draft == choice)
             tried[name][s - 1] += alive[name].sum()
             right[name][s - 1] += kept.sum()
@@ -439,5 +489,9 @@ def _argmax(logits: Callable[[Tensor], Tensor], states: Tensor, vocab: DraftVoca
     flat, found = states.flatten(0, 1), []
     for begin in range(0, len(flat), _LOGIT_ROWS):
         scores = logits(flat[begin : begin + _LOGIT_ROWS])
-        found.append(scores.argmax(dim=-1) if vocab is None else vocab.target_ids[scores[:, vocab.target_ids].argmax(dim=-1)])
+        found.append(
+            scores.argmax(dim=-1)
+            if vocab is None
+            else vocab.target_ids[scores[:, vocab.target_ids].argmax(dim=-1)]
+        )
     return torch.cat(found).view(states.shape[:2])

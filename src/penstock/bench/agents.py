@@ -1,4 +1,5 @@
-"""Recorded conversations of coding agents, replayed by many users at once. Owns the figures of a replay and their form."""
+"""Recorded conversations of coding agents, replayed by many users at once. Owns the figures of a replay and
+their form."""
 
 from __future__ import annotations
 
@@ -20,16 +21,19 @@ from penstock.errors import ConfigError
 from penstock.models.progress import Progress
 
 FIRST, LATER, ALL = "first", "later", "all"
-TIERS = (*(tier for tier in KvSource.__slots__ if tier != "computed"), "cached")  # cached: a server that does not say where
+# cached: a server that does not say where
+TIERS = (*(tier for tier in KvSource.__slots__ if tier != "computed"), "cached")
 
 
 def _share(tier: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{100 * row['source'][tier] / max(1, row['prompt_tokens']):.1f}" if row["source"].get(tier) else "-"
+    return lambda row: (
+        f"{100 * row['source'][tier] / max(1, row['prompt_tokens']):.1f}" if row["source"].get(tier) else "-"
+    )
 
 
 class AgentsBench:
-    """Every user sends the next recorded request when the last is answered, after a pause where pauses are asked for. Prompts are the
-    recorded ones, whatever the model has written."""
+    """Every user sends the next recorded request when the last is answered, after a pause where pauses are
+    asked for. Prompts are the recorded ones, whatever the model has written."""
 
     name = "agents"
     panels = 3
@@ -42,7 +46,11 @@ class AgentsBench:
         figure("% reusable", "reusable", 1, 100),
         figure("% of what an infinite cache reuses", "of_reusable", 1, 100),
         *(Column(f"% {tier}", _share(tier)) for tier in TIERS),
-        *(figure(f"{name} {part} s", f"{name}_s.{part}", 2) for name in ("ttft", "latency", "waiting") for part in ("p50", "p95", "p99")),
+        *(
+            figure(f"{name} {part} s", f"{name}_s.{part}", 2)
+            for name in ("ttft", "latency", "waiting")
+            for part in ("p50", "p95", "p99")
+        ),
         *(figure(f"between tokens {part} ms", f"between_tokens_ms.{part}", 1) for part in ("p50", "p99")),
         figure("worst overtaken s", "overtaken_s", 2),
         figure("output tok/s", "tokens_per_s", 1),
@@ -55,17 +63,32 @@ class AgentsBench:
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         if (longest := self.settings.longest(self._conversations)) > engine.max_model_len:
-            raise ConfigError(f"the longest request has {longest} tokens, but the context holds {engine.max_model_len}; lower --context")
+            raise ConfigError(
+                f"the longest request has {longest} "
+                f"tokens, "
+                f"but "
+                f"the "
+                f"context "
+                f"holds "
+                f"{engine.max_model_len}; lower --context"
+            )
         driver = Driver(engine)
         driver.wait_ready(progress)
         users = self._users(engine.tokenizer.vocab_size, progress)
         replay = EngineReplay(users, engine, driver.salt)
         seconds = replay.run(self.settings.limit_s, progress)
         stats = engine.stats()
-        inside = {"retractions": stats.retractions, "steps": stats.steps, "blocked_s": stats.blocked_s, "cache": stats.cache}
+        inside = {
+            "retractions": stats.retractions,
+            "steps": stats.steps,
+            "blocked_s": stats.blocked_s,
+            "cache": stats.cache,
+        }
         return self._results(users, replay.records, seconds, config.kv.block_tokens, inside)
 
-    def measure_url(self, server: ServerAddress, vocab: int, block_tokens: int, progress: Progress) -> Results:
+    def measure_url(
+        self, server: ServerAddress, vocab: int, block_tokens: int, progress: Progress
+    ) -> Results:
         users = self._users(vocab, progress)
         replay = UrlReplay(users, server)
         seconds = replay.run(self.settings.limit_s, progress)
@@ -78,32 +101,60 @@ class AgentsBench:
         return users
 
     def _results(
-        self, users: Sequence[User], records: Sequence[Record], seconds: float, block_tokens: int, inside: dict[str, Any]
+        self,
+        users: Sequence[User],
+        records: Sequence[Record],
+        seconds: float,
+        block_tokens: int,
+        inside: dict[str, Any],
     ) -> Results:
         done = [record for record in records if record.done]
-        failed = [f"the rest of {one.conversation}: its request {one.number} failed: {one.error}" for one in records if one.error]
+        failed = [
+            f"the rest of {one.conversation}: its request {one.number} failed: {one.error}"
+            for one in records
+            if one.error
+        ]
         late = overtaken(records)
-        possible = dict(zip(done, reusable([record.ask.prompt for record in done], block_tokens), strict=True))
+        possible = dict(
+            zip(done, reusable([record.ask.prompt for record in done], block_tokens), strict=True)
+        )
         rows = []
         for turns in (FIRST, LATER, ALL):
-            wanted = [record for record in records if turns == ALL or (record.number == 1) == (turns == FIRST)]
-            total = sum(turns == ALL or (number == 0) == (turns == FIRST) for user in users for number in range(len(user.asks)))
+            wanted = [
+                record for record in records if turns == ALL or (record.number == 1) == (turns == FIRST)
+            ]
+            total = sum(
+                turns == ALL or (number == 0) == (turns == FIRST)
+                for user in users
+                for number in range(len(user.asks))
+            )
             worst = max((late[record] for record in wanted), default=0.0)
-            rows.append({"turns": turns, "requests": total, **_figures(wanted, possible), "overtaken_s": worst})
+            rows.append(
+                {"turns": turns, "requests": total, **_figures(wanted, possible), "overtaken_s": worst}
+            )
         output = sum(record.generated for record in records)
         rows[-1] |= {"seconds": seconds, "output_tokens": output, "tokens_per_s": output / max(seconds, 1e-9)}
-        rows[-1] |= {"engine": inside, "records": [_as_dict(record, possible.get(record)) for record in records]}
+        rows[-1] |= {
+            "engine": inside,
+            "records": [_as_dict(record, possible.get(record)) for record in records],
+        }
         return Results(rows if done else [], failed)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
         """Over time: who waits and who runs, what was reused, time to first token."""
         records, seconds = rows[-1]["records"], rows[-1]["seconds"]
         crowd, reuse, ttft = axes
-        for name, spans in (("waiting", _spans(records, "submit_s", "start_s")), ("running", _spans(records, "start_s", "end_s"))):
+        for name, spans in (
+            ("waiting", _spans(records, "submit_s", "start_s")),
+            ("running", _spans(records, "start_s", "end_s")),
+        ):
             crowd.step(*_counts(spans, seconds), where="post", label=name)
         crowd.set_ylabel("requests")
         crowd.legend(fontsize=8)
-        told = sorted((one for one in records if one["source"] and one["end_s"] is not None), key=lambda one: one["end_s"])
+        told = sorted(
+            (one for one in records if one["source"] and one["end_s"] is not None),
+            key=lambda one: one["end_s"],
+        )
         reused = np.cumsum([one["prompt_tokens"] - one["source"].get("computed", 0) for one in told])
         prompts = np.cumsum([one["prompt_tokens"] for one in told])
         reuse.plot([one["end_s"] for one in told], 100 * reused / np.maximum(prompts, 1))
@@ -111,7 +162,13 @@ class AgentsBench:
         reuse.set_ylabel("prompt tokens\nreused so far, %")
         for name, is_first in (("first turns", True), ("later turns", False)):
             dots = [one for one in records if one["first_s"] is not None and (one["number"] == 1) == is_first]
-            ttft.plot([one["submit_s"] for one in dots], [one["first_s"] - one["submit_s"] for one in dots], ".", markersize=4, label=name)
+            ttft.plot(
+                [one["submit_s"] for one in dots],
+                [one["first_s"] - one["submit_s"] for one in dots],
+                ".",
+                markersize=4,
+                label=name,
+            )
         ttft.set_ylabel("s to first token")
         ttft.set_xlabel("seconds since the start (of a request: when it was sent)")
         ttft.legend(fontsize=8)
@@ -125,9 +182,15 @@ def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str
         source.update(record.source or {})
     prompts = sum(len(record.ask.prompt) for record in done)
     could = sum(possible[record] for record in done)
-    told = sum(len(record.ask.prompt) for record in done if record.source is not None) == prompts and prompts > 0
+    told = (
+        sum(len(record.ask.prompt) for record in done if record.source is not None) == prompts and prompts > 0
+    )
     reused = prompts - source["computed"]
-    gaps = [(late - early) / num for record in done for (early, _), (late, num) in zip(record.token_s, record.token_s[1:], strict=False)]
+    gaps = [
+        (late - early) / num
+        for record in done
+        for (early, _), (late, num) in zip(record.token_s, record.token_s[1:], strict=False)
+    ]
     return {
         "done": len(done),
         "failed": sum(record.error is not None for record in records),
@@ -136,8 +199,12 @@ def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str
         "reused": reused / prompts if told else None,
         "reusable": could / prompts if prompts else None,
         "of_reusable": reused / could if told and could else None,
-        "ttft_s": percentiles([record.first_s - record.submit_s for record in done if record.first_s is not None]),
-        "latency_s": percentiles([record.end_s - record.submit_s for record in done if record.end_s is not None]),
+        "ttft_s": percentiles(
+            [record.first_s - record.submit_s for record in done if record.first_s is not None]
+        ),
+        "latency_s": percentiles(
+            [record.end_s - record.submit_s for record in done if record.end_s is not None]
+        ),
         "waiting_s": percentiles([record.waited_s for record in done if record.waited_s is not None]),
         "between_tokens_ms": percentiles([1000 * gap for gap in gaps]),
     }
@@ -151,8 +218,9 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def overtaken(records: Sequence[Record]) -> dict[Record, float]:
-    """By how many seconds each was overtaken at worst: how much later than it a request came that got its first token sooner. Those that
-    have none yet were overtaken, too; those that got it in the same step were not."""
+    """By how many seconds each was overtaken at worst: how much later than it a request came that got its
+    first token sooner. Those that have none yet were overtaken, too; those that got it in the same step were
+    not."""
     never = float("inf")
     found: dict[Record, float] = {}
     latest = 0.0  # arrival among those that got their first token at an earlier time
@@ -182,7 +250,8 @@ def _as_dict(record: Record, possible: int | None) -> dict[str, Any]:
 
 
 def _spans(records: Sequence[dict[str, Any]], start: str, end: str) -> list[tuple[float, float | None]]:
-    """When each was in that state. Where the server does not say when a request started, its first token does."""
+    """When each was in that state. Where the server does not say when a request started, its first token
+    does."""
 
     def at(record: dict[str, Any], name: str) -> float | None:
         found: float | None = record[name]

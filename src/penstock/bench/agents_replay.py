@@ -1,9 +1,9 @@
-"""Replays users against an engine in this process, or an OpenAI-compatible server. Owns who asks when, the connections, and what was seen;
-judges nothing.
+"""Replays users against an engine in this process, or an OpenAI-compatible server. Owns who asks when, the
+connections, and what was seen; judges nothing.
 
-Here the calling thread steps the engine and does nothing else. One thread besides submits: the listener of an answered request tells it,
-and it sends that user's next one, at once or after a pause. A server is asked by a thread and a connection for each user: `POST
-/v1/completions`, token ids, streamed.
+Here the calling thread steps the engine and does nothing else. One thread besides submits: the listener of an
+answered request tells it, and it sends that user's next one, at once or after a pause. A server is asked by a
+thread and a connection for each user: `POST /v1/completions`, token ids, streamed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Record:
 
 
 class Agenda:
-    """Who asks next, and when. `answered` and `end` may be called from any thread, the others from the one that sends."""
+    """Who asks next, and when. `answered` and `end` may be called from any thread, the others from the one
+    that sends."""
 
     def __init__(self, users: Sequence[User], clock: Callable[[], float]) -> None:
         self._users = users
@@ -126,7 +127,8 @@ class EngineReplay:
         return time.perf_counter() - self._start_s
 
     def run(self, limit_s: float | None, progress: Progress) -> float:
-        """Until all are answered, or for `limit_s`; returns the seconds that it took. What is open then is left to the engine's close."""
+        """Until all are answered, or for `limit_s`; returns the seconds that it took. What is open then is
+        left to the engine's close."""
         self._start_s = time.perf_counter()
         thread = threading.Thread(target=self._submit_all, name="bench-users", daemon=True)
         thread.start()
@@ -184,7 +186,7 @@ class EngineReplay:
         return listen
 
 
-# ----------------------------------------------------------------------------------------------------------- over HTTP
+# -------------------------------------------------------------------------------------------------- over HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,9 @@ class ServerAddress:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("argument --url: it must look like http://host:port/v1")
         if parts.username is not None or parts.query or parts.fragment:
-            raise ConfigError("argument --url: a name, a password, a query or a fragment has no place in it; see --api-key")
+            raise ConfigError(
+                "argument --url: a name, a password, a query or a fragment has no place in it; see --api-key"
+            )
         return parts
 
 
@@ -214,7 +218,8 @@ class ServerRefused(Exception):
 
 
 class UrlReplay:
-    """One run of all users, each on a thread and a connection of its own. A user whose request fails asks no more."""
+    """One run of all users, each on a thread and a connection of its own. A user whose request fails asks no
+    more."""
 
     def __init__(self, users: Sequence[User], server: ServerAddress) -> None:
         self._users = users
@@ -238,7 +243,10 @@ class UrlReplay:
         """Until all are answered or have failed, or for `limit_s`; returns the seconds that it took."""
         total = sum(len(user.asks) for user in self._users)
         self._start_s = time.perf_counter()
-        threads = [threading.Thread(target=self._replay, args=(user,), name="bench-user", daemon=True) for user in self._users]
+        threads = [
+            threading.Thread(target=self._replay, args=(user,), name="bench-user", daemon=True)
+            for user in self._users
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -303,7 +311,9 @@ class UrlReplay:
             connection.request("POST", parts.path.rstrip("/") + "/completions", json.dumps(body), headers)
             answer = connection.getresponse()
             if answer.status != 200:
-                raise ServerRefused(f"{answer.status}: {answer.read(4096).decode(errors='replace')[:_MOST_SHOWN]}")
+                raise ServerRefused(
+                    f"{answer.status}: {answer.read(4096).decode(errors='replace')[:_MOST_SHOWN]}"
+                )
             for event in _events(answer):
                 if self._over.is_set():
                     return
@@ -317,7 +327,8 @@ class UrlReplay:
         if event.get("error"):
             raise ServerRefused(json.dumps(event["error"])[:_MOST_SHOWN])
         for choice in event.get("choices") or []:
-            if choice.get("text") or choice.get("finish_reason") is None or record.first_s is None:  # else it only says that it is over
+            # else it only says that it is over
+            if choice.get("text") or choice.get("finish_reason") is None or record.first_s is None:
                 record.came(self.now_s(), 1)
         if isinstance(usage := event.get("usage"), dict):
             record.source = source_of(usage, len(record.ask.prompt))
@@ -326,7 +337,8 @@ class UrlReplay:
 
 
 def source_of(usage: dict[str, Any], num_prompt: int) -> dict[str, int] | None:
-    """By tier where the server says so, as `penstock serve` does; else what it had and what not. None: it does not say."""
+    """By tier where the server says so, as `penstock serve` does; else what it had and what not. None: it
+    does not say."""
     details = usage.get("prompt_tokens_details")
     if not isinstance(details, dict):
         return None

@@ -1,4 +1,5 @@
-"""Time between tokens at a steady batch size: alone, and while a large prefix comes back from host memory. Owns which steps count."""
+"""Time between tokens at a steady batch size: alone, and while a large prefix comes back from host memory.
+Owns which steps count."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ MOST_TOKENS = 16384  # of one returning prompt: several make up the bytes
 
 @dataclass(frozen=True, slots=True)
 class DecodeBench:
-    """`batch` requests of `prompt_tokens` random tokens each, submitted at once, writing `tokens` tokens greedily."""
+    """`batch` requests of `prompt_tokens` random tokens each, submitted at once, writing `tokens` tokens
+    greedily."""
 
     batches: tuple[int, ...]
     prompt_tokens: int
@@ -50,7 +52,15 @@ class DecodeBench:
                 if all(taken):
                     results.rows.append(_row(batch, taken))
                     continue
-                refusal = "the first request finished before the last prompt was done; raise --tokens or --prefill-chunk"
+                refusal = (
+                    "the first request finished before the last prompt "
+                    "was "
+                    "done; "
+                    "raise "
+                    "--tokens "
+                    "or "
+                    "--prefill-chunk"
+                )
             results.skipped.append(f"batch {batch}: {refusal}")
         return results
 
@@ -66,7 +76,9 @@ class DecodeBench:
         """Steady step times in seconds, by run."""
         taken = []
         for run in runs(f"decode, batch {batch}", self.repeat, progress):
-            for prompt in random_prompts(batch, self.prompt_tokens, driver.engine.tokenizer.vocab_size, (self.seed, batch, run)):
+            for prompt in random_prompts(
+                batch, self.prompt_tokens, driver.engine.tokenizer.vocab_size, (self.seed, batch, run)
+            ):
                 driver.submit(prompt, self.tokens)
             times = steady_times(driver.run_all(), batch)
             if run != WARM_UP:
@@ -86,7 +98,8 @@ class DecodeBench:
 
 
 def steady_times(turns: Sequence[Stepped], batch: int) -> list[float]:
-    """Seconds between turns in which every request got exactly one token and none finished, the turn before being such a one, too."""
+    """Seconds between turns in which every request got exactly one token and none finished, the turn before
+    being such a one, too."""
     steady = [turn.num_tokens == batch and turn.num_finished == 0 for turn in turns]
     return [turns[i].end_s - turns[i - 1].end_s for i in range(1, len(turns)) if steady[i] and steady[i - 1]]
 
@@ -108,7 +121,7 @@ def _row(batch: int, taken: list[list[float]]) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------ beside a restore
+# ------------------------------------------------------------------------------------------- beside a restore
 
 ALONE, RESTORING = "alone_ms", "restoring_ms"
 CASES = {ALONE: "alone", RESTORING: "while KV comes back"}
@@ -116,7 +129,8 @@ CASES = {ALONE: "alone", RESTORING: "while KV comes back"}
 
 @dataclass(frozen=True, slots=True)
 class RestoreBench:
-    """`batch` requests decode; in every second run prompts whose KV is `gib` GiB in host memory return meanwhile."""
+    """`batch` requests decode; in every second run prompts whose KV is `gib` GiB in host memory return
+    meanwhile."""
 
     batches: tuple[int, ...]
     gib: float
@@ -127,8 +141,14 @@ class RestoreBench:
     name = "restore"
     columns = (
         figure("batch", "batch"),
-        Column("alone median / p99 ms", lambda row: f"{row['alone_ms']['median']:.3f} / {row['alone_ms']['p99']:.3f}"),
-        Column("restoring median / p99 ms", lambda row: f"{row['restoring_ms']['median']:.3f} / {row['restoring_ms']['p99']:.3f}"),
+        Column(
+            "alone median / p99 ms",
+            lambda row: f"{row['alone_ms']['median']:.3f} / {row['alone_ms']['p99']:.3f}",
+        ),
+        Column(
+            "restoring median / p99 ms",
+            lambda row: f"{row['restoring_ms']['median']:.3f} / {row['restoring_ms']['p99']:.3f}",
+        ),
         figure("p99 ratio", "p99_ratio", 3),
         figure("GiB restored", "restored_gib", 2),
         figure("blocks promoted", "promoted_blocks"),
@@ -140,12 +160,18 @@ class RestoreBench:
         driver.wait_ready(progress)
         returning = self._returning(engine, config)
         if not returning:
-            raise ConfigError(f"--gib {self.gib:g} is less than one KV block of {engine.arena.layout.block_bytes} bytes")
+            raise ConfigError(
+                f"--gib {self.gib:g} is less than one KV block of {engine.arena.layout.block_bytes} bytes"
+            )
         needed = sum(blocks_for(len(prompt) + 1, config) for prompt in returning)
         beside = max(self.batches) * blocks_for(128 + self.tokens, config)
-        refusal = shortage("device", needed + beside, engine, config) or shortage("host", needed, engine, config)
+        refusal = shortage("device", needed + beside, engine, config) or shortage(
+            "host", needed, engine, config
+        )
         if refusal is not None:
-            results.skipped.append(f"{self.gib:g} GiB and {max(self.batches)} requests beside them: {refusal}")
+            results.skipped.append(
+                f"{self.gib:g} GiB and {max(self.batches)} requests beside them: {refusal}"
+            )
             return results
         for batch in self.batches:
             results.rows.append(self._row(driver, batch, returning, progress))
@@ -159,7 +185,9 @@ class RestoreBench:
         vocab = engine.tokenizer.vocab_size
         return [random_prompts(1, length, vocab, (self.seed, 1, i))[0] for i, length in enumerate(lengths)]
 
-    def _row(self, driver: Driver, batch: int, returning: list[list[int]], progress: Progress) -> dict[str, Any]:
+    def _row(
+        self, driver: Driver, batch: int, returning: list[list[int]], progress: Progress
+    ) -> dict[str, Any]:
         driver.reset_cache()
         for prompt in returning:
             driver.submit(prompt, 1)
@@ -181,14 +209,22 @@ class RestoreBench:
 
     def _run(self, driver: Driver, batch: int, run: int, returning: list[list[int]]) -> list[float]:
         """Seconds between tokens of the batch, from its steady state to its first end."""
-        for prompt in random_prompts(batch, 128, driver.engine.tokenizer.vocab_size, (self.seed, 2, batch, run, len(returning))):
+        for prompt in random_prompts(
+            batch, 128, driver.engine.tokenizer.vocab_size, (self.seed, 2, batch, run, len(returning))
+        ):
             driver.submit(prompt, self.tokens)
         turns: list[Stepped] = []
         while len(turns) < STEADY:
             turn = driver.turn()
             if turn.num_finished:
                 raise ConfigError(
-                    f"a request ended before {batch} had written together for {STEADY} steps; raise --tokens or --prefill-chunk"
+                    f"a request ended before {batch} had written "
+                    f"together "
+                    f"for "
+                    f"{STEADY} "
+                    f"steps; "
+                    f"raise "
+                    f"--tokens or --prefill-chunk"
                 )
             turns = [*turns, turn] if turn.num_tokens == batch else []
         # As in a server: prompts are hashed and looked up by threads that are not the engine's.
@@ -196,7 +232,9 @@ class RestoreBench:
             submitted = pool.submit(lambda: [driver.submit(prompt, 1) for prompt in returning])
             while True:
                 turn = driver.turn()
-                if turn.num_finished > len(returning) or (turn.num_finished and turn.num_tokens - turn.num_finished < batch):
+                if turn.num_finished > len(returning) or (
+                    turn.num_finished and turn.num_tokens - turn.num_finished < batch
+                ):
                     break
                 turns.append(turn)
             submitted.result()
@@ -216,6 +254,8 @@ def _summary(batch: int, times: dict[str, list[float]], promoted: int, gib: floa
     for case in CASES:
         in_ms = np.array(times[case]) * 1000
         percentiles = {"median": 50, "p90": 90, "p99": 99}
-        figures[case] = {label: float(np.percentile(in_ms, percent)) for label, percent in percentiles.items()} | {"steps": len(in_ms)}
+        figures[case] = {
+            label: float(np.percentile(in_ms, percent)) for label, percent in percentiles.items()
+        } | {"steps": len(in_ms)}
     ratio = figures[RESTORING]["p99"] / figures[ALONE]["p99"]
     return {"batch": batch, **figures, "p99_ratio": ratio, "restored_gib": gib, "promoted_blocks": promoted}

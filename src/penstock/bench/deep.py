@@ -1,5 +1,5 @@
-"""Sequences of whose KV only a part is on the device, beside the same with all of it there. Owns what the turns of a conversation show,
-and the rate of the link in the same run."""
+"""Sequences of whose KV only a part is on the device, beside the same with all of it there. Owns what the
+turns of a conversation show, and the rate of the link in the same run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ STAGE = "deep"
 
 @dataclass(frozen=True, slots=True)
 class DeepBench:
-    """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, a short second turn, and where tokens may attend to
-    what is on the device alone, two further ones in which they do. The latter goes on from what the former has left."""
+    """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, a short second turn,
+    and where tokens may attend to what is on the device alone, two further ones in which they do. The latter
+    goes on from what the former has left."""
 
     lengths: tuple[int, ...]
     tokens: int
@@ -60,13 +61,19 @@ class DeepBench:
         for done, length in enumerate(self.lengths):
             progress(f"{STAGE}, {resident} tokens resident", done, len(self.lengths))
             if self.tokens_of(length) > engine.max_model_len:
-                results.skipped.append(f"{length} tokens, {resident} resident: they exceed the context of {engine.max_model_len}")
+                results.skipped.append(
+                    f"{length} tokens, {resident} resident: they exceed the context of {engine.max_model_len}"
+                )
             else:
-                results.rows.extend(self._rows(driver, length, resident, link, config.kv.residency == "scored"))
+                results.rows.extend(
+                    self._rows(driver, length, resident, link, config.kv.residency == "scored")
+                )
         progress(f"{STAGE}, {resident} tokens resident", len(self.lengths), len(self.lengths))
         return results
 
-    def _rows(self, driver: Driver, length: int, resident: int, link: float | None, may_score: bool) -> list[dict[str, Any]]:
+    def _rows(
+        self, driver: Driver, length: int, resident: int, link: float | None, may_score: bool
+    ) -> list[dict[str, Any]]:
         driver.reset_cache()
         vocab = driver.engine.tokenizer.vocab_size
         sizes = length, *(NEXT_TOKENS,) * 3
@@ -93,11 +100,20 @@ class DeepBench:
         prompt += second.tokens + more[1]
         _, decode_ms, fourth = self._two_turns(driver, prompt, more[2], "scored")
         least_s = token_bytes * resident / link + self._new_s(driver, resident) if link else None
-        scored = {"mode": "scored", "prefill_s": None, "decode_ms": decode_ms, "link_ms": None, "least_s": least_s}
+        scored = {
+            "mode": "scored",
+            "prefill_s": None,
+            "decode_ms": decode_ms,
+            "link_ms": None,
+            "least_s": least_s,
+        }
         return [row, row | scored | {"next_s": fourth.ttft_s, "restored": _restored(fourth, prompt)}]
 
-    def _two_turns(self, driver: Driver, prompt: list[int], more: list[int], mode: ResidencyName) -> tuple[Reader, float, Reader]:
-        """An answer to `prompt`, its time per token, and a short answer when `more` was said, too; `prompt` has it all then."""
+    def _two_turns(
+        self, driver: Driver, prompt: list[int], more: list[int], mode: ResidencyName
+    ) -> tuple[Reader, float, Reader]:
+        """An answer to `prompt`, its time per token, and a short answer when `more` was said, too; `prompt`
+        has it all then."""
         first = driver.submit(prompt, self.tokens, mode)
         decode_ms = _decode_ms(driver.run_all())
         driver.flush()
@@ -109,7 +125,10 @@ class DeepBench:
     def _new_s(self, driver: Driver, resident: int) -> float:
         """What the tokens of a short turn take behind as many as are resident, all on the device."""
         vocab, num = driver.engine.tokenizer.vocab_size, resident - 2 * NEXT_TOKENS
-        prompt, new = (random_prompts(1, size, vocab, (self.seed, size, 4 + n))[0] for n, size in enumerate((num, NEXT_TOKENS)))
+        prompt, new = (
+            random_prompts(1, size, vocab, (self.seed, size, 4 + n))[0]
+            for n, size in enumerate((num, NEXT_TOKENS))
+        )
         driver.submit(prompt, 1, "exact")
         driver.run_all()
         again = driver.submit(prompt + new, 1, "exact")
@@ -147,7 +166,10 @@ def _link_bytes_s(device: torch.device) -> float | None:
     """Of one plain copy from pinned memory, the best of three."""
     if device.type != "cuda":
         return None
-    source, dest = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=True), torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    source, dest = (
+        torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=True),
+        torch.empty(LINK_BYTES, dtype=torch.uint8, device=device),
+    )
     lane = make_lane("bench-link", device)
     taken = []
     for _ in range(4):

@@ -1,5 +1,5 @@
-"""A measurement for people and for later: a table, a JSON file, a picture, and what machine it was made on. Owns their form; measures
-nothing.
+"""A measurement for people and for later: a table, a JSON file, a picture, and what machine it was made on.
+Owns their form; measures nothing.
 
 Needs no torch until it is asked for the machine, and matplotlib, which is optional, only for pictures.
 """
@@ -77,21 +77,30 @@ class BenchReport:
     model: str
     config: Config
     results: Results
-    server: str | None = None  # where a server elsewhere was measured: neither this machine nor `config` says what it is
+    # where a server elsewhere was measured: neither this machine nor `config` says what it is
+    server: str | None = None
 
     @property
     def title(self) -> str:
         if self.server is not None:
             return f"penstock bench {self.bench.name}: {self.model} at {self.server}"
         machine = describe_machine()
-        where = machine["gpus"][0]["name"] if device_of(self.config) == "cuda" else f"{machine['cpu']}, threads: {machine['threads']}"
+        where = (
+            machine["gpus"][0]["name"]
+            if device_of(self.config) == "cuda"
+            else (f"{machine['cpu']}, threads: {machine['threads']}")
+        )
         return f"penstock bench {self.bench.name}: {self.model} on {where}"
 
     def show(self) -> None:
-        """Without columns that have nothing in them; turned on its side where the others are too many for a terminal."""
+        """Without columns that have nothing in them; turned on its side where the others are too many for a
+        terminal."""
         rows = self.results.rows
         columns = [column for column in self.bench.columns if any(column.cell(row) != "-" for row in rows)]
-        lines = [[column.title for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+        lines = [
+            [column.title for column in columns],
+            *([column.cell(row) for column in columns] for row in rows),
+        ]
         if len(columns) > MOST_COLUMNS:
             lines = [list(line) for line in zip(*lines, strict=True)]
         print_table(lines[0], lines[1:], self.title)
@@ -118,17 +127,24 @@ def write_json(path: Path, bench: str, fields: Mapping[str, Any]) -> None:
     path.write_text(json.dumps({"bench": bench, "measured": now, **fields}, indent=2) + "\n")
 
 
-def print_table(titles: Sequence[str], lines: Sequence[Sequence[str]], title: str | None = None, left: int = 0) -> None:
+def print_table(
+    titles: Sequence[str], lines: Sequence[Sequence[str]], title: str | None = None, left: int = 0
+) -> None:
     """On stdout: figures to the right, the first `left` columns to the left. No figure is ever cut. If the
     terminal is too narrow, or stdout is no terminal, this is plain text as wide as it has to be."""
     console = Console()
     lines = [[strip_control_codes(cell) for cell in line] for line in lines]
-    drawn = Table(title=None if title is None else Text(title, "table.title"), title_justify="left")  # a model's name is no markup
+    # a model's name is no markup
+    drawn = Table(title=None if title is None else Text(title, "table.title"), title_justify="left")
     for number, name in enumerate(titles):
         drawn.add_column(name, justify="left" if number < left else "right", no_wrap=True)
     for line in lines:
         drawn.add_row(*map(Text, line))
-    if console.is_terminal and Measurement.get(console, console.options.update(max_width=1 << 16), drawn).maximum <= console.width:
+    if (
+        console.is_terminal
+        and Measurement.get(console, console.options.update(max_width=1 << 16), drawn).maximum
+        <= console.width
+    ):
         console.print(drawn)
         return
     if title is not None:
@@ -136,21 +152,27 @@ def print_table(titles: Sequence[str], lines: Sequence[Sequence[str]], title: st
     widths = [max(cell_len(line[at]) for line in (titles, *lines)) for at in range(len(titles))]
     for line in (titles, *lines):
         padded = [" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True)]
-        cells = [cell + pad if at < left else pad + cell for at, (cell, pad) in enumerate(zip(line, padded, strict=True))]
+        cells = [
+            cell + pad if at < left else pad + cell
+            for at, (cell, pad) in enumerate(zip(line, padded, strict=True))
+        ]
         print("  ".join(cells).rstrip())
 
 
-# ---------------------------------------------------------------------------------------------------------------- pictures
+# --------------------------------------------------------------------------------------------------- pictures
 
 
 def require_matplotlib() -> None:
     """Asked before measuring, so that minutes of work do not end in an error."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; run: pip install 'penstock[plots]'")
+        raise ConfigError(
+            "--plot needs matplotlib, which is not installed; run: pip install 'penstock[plots]'"
+        )
 
 
 def save_picture(path: Path, title: str, draw: Callable[[Any], None], panels: int = 1) -> None:
-    """`draw` gets matplotlib's axes; a list of them, one above the other with the same x axis, where there are several."""
+    """`draw` gets matplotlib's axes; a list of them, one above the other with the same x axis, where there
+    are several."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -164,18 +186,26 @@ def save_picture(path: Path, title: str, draw: Callable[[Any], None], panels: in
     figure.savefig(path, dpi=150)
 
 
-def draw_bars(axes: Any, groups: Sequence[str], bars: Mapping[str, Sequence[float | None]], form: str = "%.1f", size: int = 7) -> None:
+def draw_bars(
+    axes: Any,
+    groups: Sequence[str],
+    bars: Mapping[str, Sequence[float | None]],
+    form: str = "%.1f",
+    size: int = 7,
+) -> None:
     """`bars`: by their name, one for each group; None: it has none. With figures on top, and a legend."""
     width = 0.85 / len(bars)
     for i, (name, heights) in enumerate(bars.items()):
-        places = [at + (i - (len(bars) - 1) / 2) * width for at, height in enumerate(heights) if height is not None]
+        places = [
+            at + (i - (len(bars) - 1) / 2) * width for at, height in enumerate(heights) if height is not None
+        ]
         drawn = axes.bar(places, [height for height in heights if height is not None], width, label=name)
         axes.bar_label(drawn, fmt=form, fontsize=size)
     axes.set_xticks(range(len(groups)), groups)
     axes.legend(fontsize=8)
 
 
-# ----------------------------------------------------------------------------------------------------------- the machine
+# ------------------------------------------------------------------------------------------------ the machine
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What measurements are made with: random prompts, an engine driven from the calling thread, a directory for the time of one. Owns the
-clock of a measurement, not what is measured."""
+"""What measurements are made with: random prompts, an engine driven from the calling thread, a directory for
+the time of one. Owns the clock of a measurement, not what is measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
 FLUSH_S = 60.0
 READY_POLL_S = 0.01
 _REMOVE_S = 5.0  # for a directory that is still being written to
-SHARED = "remote"  # the tier that others use as well: it is never emptied, and what they put there is never found
+# the tier that others use as well: it is never emptied, and what they put there is never found
+SHARED = "remote"
 
 WARM_UP = 0  # number of the run that is not measured
 SSD_FILES = 300  # more than the disk tier divides itself into; each has a sector of its own
@@ -50,7 +51,8 @@ class Bench(Shown, Protocol):
 
 @dataclass(slots=True)
 class _Tally:
-    """What all requests of a driver got since it was last cleared; counting here keeps a turn's own cost out of the measurement."""
+    """What all requests of a driver got since it was last cleared; counting here keeps a turn's own cost out
+    of the measurement."""
 
     num_tokens: int = 0
     ended: list[TokenEvent] = field(default_factory=list)
@@ -92,7 +94,8 @@ class Stepped(NamedTuple):
 
 
 class Driver:
-    """Steps an engine that no other thread steps. Its requests have a salt of their own, so that nothing of an earlier run is found."""
+    """Steps an engine that no other thread steps. Its requests have a salt of their own, so that nothing of
+    an earlier run is found."""
 
     def __init__(self, engine: Engine, salt: str | None = None) -> None:
         self.engine = engine
@@ -101,7 +104,9 @@ class Driver:
         self._num_ended = 0  # written by who steps
         self._tally = _Tally()
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, residency: ResidencyName | None = None) -> Reader:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, residency: ResidencyName | None = None
+    ) -> Reader:
         """Greedy, and to the full length: what the model would like does not change the work."""
         reader = Reader(self._tally, time.perf_counter())
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -145,22 +150,33 @@ class Driver:
         """Until what was computed can be found in colder tiers; at `persisted` in all of them."""
         self._ask(lambda: self.engine.wait_flushed(level, FLUSH_S))
         by_s = time.monotonic() + FLUSH_S
-        while level == "persisted" and self.engine.is_transferring():  # tiers behind the first are written as well
+        # tiers behind the first are written as well
+        while level == "persisted" and self.engine.is_transferring():
             if time.monotonic() > by_s:
                 raise DeadlineExceeded(f"KV is still on its way to colder tiers after {FLUSH_S:g} s")
             self.engine.step()
             self.engine.wait_work(RESET_POLL_S)
 
     def wait_ready(self, progress: Progress) -> None:
-        """Until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the first requests. Raises ConfigError
-        where some of it cannot be pinned: what is measured then would not be what was asked for."""
+        """Until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the first
+        requests. Raises ConfigError where some of it cannot be pinned: what is measured then would not be
+        what was asked for."""
         host = self.engine.cache.host
         while True:
-            is_over = host.memory is None or host.memory.is_over  # asked first: what it prepared last is counted below
+            # asked first: what it prepared last is counted below
+            is_over = host.memory is None or host.memory.is_over
             if not (num_unready := host.num_unready):
                 return
             if is_over:
-                raise ConfigError(f"{num_unready} of {host.num_slots} blocks of host memory cannot be pinned: ask for less of it")
+                raise ConfigError(
+                    f"{num_unready} of {host.num_slots} blocks "
+                    f"of "
+                    f"host "
+                    f"memory "
+                    f"cannot "
+                    f"be "
+                    f"pinned: ask for less of it"
+                )
             progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
             self.engine.step()
             time.sleep(READY_POLL_S)
@@ -196,13 +212,17 @@ def blocks_for(num_tokens: int, config: Config) -> int:
 
 
 def shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | None:
-    """Why so many KV blocks do not fit into an empty tier together, and what would do. A shared store is taken to have room."""
+    """Why so many KV blocks do not fit into an empty tier together, and what would do. A shared store is
+    taken to have room."""
     there = sum(engine.stats().kv_blocks.get(tier, {}).values())
     block_bytes = engine.arena.layout.block_bytes
     num_bytes = needed * block_bytes
     if tier == "device":
         blocks = config.kv.device_blocks is not None
-        place, would_do = "on the device", f"--device-kv-blocks {needed}" if blocks else f"--device-kv-gib {_gib_for(num_bytes)}"
+        place, would_do = (
+            ("on the device"),
+            (f"--device-kv-blocks {needed}") if blocks else f"--device-kv-gib {_gib_for(num_bytes)}",
+        )
     elif tier == "host":
         place, would_do = "in host memory", f"--kv-offload-host-gib {_gib_for(num_bytes)}"
     elif tier == "ssd":
@@ -210,12 +230,28 @@ def shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | No
         place, would_do = "on the disk", f"--kv-offload-ssd-gib {_gib_for(num_bytes)}"
         folder = config.offload.ssd_dir
         if folder is not None and num_bytes > (free := shutil.disk_usage(folder).free):
-            return f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {free / GIB:.2f} are free"
+            return (
+                f"they need {num_bytes / GIB:.2f} GiB of the "
+                f"disk "
+                f"of "
+                f"{folder}, "
+                f"where "
+                f"{free / GIB:.2f} "
+                f"are free"
+            )
     else:
         return None
     if needed <= there:
         return None
-    return f"they need {needed} KV blocks {place}, which holds {there} ({there * config.kv.block_tokens} tokens); {would_do} would do"
+    return (
+        f"they need {needed} KV blocks "
+        f"{place}, "
+        f"which "
+        f"holds "
+        f"{there} "
+        f"({there * config.kv.block_tokens} "
+        f"tokens); {would_do} would do"
+    )
 
 
 def _gib_for(num_bytes: int) -> str:
@@ -226,9 +262,18 @@ def _gib_for(num_bytes: int) -> str:
 
 
 def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...]) -> list[list[int]]:
-    """`num` different prompts of exactly `num_tokens` ids below `vocab`. `seed` may have several parts, such as a run's number."""
+    """`num` different prompts of exactly `num_tokens` ids below `vocab`. `seed` may have several parts, such
+    as a run's number."""
     if num_tokens * math.log(vocab) < math.log(2 * num):
-        raise ConfigError(f"there are not enough prompts of {num_tokens} tokens over {vocab} ids to make {num} different ones")
+        raise ConfigError(
+            f"there are not enough prompts of {num_tokens} tokens "
+            f"over "
+            f"{vocab} "
+            f"ids "
+            f"to "
+            f"make "
+            f"{num} different ones"
+        )
     source = np.random.default_rng(np.random.SeedSequence([part % 2**63 for part in seed]))
     prompts: dict[tuple[int, ...], None] = {}
     while len(prompts) < num:
@@ -239,8 +284,9 @@ def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...])
 
 @contextmanager
 def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
-    """`config` with an empty directory in place of the one that it names, inside that or as near as there is a folder: on the same file
-    system. Where it names none, and one is `needed`, wherever temporary files are."""
+    """`config` with an empty directory in place of the one that it names, inside that or as near as there is
+    a folder: on the same file system. Where it names none, and one is `needed`, wherever temporary files
+    are."""
     if config.offload.ssd_dir is None and not needed:
         yield config
         return
@@ -248,7 +294,9 @@ def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
         near = None if config.offload.ssd_dir is None else _existing(Path(config.offload.ssd_dir).absolute())
         folder = tempfile.mkdtemp(prefix="penstock-bench-", dir=near)
     except OSError as error:
-        raise ConfigError(f"no directory can be made near {config.offload.ssd_dir}: {error.strerror}") from error
+        raise ConfigError(
+            f"no directory can be made near {config.offload.ssd_dir}: {error.strerror}"
+        ) from error
     try:
         with _ended_by_sigterm():
             yield replace(config, offload=replace(config.offload, ssd_dir=folder))

@@ -1,5 +1,6 @@
-"""A soak: minutes of random requests, cancels, retractions, resets and failing copies, and the proof that nothing came of it. Owns the
-verdict: outputs as of a request alone, books that balance, no thread left, no finding of the sanitizer."""
+"""A soak: minutes of random requests, cancels, retractions, resets and failing copies, and the proof that
+nothing came of it. Owns the verdict: outputs as of a request alone, books that balance, no thread left, no
+finding of the sanitizer."""
 
 from __future__ import annotations
 
@@ -64,12 +65,16 @@ class SoakBench:
 
     name = "soak"
 
-    def measure(self, config: Config, progress: Progress, seen: Callable[[Engine], bool] = lambda engine: True) -> Verdict:
+    def measure(
+        self, config: Config, progress: Progress, seen: Callable[[Engine], bool] = lambda engine: True
+    ) -> Verdict:
         """`seen`: the soak goes on, even when its time is over, until the engine shows what is looked for."""
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
             adapters: list[Path] = []
             if self.adapters:
-                adapters = write_adapters(Path(folder), dimensions_of(config.source.model)[1], self.adapters, self.seed)
+                adapters = write_adapters(
+                    Path(folder), dimensions_of(config.source.model)[1], self.adapters, self.seed
+                )
             verdict, tally, asks = self._soak(_hostile(config), adapters, progress, seen)
             verdict.violations += _wrong_outputs(config, asks, tally, adapters, progress)
         return verdict
@@ -82,7 +87,9 @@ class SoakBench:
         engine = build(config, progress)
         asks = random_asks(rng, NUM_ASKS, engine.tokenizer.vocab_size, _most_tokens(engine))
         mischief = make_unreliable(engine, rng, STALL_S)
-        submitters = [Submitter(engine, asks, tally, random.Random(rng.random())) for _ in range(self.threads)]
+        submitters = [
+            Submitter(engine, asks, tally, random.Random(rng.random())) for _ in range(self.threads)
+        ]
         disturber = Disturber(engine, adapters, random.Random(rng.random()))
         loop = EngineLoop(engine)
         loop.start()
@@ -91,12 +98,19 @@ class SoakBench:
         violations = _unended(submitters) + _unsettled(engine)
         loop.close(0.0)
         violations += _unbalanced(engine, loop, tally, before) + tally.faults[:MOST_TOLD]
-        counts = _counts(engine, submitters, disturber, mischief, tally) | _cold_counts(engine, disturber, mischief)
-        if config.kv.residency == "scored":  # where it did not fit, an answer need not be that of the request alone
+        counts = _counts(engine, submitters, disturber, mischief, tally) | _cold_counts(
+            engine, disturber, mischief
+        )
+        # where it did not fit, an answer need not be that of the request alone
+        if config.kv.residency == "scored":
             approximate = [
-                one for one in tally.outcomes if one.finish is not FinishReason.ERROR and asks[one.ask].most_tokens > engine.resident_tokens
+                one
+                for one in tally.outcomes
+                if one.finish is not FinishReason.ERROR and asks[one.ask].most_tokens > engine.resident_tokens
             ]
-            counts["scored answers, which are not compared"] = sum(tally.outcomes.pop(one) for one in approximate)
+            counts["scored answers, which are not compared"] = sum(
+                tally.outcomes.pop(one) for one in approximate
+            )
         return Verdict(counts, violations), tally, asks
 
     def _watch(self, loop: EngineLoop, seen: Callable[[], bool], progress: Progress) -> None:
@@ -121,7 +135,9 @@ def _running(jobs: list[Callable[[threading.Event], None]], seconds: float) -> I
         except BaseException as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=run, args=(job,), name=f"soak-{i}", daemon=True) for i, job in enumerate(jobs)]
+    threads = [
+        threading.Thread(target=run, args=(job,), name=f"soak-{i}", daemon=True) for i, job in enumerate(jobs)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -150,12 +166,16 @@ def _most_tokens(engine: Engine) -> int:
     return min(engine.max_model_len, max(16, num_blocks * engine.cache.block_tokens // 3))
 
 
-# --------------------------------------------------------------------------------------------------------- what must not be
+# ------------------------------------------------------------------------------------------- what must not be
 
 
 def _unended(submitters: list[Submitter]) -> list[str]:
     by_s = time.monotonic() + END_S
-    left = sum(not listening.ended.wait(max(0.0, by_s - time.monotonic())) for submitter in submitters for listening in submitter.open)
+    left = sum(
+        not listening.ended.wait(max(0.0, by_s - time.monotonic()))
+        for submitter in submitters
+        for listening in submitter.open
+    )
     return [f"{left} requests have not ended within {END_S:g} s"] if left else []
 
 
@@ -171,14 +191,24 @@ def _unsettled(engine: Engine) -> list[str]:
     stats = engine.stats()
     found = [f"{num} requests are {state}" for state, num in stats.requests.items() if num]
     for tier, states in stats.kv_blocks.items():
-        found += [f"{num} slots of {tier} are {state}" for state, num in states.items() if num and state not in AT_REST]
+        found += [
+            f"{num} slots of {tier} are {state}"
+            for state, num in states.items()
+            if num and state not in AT_REST
+        ]
     if stats.traffic is not None:
-        found += [f"{num} transfers from {pair[0]} to {pair[1]} are in flight" for pair, num in stats.traffic.in_flight.items() if num]
+        found += [
+            f"{num} transfers from {pair[0]} to {pair[1]} are in flight"
+            for pair, num in stats.traffic.in_flight.items()
+            if num
+        ]
         found += [f"{stats.traffic.leases_open} leases are open"] if stats.traffic.leases_open else []
     return found
 
 
-def _unbalanced(engine: Engine, loop: EngineLoop, tally: SoakTally, before: set[threading.Thread]) -> list[str]:
+def _unbalanced(
+    engine: Engine, loop: EngineLoop, tally: SoakTally, before: set[threading.Thread]
+) -> list[str]:
     """After the engine has closed, which by itself raises where anything is still held."""
     found = []
     if (error := loop.failed()) is not None:
@@ -196,13 +226,22 @@ def _unbalanced(engine: Engine, loop: EngineLoop, tally: SoakTally, before: set[
     return found + ([f"threads are left: {', '.join(left)}"] if left else [])
 
 
-def _wrong_outputs(config: Config, asks: list[Ask], tally: SoakTally, adapters: list[Path], progress: Progress) -> list[str]:
+def _wrong_outputs(
+    config: Config, asks: list[Ask], tally: SoakTally, adapters: list[Path], progress: Progress
+) -> list[str]:
     """Every outcome against the same request alone, on an engine without tiers and without reuse."""
-    found = [f"request {o.ask} ended with {o.finish}: {o.error}" for o in tally.outcomes if o.finish is FinishReason.ERROR]
+    found = [
+        f"request {o.ask} ended with {o.finish}: {o.error}"
+        for o in tally.outcomes
+        if o.finish is FinishReason.ERROR
+    ]
     with _Reference(config, adapters, asks) as reference:
         for done, (outcome, times) in enumerate(tally.outcomes.items()):
             progress("comparing with a reference run", done, len(tally.outcomes))
-            if outcome.finish is not FinishReason.ERROR and (wrong := reference.difference(asks[outcome.ask], outcome)) is not None:
+            if (
+                outcome.finish is not FinishReason.ERROR
+                and (wrong := reference.difference(asks[outcome.ask], outcome)) is not None
+            ):
                 found.append(f"request {outcome.ask}, {times} times: {wrong}")
     told = found[:MOST_TOLD]
     return told + ([f"and {len(found) - MOST_TOLD} more like these"] if len(found) > MOST_TOLD else [])
@@ -212,10 +251,16 @@ class _Reference:
     """An engine that computes everything, one request at a time."""
 
     def __init__(self, config: Config, adapters: list[Path], asks: list[Ask]) -> None:
-        kv = KvConfig(config.kv.block_tokens, config.kv.device_gib, config.kv.device_blocks, prefix_cache=False)
-        plain = replace(config.engine, overcommit=1.0, capture=False, max_model_len=max(ask.most_tokens for ask in asks))
+        kv = KvConfig(
+            config.kv.block_tokens, config.kv.device_gib, config.kv.device_blocks, prefix_cache=False
+        )
+        plain = replace(
+            config.engine, overcommit=1.0, capture=False, max_model_len=max(ask.most_tokens for ask in asks)
+        )
         lora = LoraConfig(tuple((f"adapter-{i}", str(path)) for i, path in enumerate(adapters)))
-        self._engine = build(Config(config.source, kv, plain, OffloadConfig(enabled=False), SanitizeConfig(), lora))
+        self._engine = build(
+            Config(config.source, kv, plain, OffloadConfig(enabled=False), SanitizeConfig(), lora)
+        )
         self._by_digest = {loaded.adapter.digest: loaded.adapter for loaded in self._engine.adapters.all()}
         self._known: dict[tuple[int, str | None], tuple[int, ...]] = {}
 
@@ -230,26 +275,47 @@ class _Reference:
         expected, found = self._tokens(ask, outcome), outcome.tokens
         if found == (expected[: len(found)] if outcome.finish is FinishReason.CANCELLED else expected):
             return None
-        at = next((at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), min(len(found), len(expected)))
-        asked = f"{len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, {outcome.finish}, {outcome.source}"
-        return f"{len(found)} tokens differ from the {len(expected)} it gets alone, from number {at} on ({asked})"
+        at = next(
+            (at for at, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b),
+            min(len(found), len(expected)),
+        )
+        asked = (
+            f"{len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, {outcome.finish}, {outcome.source}"
+        )
+        return (
+            f"{len(found)} tokens differ from the {len(expected)} it gets "
+            f"alone, "
+            f"from "
+            f"number "
+            f"{at} "
+            f"on "
+            f"({asked})"
+        )
 
     def _tokens(self, ask: Ask, outcome: Ending) -> tuple[int, ...]:
         known = self._known.get((outcome.ask, outcome.adapter))
         if known is None:
             tokens: list[int] = []
             adapter = None if outcome.adapter is None else self._by_digest[outcome.adapter]
-            self._engine.submit(ask.prompt, ask.sampling, lambda event: tokens.extend(event.tokens), adapter=adapter)
+            self._engine.submit(
+                ask.prompt, ask.sampling, lambda event: tokens.extend(event.tokens), adapter=adapter
+            )
             while self._engine.has_work():
                 self._engine.step()
             known = self._known[outcome.ask, outcome.adapter] = tuple(tokens)
         return known
 
 
-# ------------------------------------------------------------------------------------------------------------------ counts
+# ----------------------------------------------------------------------------------------------------- counts
 
 
-def _counts(engine: Engine, submitters: list[Submitter], disturber: Disturber, mischief: Counter[str], tally: SoakTally) -> dict[str, Any]:
+def _counts(
+    engine: Engine,
+    submitters: list[Submitter],
+    disturber: Disturber,
+    mischief: Counter[str],
+    tally: SoakTally,
+) -> dict[str, Any]:
     stats = engine.stats()
     ended: Counter[str] = Counter()
     for outcome, times in tally.outcomes.items():
@@ -259,7 +325,11 @@ def _counts(engine: Engine, submitters: list[Submitter], disturber: Disturber, m
         "cancelled": ended[FinishReason.CANCELLED],
         "steps": stats.steps,
         "generated tokens": stats.generated_tokens,
-        **{f"prompt tokens {'' if tier == 'computed' else 'from '}{tier}": num for tier, num in stats.prompt_tokens.items() if num},
+        **{
+            f"prompt tokens {'' if tier == 'computed' else 'from '}{tier}": num
+            for tier, num in stats.prompt_tokens.items()
+            if num
+        },
         "retractions": stats.retractions,
         "steps that read host memory": stats.host_steps,
         "promoted blocks": stats.cache["promoted"],
@@ -282,7 +352,13 @@ def _cold_counts(engine: Engine, disturber: Disturber, mischief: Counter[str]) -
     return {
         **mischief,
         **{f"blocks of {tier} seen to be damaged": num for tier, num in traffic.checksum_failures.items()},
-        **{f"MB read from {tier}": traffic.bytes.get((tier, "host"), 0) // 1_000_000 for tier in engine.tiers[2:]},
-        **{f"MB written to {tier}": traffic.bytes.get(("host", tier), 0) // 1_000_000 for tier in engine.tiers[2:]},
+        **{
+            f"MB read from {tier}": traffic.bytes.get((tier, "host"), 0) // 1_000_000
+            for tier in engine.tiers[2:]
+        },
+        **{
+            f"MB written to {tier}": traffic.bytes.get(("host", tier), 0) // 1_000_000
+            for tier in engine.tiers[2:]
+        },
         "flushes and resets refused": disturber.counts["refusals"],
     }

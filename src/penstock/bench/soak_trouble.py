@@ -1,5 +1,6 @@
-"""What happens to an engine during a soak: a crowd of threads that ask, and whatever goes wrong meanwhile, in memory, on disks and in
-stores. Owns the requests and the mischief; checks nothing itself, and is used by the soak alone."""
+"""What happens to an engine during a soak: a crowd of threads that ask, and whatever goes wrong meanwhile, in
+memory, on disks and in stores. Owns the requests and the mischief; checks nothing itself, and is used by the
+soak alone."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ COPY_FAILED = 0.03  # share of copies that fail halfway
 COPY_STALLED = 0.01  # share of copies that take longer than anybody waits for them
 FAILED = 0.02  # share of the disk's calls that end with an error, and of a store's blocks
 STALLED = 0.005  # share of calls that take longer than anybody waits for them
-SPOILED = 0.02  # share of the disk's reads that bring a wrong bit, and of its writes that do not happen or only by half
+# share of the disk's reads that bring a wrong bit, and of its writes that do not happen or only by half
+SPOILED = 0.02
 DOWN = 0.003  # share of a store's calls for which all of it is down
 EXAGGERATED = 0.05  # share of answers of a store that it has everything
 DISTURBED_S = 0.2  # at most, between two disturbances
@@ -65,22 +67,36 @@ class Ask(NamedTuple):
 
 
 def random_asks(rng: random.Random, num: int, vocab: int, most_tokens: int) -> list[Ask]:
-    """Prompts that share their beginnings, with any mixture of what can be asked; `most_tokens` for prompt and answer together."""
+    """Prompts that share their beginnings, with any mixture of what can be asked; `most_tokens` for prompt
+    and answer together."""
     length = most_tokens // 2
     stems = [[rng.randrange(vocab) for _ in range(length)] for _ in range(NUM_STEMS)]
     asks = []
     for _ in range(num):
         shared = rng.choice((0, 5, 16, 48, length // 2, length))
-        prompt = rng.choice(stems)[:shared] + [rng.randrange(vocab) for _ in range(rng.choice((1, 3, 16, 40)))]
+        prompt = rng.choice(stems)[:shared] + [
+            rng.randrange(vocab) for _ in range(rng.choice((1, 3, 16, 40)))
+        ]
         prompt = prompt[: most_tokens - 1]
-        fields: dict[str, Any] = {"max_tokens": min(rng.choice((0, 1, 2, 9, 24, 60)), most_tokens - len(prompt)), "temperature": 0.0}
+        fields: dict[str, Any] = {
+            "max_tokens": min(rng.choice((0, 1, 2, 9, 24, 60)), most_tokens - len(prompt)),
+            "temperature": 0.0,
+        }
         if rng.random() < 0.4:
-            fields |= {"temperature": rng.choice((0.5, 1.0)), "seed": rng.randrange(100), "top_p": rng.choice((0.8, 1.0))}
+            fields |= {
+                "temperature": rng.choice((0.5, 1.0)),
+                "seed": rng.randrange(100),
+                "top_p": rng.choice((0.8, 1.0)),
+            }
         if rng.random() < 0.2:
-            fields |= rng.choice(({"frequency_penalty": 0.5}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}))
+            fields |= rng.choice(
+                ({"frequency_penalty": 0.5}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3})
+            )
         if rng.random() < 0.1:
             fields |= {"prompt_logprobs": 1}
-        asks.append(Ask(tuple(prompt), SamplingParams(ignore_eos=True, **fields), rng.choice(("", "", "", "tenant"))))
+        asks.append(
+            Ask(tuple(prompt), SamplingParams(ignore_eos=True, **fields), rng.choice(("", "", "", "tenant")))
+        )
     return asks
 
 
@@ -125,7 +141,9 @@ class Listening:
             if sum(asdict(event.source).values()) != self._length:
                 self._tally.faults.append(f"a prompt of {self._length} tokens came from {event.source}")
         if event.finish is not None:
-            outcome = Ending(self._ask, self._adapter, event.finish, tuple(self._tokens), self._source, event.error)
+            outcome = Ending(
+                self._ask, self._adapter, event.finish, tuple(self._tokens), self._source, event.error
+            )
             self._tally.outcomes[outcome] += 1
             self.ended.set()
         elif self.on_tokens is not None:
@@ -160,10 +178,14 @@ class Submitter:
         rng, number = self._rng, self._rng.randrange(len(self._asks))
         ask = self._asks[number]
         hold = self._engine.adapters.try_hold(NAME) if rng.random() < ADAPTED else None
-        listening = Listening(self._tally, number, len(ask.prompt), None if hold is None else hold.adapter.digest)
+        listening = Listening(
+            self._tally, number, len(ask.prompt), None if hold is None else hold.adapter.digest
+        )
         try:
             adapter = None if hold is None else hold.adapter
-            request_id = self._engine.submit(ask.prompt, ask.sampling, listening, cache_salt=ask.salt, adapter=adapter)
+            request_id = self._engine.submit(
+                ask.prompt, ask.sampling, listening, cache_salt=ask.salt, adapter=adapter
+            )
         finally:
             if hold is not None:
                 hold.end()
@@ -184,7 +206,7 @@ class Submitter:
         self._engine.cancel(request_id)
 
 
-# --------------------------------------------------------------------------------------------------------------- mischief
+# --------------------------------------------------------------------------------------------------- mischief
 
 
 class Mischief:
@@ -283,11 +305,17 @@ class UnreliableStore:
             outcomes[place] = Outcome.FAILED
         return outcomes
 
-    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+    def write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
         self._call()
         failing = self._failing(len(keys))
         kept = [place for place in range(len(keys)) if place not in failing]
-        done = self._inner.write([keys[place] for place in kept], [depths[place] for place in kept], [blocks[place] for place in kept])
+        done = self._inner.write(
+            [keys[place] for place in kept],
+            [depths[place] for place in kept],
+            [blocks[place] for place in kept],
+        )
         outcomes = [Outcome.FAILED] * len(keys)
         for place, outcome in zip(kept, done, strict=True):
             outcomes[place] = outcome
@@ -316,7 +344,11 @@ class UnreliableStore:
             raise StoreFailed("the store was made to be down")
 
     def _failing(self, num: int) -> set[int]:
-        return {place for place in range(num) if self._mischief.happens(FAILED, "blocks of a store failed on purpose")}
+        return {
+            place
+            for place in range(num)
+            if self._mischief.happens(FAILED, "blocks of a store failed on purpose")
+        }
 
 
 def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Counter[str]:
@@ -346,7 +378,9 @@ class Disturber:
     def run(self, stop: threading.Event) -> None:
         try:
             while not stop.wait(self._rng.random() * DISTURBED_S):
-                self._rng.choice((self._reset, self._flush, self._both, self._reload, self._reload, self._engine.stats))()
+                self._rng.choice(
+                    (self._reset, self._flush, self._both, self._reload, self._reload, self._engine.stats)
+                )()
         except EngineClosed:
             return  # the engine has stopped, and says why itself
 
@@ -357,7 +391,11 @@ class Disturber:
             self.counts["resets"] += 1
 
     def _flush(self) -> None:
-        levels: tuple[FlushLevel, ...] = ("captured", "visible", *(("persisted",) if self._engine.tiers[2:] else ()))
+        levels: tuple[FlushLevel, ...] = (
+            "captured",
+            "visible",
+            *(("persisted",) if self._engine.tiers[2:] else ()),
+        )
         with self._may_refuse():
             self._engine.wait_flushed(self._rng.choice(levels), FLUSH_S)
             self.counts["flushes"] += 1
@@ -393,11 +431,21 @@ def write_adapters(folder: Path, config: ModelConfig, num: int, seed: int) -> li
         generator = torch.Generator().manual_seed(seed + number)
         tensors = {}
         for module, (num_out, num_in) in modules.items():
-            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(_RANK, num_in, generator=generator) * num_in**-0.5
-            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(num_out, _RANK, generator=generator) * 0.2
+            tensors[f"base_model.model.{module}.lora_A.weight"] = (
+                torch.randn(_RANK, num_in, generator=generator) * num_in**-0.5
+            )
+            tensors[f"base_model.model.{module}.lora_B.weight"] = (
+                torch.randn(num_out, _RANK, generator=generator) * 0.2
+            )
         directory = folder / f"adapter-{number}"
         directory.mkdir()
-        settings = {"peft_type": "LORA", "r": _RANK, "lora_alpha": 2 * _RANK, "target_modules": targets, "bias": "none"}
+        settings = {
+            "peft_type": "LORA",
+            "r": _RANK,
+            "lora_alpha": 2 * _RANK,
+            "target_modules": targets,
+            "bias": "none",
+        }
         (directory / "adapter_config.json").write_text(json.dumps(settings))
         save_file(tensors, directory / "adapter_model.safetensors")
         written.append(directory)

@@ -1,13 +1,14 @@
-"""Hit rates of eviction policies on a trace, and the best that any could have. Owns the replay and the report; needs no model, no engine
-and no torch.
+"""Hit rates of eviction policies on a trace, and the best that any could have. Owns the replay and the
+report; needs no model, no engine and no torch.
 
-A request finds the leading run of its blocks, holds them, takes slots for the rest, seals them and lets go: the calls that the engine
-makes, on the same pool, one request at a time. What does not fit beside its own prefix is computed and not kept.
+A request finds the leading run of its blocks, holds them, takes slots for the rest, seals them and lets go:
+the calls that the engine makes, on the same pool, one request at a time. What does not fit beside its own
+prefix is computed and not kept.
 
-The reference is Belady's rule: forget what is used again last, keep nothing that is not. It takes blocks one by one, as if a block could
-be used without those before it and need not be kept while its request runs, so it bounds every policy from above. The bound is close: a
-block's ancestors are used whenever it is, and earlier, so the rule forgets none of them before it, and no hit that it counts stands on a
-missing prefix.
+The reference is Belady's rule: forget what is used again last, keep nothing that is not. It takes blocks one
+by one, as if a block could be used without those before it and need not be kept while its request runs, so it
+bounds every policy from above. The bound is close: a block's ancestors are used whenever it is, and earlier,
+so the rule forgets none of them before it, and no hit that it counts stands on a missing prefix.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def ladder(trace: Trace) -> list[int]:
     return sorted({max(1, -(-most >> step)) for step in range(LADDER)})
 
 
-def measure(trace: Trace, policies: Sequence[str], capacities: Sequence[int], progress: Progress) -> list[dict[str, Any]]:
+def measure(
+    trace: Trace, policies: Sequence[str], capacities: Sequence[int], progress: Progress
+) -> list[dict[str, Any]]:
     """A row per policy and capacity; those of the optimum come last."""
     rows = []
     whole = sum(prefill_cost(len(keys) * BLOCK_TOKENS) for keys in trace.prompts)
@@ -56,7 +59,11 @@ def measure(trace: Trace, policies: Sequence[str], capacities: Sequence[int], pr
     for policy in (*policies, OPTIMUM):
         for capacity in capacities:
             before = time.perf_counter()
-            hits = best_hits(uses, capacity, progress) if policy == OPTIMUM else replay(trace, policy, capacity, progress)
+            hits = (
+                best_hits(uses, capacity, progress)
+                if policy == OPTIMUM
+                else replay(trace, policy, capacity, progress)
+            )
             rows.append(
                 {
                     "policy": policy,
@@ -115,7 +122,8 @@ def next_uses(trace: Trace) -> list[int]:
 
 
 def best_hits(uses: Sequence[int], capacity: int, progress: Progress) -> Hits:
-    """Hits of Belady's rule. A block that is kept is known by the place of its next use: the furthest of those is the largest."""
+    """Hits of Belady's rule. A block that is kept is known by the place of its next use: the furthest of
+    those is the largest."""
     never, every = len(uses), _REPORT_EVERY * 100
     kept: set[int] = set()
     furthest: list[int] = []  # negated; places that have come stay at the bottom and are never taken out
@@ -135,7 +143,7 @@ def best_hits(uses: Sequence[int], capacity: int, progress: Progress) -> Hits:
     return Hits(num_hits, None)
 
 
-# ------------------------------------------------------------------------------------------------------------------ report
+# ----------------------------------------------------------------------------------------------------- report
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +156,20 @@ class TraceReport:
     @property
     def title(self) -> str:
         trace = self.trace
-        scan = f" and {trace.num_scans} one-off documents of {trace.scan_blocks} blocks" if trace.num_scans else ""
-        return f"penstock bench trace: {trace.name}, {trace.num_requests} requests{scan}, blocks of {BLOCK_TOKENS} tokens"
+        scan = (
+            (f" and {trace.num_scans} one-off documents of {trace.scan_blocks} blocks")
+            if trace.num_scans
+            else ""
+        )
+        return (
+            f"penstock bench trace: "
+            f"{trace.name}, "
+            f"{trace.num_requests} "
+            f"requests{scan}, "
+            f"blocks "
+            f"of "
+            f"{BLOCK_TOKENS} tokens"
+        )
 
     @property
     def policies(self) -> list[str]:
@@ -184,7 +204,11 @@ class TraceReport:
             **({"interleave": trace.interleave} if trace.interleave is not None else {}),
             **({"scans": trace.num_scans, "scan_blocks": trace.scan_blocks} if trace.num_scans else {}),
         }
-        write_json(path, "trace", {"penstock": __version__, "python": platform.python_version(), "trace": of, "results": self.rows})
+        write_json(
+            path,
+            "trace",
+            {"penstock": __version__, "python": platform.python_version(), "trace": of, "results": self.rows},
+        )
 
     def draw(self, path: Path) -> None:
         save_picture(path, self.title, self._draw_lines)
@@ -192,8 +216,17 @@ class TraceReport:
     def _draw_lines(self, axes: Any) -> None:
         for policy in self.policies:
             line = sorted(self.line(policy, "hit_rate").items())
-            style = {"linestyle": "--", "color": "black", "label": BOUND} if policy == OPTIMUM else {"marker": "o", "label": policy}
-            axes.plot([capacity for capacity, _ in line], [100 * (share or 0.0) for _, share in line], markersize=4, **style)
+            style = (
+                {"linestyle": "--", "color": "black", "label": BOUND}
+                if policy == OPTIMUM
+                else {"marker": "o", "label": policy}
+            )
+            axes.plot(
+                [capacity for capacity, _ in line],
+                [100 * (share or 0.0) for _, share in line],
+                markersize=4,
+                **style,
+            )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axes.set_xticks([capacity for capacity, _ in line])

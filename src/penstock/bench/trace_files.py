@@ -1,24 +1,26 @@
-"""Traces of two forms, gzipped or not, and the users who replay one of them. Owns the forms, the order of requests, and the making of
-tokens from ids; replays nothing.
+"""Traces of two forms, gzipped or not, and the users who replay one of them. Owns the forms, the order of
+requests, and the making of tokens from ids; replays nothing.
 
 Mooncake's has one request per line, its prompt as ids of blocks of 512 tokens:
 
     {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}
 
-An id stands for the content of its block and of all before it, as a key does here. Only full blocks have a key, so the id of a prompt's
-unfinished last block is left out. Times and output lengths are not used.
+An id stands for the content of its block and of all before it, as a key does here. Only full blocks have a
+key, so the id of a prompt's unfinished last block is left out. Times and output lengths are not used.
 
 That of coding agents has one conversation per line:
 
     {"id": "trace_0003.0", "parent": "trace_0003", "block_tokens": 64,
-     "requests": [[t, prompt tokens, output tokens, think seconds, blocks shared with the request before, [ids of the new blocks]], ...]}
+     "requests": [[t, prompt tokens, output tokens, think seconds, blocks shared with the request before, [ids
+     of the new blocks]], ...]}
 
-`t` is seconds since the conversation began, and `think` the pause before a request is sent. A prompt is the first blocks of the one before
-and then new ones; only full blocks have an id. Equal ids stand for equal tokens, within a conversation and its sub-agents.
+`t` is seconds since the conversation began, and `think` the pause before a request is sent. A prompt is the
+first blocks of the one before and then new ones; only full blocks have an id. Equal ids stand for equal
+tokens, within a conversation and its sub-agents.
 
-Users send prompts of tokens, all made before the clock starts. A token depends on the seed, its block's id, its place in the block, and
-whose block it is; equal blocks are equal tokens, and prompts share what the recorded ones shared. The tokens behind a prompt's last full
-block are its own.
+Users send prompts of tokens, all made before the clock starts. A token depends on the seed, its block's id,
+its place in the block, and whose block it is; equal blocks are equal tokens, and prompts share what the
+recorded ones shared. The tokens behind a prompt's last full block are its own.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from penstock.errors import ConfigError
 BLOCK_TOKENS = 512  # of Mooncake's blocks
 LEAST_REQUESTS = 3  # of a conversation that is replayed: with fewer there is little that could come back
 INTERLEAVES = ("time", "turns")
-_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)  # what reading a file may raise, packed or not
+# what reading a file may raise, packed or not
+_UNREADABLE = (OSError, EOFError, zlib.error, UnicodeDecodeError)
 _GZIP = b"\x1f\x8b"
 Tokens = NDArray[np.int32]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step and its two multipliers
@@ -51,14 +54,16 @@ _FIELDS = ("t", "prompt tokens", "output tokens", "think seconds", "blocks share
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The prompts of one file, in order, as keys of full blocks. One-off documents among them are no part of its figures."""
+    """The prompts of one file, in order, as keys of full blocks. One-off documents among them are no part of
+    its figures."""
 
     name: str
     prompts: list[list[bytes]]
     num_tokens: int  # of recorded prompts, unfinished blocks included
     num_scans: int = 0  # one-off documents among the prompts, of `scan_blocks` blocks each
     scan_blocks: int = 0
-    interleave: str | None = None  # how conversations were put in order; None: there are none, and the order is the file's
+    # how conversations were put in order; None: there are none, and the order is the file's
+    interleave: str | None = None
 
     @property
     def num_requests(self) -> int:
@@ -74,17 +79,20 @@ class Trace:
 
 
 def read_any(path: Path, num_requests: int | None = None, interleave: str | None = None) -> Trace:
-    """A Mooncake trace in the order of its file, or conversations of agents, of which all begin at once. `interleave` says in which order
-    those have their requests: by recorded times, or taking turns."""
+    """A Mooncake trace in the order of its file, or conversations of agents, of which all begin at once.
+    `interleave` says in which order those have their requests: by recorded times, or taking turns."""
     if is_agentic(path):
         return _agentic_trace(path, num_requests, interleave or INTERLEAVES[0])
     if interleave is not None:
-        raise ConfigError("--interleave is for traces of conversations; a Mooncake trace has an order of its own")
+        raise ConfigError(
+            "--interleave is for traces of conversations; a Mooncake trace has an order of its own"
+        )
     return read_trace(path, num_requests)
 
 
 def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
-    """The same with `num` documents of `num_blocks` blocks, none of which comes back, spread evenly over it."""
+    """The same with `num` documents of `num_blocks` blocks, none of which comes back, spread evenly over
+    it."""
     prompts = list(trace.prompts)
     for number in reversed(range(num)):
         document = [_key(b"scan", number, depth) for depth in range(num_blocks)]
@@ -113,14 +121,22 @@ def _parsed(line: str, where: str) -> Any:
 
 def _require_blocks(prompts: Iterable[list[bytes]], path: Path) -> None:
     if not any(prompts):
-        raise ConfigError(f"the trace {path} has no prompt with a full block of {BLOCK_TOKENS} tokens: there is nothing to keep")
+        raise ConfigError(
+            f"the trace {path} has no prompt with a "
+            f"full "
+            f"block "
+            f"of "
+            f"{BLOCK_TOKENS} "
+            f"tokens: "
+            f"there is nothing to keep"
+        )
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- Mooncake
+# --------------------------------------------------------------------------------------------------- Mooncake
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> Trace:
@@ -131,7 +147,12 @@ def read_trace(path: Path, num_requests: int | None = None) -> Trace:
     for where, fields in islice(_lines(path), num_requests):
         length, ids = _mooncake_prompt(fields, where)
         num_tokens += length
-        prompts.append([keys.setdefault(i, blake2b(str(i).encode(), digest_size=16).digest()) for i in ids[: length // BLOCK_TOKENS]])
+        prompts.append(
+            [
+                keys.setdefault(i, blake2b(str(i).encode(), digest_size=16).digest())
+                for i in ids[: length // BLOCK_TOKENS]
+            ]
+        )
     _require_blocks(prompts, path)
     return Trace(path.name, prompts, num_tokens)
 
@@ -141,15 +162,27 @@ def _mooncake_prompt(fields: Any, where: str) -> tuple[int, list[int]]:
         raise ConfigError(f"{where}: expected an object with input_length and hash_ids")
     length, ids = fields.get("input_length"), fields.get("hash_ids")
     if not _is_whole(length) or not isinstance(ids, list) or not all(map(_is_whole, ids)):
-        raise ConfigError(f"{where}: input_length must be a whole number and hash_ids a list of them, none negative")
+        raise ConfigError(
+            f"{where}: input_length must be a whole number and hash_ids a list of them, none negative"
+        )
     if len(ids) != -(-length // BLOCK_TOKENS):
-        raise ConfigError(f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} tokens")
+        raise ConfigError(
+            f"{where}: {len(ids)} hash_ids for an input_length "
+            f"of "
+            f"{length}; "
+            f"one "
+            f"stands "
+            f"for "
+            f"{BLOCK_TOKENS} tokens"
+        )
     if len(set(ids)) != len(ids):
-        raise ConfigError(f"{where}: hash_ids names a block twice; an id stands for its block and all before it")
+        raise ConfigError(
+            f"{where}: hash_ids names a block twice; an id stands for its block and all before it"
+        )
     return length, ids
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------- agents
+# ----------------------------------------------------------------------------------------------------- agents
 
 
 class RecordedRequest(NamedTuple):
@@ -177,14 +210,18 @@ class RecordedConversation:
         return self.parent or self.id
 
     def cut(self, context: int, most: int) -> RecordedConversation:
-        """Its first `most` requests of up to `context` tokens that follow one another: longer ones at the start are left out, and the first
-        longer one after them ends it."""
-        fits = takewhile(lambda one: one.num_tokens <= context, dropwhile(lambda one: one.num_tokens > context, self.requests))
+        """Its first `most` requests of up to `context` tokens that follow one another: longer ones at the
+        start are left out, and the first longer one after them ends it."""
+        fits = takewhile(
+            lambda one: one.num_tokens <= context,
+            dropwhile(lambda one: one.num_tokens > context, self.requests),
+        )
         return replace(self, requests=tuple(islice(fits, most)))
 
 
 def is_agentic(path: Path) -> bool:
-    """Whether the file's first line looks like a conversation. Says no where it cannot be read: the reader says why."""
+    """Whether the file's first line looks like a conversation. Says no where it cannot be read: the reader
+    says why."""
     try:
         _, fields = next(_lines(path), ("", None))
     except ConfigError:
@@ -200,13 +237,24 @@ def read_conversations(path: Path) -> list[RecordedConversation]:
     return found
 
 
-def select(conversations: list[RecordedConversation], users: int, context: int, most: int) -> list[RecordedConversation]:
-    """The first `users` of them that have enough requests of up to `context` tokens, each cut to `most` of those. Where the trace has too
-    few, they come again as conversations of their own, which share nothing with the first."""
+def select(
+    conversations: list[RecordedConversation], users: int, context: int, most: int
+) -> list[RecordedConversation]:
+    """The first `users` of them that have enough requests of up to `context` tokens, each cut to `most` of
+    those. Where the trace has too few, they come again as conversations of their own, which share nothing
+    with the first."""
     cut = (conversation.cut(context, most) for conversation in conversations)
     enough = [one for one in cut if len(one.requests) >= min(LEAST_REQUESTS, most)]
     if not enough:
-        raise ConfigError(f"the trace has no conversation with {LEAST_REQUESTS} requests of at most {context} tokens; raise --context")
+        raise ConfigError(
+            f"the trace has no conversation with "
+            f"{LEAST_REQUESTS} "
+            f"requests "
+            f"of "
+            f"at "
+            f"most "
+            f"{context} tokens; raise --context"
+        )
     return [_again(enough[number % len(enough)], 1 + number // len(enough)) for number in range(users)]
 
 
@@ -241,14 +289,30 @@ def _recorded(one: Any, before: NDArray[np.int64], block_tokens: int, where: str
     if not _is_time(at_s) or not _is_time(think_s):
         raise ConfigError(f"{where}: t and think seconds must be numbers, none negative")
     if not _is_whole(num_tokens) or not _is_whole(num_output) or not _is_whole(shared) or num_tokens < 1:
-        raise ConfigError(f"{where}: tokens and blocks shared must be whole numbers, none negative, and a prompt has at least one token")
+        raise ConfigError(
+            f"{where}: tokens and blocks shared must be whole "
+            f"numbers, "
+            f"none "
+            f"negative, "
+            f"and "
+            f"a "
+            f"prompt has at least one token"
+        )
     if not isinstance(new, list) or not all(map(_is_whole, new)) or max(new, default=0) >= 1 << 63:
-        raise ConfigError(f"{where}: the ids of new blocks must be a list of whole numbers below 2**63, none negative")
+        raise ConfigError(
+            f"{where}: the ids of new blocks must be a list of whole numbers below 2**63, none negative"
+        )
     if shared > len(before):
-        raise ConfigError(f"{where}: it shares {shared} blocks with the request before, which has {len(before)}")
+        raise ConfigError(
+            f"{where}: it shares {shared} blocks with the request before, which has {len(before)}"
+        )
     if shared + len(new) != num_tokens // block_tokens:
-        raise ConfigError(f"{where}: {shared + len(new)} blocks for {num_tokens} tokens; one stands for {block_tokens}")
-    return RecordedRequest(at_s, num_tokens, num_output, think_s, np.concatenate([before[:shared], np.array(new, np.int64)]))
+        raise ConfigError(
+            f"{where}: {shared + len(new)} blocks for {num_tokens} tokens; one stands for {block_tokens}"
+        )
+    return RecordedRequest(
+        at_s, num_tokens, num_output, think_s, np.concatenate([before[:shared], np.array(new, np.int64)])
+    )
 
 
 def _is_time(value: object) -> TypeGuard[float]:
@@ -269,10 +333,19 @@ def _agentic_trace(path: Path, num_requests: int | None, interleave: str) -> Tra
 
 
 def _keys(conversation: RecordedConversation) -> list[list[bytes]]:
-    """Of full blocks of Mooncake's size, each standing for its own ids and all before it. Sub-agents share their parent's."""
+    """Of full blocks of Mooncake's size, each standing for its own ids and all before it. Sub-agents share
+    their parent's."""
     step, rest = divmod(BLOCK_TOKENS, conversation.block_tokens)
     if rest or not step:
-        raise ConfigError(f"{conversation.id}: blocks of {conversation.block_tokens} tokens do not make up blocks of {BLOCK_TOKENS}")
+        raise ConfigError(
+            f"{conversation.id}: blocks of {conversation.block_tokens} "
+            f"tokens "
+            f"do "
+            f"not "
+            f"make "
+            f"up "
+            f"blocks of {BLOCK_TOKENS}"
+        )
     width = step * np.dtype(np.int64).itemsize
     known: dict[tuple[bytes, bytes], bytes] = {}  # a prompt begins as the one before it does
     prompts: list[list[bytes]] = []
@@ -293,7 +366,7 @@ def _key(*parts: bytes | int) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------- users
+# ------------------------------------------------------------------------------------------------------ users
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,18 +400,25 @@ class Asking:
     limit_s: float | None = None
     scale: int = 1  # all lengths are divided by this
     seed: int = 0
-    subagents: str = "apart"  # a sub-agent's ids are its own; "shared": they are its parent's, as they were recorded
+    # a sub-agent's ids are its own; "shared": they are its parent's, as they were recorded
+    subagents: str = "apart"
 
     def users_of(self, conversations: list[RecordedConversation], vocab: int) -> list[User]:
         return [self._user(conversation, vocab) for conversation in conversations]
 
     def longest(self, conversations: list[RecordedConversation]) -> int:
         """The most tokens that one request has, prompt and output together."""
-        return max(self._prompt_tokens(c, one.num_tokens) + self._output(one.num_output) for c in conversations for one in c.requests)
+        return max(
+            self._prompt_tokens(c, one.num_tokens) + self._output(one.num_output)
+            for c in conversations
+            for one in c.requests
+        )
 
     def _user(self, conversation: RecordedConversation, vocab: int) -> User:
         owner = conversation.id if self.subagents == "apart" else conversation.family
-        ids, places = np.unique(np.concatenate([one.blocks for one in conversation.requests]), return_inverse=True)
+        ids, places = np.unique(
+            np.concatenate([one.blocks for one in conversation.requests]), return_inverse=True
+        )
         content = _tokens(("block", owner, self.seed), ids, self._block_tokens(conversation), vocab)
         asks: list[Question] = []
         at = 0
@@ -355,7 +435,15 @@ class Asking:
     def _block_tokens(self, conversation: RecordedConversation) -> int:
         size, rest = divmod(conversation.block_tokens, self.scale)
         if rest:
-            raise ConfigError(f"--scale {self.scale} does not divide the trace's blocks of {conversation.block_tokens} tokens")
+            raise ConfigError(
+                f"--scale {self.scale} does not "
+                f"divide "
+                f"the "
+                f"trace's "
+                f"blocks "
+                f"of "
+                f"{conversation.block_tokens} tokens"
+            )
         return size
 
     def _prompt_tokens(self, conversation: RecordedConversation, num_tokens: int) -> int:
@@ -377,8 +465,8 @@ def _tokens(owner: tuple[str, str, int], ids: NDArray[np.int64], size: int, voca
 
 
 def reusable(prompts: list[Tokens], block_tokens: int) -> list[int]:
-    """How many tokens of each an infinite cache would have had, if they were asked one after the other: the full blocks that an earlier one
-    began with, too, but never the last token."""
+    """How many tokens of each an infinite cache would have had, if they were asked one after the other: the
+    full blocks that an earlier one began with, too, but never the last token."""
     seen: set[bytes] = set()
     found: list[int] = []
     for prompt in prompts:

@@ -1,5 +1,5 @@
-"""How fast blocks move between device and host memory, beside one plain copy of as many bytes; and behind host memory, where a disk or
-store is named. Owns the figures, not the copies."""
+"""How fast blocks move between device and host memory, beside one plain copy of as many bytes; and behind
+host memory, where a disk or store is named. Owns the figures, not the copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from penstock.models.registry import BUILT_IN
 
 @dataclass(frozen=True, slots=True)
 class TransferBench:
-    """Each way, each direction, each number of blocks: taking turns, so that all of one size meet the same machine."""
+    """Each way, each direction, each number of blocks: taking turns, so that all of one size meet the same
+    machine."""
 
     blocks: tuple[int, ...]
     layers: tuple[int, ...]
@@ -48,12 +49,18 @@ class TransferBench:
     def measure(self, config: Config, progress: Progress) -> Results:
         """The disk's directory, where there is one, is to be empty."""
         layout, device = layout_of(config), device_for(config)
-        found, shape = [self._measure_host(layout, device, progress)], TransferShape(layout, device, self.repeat, self.seed)
+        found, shape = (
+            [self._measure_host(layout, device, progress)],
+            TransferShape(layout, device, self.repeat, self.seed),
+        )
         if config.offload.ssd_dir is not None:
             found.append(measure_ssd(Path(config.offload.ssd_dir), self.blocks, shape, progress))
         if config.offload.remote is not None:
             found.append(measure_remote(config.offload, self.blocks, shape, progress))
-        return Results([row for part in found for row in part.rows], [sentence for part in found for sentence in part.skipped])
+        return Results(
+            [row for part in found for row in part.rows],
+            [sentence for part in found for sentence in part.skipped],
+        )
 
     def _measure_host(self, layout: BlockLayout, device: torch.device, progress: Progress) -> Results:
         results = Results([], [])
@@ -65,7 +72,9 @@ class TransferBench:
                 results.skipped.append(f"{blocks} blocks: {refusal}")
         groups = [layout.num_layers, *(layers for layers in self.layers if layers < layout.num_layers)]
         results.skipped.extend(
-            f"groups of {layers} layers: the model has {layout.num_layers}" for layers in self.layers if layers >= layout.num_layers
+            f"groups of {layers} layers: the model has {layout.num_layers}"
+            for layers in self.layers
+            if layers >= layout.num_layers
         )
         if sizes:
             with HostRig(layout, max(sizes), device, self.seed) as rig:
@@ -75,7 +84,9 @@ class TransferBench:
                         results.rows.extend(self._rows(rig, direction, blocks, groups, progress))
         return results
 
-    def _rows(self, rig: HostRig, direction: str, blocks: int, groups: Sequence[int], progress: Progress) -> list[dict[str, Any]]:
+    def _rows(
+        self, rig: HostRig, direction: str, blocks: int, groups: Sequence[int], progress: Progress
+    ) -> list[dict[str, Any]]:
         size = TransferSize(blocks, blocks * rig.layout.block_bytes * len(DIRECTIONS[direction]))
         return take_turns(direction, host_ways(rig, direction, blocks, groups), size, self.repeat, progress)
 
@@ -93,7 +104,8 @@ class TransferBench:
 
 def _refusal(one_way: int, device: torch.device) -> str | None:
     needs = {device: 3 * one_way}  # room for both directions, and for scattering
-    needs[torch.device("cpu")] = needs.get(torch.device("cpu"), 0) + 6 * one_way  # the same twice; pinned memory comes in powers of two
+    # the same twice; pinned memory comes in powers of two
+    needs[torch.device("cpu")] = needs.get(torch.device("cpu"), 0) + 6 * one_way
     return too_large(needs)
 
 
@@ -101,7 +113,7 @@ def _title(row: dict[str, Any]) -> str:
     return row["way"] if row["layers"] is None else f"{row['way']} by {row['layers']} layers"
 
 
-# ---------------------------------------------------------------------------------------------------------------- config
+# ----------------------------------------------------------------------------------------------------- config
 
 
 def dimensions_of(model: str) -> tuple[str, ModelConfig]:
@@ -111,7 +123,13 @@ def dimensions_of(model: str) -> tuple[str, ModelConfig]:
     directory = Path(os.path.expanduser(model))
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"no model {model!r}: bench transfer takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a config.json"
+            f"no model {model!r}: bench transfer takes a "
+            f"built-in "
+            f"name "
+            f"({', '.join(BUILT_IN)}) "
+            f"or "
+            f"a "
+            f"directory with a config.json"
         )
     return directory.resolve().name, read_config(directory)
 

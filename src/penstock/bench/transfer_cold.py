@@ -1,6 +1,6 @@
-"""How fast blocks get to and from a disk or store behind host memory, through the parts of a cache with one such tier, without an engine:
-real arenas, lanes, copies and books. A disk is compared with raw O_DIRECT of as many bytes in a file next to the tier's. Owns those parts,
-the blocks in them, and that file."""
+"""How fast blocks get to and from a disk or store behind host memory, through the parts of a cache with one
+such tier, without an engine: real arenas, lanes, copies and books. A disk is compared with raw O_DIRECT of as
+many bytes in a file next to the tier's. Owns those parts, the blocks in them, and that file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ import numpy as np
 import torch
 
 from penstock.bench.report import Results
-from penstock.bench.transfer_ways import CLOSE_S, RAW, Launch, TransferSize, TransferWay, Wait, pin_all, take_turns, too_large
+from penstock.bench.transfer_ways import (
+    CLOSE_S,
+    RAW,
+    Launch,
+    TransferSize,
+    TransferWay,
+    Wait,
+    pin_all,
+    take_turns,
+    too_large,
+)
 from penstock.config import OffloadConfig
 from penstock.contract import Prefix, Table
 from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed
@@ -62,15 +72,19 @@ class TransferShape(NamedTuple):
 
 
 class ColdRig:
-    """`num_blocks` blocks of random bytes in host memory, room for as many more there and on the device, and an empty store. Their keys
-    are those of one prompt, in a space of their own."""
+    """`num_blocks` blocks of random bytes in host memory, room for as many more there and on the device, and
+    an empty store. Their keys are those of one prompt, in a space of their own."""
 
-    def __init__(self, shape: TransferShape, num_blocks: int, open_store: Callable[[Space], BlockStore]) -> None:
+    def __init__(
+        self, shape: TransferShape, num_blocks: int, open_store: Callable[[Space], BlockStore]
+    ) -> None:
         layout, device, _, self._seed = shape
         self.layout = layout
         self.device = DeviceArena(layout, num_blocks, device)
         self.host = HostArena(layout, 2 * num_blocks, device)
-        scope = Scope(secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none")
+        scope = Scope(
+            secrets.token_bytes(32), layout.dtype, layout.fingerprint(), layout.block_tokens, "none"
+        )
         self.tier = open_cold(open_store(Space(scope.digest(), layout.block_bytes)), self.host)
         self.slots = HostTier(BlockPool(self.host.num_slots, self.host.name), layout.block_tokens, _WAIT_S)
         pool = BlockPool(num_blocks, self.device.name)
@@ -90,7 +104,7 @@ class ColdRig:
         loader, saver = make_movers(self.device, self.host)
         return Loads(Saves(pool, self.slots, [self.tier], saver, self.layout, limits), loader)
 
-    # --------------------------------------------------------------------------------------------------------------- blocks
+    # ------------------------------------------------------------------------------------------------- blocks
 
     @property
     def keys(self) -> Sequence[bytes]:
@@ -114,7 +128,8 @@ class ColdRig:
         self.slots.land(taken)
 
     def spoil(self) -> None:
-        """Nothing of what is to come is in host memory or on the device; over when this returns, on a GPU, too."""
+        """Nothing of what is to come is in host memory or on the device; over when this returns, on a GPU,
+        too."""
         self.host.tensor.zero_()
         self.device.tensor.zero_()[0, 0, 0, 0, 0, 0].item()
 
@@ -133,7 +148,8 @@ class ColdRig:
 
     @contextmanager
     def room(self, checked_as: str | None) -> Iterator[Sequence[int]]:
-        """Host slots to read the blocks into. `checked_as`: they are empty before, and hold the blocks afterwards."""
+        """Host slots to read the blocks into. `checked_as`: they are empty before, and hold the blocks
+        afterwards."""
         reservation = self.slots.take_private(len(self.keys), OWNER)
         if reservation is None:
             raise InvariantBroken("there is no room to read into")
@@ -144,7 +160,7 @@ class ColdRig:
             self.check([self.host.view(slot) for slot in reservation.slots], checked_as)
         self.slots.end_handles([reservation])
 
-    # ----------------------------------------------------------------------------------------------------------------- waits
+    # -------------------------------------------------------------------------------------------------- waits
 
     def wait_until(self, over: Callable[[], bool]) -> None:
         """Settle what there is to settle, as an engine without other work does."""
@@ -168,12 +184,14 @@ class ColdRig:
     def wait_idle(self) -> None:
         self.wait_until(lambda: not self.cache.num_in_flight)
 
-    # ------------------------------------------------------------------------------------------------------------------- end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def __enter__(self) -> ColdRig:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """What the store got is removed from it. After an error as much of that as can be done."""
         if kind is None:
             self.wait_idle()
@@ -187,12 +205,13 @@ class ColdRig:
         self.host.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------- ways
+# ------------------------------------------------------------------------------------------------------- ways
 
 
 @contextmanager
 def write_tier(rig: ColdRig, direction: str, checked: bool, persist: bool = False) -> Iterator[Launch]:
-    """From host slots into a store that has none of it, on the tier's lanes; over when the tier says so, or when it is safe as well."""
+    """From host slots into a store that has none of it, on the tier's lanes; over when the tier says so, or
+    when it is safe as well."""
     rig.empty_store()
 
     def launch() -> Wait:
@@ -234,7 +253,8 @@ def read_tier(rig: ColdRig, direction: str, checked: bool) -> Iterator[Launch]:
 
 @contextmanager
 def promote(rig: ColdRig, checked: bool) -> Iterator[Launch]:
-    """From the store to the device, through host memory, as a request's prefix comes: leased, promoted block by block, settled."""
+    """From the store to the device, through host memory, as a request's prefix comes: leased, promoted block
+    by block, settled."""
     opened: list[Table] = []
     rig.wait_idle()
     rig.cache.reset(("device", "host"))
@@ -290,7 +310,7 @@ def start_each(call: Callable[[int], None], num: int, pool: ThreadPoolExecutor, 
     return wait
 
 
-# ---------------------------------------------------------------------------------------------------------------- the disk
+# --------------------------------------------------------------------------------------------------- the disk
 
 
 def measure_ssd(folder: Path, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
@@ -303,9 +323,15 @@ def measure_ssd(folder: Path, sizes: Sequence[int], shape: TransferShape, progre
             continue
         with ColdRig(shape, blocks, partial(_open_ssd, folder, blocks)) as rig, RawFile(folder, rig) as file:
             rig.fill(progress)
-            results.rows.extend(take_turns(rig.tier.name, _disk_ways(rig, file), rig.size, shape.repeat, progress, turning=True))
+            results.rows.extend(
+                take_turns(
+                    rig.tier.name, _disk_ways(rig, file), rig.size, shape.repeat, progress, turning=True
+                )
+            )
         if not file.direct:
-            results.skipped.append(f"O_DIRECT: the file system of {folder} has none, so that these figures are of memory")
+            results.skipped.append(
+                f"O_DIRECT: the file system of {folder} has none, so that these figures are of memory"
+            )
     return results
 
 
@@ -325,13 +351,23 @@ def _disk_ways(rig: ColdRig, file: RawFile) -> list[TransferWay]:
 def _refusal(blocks: int, shape: TransferShape, folder: Path) -> str | None:
     one_way = blocks * shape.layout.block_bytes
     if shape.layout.block_bytes % SECTOR_BYTES:
-        return f"blocks of {shape.layout.block_bytes} bytes are no whole sectors of {SECTOR_BYTES}, and raw O_DIRECT moves nothing else"
+        return (
+            f"blocks of {shape.layout.block_bytes} bytes are no "
+            f"whole "
+            f"sectors "
+            f"of "
+            f"{SECTOR_BYTES}, "
+            f"and "
+            f"raw O_DIRECT moves nothing else"
+        )
     needs = {torch.device("cpu"): 2 * one_way}
     needs[shape.device] = needs.get(shape.device, 0) + one_way
     if (refusal := too_large(needs)) is not None:
         return refusal
     needed, free = one_way + _tier_bytes(blocks, shape.layout.block_bytes), shutil.disk_usage(folder).free
-    return f"they need {needed / 1e9:.1f} GB there, where {free / 1e9:.1f} are free" if needed > free else None
+    return (
+        (f"they need {needed / 1e9:.1f} GB there, where {free / 1e9:.1f} are free") if needed > free else None
+    )
 
 
 def _tier_bytes(blocks: int, block_bytes: int) -> int:
@@ -360,12 +396,15 @@ class RawFile:
             os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as error:
             self._close()
-            raise ConfigError(f"a file of {num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}") from error
+            raise ConfigError(
+                f"a file of {num_bytes / 1e9:.1f} GB cannot be made in {folder}: {error.strerror}"
+            ) from error
         self._threads = ThreadPoolExecutor(RAW_THREADS, "bench-raw")
 
     @contextmanager
     def write(self, checked: bool, synced: bool = False) -> Iterator[Launch]:
-        """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it has them."""
+        """The ceiling of a write: the same bytes from the same slots. `synced`: until the disk says that it
+        has them."""
         with self.rig.pinned() as views:
             yield partial(self._start, os.pwritev, views, synced)
 
@@ -375,8 +414,14 @@ class RawFile:
         with self.rig.room(f"{READ}, {RAW}" if checked else None) as slots:
             yield partial(self._start, os.preadv, [self.rig.host.view(slot) for slot in slots])
 
-    def _start(self, call: Callable[[int, Sequence[memoryview], int], int], views: Sequence[memoryview], synced: bool = False) -> Wait:
-        """`call`: descriptor, buffer, offset -> bytes moved. `synced`: over when the disk says that it has them."""
+    def _start(
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        views: Sequence[memoryview],
+        synced: bool = False,
+    ) -> Wait:
+        """`call`: descriptor, buffer, offset -> bytes moved. `synced`: over when the disk says that it has
+        them."""
         size = self.rig.layout.block_bytes
 
         def move(number: int) -> None:
@@ -403,10 +448,12 @@ class RawFile:
         self._path.unlink()
 
 
-# ----------------------------------------------------------------------------------------------------------------- a store
+# ---------------------------------------------------------------------------------------------------- a store
 
 
-def measure_remote(offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress) -> Results:
+def measure_remote(
+    offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress
+) -> Results:
     """What others have in the store is left alone, and what this puts there is removed."""
     results = Results([], [])
     if (url := offload.remote) is None:

@@ -1,5 +1,6 @@
-"""Ways of getting blocks from one place to another, taking turns so that all meet the same machine; and those between device and host
-memory. Owns the turns, arenas, lanes and slots; which ways are measured is the measurement's choice.
+"""Ways of getting blocks from one place to another, taking turns so that all meet the same machine; and those
+between device and host memory. Owns the turns, arenas, lanes and slots; which ways are measured is the
+measurement's choice.
 
 A way that launches copies in another manner is one function more, and one entry more in `HOST_WAYS`.
 """
@@ -43,13 +44,15 @@ Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come b
 
 @dataclass(frozen=True, slots=True)
 class TransferWay:
-    """One way of getting blocks across. `turn` is asked whether it is checked that nothing of what is to arrive was there before, and that
-    every byte is afterwards. What it does before the launch and after its end is not timed."""
+    """One way of getting blocks across. `turn` is asked whether it is checked that nothing of what is to
+    arrive was there before, and that every byte is afterwards. What it does before the launch and after its
+    end is not timed."""
 
     direction: str
     name: str
     turn: Callable[[bool], AbstractContextManager[Launch]]
-    beside: Beside | None = None  # what it is compared with, the fastest of them; (): with nothing; None: with the first way of all
+    # what it is compared with, the fastest of them; (): with nothing; None: with the first way of all
+    beside: Beside | None = None
     layers: int | None = None  # that it moves at a time; None: all
 
 
@@ -64,10 +67,15 @@ class TransferSize(NamedTuple):
 
 
 def take_turns(
-    stage: str, ways: Sequence[TransferWay], size: TransferSize, repeat: int, progress: Progress, turning: bool = False
+    stage: str,
+    ways: Sequence[TransferWay],
+    size: TransferSize,
+    repeat: int,
+    progress: Progress,
+    turning: bool = False,
 ) -> list[dict[str, Any]]:
-    """Every way once per run, and a row for each; `turning`: in an order that turns around, so that none always comes behind the same. The
-    run that only warms up is checked byte by byte."""
+    """Every way once per run, and a row for each; `turning`: in an order that turns around, so that none
+    always comes behind the same. The run that only warms up is checked byte by byte."""
     taken: list[list[Timed]] = [[] for _ in ways]
     for run in runs(f"{stage}, {size.blocks} blocks", repeat, progress):
         for number in reversed(range(len(ways))) if turning and run % 2 else range(len(ways)):
@@ -103,12 +111,19 @@ def _row(way: TransferWay, size: TransferSize, timed: list[Timed]) -> dict[str, 
         "gb_s": size.num_bytes / total_s / 1e9,
         "percent_of_raw": 100.0,
         "total_ms": {"median": total_s * 1000, "all": [one.total_s * 1000 for one in timed]},
-        "submit_ms": {"median": median(one.submit_s for one in timed) * 1000, "all": [one.submit_s * 1000 for one in timed]},
+        "submit_ms": {
+            "median": median(one.submit_s for one in timed) * 1000,
+            "all": [one.submit_s * 1000 for one in timed],
+        },
     }
 
 
 def _compare(row: dict[str, Any], way: TransferWay, rows: list[dict[str, Any]]) -> None:
-    of = rows[:1] if way.beside is None else [one for one in rows if (one["direction"], one["way"]) in way.beside]
+    of = (
+        rows[:1]
+        if way.beside is None
+        else [one for one in rows if (one["direction"], one["way"]) in way.beside]
+    )
     if of:
         fastest = max(of, key=lambda one: one["gb_s"])
         row["percent_of_raw"] = 100 * row["gb_s"] / fastest["gb_s"]
@@ -124,7 +139,7 @@ def too_large(needs: dict[torch.device, int]) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------- between device and host
+# ------------------------------------------------------------------------------------ between device and host
 
 
 class Case(NamedTuple):
@@ -147,17 +162,23 @@ class HostRig:
         for mover in self.movers.values():
             mover.wake = self.inbox.wake
         random = np.random.default_rng(seed)
-        self._device_slots, self._host_slots = (random.permutation(2 * most_blocks).reshape(2, most_blocks) for _ in range(2))
-        self.pieces: tuple[Tensor, ...] = ()  # as many bytes of host memory as the arena has, in one piece; those of the device
+        self._device_slots, self._host_slots = (
+            random.permutation(2 * most_blocks).reshape(2, most_blocks) for _ in range(2)
+        )
+        # as many bytes of host memory as the arena has, in one piece; those of the device
+        self.pieces: tuple[Tensor, ...] = ()
         generator = torch.Generator(device).manual_seed(seed)
         self.device.tensor.view(torch.int16).random_(-(1 << 15), 1 << 15, generator=generator)
 
     def prepare(self, progress: Progress) -> None:
         """Pin host memory and give it other bytes than the device has."""
         pin_all(self.host, progress)
-        self.host.tensor.copy_(self.device.tensor[1:].cpu())  # by the CPU: CUDA copies nothing across two pinned pieces
+        # by the CPU: CUDA copies nothing across two pinned pieces
+        self.host.tensor.copy_(self.device.tensor[1:].cpu())
         device = self.device.tensor.view(torch.uint8).flatten()
-        host = torch.empty(self.host.num_bytes, dtype=torch.uint8, pin_memory=self.device.device.type == "cuda")
+        host = torch.empty(
+            self.host.num_bytes, dtype=torch.uint8, pin_memory=self.device.device.type == "cuda"
+        )
         self.pieces = host.copy_(device[: len(host)]), device
 
     def slots(self, direction: str, blocks: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -189,10 +210,24 @@ class HostRig:
     def check(self, case: Case, way: str) -> None:
         """Every byte has arrived."""
         for direction in DIRECTIONS[case.direction]:
-            source, dest = (arena.tensor.view(len(arena.tensor), -1).view(torch.int32) for arena in self.arenas(direction))
-            for source_slot, dest_slot in zip(*(slots.tolist() for slots in self.slots(direction, case.blocks)), strict=True):
-                if not torch.equal(source[source_slot].to(self.device.device), dest[dest_slot].to(self.device.device)):
-                    raise InvariantBroken(f"{way}, {case}: slot {dest_slot} does not hold what slot {source_slot} did ({direction})")
+            source, dest = (
+                arena.tensor.view(len(arena.tensor), -1).view(torch.int32) for arena in self.arenas(direction)
+            )
+            for source_slot, dest_slot in zip(
+                *(slots.tolist() for slots in self.slots(direction, case.blocks)), strict=True
+            ):
+                if not torch.equal(
+                    source[source_slot].to(self.device.device), dest[dest_slot].to(self.device.device)
+                ):
+                    raise InvariantBroken(
+                        f"{way}, {case}: slot {dest_slot} "
+                        f"does "
+                        f"not "
+                        f"hold "
+                        f"what "
+                        f"slot "
+                        f"{source_slot} did ({direction})"
+                    )
 
     def __enter__(self) -> HostRig:
         return self
@@ -207,7 +242,9 @@ def pin_all(arena: HostArena, progress: Progress) -> None:
     """On a thread of its own, as `prepare` wants it. Raises ConfigError where not all of it can be pinned."""
     ready: list[range] = []
     told = partial(progress, "pinning")
-    thread = threading.Thread(target=lambda: arena.prepare(ready.append, told, lambda: False), name="bench-pin", daemon=True)
+    thread = threading.Thread(
+        target=lambda: arena.prepare(ready.append, told, lambda: False), name="bench-pin", daemon=True
+    )
     thread.start()
     thread.join()
     if not ready or ready[-1].stop < arena.num_slots:
@@ -216,9 +253,18 @@ def pin_all(arena: HostArena, progress: Progress) -> None:
 
 def host_ways(rig: HostRig, direction: str, blocks: int, groups: Sequence[int]) -> list[TransferWay]:
     """`groups`: layers that are moved at a time, all of them first."""
-    cases = [(name, Case(direction, blocks, layers)) for name in HOST_WAYS for layers in (groups[:1] if name == RAW else groups)]
+    cases = [
+        (name, Case(direction, blocks, layers))
+        for name in HOST_WAYS
+        for layers in (groups[:1] if name == RAW else groups)
+    ]
     return [
-        TransferWay(direction, name, partial(_take_turn, rig, name, case), layers=case.layers if case.layers < groups[0] else None)
+        TransferWay(
+            direction,
+            name,
+            partial(_take_turn, rig, name, case),
+            layers=case.layers if case.layers < groups[0] else None,
+        )
         for name, case in cases
     ]
 
@@ -252,14 +298,20 @@ def copy_blocks(rig: HostRig, case: Case) -> Wait:
         for direction in DIRECTIONS[case.direction]:
             (source, dest), mover = rig.slots(direction, case.blocks), rig.movers[direction]
             read_from, written_to = rig.arenas(direction)
-            accesses = Access(read_from.name, source, layers, Mode.READ), Access(written_to.name, dest, layers, Mode.WRITE)
-            ticket = mover.lane.submit(partial(mover.copier.copy, source, dest, layers), accesses, label=direction)
+            accesses = (
+                Access(read_from.name, source, layers, Mode.READ),
+                Access(written_to.name, dest, layers, Mode.WRITE),
+            )
+            ticket = mover.lane.submit(
+                partial(mover.copier.copy, source, dest, layers), accesses, label=direction
+            )
             launched.append((ticket, mover.lane.record()))
     return partial(_wait_over, launched)
 
 
 def move_blocks(rig: HostRig, case: Case) -> Wait:
-    """The same through movers, as the engine does it: submitted in one call, launched on another thread, over when polling says so."""
+    """The same through movers, as the engine does it: submitted in one call, launched on another thread, over
+    when polling says so."""
     groups = [Group(layers) for layers in rig.groups(case)]
     transfers = []
     for direction in DIRECTIONS[case.direction]:
@@ -281,7 +333,11 @@ def move_blocks(rig: HostRig, case: Case) -> Wait:
 
 
 # By name; the first is what the others are compared with.
-HOST_WAYS: dict[str, Callable[[HostRig, Case], Wait]] = {RAW: copy_raw, "blocks": copy_blocks, "moved": move_blocks}
+HOST_WAYS: dict[str, Callable[[HostRig, Case], Wait]] = {
+    RAW: copy_raw,
+    "blocks": copy_blocks,
+    "moved": move_blocks,
+}
 
 
 def _wait_over(launched: Sequence[tuple[Ticket, Fence]]) -> None:

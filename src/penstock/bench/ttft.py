@@ -1,5 +1,5 @@
-"""Time to first token: cold, with the prefix in one tier alone, and from the disk after a restart. Owns the proof that a tier served
-what it is said to have served, and the processes of a restart."""
+"""Time to first token: cold, with the prefix in one tier alone, and from the disk after a restart. Owns the
+proof that a tier served what it is said to have served, and the processes of a restart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, St
 from penstock.models.progress import Progress
 
 NEW_TOKENS = 16  # of the follow-up: the cached prompt, then so many new ones
-PLACES = {"device": "on the device", "host": "in host memory", "ssd": "on the disk", "remote": "in the shared store"}
+PLACES = {
+    "device": "on the device",
+    "host": "in host memory",
+    "ssd": "on the disk",
+    "remote": "in the shared store",
+}
 NAMES = {"cold": "nothing cached"}
 for _tier, _place in PLACES.items():
     NAMES |= {_tier: f"prefix {_place}", f"{_tier}_new": f"prefix {_place}, {NEW_TOKENS} new tokens"}
@@ -53,8 +58,8 @@ def _ratio_name(tier: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TtftBench:
-    """For each length: a fresh prompt on an empty cache, the same prompt again, and the same with a few tokens more; the prefix on the
-    device, and in each colder tier alone."""
+    """For each length: a fresh prompt on an empty cache, the same prompt again, and the same with a few
+    tokens more; the prefix on the device, and in each colder tier alone."""
 
     lengths: tuple[int, ...]
     repeat: int
@@ -70,17 +75,27 @@ class TtftBench:
 
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         Driver(engine).wait_ready(progress)
-        refusals = [refusal_of(length, engine, config, self._blocks(length, engine, config)) for length in self.lengths]
+        refusals = [
+            refusal_of(length, engine, config, self._blocks(length, engine, config))
+            for length in self.lengths
+        ]
         fits = [length for length, refusal in zip(self.lengths, refusals, strict=True) if refusal is None]
-        skipped = [f"{length} tokens: {refusal}" for length, refusal in zip(self.lengths, refusals, strict=True) if refusal is not None]
+        skipped = [
+            f"{length} tokens: {refusal}"
+            for length, refusal in zip(self.lengths, refusals, strict=True)
+            if refusal is not None
+        ]
         return Results([self._row(Driver(engine), length, config, progress) for length in fits], skipped)
 
     def _blocks(self, length: int, engine: Engine, config: Config) -> dict[str, int]:
-        """That are in each colder tier at the end of a run: those of the prompt, and of each case with new tokens one or more."""
+        """That are in each colder tier at the end of a run: those of the prompt, and of each case with new
+        tokens one or more."""
         block_tokens = config.kv.block_tokens
         full = length // block_tokens
         new = (length + NEW_TOKENS) // block_tokens - full
-        return dict.fromkeys(engine.tiers[1:], full + new * sum(case.endswith("_new") for case in cases_of(engine, config)))
+        return dict.fromkeys(
+            engine.tiers[1:], full + new * sum(case.endswith("_new") for case in cases_of(engine, config))
+        )
 
     def _row(self, driver: Driver, length: int, config: Config, progress: Progress) -> dict[str, Any]:
         samples: dict[str, list[Sample]] = {}
@@ -93,8 +108,12 @@ class TtftBench:
             for number, case in enumerate(cases):
                 tier = case.removesuffix("_new")
                 only_in(driver, tier)
-                asked = prompt + (new[number * NEW_TOKENS : (number + 1) * NEW_TOKENS] if case.endswith("_new") else [])
-                taken[case] = sample(driver, asked, tier, reusable(length, len(asked), config.kv.block_tokens))
+                asked = prompt + (
+                    new[number * NEW_TOKENS : (number + 1) * NEW_TOKENS] if case.endswith("_new") else []
+                )
+                taken[case] = sample(
+                    driver, asked, tier, reusable(length, len(asked), config.kv.block_tokens)
+                )
             if run != WARM_UP:
                 for case, one in taken.items():
                     samples.setdefault(case, []).append(one)
@@ -118,7 +137,10 @@ def row_of(length: int, samples: dict[str, list[Sample]]) -> dict[str, Any]:
     medians = {case: median(sample.ttft_s for sample in taken) * 1000 for case, taken in samples.items()}
     return {
         "tokens": length,
-        "ttft_ms": {case: {"median": medians[case], "all": [sample.ttft_s * 1000 for sample in taken]} for case, taken in samples.items()},
+        "ttft_ms": {
+            case: {"median": medians[case], "all": [sample.ttft_s * 1000 for sample in taken]}
+            for case, taken in samples.items()
+        },
         "source": {case: asdict(taken[-1].source) for case, taken in samples.items()},
         "promoted_blocks": {case: taken[-1].promoted_blocks for case, taken in samples.items()},
         **{_ratio_name(tier): medians["cold"] / medians[tier] for tier in PLACES if tier in medians},
@@ -128,7 +150,9 @@ def row_of(length: int, samples: dict[str, list[Sample]]) -> dict[str, Any]:
 def refusal_of(length: int, engine: Engine, config: Config, colder: dict[str, int]) -> str | None:
     """`colder`: blocks that tiers behind the device have to hold together."""
     total = length + NEW_TOKENS + 1
-    too_long = f"with {NEW_TOKENS} new ones and one to write they exceed the context of {engine.max_model_len}"
+    too_long = (
+        f"with {NEW_TOKENS} new ones and one to write they exceed the context of {engine.max_model_len}"
+    )
     needed = {"device": blocks_for(total, config), **colder}
     said = [too_long] if total > engine.max_model_len else []
     said += filter(None, (shortage(tier, blocks, engine, config) for tier, blocks in needed.items()))
@@ -136,7 +160,8 @@ def refusal_of(length: int, engine: Engine, config: Config, colder: dict[str, in
 
 
 def cases_of(engine: Engine, config: Config) -> list[str]:
-    """Those that this engine can show; with the device's prefix cache off, everything comes from colder tiers."""
+    """Those that this engine can show; with the device's prefix cache off, everything comes from colder
+    tiers."""
     tiers = [tier for tier in engine.tiers if tier != "device" or config.kv.prefix_cache]
     return [case for tier in tiers for case in (tier, f"{tier}_new")]
 
@@ -144,36 +169,52 @@ def cases_of(engine: Engine, config: Config) -> list[str]:
 def only_in(driver: Driver, tier: str) -> None:
     """What was computed is in `tier`, and nowhere hotter."""
     tiers = driver.engine.tiers
-    driver.flush("persisted" if tiers.index(tier) > 1 else "visible")  # the case before is over, its saves included
+    # the case before is over, its saves included
+    driver.flush("persisted" if tiers.index(tier) > 1 else "visible")
     if hotter := tiers[: tiers.index(tier)]:
         driver.reset_cache(*hotter)
 
 
 def reusable(length: int, asked: int, block_tokens: int) -> int:
-    """Tokens of a prompt of `asked` tokens, of which `length` were seen before, that must come from a tier: the full blocks of those,
-    but never the last token."""
+    """Tokens of a prompt of `asked` tokens, of which `length` were seen before, that must come from a tier:
+    the full blocks of those, but never the last token."""
     return min(length // block_tokens * block_tokens, asked - 1)
 
 
 def sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Sample:
-    """`expected` tokens must come from `tier` and none from another; the engine's own counters have to agree."""
+    """`expected` tokens must come from `tier` and none from another; the engine's own counters have to
+    agree."""
     before = driver.engine.stats()
     reader = driver.submit(prompt, max_tokens=1)
     driver.run_all()
     after = driver.engine.stats()
     source = reader.source or KvSource()
-    counted = KvSource(**{name: after.prompt_tokens[name] - before.prompt_tokens[name] for name in asdict(source)})
+    counted = KvSource(
+        **{name: after.prompt_tokens[name] - before.prompt_tokens[name] for name in asdict(source)}
+    )
     if counted != source or sum(asdict(source).values()) != len(prompt):
-        raise InvariantBroken(f"a prompt of {len(prompt)} tokens came from {source}, but the engine counted {counted}")
+        raise InvariantBroken(
+            f"a prompt of {len(prompt)} tokens came from {source}, but the engine counted {counted}"
+        )
     if source != KvSource(**{tier: expected, "computed": len(prompt) - expected}):
-        raise InvariantBroken(f"a prompt of {len(prompt)} tokens came from {source}; expected {expected or 'none'} from the {tier}")
+        raise InvariantBroken(
+            f"a prompt of {len(prompt)} "
+            f"tokens "
+            f"came "
+            f"from "
+            f"{source}; "
+            f"expected "
+            f"{expected or 'none'} from the {tier}"
+        )
     promoted = after.cache["promoted"] - before.cache["promoted"]
     if (promoted > 0) != (tier != "device" and expected > 0):
         raise InvariantBroken(f"{promoted} blocks were promoted for a prompt said to come from the {tier}")
     for cold in driver.engine.tiers[2:]:
         read = _bytes_read(after, cold) - _bytes_read(before, cold)
         if (read > 0) != (tier == cold and expected > 0):
-            raise InvariantBroken(f"{read} bytes were read from the {cold} tier for a prompt said to come from the {tier}")
+            raise InvariantBroken(
+                f"{read} bytes were read from the {cold} tier for a prompt said to come from the {tier}"
+            )
     return Sample(reader.ttft_s, source, promoted)
 
 
@@ -181,7 +222,7 @@ def _bytes_read(stats: EngineStats, tier: str) -> int:
     return 0 if stats.traffic is None else stats.traffic.bytes.get((tier, "host"), 0)
 
 
-# --------------------------------------------------------------------------------------------------------- across a restart
+# ------------------------------------------------------------------------------------------- across a restart
 
 
 class BeforeRestart(NamedTuple):
@@ -197,14 +238,15 @@ class AfterRestart(NamedTuple):
     """What the second one found."""
 
     samples: dict[int, dict[str, list[Sample]]]  # by length and case
-    first: dict[int, Sample]  # the disk's in the run that only warms up: of the first length, the first request of the process
+    # the disk's in the run that only warms up: of the first length, the first request of the process
+    first: dict[int, Sample]
     scan_s: float  # from a built engine to a complete index
 
 
 @dataclass(frozen=True, slots=True)
 class RestartBench:
-    """For each length: so many prompts computed and flushed by a process that ends; then each asked for again, and a fresh one of the
-    same length computed, taking turns, in a process that has only the disk."""
+    """For each length: so many prompts computed and flushed by a process that ends; then each asked for
+    again, and a fresh one of the same length computed, taking turns, in a process that has only the disk."""
 
     lengths: tuple[int, ...]
     repeat: int
@@ -233,7 +275,9 @@ class RestartBench:
         rows = []
         for length, samples in after.samples.items():
             row = row_of(length, {**samples, "cold_before": before.cold[length]})
-            rows.append({**row, "first_ms": after.first[length].ttft_s * 1000, "scan_ms": after.scan_s * 1000})
+            rows.append(
+                {**row, "first_ms": after.first[length].ttft_s * 1000, "scan_ms": after.scan_s * 1000}
+            )
         return before.model, Results(rows, before.refused)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -260,14 +304,16 @@ class RestartBench:
         return BeforeRestart(engine.name, cold, refused, num_blocks)
 
     def _that_fit(self, engine: Engine, config: Config) -> tuple[list[int], list[str]]:
-        """Lengths, and why others are left out. The disk has to hold all that the first process writes and beside it, until the last prompt
-        is asked for again, all that the second one computes."""
+        """Lengths, and why others are left out. The disk has to hold all that the first process writes and
+        beside it, until the last prompt is asked for again, all that the second one computes."""
         fits: list[int] = []
         refused = []
         num_prompts, on_disk = 2 * (1 + self.repeat), 0
         for length in self.lengths:
             full = length // config.kv.block_tokens
-            refusal = refusal_of(length, engine, config, {"host": full, "ssd": on_disk + (num_prompts - 1) * full})
+            refusal = refusal_of(
+                length, engine, config, {"host": full, "ssd": on_disk + (num_prompts - 1) * full}
+            )
             if refusal is None:
                 fits.append(length)
                 on_disk += num_prompts * full
@@ -288,7 +334,8 @@ class RestartBench:
                 restored = sample(driver, self._prompt(driver, length, run), "ssd", expected)
                 computed = sample(driver, self._prompt(driver, length, run + FRESH), "device", 0)
                 driver.flush("persisted")  # nothing of this run is written beside the next,
-                driver.reset_cache("device", "host")  # which begins as the first one did: with nothing in memory
+                # which begins as the first one did: with nothing in memory
+                driver.reset_cache("device", "host")
                 if run == WARM_UP:
                     after.first[length] = restored
                 else:
@@ -310,7 +357,9 @@ def _wait_scanned(engine: Engine, num_blocks: int) -> float:
     started = time.perf_counter()
     while (found := engine.stats().kv_blocks["ssd"]["used"]) < num_blocks:
         if time.perf_counter() - started > SCAN_S:
-            raise DeadlineExceeded(f"{found} of {num_blocks} blocks were found on disk within {SCAN_S:g} s of a restart")
+            raise DeadlineExceeded(
+                f"{found} of {num_blocks} blocks were found on disk within {SCAN_S:g} s of a restart"
+            )
         time.sleep(SCAN_POLL_S)
     return time.perf_counter() - started
 
@@ -336,7 +385,9 @@ def run_in_process(work: Callable[..., Any], args: tuple[Any, ...], progress: Pr
         raise
     except EOFError:
         process.join()
-        raise StepFailed(f"a process of the measurement ended with code {process.exitcode} and without a result") from None
+        raise StepFailed(
+            f"a process of the measurement ended with code {process.exitcode} and without a result"
+        ) from None
     finally:
         ours.close()
         process.join(END_S)

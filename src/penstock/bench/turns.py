@@ -1,4 +1,5 @@
-"""Many conversations that come back turn after turn, more of them than fit on the device. Owns what each turn asks, and the figures."""
+"""Many conversations that come back turn after turn, more of them than fit on the device. Owns what each turn
+asks, and the figures."""
 
 from __future__ import annotations
 
@@ -40,8 +41,9 @@ def _cell(tier: str) -> Callable[[dict[str, Any]], str]:
 
 @dataclass(frozen=True, slots=True)
 class TurnsBench:
-    """Each turn brings every conversation `prompt_tokens` new random tokens behind all that was said before, and writes `tokens` greedily.
-    All conversations ask at once, and the next turn begins when the last has its answer."""
+    """Each turn brings every conversation `prompt_tokens` new random tokens behind all that was said before,
+    and writes `tokens` greedily. All conversations ask at once, and the next turn begins when the last has
+    its answer."""
 
     conversations: int
     turns: int
@@ -74,7 +76,15 @@ class TurnsBench:
         longest = self.turns * (self.prompt_tokens + self.tokens)
         if longest <= engine.max_model_len:
             return None
-        return f"each ends with {longest} tokens, and the context holds {engine.max_model_len}, as far as the device's KV memory goes"
+        return (
+            f"each ends with {longest} tokens, and the context "
+            f"holds "
+            f"{engine.max_model_len}, "
+            f"as "
+            f"far "
+            f"as "
+            f"the device's KV memory goes"
+        )
 
     def _run(self, driver: Driver, run: int, progress: Progress) -> list[TakenTurn]:
         driver.reset_cache()
@@ -82,7 +92,12 @@ class TurnsBench:
         taken: list[TakenTurn] = []
         for turn in range(self.turns):
             progress(f"turns, run {run} of {self.repeat}", turn, self.turns)
-            new = random_prompts(self.conversations, self.prompt_tokens, driver.engine.tokenizer.vocab_size, (self.seed, run, turn))
+            new = random_prompts(
+                self.conversations,
+                self.prompt_tokens,
+                driver.engine.tokenizer.vocab_size,
+                (self.seed, run, turn),
+            )
             prompts = [old + more for old, more in zip(said, new, strict=True)]
             answers = self._turn(driver, prompts, taken)
             said = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]

@@ -1,1 +1,2 @@
-"""What each command does once its arguments are known, one file per command. Owns terminals and files, no engine parts."""
+"""What each command does once its arguments are known, one file per command. Owns terminals and files, no
+engine parts."""

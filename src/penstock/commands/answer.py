@@ -1,5 +1,5 @@
-"""An engine for one command, and one generation as the person at the terminal sees it: pieces of text, then figures. Owns the engine's
-thread and one request at a time."""
+"""An engine for one command, and one generation as the person at the terminal sees it: pieces of text, then
+figures. Owns the engine's thread and one request at a time."""
 
 from __future__ import annotations
 
@@ -77,24 +77,42 @@ class Figures:
         """For people."""
         speed = f" at {self.decode_tokens_per_s:.1f} tok/s" if self.decode_tokens_per_s else ""
         plural = "" if self.generated_tokens == 1 else "s"
-        colder = "".join(f", {count} from {place}" for tier, place in COLDER.items() if (count := getattr(self.kv_source, tier)))
+        colder = "".join(
+            f", {count} from {place}"
+            for tier, place in COLDER.items()
+            if (count := getattr(self.kv_source, tier))
+        )
         return (
             f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms; "
-            f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache{colder} ({self.finish})"
+            f"prompt {self.prompt_tokens} tokens, "
+            f"{self.kv_source.device} "
+            f"from "
+            f"the "
+            f"device "
+            f"cache{colder} "
+            f"({self.finish})"
         )
 
 
 class Answer:
-    """`begin` submits it, `pieces` reads it to its end. `interrupt` may be called at any time, from a signal handler or another thread."""
+    """`begin` submits it, `pieces` reads it to its end. `interrupt` may be called at any time, from a signal
+    handler or another thread."""
 
     def __init__(
-        self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams, adapter: Adapter | None = None, begins: bool = True
+        self,
+        engine: Engine,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        adapter: Adapter | None = None,
+        begins: bool = True,
     ) -> None:
         """It `begins` a text, as in a chat, or goes on with the prompt's."""
         self._engine = engine
         self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
-        self._stream = TextStream(engine.tokenizer, tuple(map(StopString, sampling.stop)), begins, sampling.min_tokens)
+        self._stream = TextStream(
+            engine.tokenizer, tuple(map(StopString, sampling.stop)), begins, sampling.min_tokens
+        )
         self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader wants no more
         self.tokens: list[int] = []  # whose text is part of the answer
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
@@ -119,8 +137,8 @@ class Answer:
             self._engine.cancel(self._request_id)
 
     def pieces(self) -> Iterator[str]:
-        """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where it gave it up, or where it
-        can no longer say so."""
+        """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where
+        it gave it up, or where it can no longer say so."""
         if not self._request_id:
             self.begin()
         while True:
@@ -147,7 +165,14 @@ class Answer:
                     raise StepFailed(why) from None
 
     def figures(self) -> Figures:
-        return Figures(len(self._prompt), self._source, self._num_generated, self._first_s, self._last_s, self._finish or "cancelled")
+        return Figures(
+            len(self._prompt),
+            self._source,
+            self._num_generated,
+            self._first_s,
+            self._last_s,
+            self._finish or "cancelled",
+        )
 
     def _take(self, event: TokenEvent) -> str:
         if event.source is not None:
@@ -171,7 +196,8 @@ class Answer:
         return delta.text
 
     def _end(self, finish: str) -> None:
-        """No more text is wanted; the engine is asked to end the request, and the event that says so is waited for."""
+        """No more text is wanted; the engine is asked to end the request, and the event that says so is
+        waited for."""
         if self._finish is None:
             self._finish = finish
             self._cancel_by_s = time.monotonic() + CANCEL_S

@@ -1,4 +1,5 @@
-"""`penstock bench`: a measurement, with an engine where it needs one, and a report. Owns their order; the rest is in `penstock.bench`."""
+"""`penstock bench`: a measurement, with an engine where it needs one, and a report. Owns their order; the
+rest is in `penstock.bench`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from rich.console import Console
 from penstock.bench.agents import AgentsBench
 from penstock.bench.agents_replay import ServerAddress
 from penstock.bench.deep import DeepBench
-from penstock.bench.report import BenchReport, Results, measured_on, print_table, require_matplotlib, write_json
+from penstock.bench.report import (
+    BenchReport,
+    Results,
+    measured_on,
+    print_table,
+    require_matplotlib,
+    write_json,
+)
 from penstock.bench.run import Bench, scratch_ssd
 from penstock.bench.soak import SoakBench, Verdict
 from penstock.bench.transfer import TransferBench, dimensions_of
@@ -25,7 +33,8 @@ from penstock.config import Config
 from penstock.engine.loop import settle_process
 from penstock.errors import PenstockError
 
-DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")  # they warn of whatever fails in a tier, and in a soak that is on purpose
+# they warn of whatever fails in a tier, and in a soak that is on purpose
+DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")
 
 
 def run_bench(config: Config, bench: Bench) -> BenchReport:
@@ -36,7 +45,8 @@ def run_bench(config: Config, bench: Bench) -> BenchReport:
             engine.warm(bar)
             settle_process()
             results = bench.measure(engine, config, bar)
-        engine.close(timeout_s=60.0)  # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
+        # not on an error: a step that was interrupted halfway cannot be ended in order, only with the process
+        engine.close(timeout_s=60.0)
         name = engine.name
         del engine
         gc.unfreeze()
@@ -52,7 +62,8 @@ def run_restart(config: Config, bench: RestartBench) -> BenchReport:
 
 
 def run_deep(config: Config, bench: DeepBench) -> BenchReport:
-    """Where it is said how much is on the device, once more with as much as fits. What was measured until then is kept."""
+    """Where it is said how much is on the device, once more with as much as fits. What was measured until
+    then is kept."""
     report = run_bench(config, bench)
     fits = (config.kv.device_blocks or 0) * config.kv.block_tokens
     lengths = tuple(length for length in bench.lengths if not fits or bench.tokens_of(length) <= fits)
@@ -78,7 +89,8 @@ def run_transfer(config: Config, bench: TransferBench) -> BenchReport:
 
 
 def run_agents_url(bench: AgentsBench, server: ServerAddress, vocab: int, block_tokens: int) -> BenchReport:
-    """No engine: a server that runs already. `vocab`: ids that tokens are below; `block_tokens`: of a block that can be reused."""
+    """No engine: a server that runs already. `vocab`: ids that tokens are below; `block_tokens`: of a block
+    that can be reused."""
     with ProgressBar() as bar:
         results = bench.measure_url(server, vocab, block_tokens, bar)
     return BenchReport(bench, server.model, Config(), results, server.url)
@@ -118,7 +130,9 @@ def run_soak(config: Config, bench: SoakBench, json_file: Path | None) -> int:
 
 def _show_verdict(config: Config, bench: SoakBench, verdict: Verdict) -> None:
     title = f"penstock bench soak: {config.source.model}, {bench.seconds:g} s, seed {bench.seed}"
-    counts = [(what, "not asked for" if number is None else f"{number}") for what, number in verdict.counts.items()]
+    counts = [
+        (what, "not asked for" if number is None else f"{number}") for what, number in verdict.counts.items()
+    ]
     print_table(["", "number"], counts, title, left=1)
     said = Console(soft_wrap=True, highlight=False, markup=False)
     for violation in verdict.violations:

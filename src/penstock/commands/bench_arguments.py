@@ -37,7 +37,9 @@ _SCAN_BLOCKS = 128  # 65,536 tokens
 
 
 def add_bench(commands: Any) -> None:
-    parser = commands.add_parser("bench", help="measure speed", description="Measure speed on this machine, without a server.")
+    parser = commands.add_parser(
+        "bench", help="measure speed", description="Measure speed on this machine, without a server."
+    )
     kinds = parser.add_subparsers(title="what to measure", metavar="WHAT")
     parser.set_defaults(run=parser.show_help)
     _add_decode(kinds)
@@ -61,16 +63,25 @@ def _measurement_flags(repeat: int) -> argparse.ArgumentParser:
 
 def _report_flags(group: Any) -> None:
     group.add_argument("--json", type=new_file, metavar="FILE", help="write settings and results there")
-    group.add_argument("--plot", type=picture, metavar="FILE", help="draw a picture: .png, .svg or .pdf; needs matplotlib")
+    group.add_argument(
+        "--plot", type=picture, metavar="FILE", help="draw a picture: .png, .svg or .pdf; needs matplotlib"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- with an engine
+# --------------------------------------------------------------------------------------------- with an engine
 
 
 def _add_decode(kinds: Any) -> None:
     about = "Time of one decode step while so many requests run, prompts done and none finished."
-    parser = kinds.add_parser("decode", help="time per decode step", description=about, parents=[engine_flags(), _measurement_flags(3)])
-    parser.add_argument("--batch", type=counts, default="1,8,32,128,256", metavar="N,N", help="requests at once")
+    parser = kinds.add_parser(
+        "decode",
+        help="time per decode step",
+        description=about,
+        parents=[engine_flags(), _measurement_flags(3)],
+    )
+    parser.add_argument(
+        "--batch", type=counts, default="1,8,32,128,256", metavar="N,N", help="requests at once"
+    )
     number(parser, "--prompt-tokens", "tokens of each prompt", 128, positive)
     number(parser, "--tokens", "tokens that each request writes", 128, positive)
     parser.set_defaults(run=_decode)
@@ -80,7 +91,9 @@ def _decode(args: argparse.Namespace) -> int:
     config = config_of(args)
     from penstock.bench.decode import DecodeBench
 
-    return _measured(args, config, DecodeBench(args.batch, args.prompt_tokens, args.tokens, args.repeat, args.seed))
+    return _measured(
+        args, config, DecodeBench(args.batch, args.prompt_tokens, args.tokens, args.repeat, args.seed)
+    )
 
 
 def _measured(args: argparse.Namespace, config: Config, bench: Bench) -> int:
@@ -90,9 +103,15 @@ def _measured(args: argparse.Namespace, config: Config, bench: Bench) -> int:
 
 
 def _add_ttft(kinds: Any) -> None:
-    about = "Time from submit to first token of one request: nothing cached, and its prefix in each tier alone."
-    parser = kinds.add_parser("ttft", help="time to first token", description=about, parents=[engine_flags(), _measurement_flags(5)])
-    parser.add_argument("--tokens", type=counts, default="2048,8192,32768", metavar="N,N", help="prompt lengths")
+    about = (
+        "Time from submit to first token of one request: nothing cached, and its prefix in each tier alone."
+    )
+    parser = kinds.add_parser(
+        "ttft", help="time to first token", description=about, parents=[engine_flags(), _measurement_flags(5)]
+    )
+    parser.add_argument(
+        "--tokens", type=counts, default="2048,8192,32768", metavar="N,N", help="prompt lengths"
+    )
     text = "from the disk in a new process, beside nothing cached; the directory is a temporary one"
     parser.add_argument("--restart", action="store_true", help=text)
     parser.set_defaults(run=_ttft)
@@ -102,23 +121,44 @@ def _ttft(args: argparse.Namespace) -> int:
     config = config_of(args)
     if not config.kv.prefix_cache and not config.offload.enabled:
         raise ConfigError(
-            "--no-prefix-cache without offload leaves bench ttft nothing to compare with: it measures how much a cached prefix saves"
+            "--no-prefix-cache without offload leaves bench ttft nothing to "
+            "compare "
+            "with: "
+            "it "
+            "measures "
+            "how "
+            "much a cached prefix saves"
         )
     if args.restart and not config.offload.enabled:
         raise ConfigError("--restart needs --kv-offload: nothing else outlives a process")
-    config = replace(config, offload=replace(config.offload, load_always=True))  # a tier is measured, whether or not it pays
+    # a tier is measured, whether or not it pays
+    config = replace(config, offload=replace(config.offload, load_always=True))
     from penstock.bench.ttft import RestartBench, TtftBench
     from penstock.commands.bench import run_restart, show
 
     if args.restart:
-        return show(lambda: run_restart(config, RestartBench(args.tokens, args.repeat, args.seed)), args.json, args.plot)
+        return show(
+            lambda: run_restart(config, RestartBench(args.tokens, args.repeat, args.seed)),
+            args.json,
+            args.plot,
+        )
     return _measured(args, config, TtftBench(args.tokens, args.repeat, args.seed))
 
 
 def _add_turns(kinds: Any) -> None:
-    about = "Many conversations at once, turn after turn: how long each turn takes, and where the KV of what was said before comes from."
+    about = (
+        "Many conversations at once, turn after turn: how long each turn takes, "
+        "and "
+        "where "
+        "the "
+        "KV "
+        "of "
+        "what was said before comes from."
+    )
     parents = [engine_flags(), _measurement_flags(1)]
-    parser = kinds.add_parser("turns", help="time per turn of many conversations", description=about, parents=parents)
+    parser = kinds.add_parser(
+        "turns", help="time per turn of many conversations", description=about, parents=parents
+    )
     number(parser, "--conversations", "conversations, all asking at once", 64, positive)
     number(parser, "--turns", "turns of each", 5, positive)
     number(parser, "--prompt-tokens", "new tokens that each turn brings", 1024, positive)
@@ -130,33 +170,60 @@ def _turns(args: argparse.Namespace) -> int:
     config = config_of(args)
     from penstock.bench.turns import TurnsBench
 
-    return _measured(args, config, TurnsBench(args.conversations, args.turns, args.prompt_tokens, args.tokens, args.repeat, args.seed))
+    return _measured(
+        args,
+        config,
+        TurnsBench(args.conversations, args.turns, args.prompt_tokens, args.tokens, args.repeat, args.seed),
+    )
 
 
 def _add_agents(kinds: Any) -> None:
     about = (
-        "Replay recorded conversations of coding agents, many users at once: when each request is answered, and where its KV comes from. "
+        "Replay recorded conversations of coding agents, many users at "
+        "once: "
+        "when "
+        "each "
+        "request "
+        "is "
+        "answered, and where its KV comes from. "
         "In this process, or with --url against a server. Lengths are in tokens of the trace."
     )
-    parser = kinds.add_parser("agents", help="recorded agents, many users", description=about, parents=[engine_flags()])
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file with one conversation per line")
+    parser = kinds.add_parser(
+        "agents", help="recorded agents, many users", description=about, parents=[engine_flags()]
+    )
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file with one conversation per line"
+    )
     group = parser.add_argument_group("replay")
     number(group, "--users", "conversations, each with requests that fit --context", 20, positive)
     number(group, "--context", "requests with longer prompts are left out", 65536, positive)
     number(group, "--requests", "requests of each conversation at most", 16, positive)
     number(group, "--tokens", "tokens that each answer has at most", 200, positive)
     number(group, "--think", "factor of the recorded pauses before requests", 0.0, _not_negative)
-    number(group, "--max-think-s", "no pause is longer; some that were recorded take hours", kind=_not_negative)
-    number(group, "--limit-s", "stop after so long, and report what was done (unset: at the end)", kind=_not_negative)
-    group.add_argument("--scale", type=positive, default=1, metavar="D", help="divide all lengths, blocks included, by this")
+    number(
+        group, "--max-think-s", "no pause is longer; some that were recorded take hours", kind=_not_negative
+    )
+    number(
+        group,
+        "--limit-s",
+        "stop after so long, and report what was done (unset: at the end)",
+        kind=_not_negative,
+    )
+    group.add_argument(
+        "--scale", type=positive, default=1, metavar="D", help="divide all lengths, blocks included, by this"
+    )
     text = "whether they share the tokens that they shared with their parents"
     group.add_argument("--subagents", choices=("apart", "shared"), default="apart", help=text)
     _report_flags(group)
-    server = parser.add_argument_group("server", "An OpenAI-compatible one, instead of an engine in this process.")
+    server = parser.add_argument_group(
+        "server", "An OpenAI-compatible one, instead of an engine in this process."
+    )
     server.add_argument("--url", metavar="URL", help="such as http://host:port/v1; --model names its model")
     server.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
     number(server, "--vocab", f"token ids are below this (unset: {_URL_VOCAB})", kind=positive)
-    server.add_argument("--hints", action="store_true", help="send the conversation as prompt_cache_key and session_id")
+    server.add_argument(
+        "--hints", action="store_true", help="send the conversation as prompt_cache_key and session_id"
+    )
     parser.set_defaults(run=_agents)
 
 
@@ -191,14 +258,23 @@ def _agents_at_url(args: argparse.Namespace, chosen: list[RecordedConversation])
     plain = vars(engine_flags().parse_args([]))
     for name, default in plain.items():
         if name not in ("model", "seed", "block_tokens") and getattr(args, name) != default:
-            raise ConfigError(f"--{name.replace('_', '-')} is for an engine in this process, and --url names a server")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for an engine in this process, and --url names a server"
+            )
     from penstock.bench.agents import AgentsBench
     from penstock.bench.agents_replay import ServerAddress
     from penstock.commands.bench import run_agents_url, show
 
-    server, bench = ServerAddress(args.url, args.model, args.api_key, args.hints), AgentsBench(_asking(args), chosen)
+    server, bench = (
+        ServerAddress(args.url, args.model, args.api_key, args.hints),
+        AgentsBench(_asking(args), chosen),
+    )
     server.parts()
-    return show(lambda: run_agents_url(bench, server, args.vocab or _URL_VOCAB, args.block_tokens), args.json, args.plot)
+    return show(
+        lambda: run_agents_url(bench, server, args.vocab or _URL_VOCAB, args.block_tokens),
+        args.json,
+        args.plot,
+    )
 
 
 def _not_negative(text: str) -> float:
@@ -212,7 +288,15 @@ def _not_negative(text: str) -> float:
 
 
 def _add_restore(kinds: Any) -> None:
-    about = "Time between tokens of running requests while prefixes come back from host memory, beside the same without."
+    about = (
+        "Time between tokens of running requests while prefixes come back "
+        "from "
+        "host "
+        "memory, "
+        "beside "
+        "the "
+        "same without."
+    )
     parents = [engine_flags(), _measurement_flags(3)]
     parser = kinds.add_parser("restore", help="decoding beside a restore", description=about, parents=parents)
     parser.add_argument("--batch", type=counts, default="8,32", metavar="N,N", help="requests that decode")
@@ -224,7 +308,9 @@ def _add_restore(kinds: Any) -> None:
 def _restore(args: argparse.Namespace) -> int:
     config = config_of(args)
     if not config.offload.enabled or not 0 < args.gib < 1024:
-        raise ConfigError("bench restore needs --kv-offload and a positive --gib: it brings KV back from host memory")
+        raise ConfigError(
+            "bench restore needs --kv-offload and a positive --gib: it brings KV back from host memory"
+        )
     config = replace(config, offload=replace(config.offload, load_always=True))
     from penstock.bench.decode import RestoreBench
 
@@ -233,13 +319,29 @@ def _restore(args: argparse.Namespace) -> int:
 
 def _add_deep(kinds: Any) -> None:
     about = (
-        "Long sequences with all of their KV on the device, and with --kv-resident-tokens there and the rest in host memory: prefill, "
-        "time per token, and the first token of a second turn, beside the rate of the link; with --kv-residency scored also a turn whose "
+        "Long sequences with all of their KV on the device, and "
+        "with "
+        "--kv-resident-tokens "
+        "there "
+        "and "
+        "the "
+        "rest in host memory: prefill, "
+        "time per token, and the first token of a second turn, beside the "
+        "rate "
+        "of "
+        "the "
+        "link; "
+        "with "
+        "--kv-residency scored also a turn whose "
         "tokens attend to what is on the device alone. One request at a time."
     )
-    parser = kinds.add_parser("deep", help="sequences larger than device memory", description=about, parents=[engine_flags()])
+    parser = kinds.add_parser(
+        "deep", help="sequences larger than device memory", description=about, parents=[engine_flags()]
+    )
     group = parser.add_argument_group("measurement")
-    group.add_argument("--lengths", type=counts, default="32768,131072,524288", metavar="N,N", help="tokens of the prompts")
+    group.add_argument(
+        "--lengths", type=counts, default="32768,131072,524288", metavar="N,N", help="tokens of the prompts"
+    )
     number(group, "--tokens", "tokens that each answer has", 8, positive)
     _report_flags(group)
     parser.set_defaults(run=_deep)
@@ -262,18 +364,48 @@ def _deep(args: argparse.Namespace) -> int:
 
 def _add_soak(kinds: Any) -> None:
     about = (
-        "Random requests from several threads, cancels, retractions, cache resets, copies that fail or stall, adapters that change; then "
-        "every answer is compared with the same request alone, and every balance has to be zero. Exit code 1 where anything is wrong. "
-        "Unless sizes are given, 48 KV blocks on the device and 4 MiB of host memory, so that there is always too little. A disk or "
-        "store that is named fails, stalls and damages blocks as well; then 1 MiB of host memory, and 16 of disk in a temporary directory."
+        "Random requests from several threads, cancels, retractions, cache "
+        "resets, "
+        "copies "
+        "that "
+        "fail "
+        "or "
+        "stall, adapters that change; then "
+        "every answer is compared with the same request alone, and every balance has "
+        "to "
+        "be "
+        "zero. "
+        "Exit "
+        "code "
+        "1 where anything is wrong. "
+        "Unless sizes are given, 48 KV blocks on the device and 4 MiB of host "
+        "memory, "
+        "so "
+        "that "
+        "there "
+        "is "
+        "always too little. A disk or "
+        "store that is named fails, stalls and damages blocks as well; then 1 MiB "
+        "of "
+        "host "
+        "memory, "
+        "and "
+        "16 "
+        "of disk in a temporary directory."
     )
-    parser = kinds.add_parser("soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()])
+    parser = kinds.add_parser(
+        "soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()]
+    )
     group = parser.add_argument_group("soak")
     number(group, "--seconds", "how long requests come", 60, positive)
     number(group, "--threads", "that submit requests", 4, positive)
     number(group, "--adapters", "random LoRA adapters that take turns under one name; 0: none", 3)
-    group.add_argument("--json", type=new_file, metavar="FILE", help="write settings, counts and violations there")
-    parser.set_defaults(run=_soak, model="tiny-qwen3", load_format="dummy", max_batch=12, prefill_chunk=64, overcommit=3.0)
+    group.add_argument(
+        "--json", type=new_file, metavar="FILE", help="write settings, counts and violations there"
+    )
+    parser.set_defaults(
+        run=_soak, model="tiny-qwen3", load_format="dummy", max_batch=12, prefill_chunk=64, overcommit=3.0
+    )
 
 
 def _soak(args: argparse.Namespace) -> int:
@@ -296,25 +428,41 @@ def _soak(args: argparse.Namespace) -> int:
     return run_soak(config, SoakBench(args.seconds, args.threads, args.adapters, args.seed), args.json)
 
 
-# ------------------------------------------------------------------------------------------------------------ without one
+# ------------------------------------------------------------------------------------------------ without one
 
 
 def _add_transfer(kinds: Any) -> None:
     """Only the shape of a block counts: most flags of an engine would change nothing."""
     about = (
-        "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes; also to and from a disk, beside raw "
+        "Rate of KV blocks between device and host memory, beside one plain copy of "
+        "as "
+        "many "
+        "bytes; "
+        "also "
+        "to "
+        "and from a disk, beside raw "
         "O_DIRECT, and a shared store, where they are named. No weights are read."
     )
     parents = [_measurement_flags(5)]
     parser = kinds.add_parser("transfer", help="rate between tiers", description=about, parents=parents)
     group = parser.add_argument_group("blocks")
     model_flag(group)
-    group.add_argument("--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here")
+    group.add_argument(
+        "--load-format", choices=("dummy",), default="dummy", help="as elsewhere; there is no other here"
+    )
     device_flag(group)
     dtype_flag(group)
     number(group, "--block-tokens", "tokens in one KV block", KvConfig().block_tokens)
-    group.add_argument("--blocks", type=counts, default="127,511", metavar="N,N", help="blocks moved at once, scattered over both memories")
-    group.add_argument("--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers")
+    group.add_argument(
+        "--blocks",
+        type=counts,
+        default="127,511",
+        metavar="N,N",
+        help="blocks moved at once, scattered over both memories",
+    )
+    group.add_argument(
+        "--layers", type=counts, default="6,3", metavar="N,N", help="also in groups of so many layers"
+    )
     number(group, "--seed", "of the bytes and of where they lie", 0)
     tiers = parser.add_argument_group("tiers behind host memory")
     ssd_dir_flag(tiers, required=False)
@@ -327,7 +475,9 @@ def _transfer(args: argparse.Namespace) -> int:
         raise ConfigError("--kv-offload-remote-timeout-s needs --kv-offload-remote")
     given_s = args.kv_offload_remote_timeout_s
     timeout_s = OffloadConfig().remote_timeout_s if given_s is None else given_s
-    offload = OffloadConfig(ssd_dir=args.kv_offload_ssd_dir, remote=args.kv_offload_remote, remote_timeout_s=timeout_s)
+    offload = OffloadConfig(
+        ssd_dir=args.kv_offload_ssd_dir, remote=args.kv_offload_remote, remote_timeout_s=timeout_s
+    )
     source = ModelSource(args.model, args.load_format, args.device, args.dtype, args.seed)
     config = Config(source, KvConfig(args.block_tokens), offload=offload)
     from penstock.bench.transfer import TransferBench
@@ -339,17 +489,40 @@ def _transfer(args: argparse.Namespace) -> int:
 
 def _add_trace(kinds: Any) -> None:
     about = (
-        "Replay a trace against policies of eviction: how many blocks each finds, beside the best that any could. Mooncake's form and that "
+        "Replay a trace against policies of eviction: how many blocks each finds, "
+        "beside "
+        "the "
+        "best "
+        "that "
+        "any "
+        "could. Mooncake's form and that "
         "of recorded agents are known; blocks have 512 tokens either way. Needs no model."
     )
     parser = kinds.add_parser("trace", help="hit rates of eviction policies", description=about)
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a .jsonl or .jsonl.gz file: one request, or one conversation, per line")
-    parser.add_argument("--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay")
-    parser.add_argument("--capacity-blocks", type=counts, metavar="N,N", help="blocks kept (unset: doubling up to all that the trace has)")
+    parser.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a .jsonl or .jsonl.gz file: one request, or one conversation, per line",
+    )
+    parser.add_argument(
+        "--policies", type=_policies, default=",".join(EVICTIONS), metavar="NAME,NAME", help="which to replay"
+    )
+    parser.add_argument(
+        "--capacity-blocks",
+        type=counts,
+        metavar="N,N",
+        help="blocks kept (unset: doubling up to all that the trace has)",
+    )
     number(parser, "--requests", "only the first N (unset: all)", kind=positive)
     text = "conversations all begin at once, and go on by their recorded times, or take turns (unset: time)"
     parser.add_argument("--interleave", choices=("time", "turns"), help=text)
-    number(parser, "--scan", "put N documents that never come back between the requests (unset: none)", kind=positive)
+    number(
+        parser,
+        "--scan",
+        "put N documents that never come back between the requests (unset: none)",
+        kind=positive,
+    )
     number(parser, "--scan-blocks", f"blocks of each (unset: {_SCAN_BLOCKS})", kind=positive)
     _report_flags(parser)
     parser.set_defaults(run=_trace)

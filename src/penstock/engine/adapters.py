@@ -1,5 +1,5 @@
-"""The adapters that requests may name: loaded, replaced and unloaded while others run. Owns names, and weights for as long as anybody
-uses them; reads files on the caller's thread."""
+"""The adapters that requests may name: loaded, replaced and unloaded while others run. Owns names, and
+weights for as long as anybody uses them; reads files on the caller's thread."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from penstock.models.progress import Progress
 
 log = logging.getLogger(__name__)
 
-MAX_NAMES = 1024  # names cost nothing but must not grow without bound; equal content is kept once, under however many names
+# names cost nothing but must not grow without bound; equal content is kept once, under however many names
+MAX_NAMES = 1024
 
 
 class AdapterHold:
-    """Keeps the weights of one adapter, unloaded or not, until it ends; ends exactly once, from any thread."""
+    """Keeps the weights of one adapter, unloaded or not, until it ends; ends exactly once, from any
+    thread."""
 
     def __init__(self, store: AdapterStore, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -52,12 +54,15 @@ class AdapterHold:
     def __enter__(self) -> Adapter:
         return self.adapter
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.end()
 
 
 class AdapterStore:
-    """Every method may be called from any thread, and none but the loading ones takes long. `read` makes weights of a directory."""
+    """Every method may be called from any thread, and none but the loading ones takes long. `read` makes
+    weights of a directory."""
 
     def __init__(self, base: str, read: Callable[[Path], AdapterFiles], root: Path | None = None) -> None:
         self.root = root  # resolved; what `load_inside` may read
@@ -68,18 +73,22 @@ class AdapterStore:
         self._weights: dict[str, AdapterWeights] = {}  # by digest: of everything named or held
         self._num_holds: Counter[str] = Counter()  # by digest
 
-    # ------------------------------------------------------------------------------------------------------------ names
+    # -------------------------------------------------------------------------------------------------- names
 
     def load(self, name: str, directory: Path, root: str | None = None) -> LoadedAdapter:
-        """Read the adapter in `directory` and give it `name`. Where another had the name, requests that run on that finish on it. Blocks
-        while files are read; a failure changes nothing."""
+        """Read the adapter in `directory` and give it `name`. Where another had the name, requests that run
+        on that finish on it. Blocks while files are read; a failure changes nothing."""
         self._check_name(name)
         files = self._read(directory)
         with self._lock:
             if name not in self._named and len(self._named) >= MAX_NAMES:
-                raise InvalidRequest(f"{MAX_NAMES} adapters are loaded already; unload one first", "lora_name")
+                raise InvalidRequest(
+                    f"{MAX_NAMES} adapters are loaded already; unload one first", "lora_name"
+                )
             before = self._named.get(name)
-            loaded = LoadedAdapter(Adapter(name, files.digest), root or str(directory), time.time(), replaced=before is not None)
+            loaded = LoadedAdapter(
+                Adapter(name, files.digest), root or str(directory), time.time(), replaced=before is not None
+            )
             self._named[name] = loaded
             self._weights.setdefault(files.digest, files.weights)
             if before is not None:
@@ -93,14 +102,24 @@ class AdapterStore:
             raise ConfigError("clients may not load adapters: there is no --lora-dir")
         self._check_name(name)
         directory = _resolved(self.root / path)
-        files = () if directory is None else (_resolved(directory / CONFIG_FILE), _resolved(directory / TENSORS_FILE))
-        if directory is None or not all(file is not None and file.is_relative_to(self.root) for file in (directory, *files)):
-            raise InvalidRequest("lora_path must lie inside the directory that the server was given as --lora-dir", "lora_path")
+        files = (
+            ()
+            if directory is None
+            else (_resolved(directory / CONFIG_FILE), _resolved(directory / TENSORS_FILE))
+        )
+        if directory is None or not all(
+            file is not None and file.is_relative_to(self.root) for file in (directory, *files)
+        ):
+            raise InvalidRequest(
+                "lora_path must lie inside the directory that the server was given as --lora-dir", "lora_path"
+            )
         try:
             return self.load(name, directory, path)
         except ModelError as error:
             # Where the directory lies is not the caller's to know.
-            raise InvalidRequest(str(error).replace(f"{self.root}/", "").replace(str(self.root), "--lora-dir"), "lora_path") from error
+            raise InvalidRequest(
+                str(error).replace(f"{self.root}/", "").replace(str(self.root), "--lora-dir"), "lora_path"
+            ) from error
 
     def unload(self, name: str) -> bool:
         """Forget the name; False where there is none. Requests that run on it finish."""
@@ -119,7 +138,7 @@ class AdapterStore:
         with self._lock:
             return self._named.get(name)
 
-    # ---------------------------------------------------------------------------------------------------------- weights
+    # ------------------------------------------------------------------------------------------------ weights
 
     def try_hold(self, name: str) -> AdapterHold | None:
         """The adapter that has the name now; None where none has."""
@@ -131,7 +150,9 @@ class AdapterStore:
         """Exactly this content. Raises InvalidRequest once it is gone."""
         with self._lock:
             if adapter.digest not in self._weights:
-                raise InvalidRequest(f"adapter {adapter.name!r} is not loaded, or no longer with this content", "model")
+                raise InvalidRequest(
+                    f"adapter {adapter.name!r} is not loaded, or no longer with this content", "model"
+                )
             return self._hold(adapter)
 
     def weights_of(self, adapter: Adapter) -> AdapterWeights:
@@ -154,13 +175,17 @@ class AdapterStore:
             if all(loaded.adapter.digest != digest for loaded in self._named.values()):
                 self._weights.pop(digest, None)
 
-    # ----------------------------------------------------------------------------------------------------------- checks
+    # ------------------------------------------------------------------------------------------------- checks
 
     def _check_name(self, name: str) -> None:
         if ADAPTER_NAME.fullmatch(name) is None:
-            raise InvalidRequest(f"{name!r} is no name for an adapter: letters, digits and ._:/@+-, at most 128", "lora_name")
+            raise InvalidRequest(
+                f"{name!r} is no name for an adapter: letters, digits and ._:/@+-, at most 128", "lora_name"
+            )
         if name == self._base:
-            raise InvalidRequest(f"{name!r} is the name of the model itself; give the adapter another", "lora_name")
+            raise InvalidRequest(
+                f"{name!r} is the name of the model itself; give the adapter another", "lora_name"
+            )
 
 
 def _resolved(path: Path) -> Path | None:
@@ -171,8 +196,11 @@ def _resolved(path: Path) -> Path | None:
         return None
 
 
-def open_store(config: LoraConfig, base: str, read: Callable[[Path], AdapterFiles], progress: Progress) -> AdapterStore:
-    """A store with the adapters that the configuration names. Everything that is wrong with them is a ConfigError."""
+def open_store(
+    config: LoraConfig, base: str, read: Callable[[Path], AdapterFiles], progress: Progress
+) -> AdapterStore:
+    """A store with the adapters that the configuration names. Everything that is wrong with them is a
+    ConfigError."""
     root = None
     if config.dir is not None:
         root = Path(os.path.expanduser(config.dir))

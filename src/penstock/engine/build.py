@@ -1,4 +1,5 @@
-"""The composition root: the only file that constructs across folders. Owns the choice of parts for a device."""
+"""The composition root: the only file that constructs across folders. Owns the choice of parts for a
+device."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ from penstock.engine.execution.sampler import Sampler
 from penstock.engine.execution.staging import Uploads
 from penstock.engine.execution.threads import threads_by_load
 from penstock.engine.scheduling.budget import Budget, blocks_for
-from penstock.engine.scheduling.lengths import LOST_QUANTILE, SAVED_QUANTILE, Lengths, WholeLife, WrittenLengths
+from penstock.engine.scheduling.lengths import (
+    LOST_QUANTILE,
+    SAVED_QUANTILE,
+    Lengths,
+    WholeLife,
+    WrittenLengths,
+)
 from penstock.engine.scheduling.residency import ResidencyChoice, num_kept_parts
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import ConfigError
@@ -57,21 +64,24 @@ from penstock.speculation.mtp import MtpHead, installed_head, read_head
 log = logging.getLogger(__name__)
 
 CPU_KV_GIB = 1.0
-_CUDA_SPARE_SHARE = 0.1  # of what is free once the weights are there: left for activations, graphs and the sampler
+# of what is free once the weights are there: left for activations, graphs and the sampler
+_CUDA_SPARE_SHARE = 0.1
 _CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
-_CUDA_CHUNK_MS = 150.0  # more than 8192 tokens of a short prompt take: the rate of prefill stays, only deep chunks get smaller
+# more than 8192 tokens of a short prompt take: the rate of prefill stays, only deep chunks get smaller
+_CUDA_CHUNK_MS = 150.0
 # Tokens of a chunk at least: with fewer, launching a step and reading all weights takes a good part of it.
 _CUDA_MIN_CHUNK = 512
 _CPU_MIN_CHUNK = 64
-# KV that is fetched from host memory at a time: a size for which fused attention is planned, and few enough launches.
+# KV that is fetched from host memory at a time: a size for which fused attention is planned, and few enough
+# launches.
 _CUDA_PIECE_TOKENS = 16384
 _CPU_PIECE_TOKENS = 4096
 _WAITING_PER_ROW = 16  # requests that may wait for each one that can run
 _MAX_STEP_DRAFTS = 64  # verified in one step: where many requests decode, a row more is work
 _CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 _GUESSED_ROW = 0.05  # of a step of one row, what a further row takes, until it was measured
-# Of every step, for drafts that are not made: of the engine's thread, and on the device, where hidden states are noted. Seen were 3 to 8 us
-# and, where the device makes drafts, 15 to 20.
+# Of every step, for drafts that are not made: of the engine's thread, and on the device, where hidden states
+# are noted. Seen were 3 to 8 us and, where the device makes drafts, 15 to 20.
 _BOOKKEEPING_S, _DEVICE_BOOKKEEPING_S = 5e-6, 15e-6
 
 
@@ -81,8 +91,8 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     device = device_for(config)
     if device.type == "cuda":
         return _build(config, device, progress, sanitizer, None)
-    # On a thread that ends: OpenMP keeps a team for every thread that ever computed, and with more of them than cores it puts its workers
-    # to sleep between any two operations of the compute lane's.
+    # On a thread that ends: OpenMP keeps a team for every thread that ever computed, and with more of them
+    # than cores it puts its workers to sleep between any two operations of the compute lane's.
     made: Future[Engine] = Future()
 
     def build_apart() -> None:
@@ -97,8 +107,15 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     return made.result()
 
 
-def _build(config: Config, device: torch.device, progress: Progress, sanitizer: Sanitizer | None, threads: ThreadsByLoad | None) -> Engine:
-    with contextlib.ExitStack() as undo:  # a directory stays locked, and memory taken, for as long as a cache is open
+def _build(
+    config: Config,
+    device: torch.device,
+    progress: Progress,
+    sanitizer: Sanitizer | None,
+    threads: ThreadsByLoad | None,
+) -> Engine:
+    # a directory stays locked, and memory taken, for as long as a cache is open
+    with contextlib.ExitStack() as undo:
         engine = _assemble(config, device, progress, sanitizer, threads, undo)
         undo.pop_all()
     return engine
@@ -116,9 +133,13 @@ def _assemble(
     _check_deterministic(config, device)
     deterministic = config.source.deterministic
     dtype = _dtype(config, device)
-    loaded = load_model(config.source, device, dtype, _layer_ops(device, deterministic), progress, config.engine.max_model_len)
+    loaded = load_model(
+        config.source, device, dtype, _layer_ops(device, deterministic), progress, config.engine.max_model_len
+    )
     model = loaded.model
-    adapters = open_store(config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress)
+    adapters = open_store(
+        config.lora, loaded.name, lambda directory: read_adapter(directory, model), progress
+    )
     dims = model.config
     head, draft = _head(config, model), _draft(config, loaded, device, dtype, progress)
     layout = layout_for(config, dims, device, None if draft is None else draft.model.config)
@@ -127,7 +148,14 @@ def _assemble(
         dims = replace(dims, context=min(dims.default_len, draft.model.config.max_position))
     _max_model_len(config, dims, num_blocks)  # raises before memory is taken for what could not be used
     proposer = head or draft
-    storage = open_cache(config, layout, _scope(model, layout, b"" if proposer is None else proposer.digest), device, num_blocks, sanitizer)
+    storage = open_cache(
+        config,
+        layout,
+        _scope(model, layout, b"" if proposer is None else proposer.digest),
+        device,
+        num_blocks,
+        sanitizer,
+    )
     cache, arena = storage.cache, storage.arena
     undo.callback(_close, cache.close)
     max_model_len = _max_model_len(config, dims, num_blocks, cache.num_pageable)
@@ -136,8 +164,18 @@ def _assemble(
         budget = _with_deep(budget, config, num_blocks)
     may_be_paged = _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and deterministic:
-        raise ConfigError("--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower --max-model-len")
-    residency = ResidencyChoice.of(budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv)
+        raise ConfigError(
+            "--deterministic: every sequence has to "
+            "fit "
+            "on "
+            "the "
+            "device; "
+            "raise "
+            "--device-kv-gib, or lower --max-model-len"
+        )
+    residency = ResidencyChoice.of(
+        budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv
+    )
     budget = replace(budget, division=residency.division)
     limits = StepLimits(
         max_batch=budget.max_batch,
@@ -147,7 +185,9 @@ def _assemble(
         padding_slot=arena.padding_slot,
         arena=arena.name,
         max_paged=cache.num_pageable if may_be_paged else 0,
-        max_parts=0 if residency.division is None else blocks_for(max_model_len, residency.division.part_tokens),
+        max_parts=0
+        if residency.division is None
+        else blocks_for(max_model_len, residency.division.part_tokens),
         max_drafts=min(_MAX_STEP_DRAFTS, config.speculation.drafts * budget.max_batch),
         max_request_drafts=config.speculation.drafts,
         num_ahead=0 if proposer is None else config.speculation.drafts,
@@ -168,7 +208,9 @@ def _assemble(
     guesser: Guesser | None = None if head is None else HeadGuesser(head, attention, limits.max_batch + 1)
     if draft is not None:
         own = draft.model.config
-        executor.draft_attention = _attention(draft_arena(arena.tensor, model.config, own), own, draft.model.rope)
+        executor.draft_attention = _attention(
+            draft_arena(arena.tensor, model.config, own), own, draft.model.rope
+        )
         guesser = ModelGuesser(draft, executor.draft_attention)
     if guesser is not None and speculation is not None:
         draws = RowDraws(limits.max_batch + 1, dims.vocab, executor.uploads)
@@ -179,7 +221,9 @@ def _assemble(
         lanes.append(make_lane("page", device, sanitizer))
         undo.callback(_close, lanes[-1].close)
         piece_tokens = _CUDA_PIECE_TOKENS if device.type == "cuda" else _CPU_PIECE_TOKENS
-        executor.paged = PagedReads(storage.host_arena, attention, lanes[-1], min(piece_tokens, max_model_len))
+        executor.paged = PagedReads(
+            storage.host_arena, attention, lanes[-1], min(piece_tokens, max_model_len)
+        )
         executor.keep_scores(config.kv.scorer, num_kept_parts(residency.division, cache.num_pageable))
     if device.type == "cuda":
         cuda.wait_set_up(device)  # weights, arena and the sampler's state, before any lane touches them
@@ -217,7 +261,8 @@ def _close(close: Callable[[], None]) -> None:
 
 
 def check_ahead(config: Config) -> None:
-    """Raises what `build` would raise for want of memory or positions, as far as that is known before any weights are read."""
+    """Raises what `build` would raise for want of memory or positions, as far as that is known before any
+    weights are read."""
     if config.source.load_format == "dummy":
         return
     device = device_for(config)
@@ -226,7 +271,10 @@ def check_ahead(config: Config) -> None:
     num_parameters, names = facts.num_parameters, facts.name
     if config.speculation.kind == "draft":
         draft = inspect_model(_draft_source(config), config.engine.max_model_len)
-        num_parameters, names = num_parameters + draft.num_parameters, f"{facts.name} and of its draft model {draft.name}"
+        num_parameters, names = (
+            num_parameters + draft.num_parameters,
+            (f"{facts.name} and of its draft model {draft.name}"),
+        )
     needed = num_parameters * _dtype(config, device).itemsize
     free = free_bytes(device)
     if needed > free:
@@ -237,8 +285,18 @@ def check_ahead(config: Config) -> None:
     if kv.device_gib is not None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
     if given is not None and given * layout.block_bytes > free - needed:
-        size = f"{given} KV blocks take {given * layout.block_bytes / GIB:.1f} GiB and the weights {needed / GIB:.1f}"
-        raise ConfigError(f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib")
+        size = (
+            f"{given} KV blocks take "
+            f"{given * layout.block_bytes / GIB:.1f} "
+            f"GiB "
+            f"and "
+            f"the "
+            f"weights "
+            f"{needed / GIB:.1f}"
+        )
+        raise ConfigError(
+            f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib"
+        )
     room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # where nothing is said, at most
     _max_model_len(config, facts.config, room // layout.block_bytes if given is None else given)
 
@@ -254,7 +312,9 @@ def _check_deterministic(config: Config, device: torch.device) -> None:
     if config.speculation.kind in ("mtp", "draft"):
         raise ConfigError(f"--deterministic: --speculate {config.speculation.kind} is not covered; ngram is")
     if config.kv.resident_tokens is not None:
-        raise ConfigError("--deterministic: every sequence has to fit on the device; leave --kv-resident-tokens out")
+        raise ConfigError(
+            "--deterministic: every sequence has to fit on the device; leave --kv-resident-tokens out"
+        )
 
 
 def _sanitizer(config: Config) -> Sanitizer | None:
@@ -272,7 +332,9 @@ def device_for(config: Config) -> torch.device:
     return torch.device("cuda", 0)
 
 
-def layout_for(config: Config, dims: ModelConfig, device: torch.device, draft: ModelConfig | None = None) -> BlockLayout:
+def layout_for(
+    config: Config, dims: ModelConfig, device: torch.device, draft: ModelConfig | None = None
+) -> BlockLayout:
     """`draft`: the dimensions of a draft model, where they are known already."""
     dtype = str(_dtype(config, device)).removeprefix("torch.")
     num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # a head has one of its own
@@ -299,26 +361,42 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
         num_bytes = config.kv.device_gib * GIB
     elif model.device.type == "cuda":
         free = free_bytes(model.device)
-        num_bytes = free - max(free * _CUDA_SPARE_SHARE, _working_bytes(config, model) + _CUDA_SPARE_GIB * GIB)
+        num_bytes = free - max(
+            free * _CUDA_SPARE_SHARE, _working_bytes(config, model) + _CUDA_SPARE_GIB * GIB
+        )
     else:
         num_bytes = CPU_KV_GIB * GIB
     num_blocks = int(num_bytes) // layout.block_bytes
     if num_blocks < 2:
-        size = f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less than two KV blocks of {layout.block_bytes / 1024:.0f} KiB"
+        size = (
+            f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less "
+            f"than "
+            f"two "
+            f"KV "
+            f"blocks "
+            f"of "
+            f"{layout.block_bytes / 1024:.0f} KiB"
+        )
         raise ConfigError(f"{size}; raise --device-kv-gib")
     if config.kv.device_gib is not None:
         return num_blocks
-    # A tiny model would otherwise get tens of millions of blocks: no more than can be used, and as much again thrice to remember.
-    most = config.engine.max_batch * blocks_for(config.engine.max_model_len or model.config.default_len, layout.block_tokens)
+    # A tiny model would otherwise get tens of millions of blocks: no more than can be used, and as much again
+    # thrice to remember.
+    most = config.engine.max_batch * blocks_for(
+        config.engine.max_model_len or model.config.default_len, layout.block_tokens
+    )
     return min(num_blocks, 4 * most)
 
 
 def _working_bytes(config: Config, model: Decoder) -> float:
-    """What the largest step holds besides weights and KV: a few rows per token of its widest layer, and logits while they are sampled."""
+    """What the largest step holds besides weights and KV: a few rows per token of its widest layer, and
+    logits while they are sampled."""
     c = model.config
     tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
     per_token = (6 * c.hidden + 2 * c.qkv_width + 3 * c.ffn) * model.dtype.itemsize
-    per_logit = 52  # raw, float32, noise, sorted values and their indices, masks; what grammars allow, and logits with that taken out
+    # raw, float32, noise, sorted values and their indices, masks; what grammars allow, and logits with that
+    # taken out
+    per_logit = 52
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit
 
 
@@ -351,10 +429,15 @@ def _may_be_paged(config: Config, max_model_len: int, num_blocks: int) -> bool:
 
 
 def _with_deep(budget: Budget, config: Config, num_blocks: int) -> Budget:
-    """Sequences that do not fit have half of the device, or what they were given: others find room beside them."""
+    """Sequences that do not fit have half of the device, or what they were given: others find room beside
+    them."""
     resident = config.kv.resident_tokens
     if resident is None:
-        return replace(budget, deep_blocks=num_blocks, resident_blocks=min(num_blocks, max(FEWEST_RESIDENT, num_blocks // 2)))
+        return replace(
+            budget,
+            deep_blocks=num_blocks,
+            resident_blocks=min(num_blocks, max(FEWEST_RESIDENT, num_blocks // 2)),
+        )
     num = min(num_blocks, resident // config.kv.block_tokens)
     return replace(budget, deep_blocks=num, resident_blocks=num)
 
@@ -363,11 +446,17 @@ def _prefill_chunk(config: Config, device: torch.device) -> int:
     return config.engine.prefill_chunk or (8192 if device.type == "cuda" else 512)
 
 
-def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None) -> int:
-    """`num_pageable`: blocks of host memory that a sequence which does not fit may be paged out to; None: nobody knows yet."""
+def _max_model_len(
+    config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None
+) -> int:
+    """`num_pageable`: blocks of host memory that a sequence which does not fit may be paged out to; None:
+    nobody knows yet."""
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
-    resident, may_be_paged = config.kv.resident_tokens, config.offload.enabled and config.kv.prefix_cache and not any(dims.windows)
+    resident, may_be_paged = (
+        config.kv.resident_tokens,
+        config.offload.enabled and config.kv.prefix_cache and not any(dims.windows),
+    )
     if resident is not None and not may_be_paged:
         why = "a model with sliding windows is not paged out"
         if not any(dims.windows):
@@ -380,16 +469,50 @@ def _max_model_len(config: Config, dims: ModelConfig, num_blocks: int, num_pagea
         return min(dims.default_len, takes)
     if wanted > dims.max_position:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {dims.max_position} positions of the model")
-    held = f"host memory takes {(num_pageable or 0) * config.kv.block_tokens} tokens of it; raise --kv-offload-host-gib"
+    held = (
+        f"host memory takes "
+        f"{(num_pageable or 0) * config.kv.block_tokens} "
+        f"tokens "
+        f"of "
+        f"it; "
+        f"raise "
+        f"--kv-offload-host-gib"
+    )
     if takes < wanted <= fits:
-        raise ConfigError(f"--max-model-len {wanted} exceeds --kv-resident-tokens {resident}, and cannot be paged out: {held}")
+        raise ConfigError(
+            f"--max-model-len {wanted} "
+            f"exceeds "
+            f"--kv-resident-tokens "
+            f"{resident}, "
+            f"and "
+            f"cannot "
+            f"be paged out: {held}"
+        )
     if wanted <= fits:
         return wanted
-    size = f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} tokens"
+    size = (
+        f"--max-model-len {wanted} does not fit into "
+        f"{num_blocks} "
+        f"KV "
+        f"blocks "
+        f"of "
+        f"{config.kv.block_tokens} "
+        f"tokens"
+    )
     if not config.offload.enabled or not config.kv.prefix_cache:
-        raise ConfigError(f"{size}; raise --device-kv-gib, or let it be paged out with --kv-offload and a prefix cache")
+        raise ConfigError(
+            f"{size}; raise --device-kv-gib, or let it be paged out with --kv-offload and a prefix cache"
+        )
     if num_blocks < FEWEST_RESIDENT:
-        raise ConfigError(f"{size}; raise --device-kv-gib: what is paged out needs {FEWEST_RESIDENT} blocks there all the same")
+        raise ConfigError(
+            f"{size}; raise --device-kv-gib: what "
+            f"is "
+            f"paged "
+            f"out "
+            f"needs "
+            f"{FEWEST_RESIDENT} "
+            f"blocks there all the same"
+        )
     if any(dims.windows):
         raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")
     if num_pageable is not None and blocks_for(wanted, config.kv.block_tokens) > num_pageable:
@@ -406,18 +529,28 @@ def _head(config: Config, model: Decoder) -> MtpHead | None:
     return installed_head(model)
 
 
-def _draft(config: Config, loaded: LoadedModel, device: torch.device, dtype: torch.dtype, progress: Progress) -> DraftModel | None:
+def _draft(
+    config: Config, loaded: LoadedModel, device: torch.device, dtype: torch.dtype, progress: Progress
+) -> DraftModel | None:
     """A smaller model that proposes, checked before memory is taken."""
     if config.speculation.kind != "draft":
         return None
-    draft = load_model(_draft_source(config), device, dtype, _layer_ops(device), progress, config.engine.max_model_len)
-    check_draft(draft.model, draft.tokenizer, loaded.model, loaded.tokenizer, config.engine.max_model_len or 0)
+    draft = load_model(
+        _draft_source(config), device, dtype, _layer_ops(device), progress, config.engine.max_model_len
+    )
+    check_draft(
+        draft.model, draft.tokenizer, loaded.model, loaded.tokenizer, config.engine.max_model_len or 0
+    )
     return DraftModel(draft.model, loaded.model.config.vocab)
 
 
 def _scope(model: Decoder, layout: BlockLayout, proposer: bytes = b"") -> Scope:
     """`proposer`: the digest of what has layers of its own in every block."""
-    digest = hashlib.blake2b(model.digest + proposer, digest_size=len(model.digest)).digest() if proposer else model.digest
+    digest = (
+        hashlib.blake2b(model.digest + proposer, digest_size=len(model.digest)).digest()
+        if proposer
+        else model.digest
+    )
     return Scope(digest, layout.dtype, layout.fingerprint(), layout.block_tokens, model.config.positions)
 
 
@@ -430,7 +563,8 @@ def _layer_ops(device: torch.device, deterministic: bool = False) -> LayerOps:
 
 
 def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -> tuple[Tensor, ModelConfig]:
-    """What the target's attention reads, with its dimensions. A head's layer is like the target's last, and is read by the same one."""
+    """What the target's attention reads, with its dimensions. A head's layer is like the target's last, and
+    is read by the same one."""
     dims = model.config
     if draft is not None:
         return arena.tensor[:, : dims.num_layers], dims
@@ -455,12 +589,15 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
     sizes = (*(size for size in sizes if size < limits.max_rows), limits.max_rows)
     on_device = config.speculation.kind != "ngram"
     bookkeeping_s = _DEVICE_BOOKKEEPING_S if on_device else _BOOKKEEPING_S
-    costs = StepCosts(sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes), bookkeeping_s=bookkeeping_s)
+    costs = StepCosts(
+        sizes, tuple(0.01 * (1 + size * _GUESSED_ROW) for size in sizes), bookkeeping_s=bookkeeping_s
+    )
     return Speculation(config.speculation.drafts, limits.max_drafts, costs, on_device)
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:
-    """On the CPU a recording costs nothing and padding costs work, so every batch size has its own, and prompts have none."""
+    """On the CPU a recording costs nothing and padding costs work, so every batch size has its own, and
+    prompts have none."""
     if not config.engine.capture:
         return ()
     if device.type == "cuda":

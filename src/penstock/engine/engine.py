@@ -1,4 +1,5 @@
-"""The engine: requests in, tokens out, one step at a time. Owns the loop body; what steps do is decided and done elsewhere."""
+"""The engine: requests in, tokens out, one step at a time. Owns the loop body; what steps do is decided and
+done elsewhere."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class EngineParts:
     max_model_len: int
     max_open: int  # requests known to the engine at once; one more is refused as overload
     seed: int
-    sampling: Mapping[str, Any]  # fields of SamplingParams that the model states for requests which leave them out
+    # fields of SamplingParams that the model states for requests which leave them out
+    sampling: Mapping[str, Any]
     grammars: Grammars
     residency: ResidencyChoice
     sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
@@ -92,7 +94,8 @@ class EngineParts:
 
 
 class Engine:
-    """`submit`, `cancel`, `stats` and `reset_cache` may be called from any thread; `step` and `close` from the engine thread only."""
+    """`submit`, `cancel`, `stats` and `reset_cache` may be called from any thread; `step` and `close` from
+    the engine thread only."""
 
     def __init__(self, parts: EngineParts) -> None:
         self.name = parts.name
@@ -102,16 +105,19 @@ class Engine:
         self.weights = parts.weights
         self.threads = parts.threads
         self._parts = parts
-        self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")  # elsewhere compute has better use for the core
+        # elsewhere compute has better use for the core
+        self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")
         self._outbox = Outbox()
         self._running: RunningStep | None = None
         self._seeds = random.Random(parts.seed)
         self._blocked_s = {"result": 0.0, "mask": 0.0, "save": 0.0, "settle": 0.0}
         self._load_exposed_s = 0.0
-        self._flushes: list[tuple[Settling | None, Future[Any]]] = []  # who waits for saves and resets, and for which
+        # who waits for saves and resets, and for which
+        self._flushes: list[tuple[Settling | None, Future[Any]]] = []
         self._num_steps = 0
         self._pace = Pace()
-        self._host_step = 0, 0.0  # the last one that read KV in host memory: its number, and when it was launched
+        # the last one that read KV in host memory: its number, and when it was launched
+        self._host_step = 0, 0.0
         self._num_host_steps = 0
         self._reads_host_s = 0.0  # monotonic; from then on a step may do so, where others run
         cache = parts.cache
@@ -126,7 +132,7 @@ class Engine:
         self._watch: EngineObserver = Unwatched() if parts.sanitizer is None else parts.sanitizer.turns
         parts.cache.call_when_launched(self._inbox.wake)
 
-    # -------------------------------------------------------------------------------------------------- from any thread
+    # ---------------------------------------------------------------------------------------- from any thread
 
     def submit(
         self,
@@ -152,7 +158,8 @@ class Engine:
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
         tokens, known = self.limits.checked(prompt, sampling)
-        if sampling.grammar is not None:  # compiled here, where nobody else waits; found again for as long as the request is open
+        # compiled here, where nobody else waits; found again for as long as the request is open
+        if sampling.grammar is not None:
             listener = functools.partial(_pass_on, listener, self.grammars.wait_compiled(sampling.grammar))
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=self._seeds.getrandbits(63))
@@ -172,7 +179,8 @@ class Engine:
                 hold = self.adapters.hold(adapter)
                 undo.callback(hold.end)
                 listener = hold.until_finished(listener)
-            # Colder tiers are matched here, on the caller's thread, and what they have stays until the scheduler has looked at it.
+            # Colder tiers are matched here, on the caller's thread, and what they have stays until the
+            # scheduler has looked at it.
             lease = cache.lease(request.id, prefix) if prefix is not None and request.may_match else None
             if lease is not None:
                 undo.callback(lease.end)
@@ -214,15 +222,19 @@ class Engine:
         return done
 
     def call_after_events(self, callback: Callable[[], None]) -> None:
-        """Call it on the engine thread when the listeners have heard all events that there are for now: a step's, usually. Before the first
-        submission."""
+        """Call it on the engine thread when the listeners have heard all events that there are for now: a
+        step's, usually. Before the first submission."""
         self._outbox.after.append(callback)
 
     @property
     def limits(self) -> PromptLimits:
         """What every prompt has to keep to."""
         cache = self._parts.cache
-        return PromptLimits(self.max_model_len, self._parts.vocab, max(cache.num_blocks, cache.num_pageable) * cache.block_tokens)
+        return PromptLimits(
+            self.max_model_len,
+            self._parts.vocab,
+            max(cache.num_blocks, cache.num_pageable) * cache.block_tokens,
+        )
 
     @property
     def residency(self) -> ResidencyChoice:
@@ -250,30 +262,41 @@ class Engine:
         return self._parts.arena
 
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
-        """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine thread has done it, and
-        until disks and stores have. Raises StoreFailed where one could not."""
+        """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine
+        thread has done it, and until disks and stores have. Raises StoreFailed where one could not."""
         done = self._begin(lambda: self._parts.cache.reset(tiers))
         try:
             forgotten: dict[str, int] = done.result(timeout=RESET_DEADLINE_S)
             return forgotten
         except TimeoutError:
-            raise DeadlineExceeded(f"the cache was not reset within {RESET_DEADLINE_S:g} s; what is under way goes on") from None
+            raise DeadlineExceeded(
+                f"the cache was not reset within {RESET_DEADLINE_S:g} s; what is under way goes on"
+            ) from None
 
     def prefetch(
-        self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        session: str = "",
+        cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> Future[Prefetched | None]:
-        """Begin to bring up the KV of `prompt`, or of `session`, from cold tiers; the future ends when it has begun. None: nobody knows the
-        session. Overloaded in it: too many are under way."""
+        """Begin to bring up the KV of `prompt`, or of `session`, from cold tiers; the future ends when it has
+        begun. None: nobody knows the session. Overloaded in it: too many are under way."""
         asked: str | Prefix | None = session
         if prompt is not None:
-            asked = self._parts.cache.prefix_of(self.limits.checked(prompt, SamplingParams(max_tokens=0))[1], cache_salt, adapter)
+            asked = self._parts.cache.prefix_of(
+                self.limits.checked(prompt, SamplingParams(max_tokens=0))[1], cache_salt, adapter
+            )
         done: Future[Prefetched | None] = Future()
 
         def run() -> None:
             if not done.set_running_or_notify_cancel():
                 return  # nobody waits for it any more
             try:
-                done.set_result(Prefetched(0, False) if asked is None else self._sessions.prefetch(cache_salt, asked))
+                done.set_result(
+                    Prefetched(0, False) if asked is None else self._sessions.prefetch(cache_salt, asked)
+                )
             except Overloaded as error:
                 done.set_exception(error)
 
@@ -281,26 +304,33 @@ class Engine:
         return done
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
-        """Block until what was sealed before this call has been read from device memory (captured), can be found in the host tier
-        (visible), or is in the first tier behind it to stay (persisted). Raises DeadlineExceeded, and StoreFailed where not all of it
-        could be persisted."""
+        """Block until what was sealed before this call has been read from device memory (captured), can be
+        found in the host tier (visible), or is in the first tier behind it to stay (persisted). Raises
+        DeadlineExceeded, and StoreFailed where not all of it could be persisted."""
         done = self.begin_flush(level)
         try:
             done.result(timeout=timeout_s)
         except TimeoutError:
-            raise DeadlineExceeded(f"the cache was not {level} within {timeout_s:g} s; what is under way goes on") from None
+            raise DeadlineExceeded(
+                f"the cache was not {level} within {timeout_s:g} s; what is under way goes on"
+            ) from None
 
     def begin_flush(self, level: FlushLevel) -> Future[None]:
         """What `wait_flushed` waits for; it may be cancelled."""
         cache = self._parts.cache
         if level == "persisted" and not cache.cold_tiers:
-            raise InvalidRequest("nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level")
+            raise InvalidRequest(
+                "nothing outlives this process: give --kv-offload-ssd-dir or --kv-offload-remote", "level"
+            )
         return self._begin(cache.persist if level == "persisted" else cache.submit_saves)
 
     def _begin(self, start: Callable[[], Settling | None]) -> Future[Any]:
-        """Have the engine thread start something. The future ends when that is settled, and at the latest when the engine does."""
+        """Have the engine thread start something. The future ends when that is settled, and at the latest
+        when the engine does."""
         done: Future[Any] = Future()
-        self._inbox.put(lambda: self._flushes.append((start(), done)), fail=functools.partial(fail, done), only_open=True)
+        self._inbox.put(
+            lambda: self._flushes.append((start(), done)), fail=functools.partial(fail, done), only_open=True
+        )
         return done
 
     @property
@@ -337,12 +367,16 @@ class Engine:
             host_steps=self._num_host_steps,
             drafted=tuple(scheduler.counts.drafted_by_place),
             accepted=tuple(scheduler.counts.accepted_by_place),
-            sanitizer={} if self._parts.sanitizer is None else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
+            sanitizer={}
+            if self._parts.sanitizer is None
+            else {str(kind): n for kind, n in self._parts.sanitizer.num_by_kind.items()},
         )
 
     def _residency_figures(self) -> ResidencyFigures:
         counts = self._parts.scheduler.counts
-        return ResidencyFigures(counts.parts_fetched, counts.scorings, self._pace.scoring.seconds, counts.recall.copy())
+        return ResidencyFigures(
+            counts.parts_fetched, counts.scorings, self._pace.scoring.seconds, counts.recall.copy()
+        )
 
     def wait_work(self, timeout_s: float) -> None:
         """Block until somebody asks for something or a transfer has got further."""
@@ -359,15 +393,18 @@ class Engine:
         """Take no further submissions; what is open goes on."""
         self._inbox.close(why)
 
-    # ------------------------------------------------------------------------------------------------- the engine thread
+    # -------------------------------------------------------------------------------------- the engine thread
 
     def launching(self) -> AbstractContextManager[None]:
-        """Around the steps of one thread: where it stays inside for its whole life, a step does not switch to the compute lane and back."""
+        """Around the steps of one thread: where it stays inside for its whole life, a step does not switch to
+        the compute lane and back."""
         return as_current(self._parts.lanes[0])
 
     def warm(self, progress: Progress = silent) -> None:
-        """Run a step of every kind, so that no request pays for what is done once. Optional, before the first step, on the same thread."""
-        self.grammars.begin(Grammar("choice", '["warm"]'))  # goes on beside the rest; without the package it comes to nothing
+        """Run a step of every kind, so that no request pays for what is done once. Optional, before the first
+        step, on the same thread."""
+        # goes on beside the rest; without the package it comes to nothing
+        self.grammars.begin(Grammar("choice", '["warm"]'))
         cache = self._parts.cache
         table = cache.open("warm-up", None, 0)
         try:
@@ -411,8 +448,9 @@ class Engine:
         return launched is not None or reads or settled or more
 
     def _plan(self) -> StepPlan | None:
-        """Steps that read KV in host memory have half of the time, where others run: they take as long as dozens of others, and whoever is
-        in them waits for the link. What runs is read before such a step: launching one takes as long as the link does."""
+        """Steps that read KV in host memory have half of the time, where others run: they take as long as
+        dozens of others, and whoever is in them waits for the link. What runs is read before such a step:
+        launching one takes as long as the link does."""
         scheduler = self._parts.scheduler
         if time.monotonic() < self._reads_host_s and (plan := scheduler.plan(reads_host=False)) is not None:
             return plan
@@ -438,18 +476,20 @@ class Engine:
         return self._parts.cache.num_in_flight > 0
 
     def check(self) -> None:
-        """Recount; raises InvariantBroken where the books do not add up. For the engine thread, or for anybody after `close`."""
+        """Recount; raises InvariantBroken where the books do not add up. For the engine thread, or for
+        anybody after `close`."""
         self._parts.scheduler.check()
         self._parts.cache.check()
 
     def fail_all(self, error: BaseException) -> None:
-        """The loop cannot go on: end every request, and everybody else's wait, with `error`. Touches neither scheduler nor cache, which may
-        be what is broken. Never raises."""
+        """The loop cannot go on: end every request, and everybody else's wait, with `error`. Touches neither
+        scheduler nor cache, which may be what is broken. Never raises."""
         self._end_all(f"the engine stopped: {type(error).__name__}: {error}")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel what is open, let the device finish, check that nothing is left. Transfers and lanes have `timeout_s` in all; where they
-        take longer this raises DeadlineExceeded, and closing may be tried again."""
+        """Cancel what is open, let the device finish, check that nothing is left. Transfers and lanes have
+        `timeout_s` in all; where they take longer this raises DeadlineExceeded, and closing may be tried
+        again."""
         self.refuse("the engine is closed")
         by_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -492,7 +532,8 @@ class Engine:
     def _read(self, step: RunningStep) -> None:
         started = time.monotonic()
         while any(not load.settled for load in step.loads) and not step.fence.passed():
-            if not self._settle():  # bookkeeping of what the step waits for is done while it computes, not after
+            # bookkeeping of what the step waits for is done while it computes, not after
+            if not self._settle():
                 time.sleep(self._parts.cache.look_again_s)
         with self._watch.may_wait("result"):
             result = step.wait_result()
@@ -502,16 +543,22 @@ class Engine:
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
         self._parts.scheduler.tau = self._pace.scoring.tau
-        self._settle()  # what the step has waited for is over: it gets its keys before anything behind it does
-        while result.error is None and any(not load.settled for load in step.loads):  # the fence behind their bytes may be a moment late
+        # what the step has waited for is over: it gets its keys before anything behind it does
+        self._settle()
+        # the fence behind their bytes may be a moment late
+        while result.error is None and any(not load.settled for load in step.loads):
             time.sleep(POLL_S)
             self._settle()
         events = self._parts.scheduler.commit(result)
         if self._parts.speculation is not None:
             decoded = self._pace.decoded
-            self._parts.speculation.step_had_prompts() if decoded is None else self._parts.speculation.step_took(*decoded)
+            if decoded is None:
+                self._parts.speculation.step_had_prompts()
+            else:
+                self._parts.speculation.step_took(*decoded)
         if (masks := self._parts.executor.masks).answers:
-            masks.advance((event.request_id, event.tokens) for event in events)  # their masks are computed from now on
+            # their masks are computed from now on
+            masks.advance((event.request_id, event.tokens) for event in events)
         self._outbox.publish(events)
         started = time.monotonic()
         self._parts.cache.submit_saves()
@@ -520,15 +567,19 @@ class Engine:
             self._outbox.note_lives(self._parts.scheduler.lives)
 
     def _sample(self, step: RunningStep) -> RunningStep:
-        """Its sampling is on the lane from now on, if it was not: masks are waited for while its forward pass runs."""
+        """Its sampling is on the lane from now on, if it was not: masks are waited for while its forward pass
+        runs."""
         if step.late is None:
             return step
         started = time.monotonic()
         with self._watch.may_wait("result"):
             step = self._parts.executor.sample(step)
-        self._parts.scheduler.launched(step.fence)  # what makes drafts runs behind the sampling, over the same slots
+        # what makes drafts runs behind the sampling, over the same slots
+        self._parts.scheduler.launched(step.fence)
         self._blocked_s["mask"] += time.monotonic() - started
-        self._outbox.publish([self._parts.scheduler.stop(ending.request_id, ending.error) for ending in step.endings])
+        self._outbox.publish(
+            [self._parts.scheduler.stop(ending.request_id, ending.error) for ending in step.endings]
+        )
         return step
 
     def _settle(self) -> bool:
@@ -554,7 +605,9 @@ class Engine:
         self._parts.scheduler.add(request, lease)  # where it raises, the request was never open
         self._outbox.open(request.id, listener, request.arrival_s, matched_s)
 
-    def _give_up(self, request: Request, listener: Listener, lease: Lease | None, error: BaseException) -> None:
+    def _give_up(
+        self, request: Request, listener: Listener, lease: Lease | None, error: BaseException
+    ) -> None:
         """What was submitted is not added."""
         try:
             if lease is not None:

@@ -1,4 +1,5 @@
-"""What other threads ask of the engine thread. Owns the queue of commands and the word that no more are taken."""
+"""What other threads ask of the engine thread. Owns the queue of commands and the word that no more are
+taken."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from penstock.lanes.lane import sharpen_timers
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 64  # commands of one turn: adding a request takes some ten microseconds, and ending one with a long table a few hundred
+# commands of one turn: adding a request takes some ten microseconds, and ending one with a long table a few
+# hundred
+_AT_ONCE = 64
 
 
 def _nobody_waits(error: BaseException) -> None:
@@ -43,13 +46,15 @@ class Command(NamedTuple):
 
 
 class Inbox:
-    """Commands in order. `put` and `wake` may be called from any thread, `run_all`, `wait` and `end` from the engine thread only. `sharp`:
-    waits end when they should, which costs a thread that waits shortly and often more of its core."""
+    """Commands in order. `put` and `wake` may be called from any thread, `run_all`, `wait` and `end` from the
+    engine thread only. `sharp`: waits end when they should, which costs a thread that waits shortly and often
+    more of its core."""
 
     def __init__(self, sharp: bool = False) -> None:
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()
-        # Locked: nobody has called since the last wait. No SimpleQueue: on a busy machine its `get` with a time-out may last for ever.
+        # Locked: nobody has called since the last wait. No SimpleQueue: on a busy machine its `get` with a
+        # time-out may last for ever.
         self._bell = threading.Lock()
         self._bell.acquire()
         self._sharp = sharp
@@ -65,8 +70,15 @@ class Inbox:
         """Why nobody runs commands any more; None: somebody does."""
         return self._closed if self._ended else None
 
-    def put(self, run: Callable[[], object], *, fail: Callable[[BaseException], object] = _nobody_waits, only_open: bool = False) -> None:
-        """`only_open`: raise EngineClosed once the inbox is closed; other commands are taken until it has ended, and dropped then."""
+    def put(
+        self,
+        run: Callable[[], object],
+        *,
+        fail: Callable[[BaseException], object] = _nobody_waits,
+        only_open: bool = False,
+    ) -> None:
+        """`only_open`: raise EngineClosed once the inbox is closed; other commands are taken until it has
+        ended, and dropped then."""
         with self._lock:
             if only_open:
                 self.check_open()
@@ -87,7 +99,8 @@ class Inbox:
         self.wake()
 
     def end(self, why: str) -> None:
-        """Nobody runs commands any more: those that are here fail, and no more are taken. Never raises; idempotent."""
+        """Nobody runs commands any more: those that are here fail, and no more are taken. Never raises;
+        idempotent."""
         with self._lock:
             if not self._ended:
                 self._closed, self._ended = why, True
@@ -101,8 +114,8 @@ class Inbox:
             self.run_some()
 
     def run_some(self) -> None:
-        """The oldest, as many as one turn takes: a thousand cancels at once would keep all others waiting. What a command raises is raised
-        here, once whoever waits for it was told."""
+        """The oldest, as many as one turn takes: a thousand cancels at once would keep all others waiting.
+        What a command raises is raised here, once whoever waits for it was told."""
         for _ in range(min(len(self._commands), _AT_ONCE)):
             command = self._commands.popleft()
             try:

@@ -1,4 +1,5 @@
-"""Who listens to which open request, and when tokens came. Owns delivery and the latency histograms; decides nothing."""
+"""Who listens to which open request, and when tokens came. Owns delivery and the latency histograms; decides
+nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class _Open:
 
 
 class Outbox:
-    """Listeners of requests that have not ended. Used by the engine thread; only its size is read by others."""
+    """Listeners of requests that have not ended. Used by the engine thread; only its size is read by
+    others."""
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
@@ -49,7 +51,8 @@ class Outbox:
         self._open[request_id] = _Open(listener, arrival_s, matched_s)
 
     def note_starts(self, starts: Iterable[Start]) -> None:
-        """A step that these take part in has been launched. A request that was retracted has started before."""
+        """A step that these take part in has been launched. A request that was retracted has started
+        before."""
         now = time.monotonic()
         for start in starts:
             entry = self._open.get(start.request_id)
@@ -57,7 +60,8 @@ class Outbox:
                 entry.started_s = now
 
     def note_lives(self, lives: list[tuple[str, State]]) -> None:
-        """Requests that began to load, were retracted or came back since the last call; takes them out of the list."""
+        """Requests that began to load, were retracted or came back since the last call; takes them out of the
+        list."""
         now = time.monotonic()
         for request_id, state in lives:
             entry = self._open.get(request_id)
@@ -70,7 +74,8 @@ class Outbox:
         lives.clear()
 
     def publish(self, events: Iterable[TokenEvent | None]) -> None:
-        """Hand events to their listeners; the one with `finish` set is a request's last. A listener that raises is logged, no more."""
+        """Hand events to their listeners; the one with `finish` set is a request's last. A listener that
+        raises is logged, no more."""
         now = time.monotonic()
         for event in events:
             if event is None:
@@ -84,7 +89,9 @@ class Outbox:
                 entry.last_token_s = now
             if event.source is not None:
                 loaded_s = max(0.0, entry.started_s - entry.loading_s) if entry.loading_s else 0.0
-                event = event._replace(waited_s=entry.started_s - entry.arrival_s, matched_s=entry.matched_s, loaded_s=loaded_s)
+                event = event._replace(
+                    waited_s=entry.started_s - entry.arrival_s, matched_s=entry.matched_s, loaded_s=loaded_s
+                )
             if event.finish is not None:
                 del self._open[event.request_id]
             try:
@@ -95,12 +102,14 @@ class Outbox:
             self._tell_over()
 
     def end_all(self, why: str) -> None:
-        """The last event of every open request: it ends with an error. Never raises: whatever one listener does, the others are told."""
+        """The last event of every open request: it ends with an error. Never raises: whatever one listener
+        does, the others are told."""
         for request_id in self.open_ids():
             self.refuse(request_id, self._open.pop(request_id).listener, why)
 
     def refuse(self, request_id: str, listener: Listener, why: str) -> None:
-        """The only event of a request that was not opened, or the last of one that is no longer. Never raises."""
+        """The only event of a request that was not opened, or the last of one that is no longer. Never
+        raises."""
         try:
             listener(TokenEvent(request_id, finish=FinishReason.ERROR, error=why))
         except BaseException:

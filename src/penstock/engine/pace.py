@@ -1,5 +1,5 @@
-"""How long steps take. Owns the times of those that are on the lane; what is made of them is the business of `kv/tiers/policy.py` and of
-`speculation/length.py`."""
+"""How long steps take. Owns the times of those that are on the lane; what is made of them is the business of
+`kv/tiers/policy.py` and of `speculation/length.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MIN_TOKENS = 32  # fewer say more about launching a step than about computing i
 _MIN_SHARE = 0.9  # of a step's tokens that are prefill, for its time to count as prefill's
 
 
-# Of decode steps' time that scoring may take, and the tokens between two scorings that follow: more of them see too little, and fewer
-# than a fetch takes to land see nothing new.
+# Of decode steps' time that scoring may take, and the tokens between two scorings that follow: more of them
+# see too little, and fewer than a fetch takes to land see nothing new.
 SCORING_SHARE = 0.05
 LEAST_TAU = 4
 MOST_TAU = 256
@@ -38,10 +38,12 @@ class Decoded(NamedTuple):
 
     num_requests: int
     num_rows: int  # drafts included
-    seconds: float  # from the end of the step before, where this one was waited for: what the host did in between counts
+    # from the end of the step before, where this one was waited for: what the host did in between counts
+    seconds: float
     num_ahead: int  # drafts made behind it for each request
     catches_up: bool = False  # what makes drafts has passed over earlier tokens behind it
-    leads: bool = False  # the step behind it, launched meanwhile, does any of this: what the host did for that is in its time
+    # the step behind it, launched meanwhile, does any of this: what the host did for that is in its time
+    leads: bool = False
 
 
 class _LaunchedStep(NamedTuple):
@@ -64,11 +66,15 @@ class ScoringCost:
     def add(self, seconds: float, scores: bool) -> None:
         """A decode step has taken so long."""
         if not scores:
-            self._plain_s = seconds if self._plain_s is None else self._plain_s + _NEWEST * (seconds - self._plain_s)
+            self._plain_s = (
+                seconds if self._plain_s is None else self._plain_s + _NEWEST * (seconds - self._plain_s)
+            )
         elif self._plain_s is not None:
             extra = max(0.0, seconds - self._plain_s)
             self.seconds += extra
-            self._extra_s = extra if self._extra_s is None else self._extra_s + _NEWEST * (extra - self._extra_s)
+            self._extra_s = (
+                extra if self._extra_s is None else self._extra_s + _NEWEST * (extra - self._extra_s)
+            )
 
     @property
     def tau(self) -> int:
@@ -79,7 +85,8 @@ class ScoringCost:
 
 
 class Pace:
-    """Steps are read in the order of their launch, and each runs from its launch or the end of the one before, whichever is later."""
+    """Steps are read in the order of their launch, and each runs from its launch or the end of the one
+    before, whichever is later."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -113,7 +120,9 @@ class Pace:
         self.decoded = None
         if plan.is_decode:
             leads = bool(self._launched) and _drafts(self._launched[0].plan)
-            self.decoded = Decoded(len(plan.chunks), plan.num_rows, took_s, plan.num_ahead, bool(plan.missed), leads)
+            self.decoded = Decoded(
+                len(plan.chunks), plan.num_rows, took_s, plan.num_ahead, bool(plan.missed), leads
+            )
         return None if prefill is None else prefill._replace(seconds=self._last_end_s - started_s)
 
 

@@ -1,9 +1,10 @@
-"""What clients say about their conversations: which KV is wanted again, for how long, and which is not. Owns the records of sessions and
-who may keep how much; the blocks are storage's.
+"""What clients say about their conversations: which KV is wanted again, for how long, and which is not. Owns
+the records of sessions and who may keep how much; the blocks are storage's.
 
-A session is known by its tenant's salt and its own name, of which only digests are kept. Its record holds the keys of its last request.
-Everything is bounded, and where a bound is met the tenant that has most gives way: who has no more than an equal share loses nothing to
-others. All calls come from the engine thread but `follow` and `figures`; each turn does a slice of what is due.
+A session is known by its tenant's salt and its own name, of which only digests are kept. Its record holds the
+keys of its last request. Everything is bounded, and where a bound is met the tenant that has most gives way:
+who has no more than an equal share loses nothing to others. All calls come from the engine thread but
+`follow` and `figures`; each turn does a slice of what is due.
 """
 
 from __future__ import annotations
@@ -18,20 +19,32 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from penstock.contract import Adapter, CacheHint, FinishReason, Listener, Prefetched, Prefix, Request, TokenEvent, Weight
+from penstock.contract import (
+    Adapter,
+    CacheHint,
+    FinishReason,
+    Listener,
+    Prefetched,
+    Prefix,
+    Request,
+    TokenEvent,
+    Weight,
+)
 from penstock.errors import Overloaded
 from penstock.figures import SessionFigures
 from penstock.kv.blocks.key import KEY_BYTES, prefix_keys, tenant_of
 from penstock.kv.cache import Settling
 
 RETAINED_SHARE = 0.5  # of the blocks of device and host memory: what retained sessions may have in all
-_ENDS_AT_ONCE = 16  # requests whose sessions are brought up to date in one turn: a long one takes some hundred microseconds
+# requests whose sessions are brought up to date in one turn: a long one takes some hundred microseconds
+_ENDS_AT_ONCE = 16
 _EXPIRIES_AT_ONCE = 32
 _FORGET_AT_ONCE = 512  # blocks
 _MARK_EVERY = 4  # blocks: what sessions share is known to within so many
 _LOOK_EVERY = 16  # turns of the engine: a look at a long conversation takes about half a millisecond
 _TOKEN_BYTES = 4
-_RANK_STEP = 1e12  # between weights, and above any time of arrival: what a request in line wants is kept longer
+# between weights, and above any time of arrival: what a request in line wants is kept longer
+_RANK_STEP = 1e12
 
 
 class Retained(Protocol):
@@ -74,7 +87,8 @@ class SessionLimits:
 
     retained_blocks: int
     sessions: int = 65_536
-    known_blocks: int = 1 << 21  # of all sessions: 16 bytes each for the key, as much again for what they share, and 4 for each token
+    # of all sessions: 16 bytes each for the key, as much again for what they share, and 4 for each token
+    known_blocks: int = 1 << 21
     prefetches: int = 16
 
 
@@ -120,14 +134,23 @@ class _Session:
 class _Ending:
     """A request of a session, from its submission to its last event. Collects what it generates."""
 
-    def __init__(self, request: Request, ids: tuple[bytes, bytes], hint: CacheHint, listener: Listener, ended: deque[_Ending]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        ids: tuple[bytes, bytes],
+        hint: CacheHint,
+        listener: Listener,
+        ended: deque[_Ending],
+    ) -> None:
         self._request = request
         self.ids = ids
         self.hint = hint
-        self.num_found: int | None = None  # tokens in memory when it began; None: it was cancelled before anybody was told
+        # tokens in memory when it began; None: it was cancelled before anybody was told
+        self.num_found: int | None = None
         self._tokens: list[int] = []
         self._num_computed = 0  # of those
-        self._prompt = array("I", request.prompt).tobytes()  # here, on the caller's thread: a long one takes milliseconds
+        # here, on the caller's thread: a long one takes milliseconds
+        self._prompt = array("I", request.prompt).tobytes()
         self._listener = listener
         self._ended = ended
 
@@ -137,7 +160,8 @@ class _Ending:
             self.num_found = event.source.device + event.source.host
         if event.finish is not None:
             is_fed_back = event.finish is FinishReason.STOP
-            self._num_computed = len(self._tokens) if is_fed_back else max(0, len(self._tokens) - 1)  # else the last one has no KV
+            # else the last one has no KV
+            self._num_computed = len(self._tokens) if is_fed_back else max(0, len(self._tokens) - 1)
             if event.finish is not FinishReason.ERROR:
                 self._ended.append(self)
         self._listener(event)
@@ -168,7 +192,8 @@ class SessionContent(NamedTuple):
 
 
 class _Release(NamedTuple):
-    """Blocks of a session that ended: forgotten from the last on, once saves of them that were under way have landed."""
+    """Blocks of a session that ended: forgotten from the last on, once saves of them that were under way have
+    landed."""
 
     keys: bytes
     found: int
@@ -178,7 +203,9 @@ class _Release(NamedTuple):
 class Sessions:
     """Records of conversations, by tenant; see the module."""
 
-    def __init__(self, storage: SessionStorage, limits: SessionLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, storage: SessionStorage, limits: SessionLimits, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._storage = storage
         self._limits = limits
         self._clock = clock
@@ -195,13 +222,16 @@ class Sessions:
         self._num_steps = 0
         self._counts: Counter[str] = Counter()
 
-    # -------------------------------------------------------------------------------------------------- from any thread
+    # ---------------------------------------------------------------------------------------- from any thread
 
     def follow(self, request: Request, salt: str, hint: CacheHint | None, listener: Listener) -> Listener:
-        """A listener for `request` that notes what becomes of it. Where nothing is reused there is nothing to know."""
+        """A listener for `request` that notes what becomes of it. Where nothing is reused there is nothing to
+        know."""
         if not request.session or request.prefix is None:
             return listener
-        return _Ending(request, session_ids(salt, request.session), hint or CacheHint(), listener, self._ended)
+        return _Ending(
+            request, session_ids(salt, request.session), hint or CacheHint(), listener, self._ended
+        )
 
     def figures(self) -> SessionFigures:
         """Numbers only: names of tenants and sessions may be secrets."""
@@ -223,7 +253,7 @@ class Sessions:
             prefetches_refused=counts["refused"],
         )
 
-    # ------------------------------------------------------------------------------------------------- the engine thread
+    # -------------------------------------------------------------------------------------- the engine thread
 
     def step(self) -> bool:
         """A slice of what is due; says whether more of it is due at once."""
@@ -238,7 +268,8 @@ class Sessions:
         return bool(self._ended) or is_late or self._may_release
 
     def _look_again(self) -> None:
-        """Now and then, for one session: its blocks move between device and host memory, and are to be wanted where they are."""
+        """Now and then, for one session: its blocks move between device and host memory, and are to be wanted
+        where they are."""
         self._num_steps += 1
         if self._moving and self._num_steps % _LOOK_EVERY == 0:
             session = self._moving.popleft()
@@ -248,8 +279,9 @@ class Sessions:
                 self._moving.append(session)
 
     def prefetch(self, salt: str, asked: str | Prefix) -> Prefetched | None:
-        """Bring up the KV of a session by its name, or of a prefix. None: there is no such session. Raises Overloaded where too many are
-        under way: a tenant may have no more of them than it leaves free for others."""
+        """Bring up the KV of a session by its name, or of a prefix. None: there is no such session. Raises
+        Overloaded where too many are under way: a tenant may have no more of them than it leaves free for
+        others."""
         if isinstance(asked, str):
             session = self._find(salt, asked)
             if session is None:
@@ -259,8 +291,18 @@ class Sessions:
         tenant = self._tenants.get(tenant_id) or _Tenant(tenant_id)
         if tenant.num_prefetches >= self._limits.prefetches - len(self._prefetches):
             self._counts["refused"] += 1
-            raise Overloaded(f"{tenant.num_prefetches} prefetches of this tenant are under way, {len(self._prefetches)} in all")
-        prefetch = self._storage.prefetch(asked, f"prefetch {self._counts['started']}") if asked.keys else None
+            raise Overloaded(
+                f"{tenant.num_prefetches} prefetches of "
+                f"this "
+                f"tenant "
+                f"are "
+                f"under "
+                f"way, "
+                f"{len(self._prefetches)} in all"
+            )
+        prefetch = (
+            self._storage.prefetch(asked, f"prefetch {self._counts['started']}") if asked.keys else None
+        )
         if prefetch is None:
             return Prefetched(0, False)
         self._counts["started"] += 1
@@ -299,7 +341,7 @@ class Sessions:
             for session in list(tenant.sessions.values()):
                 self._drop(session)
 
-    # ---------------------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------- requests
 
     def _end(self, ending: _Ending) -> None:
         """The KV of a session is now that of its last request."""
@@ -372,13 +414,14 @@ class Sessions:
         while self._counts["known"] > self._limits.known_blocks:
             self._drop(next(iter(self._by_known.first().sessions.values())))
 
-    # --------------------------------------------------------------------------------------------------------- retention
+    # ---------------------------------------------------------------------------------------------- retention
 
     def _retain(self, session: _Session, prefix: Prefix) -> None:
         num_blocks = session.num_blocks
         if not num_blocks:
             return
-        if num_blocks > self._limits.retained_blocks:  # it would push out everything else of its tenant, and then itself
+        # it would push out everything else of its tenant, and then itself
+        if num_blocks > self._limits.retained_blocks:
             self._counts["cut"] += 1
             return
         tenant = session.tenant
@@ -391,7 +434,9 @@ class Sessions:
         self._due[second][session] = None
         session.due = second
         while self._counts["retained"] > self._limits.retained_blocks:
-            self._end_retention(next(one for kept in self._by_retained.first().retained for one in kept.values()))
+            self._end_retention(
+                next(one for kept in self._by_retained.first().retained for one in kept.values())
+            )
             self._counts["cut"] += 1
         if session.due is not None:
             session.want = self._storage.retain(prefix, _rank(session))
@@ -431,11 +476,11 @@ class Sessions:
                 del self._due[heapq.heappop(self._seconds)]
         return True
 
-    # ----------------------------------------------------------------------------------------------------------- release
+    # ------------------------------------------------------------------------------------------------ release
 
     def _release(self, session: _Session, keys_before: bytes) -> None:
-        """Its KV goes, and what it had before its last request, where that is no part of it. Where nobody knows what was there before the
-        session, all stays."""
+        """Its KV goes, and what it had before its last request, where that is no part of it. Where nobody
+        knows what was there before the session, all stays."""
         found, keys = session.found, session.keys
         self._drop(session)
         self._counts["releases"] += 1
@@ -457,11 +502,14 @@ class Sessions:
         num_blocks = len(release.keys) // KEY_BYTES
         first = max(release.found, self._num_shared(release.keys), num_blocks - _FORGET_AT_ONCE)
         if first < num_blocks:  # the last ones go first: a prefix is of use without its continuation
-            self._counts["released"] += self._storage.forget([_key(release.keys, number) for number in range(first, num_blocks)])
+            self._counts["released"] += self._storage.forget(
+                [_key(release.keys, number) for number in range(first, num_blocks)]
+            )
             self._releases.appendleft(release._replace(keys=release.keys[: first * KEY_BYTES]))
 
     def _num_shared(self, keys: bytes) -> int:
-        """How many of the first blocks a known session may have as well. A key covers all before it, so what is shared has no gaps."""
+        """How many of the first blocks a known session may have as well. A key covers all before it, so what
+        is shared has no gaps."""
         num_marks = -(-len(keys) // (KEY_BYTES * _MARK_EVERY))
         return _MARK_EVERY * _num_first(num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks)
 
@@ -487,7 +535,8 @@ class _Largest:
         return self._ordered[-1][2]
 
     def note(self, tenant: _Tenant, num: int) -> None:
-        """A list takes less than a heap in Python for thousands of tenants, and some 40 us for 65,536 of them."""
+        """A list takes less than a heap in Python for thousands of tenants, and some 40 us for 65,536 of
+        them."""
         if before := self._nums.pop(tenant.id, 0):
             del self._ordered[bisect_left(self._ordered, (before, tenant.id))]
         if num:
@@ -498,7 +547,9 @@ class _Largest:
 def session_ids(salt: str, session: str) -> tuple[bytes, bytes]:
     """Of the tenant and of its session."""
     tenant = tenant_of(salt)
-    return tenant, blake2b(tenant + session.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock session").digest()
+    return tenant, blake2b(
+        tenant + session.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock session"
+    ).digest()
 
 
 def _rank(session: _Session) -> float:
@@ -519,7 +570,10 @@ def _num_first(num: int, holds: Callable[[int], bool]) -> int:
 
 def _marks(keys: bytes, first: int) -> Iterator[bytes]:
     """Of the blocks from number `first` on."""
-    return (_key(keys, number) for number in range(-(-first // _MARK_EVERY) * _MARK_EVERY, len(keys) // KEY_BYTES, _MARK_EVERY))
+    return (
+        _key(keys, number)
+        for number in range(-(-first // _MARK_EVERY) * _MARK_EVERY, len(keys) // KEY_BYTES, _MARK_EVERY)
+    )
 
 
 def _key(keys: bytes, number: int) -> bytes:

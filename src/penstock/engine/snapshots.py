@@ -1,5 +1,5 @@
-"""Snapshots as callers of an engine ask for them. Owns the way from a session or a prompt to the tokens that a snapshot is of; snapshots
-themselves are storage's."""
+"""Snapshots as callers of an engine ask for them. Owns the way from a session or a prompt to the tokens that
+a snapshot is of; snapshots themselves are storage's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ _NAME_BYTES = 8
 class EngineSnapshots(Snapshots):
     """Everything may be called from any thread but `step`. What is called `begin_x` never blocks."""
 
-    def __init__(self, engine: Engine, sessions: Sessions, run: Callable[..., None], most_in_host: int | None) -> None:
+    def __init__(
+        self, engine: Engine, sessions: Sessions, run: Callable[..., None], most_in_host: int | None
+    ) -> None:
         self._engine = engine
         self._sessions = sessions
         self._run = run  # on the engine thread
@@ -44,7 +46,9 @@ class EngineSnapshots(Snapshots):
         """Raises SnapshotTaken, SnapshotSpace, SnapshotRefused, SessionMissing, StoreFailed."""
         asked = asked if asked.name else asked._replace(name=f"snapshot-{secrets.token_hex(_NAME_BYTES)}")
         if bool(asked.session) == bool(asked.prompt):
-            raise InvalidRequest("a snapshot is taken of a session or of a prompt, and not of both", "session_id")
+            raise InvalidRequest(
+                "a snapshot is taken of a session or of a prompt, and not of both", "session_id"
+            )
         if not asked.session:
             self._engine.limits.checked(np.frombuffer(asked.prompt, np.uint32), SamplingParams(max_tokens=0))  # type: ignore[arg-type]
         return run_steps(self._taken(asked))
@@ -56,9 +60,19 @@ class EngineSnapshots(Snapshots):
     def _taken(self, asked: SnapshotRequest) -> Generator[Future[Any], Any, Snapshot]:
         tokens = asked.prompt
         if asked.session:
-            content: SessionContent | None = yield self._begin_turn(lambda: self._sessions.content_of(asked.cache_salt, asked.session))
+            content: SessionContent | None = yield self._begin_turn(
+                lambda: self._sessions.content_of(asked.cache_salt, asked.session)
+            )
             if content is None:
-                raise SessionMissing("no request of this session has ended here lately, or the cache_salt is not the one that it had")
+                raise SessionMissing(
+                    "no request of this session has ended "
+                    "here "
+                    "lately, "
+                    "or "
+                    "the "
+                    "cache_salt "
+                    "is not the one that it had"
+                )
             tokens, asked = content.tokens, asked._replace(adapter=content.adapter)
         return (yield from self.taking(asked, np.frombuffer(tokens, np.uint32), self._begin_save))
 
@@ -83,5 +97,8 @@ class EngineSnapshots(Snapshots):
 
     def step(self) -> None:
         while self._saving and (self._saving[0][1].done() or time.monotonic() >= self._saving[0][0]):
-            fail(self._saving.popleft()[1], DeadlineExceeded(f"its blocks were not saved within {SAVE_S:g} s; what is under way goes on"))
+            fail(
+                self._saving.popleft()[1],
+                DeadlineExceeded(f"its blocks were not saved within {SAVE_S:g} s; what is under way goes on"),
+            )
         super().step()

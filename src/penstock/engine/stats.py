@@ -27,9 +27,11 @@ class EngineStats:
     cache: dict[str, int]  # hits, misses, evictions, duplicate seals, in blocks
     traffic: Traffic | None  # between tiers; None where there is only the device
     resume: Histogram
-    load_exposed_s: float  # seconds that requests waited for a promotion while nothing else could be computed for them
+    # seconds that requests waited for a promotion while nothing else could be computed for them
+    load_exposed_s: float
     sessions: SessionFigures = field(default_factory=SessionFigures)
-    drafted: tuple[int, ...] = ()  # draft tokens verified: how many first ones of a step, second ones, ..; empty where there were none
+    # draft tokens verified: how many first ones of a step, second ones, ..; empty where there were none
+    drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()  # and those that were kept
     residency: ResidencyFigures = field(default_factory=ResidencyFigures)
     host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there

@@ -1,7 +1,9 @@
-"""Token ids to text as they arrive: incremental decoding and stop strings. Owns no request; runs on the reader's thread.
+"""Token ids to text as they arrive: incremental decoding and stop strings. Owns no request; runs on the
+reader's thread.
 
-`tokenizers.decoders.DecodeStream` is not used for any vocabulary: it loses what is unfinished at the end, holds back U+FFFD that is text,
-takes back characters of byte tokens, and has no offsets. docs/tokenizers.md says more.
+`tokenizers.decoders.DecodeStream` is not used for any vocabulary: it loses what is unfinished at the end,
+holds back U+FFFD that is text, takes back characters of byte tokens, and has no offsets. docs/tokenizers.md
+says more.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import NamedTuple, Protocol
 
 
 class TokenBytes(Protocol):
-    """What a stream needs of a tokenizer: its text is the bytes of its tokens in a row, special ones left out."""
+    """What a stream needs of a tokenizer: its text is the bytes of its tokens in a row, special ones left
+    out."""
 
     @property
     def errors(self) -> str:
@@ -30,18 +33,21 @@ class TextDelta(NamedTuple):
 
     text: str
     stopped: bool  # a stop string is complete: the text ends before it, and further tokens are ignored
-    offsets: tuple[int, ...]  # per consumed token, the character of the whole output at which its text starts or goes on
+    # per consumed token, the character of the whole output at which its text starts or goes on
+    offsets: tuple[int, ...]
 
 
 class TextStream:
-    """Incremental decoding of one output. Each token is decoded once, and nothing is emitted that a later token could take back:
-    neither part of a character nor a possible start of a stop string.
+    """Incremental decoding of one output. Each token is decoded once, and nothing is emitted that a later
+    token could take back: neither part of a character nor a possible start of a stop string.
 
-    An output either begins a text or goes on with its prompt's: where it `begins` one, its pieces are what decoding it alone gives.
-    No stop string ends it that is complete within its first `least` tokens.
+    An output either begins a text or goes on with its prompt's: where it `begins` one, its pieces are what
+    decoding it alone gives. No stop string ends it that is complete within its first `least` tokens.
     """
 
-    def __init__(self, tokenizer: TokenBytes, stops: Sequence[StopString] = (), begins: bool = False, least: int = 0) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, stops: Sequence[StopString] = (), begins: bool = False, least: int = 0
+    ) -> None:
         self._least = least
         self.first: int | None = None  # which of the consumed tokens began a text
         self.stopped_by: str | None = None  # the stop string that is complete
@@ -54,7 +60,8 @@ class TextStream:
         self._held = ""  # decoded, but possibly the start of a stop string
         self._num_decoded = 0  # characters decoded so far, held ones included
         self._num_out = 0  # characters handed out
-        self._ends: deque[tuple[int, int]] = deque([(0, 0)])  # tokens and characters where both end; the first that is not out, on
+        # tokens and characters where both end; the first that is not out, on
+        self._ends: deque[tuple[int, int]] = deque([(0, 0)])
         self._stopped = False
 
     def push(self, tokens: Sequence[int]) -> TextDelta:
@@ -106,13 +113,18 @@ class TextStream:
             self._ends.popleft()
 
     def _num_broken(self, pending: bytes, data: bytes) -> int:
-        """Replacement characters that the unfinished character `pending` becomes, where `data` leaves it unfinished for good."""
+        """Replacement characters that the unfinished character `pending` becomes, where `data` leaves it
+        unfinished for good."""
         joined = pending + data[:1]
         try:
             joined.decode("utf-8")
         except UnicodeDecodeError as error:
             # "unexpected end of data": still unfinished, but going on. Anything else is a break.
-            return 0 if error.reason == "unexpected end of data" else len(pending.decode("utf-8", self._tokenizer.errors))
+            return (
+                0
+                if error.reason == ("unexpected end of data")
+                else len(pending.decode("utf-8", self._tokenizer.errors))
+            )
         return 0
 
     def _release(self, text: str) -> str:
@@ -120,9 +132,16 @@ class TextStream:
         start = len(self._held)
         self._held += text
         for end, character in enumerate(text, start + 1):
-            # The longest of those that end here starts first. All of them advance: each follows the text for itself.
-            self._matched = [stop.advance(matched, character) for stop, matched in zip(self._stops, self._matched, strict=True)]
-            completed = max(matched if matched == stop.length else 0 for stop, matched in zip(self._stops, self._matched, strict=True))
+            # The longest of those that end here starts first. All of them advance: each follows the text for
+            # itself.
+            self._matched = [
+                stop.advance(matched, character)
+                for stop, matched in zip(self._stops, self._matched, strict=True)
+            ]
+            completed = max(
+                matched if matched == stop.length else 0
+                for stop, matched in zip(self._stops, self._matched, strict=True)
+            )
             if completed and self._num_tokens > self._least:
                 self.stopped_by = self._held[end - completed : end]
                 certain, self._held, self._stopped = self._held[: end - completed], "", True
@@ -133,16 +152,19 @@ class TextStream:
 
 
 class StopString:
-    """A stop string and how far a match of it survives a wrong character (Knuth-Morris-Pratt). Shared by all outputs of a request:
-    its table grows with what they match, so its cost is that of the output, however long the stop string is."""
+    """A stop string and how far a match of it survives a wrong character (Knuth-Morris-Pratt). Shared by all
+    outputs of a request: its table grows with what they match, so its cost is that of the output, however
+    long the stop string is."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.length = len(text)
-        self._borders = [0]  # for every prefix met, the length of its longest proper suffix that is also a prefix
+        # for every prefix met, the length of its longest proper suffix that is also a prefix
+        self._borders = [0]
 
     def advance(self, matched: int, character: str) -> int:
-        """How much of it the output ends with behind `character`, where it was `matched` before. Constant amortised time."""
+        """How much of it the output ends with behind `character`, where it was `matched` before. Constant
+        amortised time."""
         while matched and (matched == self.length or self.text[matched] != character):
             matched = self._border(matched)
         return matched + (self.text[matched] == character)

@@ -1,5 +1,5 @@
-"""Opens a cache: arenas, pools, the movers between them, and cold tiers. Owns which parts belong together; the only place
-that wires storage, for the engine and for benchmarks."""
+"""Opens a cache: arenas, pools, the movers between them, and cold tiers. Owns which parts belong together;
+the only place that wires storage, for the engine and for benchmarks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ from penstock.observe import ContentObserver, LaneObserver, PoolObserver
 _HOST_KV_GIB = 4.0
 _HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
 _LOAD_PRIORITY = -1  # of the stream that promotions come on: requests wait for them
-_CUDA_OVERLAP_TOKENS = 1024  # shorter steps are over sooner as a replay behind the whole load than launched layer by layer
+# shorter steps are over sooner as a replay behind the whole load than launched layer by layer
+_CUDA_OVERLAP_TOKENS = 1024
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
-# Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute checksums.
+# Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute
+# checksums.
 COLD_READERS = 6
 COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
@@ -61,13 +63,22 @@ class Opened:
 
 
 def open_cache(
-    config: Config, layout: BlockLayout, scope: Scope, device: torch.device, num_blocks: int, observer: StorageObserver | None = None
+    config: Config,
+    layout: BlockLayout,
+    scope: Scope,
+    device: torch.device,
+    num_blocks: int,
+    observer: StorageObserver | None = None,
 ) -> Opened:
     """`num_blocks` on the device, and the tiers that `config` names."""
     arena = DeviceArena(layout, num_blocks, device)
     pool = BlockPool(num_blocks, arena.name, observer, _device_order(config, num_blocks))
     host_arena = HostArena(layout, num_host_blocks(config, arena), device) if config.offload.enabled else None
-    guard = ArenaGuard(*(one for one in (arena, host_arena) if one is not None)) if config.sanitize.check_bytes else None
+    guard = (
+        ArenaGuard(*(one for one in (arena, host_arena) if one is not None))
+        if config.sanitize.check_bytes
+        else None
+    )
     if host_arena is None:
         return Opened(KvCache(pool, scope, config.kv.prefix_cache), arena, guard)
     checks = None
@@ -78,9 +89,14 @@ def open_cache(
     loader, saver = make_movers(arena, host_arena, observer, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
     stuck_s = max(queue.stuck_s, _STUCK * config.offload.remote_timeout_s)  # not before a call is overdue
-    cold = [open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observer) for store in stores]
+    cold = [
+        open_cold(store, host_arena, queue if store.local else replace(queue, stuck_s=stuck_s), observer)
+        for store in stores
+    ]
     saves = Saves(pool, host, cold, saver, layout, _limits(config, device))
-    return Opened(KvCache(pool, scope, config.kv.prefix_cache, Loads(saves, loader)), arena, guard, host_arena)
+    return Opened(
+        KvCache(pool, scope, config.kv.prefix_cache, Loads(saves, loader)), arena, guard, host_arena
+    )
 
 
 def num_host_blocks(config: Config, arena: DeviceArena) -> int:
@@ -88,22 +104,38 @@ def num_host_blocks(config: Config, arena: DeviceArena) -> int:
     if config.offload.host_gib is not None:
         num_blocks = int(config.offload.host_gib * GIB) // block_bytes
         if num_blocks < 1:
-            raise ConfigError(f"--kv-offload-host-gib {config.offload.host_gib:g} holds no KV block of {block_bytes / 1024:.0f} KiB")
+            raise ConfigError(
+                f"--kv-offload-host-gib {config.offload.host_gib:g} "
+                f"holds "
+                f"no "
+                f"KV "
+                f"block "
+                f"of "
+                f"{block_bytes / 1024:.0f} KiB"
+            )
         return num_blocks
     num_bytes = min(_HOST_KV_GIB * GIB, free_bytes(torch.device("cpu")) * _HOST_FREE_SHARE)
-    # A tiny model's blocks would number millions; sixteen times the device's is more than it can forget in a while.
+    # A tiny model's blocks would number millions; sixteen times the device's is more than it can forget in a
+    # while.
     return max(1, min(int(num_bytes) // block_bytes, 16 * arena.num_slots))
 
 
 def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
-    """As the tiers behind it, or by recency where that would cost the engine thread too much for each block."""
+    """As the tiers behind it, or by recency where that would cost the engine thread too much for each
+    block."""
     name = config.offload.eviction
     return make_order(name if name in DEVICE_EVICTIONS else "lru", num_blocks, config.kv.block_tokens)
 
 
-def _open_host(config: Config, arena: HostArena, device: torch.device, observer: StorageObserver | None) -> HostTier:
+def _open_host(
+    config: Config, arena: HostArena, device: torch.device, observer: StorageObserver | None
+) -> HostTier:
     order = make_order(config.offload.eviction, arena.num_slots, arena.layout.block_tokens)
-    host = HostTier(BlockPool(arena.num_slots, arena.name, observer, order), arena.layout.block_tokens, config.offload.lease_s)
+    host = HostTier(
+        BlockPool(arena.num_slots, arena.name, observer, order),
+        arena.layout.block_tokens,
+        config.offload.lease_s,
+    )
     if device.type == "cuda":  # elsewhere every slot can be used at once
         host.withhold()
     host.memory = HostMemory(arena, host.ready)
@@ -114,15 +146,22 @@ def _limits(config: Config, device: torch.device) -> TierLimits:
     offload = config.offload
     overlap_tokens = _CUDA_OVERLAP_TOKENS if device.type == "cuda" else _CPU_OVERLAP_TOKENS
     admission = offload.ssd_admission if offload.ssd_dir is not None else "always"
-    return TierLimits(overlap_tokens, offload.load_deadline_s, offload.load_always, config.kv.prefix_cache, admission)
+    return TierLimits(
+        overlap_tokens, offload.load_deadline_s, offload.load_always, config.kv.prefix_cache, admission
+    )
 
 
 def make_movers(
-    arena: DeviceArena, host_arena: HostArena, observer: LaneObserver | None = None, checks: ByteChecks | None = None
+    arena: DeviceArena,
+    host_arena: HostArena,
+    observer: LaneObserver | None = None,
+    checks: ByteChecks | None = None,
 ) -> tuple[Mover, Mover]:
     """From host memory to the device, and back."""
 
-    def mover(name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int) -> Mover:
+    def mover(
+        name: str, source: DeviceArena | HostArena, dest: DeviceArena | HostArena, priority: int
+    ) -> Mover:
         lane = make_lane(name, arena.device, observer, priority)
         copier = make_copier(source.tensor, dest.tensor, arena.layout)
         made = Mover((source.name, dest.name), copier, lane, make_launcher(lane, observer))
@@ -145,11 +184,18 @@ def _open_stores(config: Config, space: Space) -> Sequence[BlockStore]:
     return stores
 
 
-def open_cold(store: BlockStore, arena: HostArena, limits: ColdLimits | None = None, observer: LaneObserver | None = None) -> ColdTier:
+def open_cold(
+    store: BlockStore,
+    arena: HostArena,
+    limits: ColdLimits | None = None,
+    observer: LaneObserver | None = None,
+) -> ColdTier:
     """`store` on lanes of its own, behind the host memory of `arena`."""
 
     def lanes(what: str, num: int) -> list[Lane]:
         return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]
 
-    own = ColdLanes(lanes("read", COLD_READERS), lanes("write", COLD_WRITERS), None if store.local else lanes("ask", 1)[0])
+    own = ColdLanes(
+        lanes("read", COLD_READERS), lanes("write", COLD_WRITERS), None if store.local else lanes("ask", 1)[0]
+    )
     return ColdTier(store, own, arena.view, (arena.name, arena.layout.num_layers), limits or ColdLimits())

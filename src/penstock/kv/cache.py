@@ -1,7 +1,9 @@
-"""The door to KV storage: matches what requests need, opens their tables, and takes in what has moved, over the device and what is colder.
-Owns the device pool and what is on its way into it, no bytes. What is done to an open table is in `kv/table.py`.
+"""The door to KV storage: matches what requests need, opens their tables, and takes in what has moved, over
+the device and what is colder. Owns the device pool and what is on its way into it, no bytes. What is done to
+an open table is in `kv/table.py`.
 
-All calls come from the engine thread and none blocks but `drain` and `close`; `prefix_of`, `lease` and `stats` may be called from anywhere.
+All calls come from the engine thread and none blocks but `drain` and `close`; `prefix_of`, `lease` and
+`stats` may be called from anywhere.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class CacheStats:
 
 
 class Retention:
-    """Blocks that a session wants to stay, wherever in memory they are. Ends by `end`, which is idempotent."""
+    """Blocks that a session wants to stay, wherever in memory they are. Ends by `end`, which is
+    idempotent."""
 
     def __init__(self, cache: KvCache, prefix: Prefix, rank: float) -> None:
         self._cache = cache
@@ -74,15 +77,17 @@ class Retention:
 
 
 class KvCache:
-    """Implements `contract.KvLedger`, which says what its calls mean, over one device pool and the tiers that `loads` loads from; without
-    those the device is alone. `host` and `cold_tiers` are the tiers themselves, for snapshots, which have more in them than blocks; `loads`
-    and `saves` are for tests and measurements.
+    """Implements `contract.KvLedger`, which says what its calls mean, over one device pool and the tiers that
+    `loads` loads from; without those the device is alone. `host` and `cold_tiers` are the tiers themselves,
+    for snapshots, which have more in them than blocks; `loads` and `saves` are for tests and measurements.
 
-    `prefix_cache` off: no block of the device gets a key, so that none is found there, and every prefix comes from a colder tier. Where
-    there is none, nothing is reused.
+    `prefix_cache` off: no block of the device gets a key, so that none is found there, and every prefix comes
+    from a colder tier. Where there is none, nothing is reused.
     """
 
-    def __init__(self, pool: BlockPool, scope: Scope, prefix_cache: bool = True, loads: Loads | None = None) -> None:
+    def __init__(
+        self, pool: BlockPool, scope: Scope, prefix_cache: bool = True, loads: Loads | None = None
+    ) -> None:
         if not pool.num_slots:
             raise ConfigError(f"pool {pool.name!r} needs at least one slot")
         self._pool = pool
@@ -92,16 +97,19 @@ class KvCache:
         self.saves = self.loads.saves
         self.host = self.loads.host
         self.cold_tiers = self.saves.cold  # those colder than host memory, hottest first
-        self.prefill = self.loads.prefill  # what computing prompts takes: loading is weighed against it, and chunks are sized by it
+        # what computing prompts takes: loading is weighed against it, and chunks are sized by it
+        self.prefill = self.loads.prefill
         self.num_blocks = pool.num_slots
         # Some of host memory stays for what others leave there.
-        self.num_pageable = self.host.num_slots - self.host.num_slots // _HOST_SPARE_SHARE if prefix_cache else 0
+        self.num_pageable = (
+            self.host.num_slots - self.host.num_slots // _HOST_SPARE_SHARE if prefix_cache else 0
+        )
         self._plain_digest = scope.of().digest()  # of requests without a salt and an adapter
         self._tables = OpenTables(pool, self.loads, scope.block_tokens, prefix_cache)
         self._num_promoted = 0
         self._closed = False
 
-    # ------------------------------------------------------------------------------------------------------ questions
+    # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def num_available(self) -> int:
@@ -120,8 +128,9 @@ class KvCache:
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers between device and host memory that have not been seen to be over, reads, writes and questions of cold tiers that are
-        not, and what is yet to be handed to those. Their waiters are woken."""
+        """Transfers between device and host memory that have not been seen to be over, reads, writes and
+        questions of cold tiers that are not, and what is yet to be handed to those. Their waiters are
+        woken."""
         return self._num_flying + self._num_cold
 
     @property
@@ -130,13 +139,15 @@ class KvCache:
 
     @property
     def _num_cold(self) -> int:
-        num = sum(len(tier.readings) + len(tier.writings) + len(tier.findings) for tier in self.cold_tiers.values())
+        num = sum(
+            len(tier.readings) + len(tier.writings) + len(tier.findings) for tier in self.cold_tiers.values()
+        )
         return num + len(self.saves.persisting) + len(self.saves.later) + len(self.loads.fetches)
 
     @property
     def look_again_s(self) -> float:
-        """How long transfers in flight need no look, unless one has reported progress. While a load from cold tiers is
-        under way, looking more often would take the interpreter from their lanes."""
+        """How long transfers in flight need no look, unless one has reported progress. While a load from cold
+        tiers is under way, looking more often would take the interpreter from their lanes."""
         if any(load.is_cold for load in self.loads.in_flight.values()):
             return POLL_MOST_S
         return min(self.loads.mover.look_again_s(), self.saves.mover.look_again_s())
@@ -148,12 +159,16 @@ class KvCache:
         digest = self.scope.of(salt, adapter).digest() if salt or adapter is not None else self._plain_digest
         return Prefix(digest, prefix_keys(tokens, self.block_tokens, digest))
 
-    def lease(self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False) -> Lease | None:
+    def lease(
+        self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False
+    ) -> Lease | None:
         """What the device has is only looked at, and may be gone when the request is planned."""
         if not self.host.num_slots:
             return None
         num = 0 if whole else len(self._pool.find(prefix.keys))
-        return self.loads.lease(prefix.keys, owner, num, _parts_of(earlier)) if num < len(prefix.keys) else None
+        return (
+            self.loads.lease(prefix.keys, owner, num, _parts_of(earlier)) if num < len(prefix.keys) else None
+        )
 
     @property
     def may_prefetch(self) -> bool:
@@ -164,18 +179,32 @@ class KvCache:
         if not self.may_prefetch or _has_nothing_cold(lease):
             return None
         num = len(self._pool.find(prefix.keys))
-        return self.loads.prefetch(prefix.keys, owner, num, _parts_of(lease)) if num < len(prefix.keys) else None
+        return (
+            self.loads.prefetch(prefix.keys, owner, num, _parts_of(lease)) if num < len(prefix.keys) else None
+        )
 
     def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Fetch | None:
-        return None if _has_nothing_cold(lease) else self.loads.prefetch(prefix.keys, owner, 0, _parts_of(lease), is_next)
+        return (
+            None
+            if _has_nothing_cold(lease)
+            else self.loads.prefetch(prefix.keys, owner, 0, _parts_of(lease), is_next)
+        )
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         keys = prefix.keys
-        more = prefix_keys(tokens[len(keys) * self.block_tokens :], self.block_tokens, prefix.scope, keys[-1] if keys else None)
+        more = prefix_keys(
+            tokens[len(keys) * self.block_tokens :],
+            self.block_tokens,
+            prefix.scope,
+            keys[-1] if keys else None,
+        )
         return Prefix(prefix.scope, (*keys, *more))
 
-    def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None) -> Match:
-        """Holds nothing, so it is good until the next call that draws. What `lease` has may go at any time, until it is claimed."""
+    def match(
+        self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None
+    ) -> Match:
+        """Holds nothing, so it is good until the next call that draws. What `lease` has may go at any time,
+        until it is claimed."""
         slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None)
         num, pending, num_colder = len(slots), self.is_pending(keys, want), 0
         if isinstance(lease, HostLease) and not pending:
@@ -191,7 +220,9 @@ class KvCache:
             return Match(num, self._pool.num_idle_of(slots), False)
         return Match(0, 0, False, num_paged=num_paged)
 
-    def want(self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None) -> PoolWant | None:
+    def want(
+        self, keys: Sequence[bytes], rank: float, earlier: contract.Want | None = None
+    ) -> PoolWant | None:
         if not self._tables.reuses:
             return None
         return self._pool.want_found(tuple(keys), rank, earlier if isinstance(earlier, PoolWant) else None)
@@ -199,7 +230,8 @@ class KvCache:
     def start_s(self, num_tokens: int, match: Match) -> float | None:
         if not self.host.num_slots:
             return None
-        num_colder = match.num_colder + match.num_paged  # what stays in host memory is read over the same link
+        # what stays in host memory is read over the same link
+        num_colder = match.num_colder + match.num_paged
         num_found = (match.num_blocks + num_colder) * self.block_tokens
         num_left = max(1, num_tokens - num_found)
         compute_s = self.loads.prefill.seconds(num_left, num_tokens - num_left / 2)
@@ -210,18 +242,23 @@ class KvCache:
         return self.saves.make_room(num_blocks, floor, self._tables.give_way, num_more)
 
     def free_up(self, num_blocks: int) -> None:
-        """As far as host memory has what is forgotten: what can be drawn now without losing anything can be drawn later, too."""
+        """As far as host memory has what is forgotten: what can be drawn now without losing anything can be
+        drawn later, too."""
         num_short = num_blocks - self._pool.num_free
         if num_short > 0:
             self._pool.evict(self.saves.num_safe(num_short))
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
         """Costs no more for a long prefix that was asked for before than for a short one."""
-        num = len(self._pool.find(keys, want if isinstance(want, PoolWant) else None)) if self._tables.reuses else len(keys)
+        num = (
+            len(self._pool.find(keys, want if isinstance(want, PoolWant) else None))
+            if self._tables.reuses
+            else len(keys)
+        )
         if num == len(keys):
             return False
-        # It pays to wait where another request computes the next key, or it is promoted and not late. A key covers all before it, so it has the
-        # same number in whatever prefix it belongs to.
+        # It pays to wait where another request computes the next key, or it is promoted and not late. A key
+        # covers all before it, so it has the same number in whatever prefix it belongs to.
         if any(table.announces(num, keys[num]) for table in self._tables.announcing):
             return True
         return bool(self.loads.in_flight) and self.loads.is_coming(num, keys[num])
@@ -249,7 +286,10 @@ class KvCache:
         traffic = Traffic(
             bytes=dict(counts.bytes),
             seconds={pair: histogram.copy() for pair, histogram in list(counts.seconds.items())},
-            in_flight={(HOST, "device"): len(self.loads.mover.flying), ("device", HOST): len(self.saves.mover.flying)},
+            in_flight={
+                (HOST, "device"): len(self.loads.mover.flying),
+                ("device", HOST): len(self.saves.mover.flying),
+            },
             failures=dict(counts.failures),
             skipped={"full": self.host.counts.skipped_full, "late": counts.saves_late},
             postponed=self.host.counts.postponed,
@@ -265,13 +305,15 @@ class KvCache:
         for tier in self.cold_tiers.values():
             tier.wake = wake
 
-    # ---------------------------------------------------------------------------------------------------------- tables
+    # ------------------------------------------------------------------------------------------------- tables
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         keys: Sequence[bytes] = () if prefix is None else prefix.keys
         slots = self._pool.find(keys)[:num_blocks]
         if len(slots) != num_blocks:
-            raise InvariantBroken(f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here")
+            raise InvariantBroken(
+                f"{owner!r} opens a table with {num_blocks} cached blocks, of which {len(slots)} are here"
+            )
         return self._tables.add(self._pool.hold(owner, slots), prefix, num_blocks)
 
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
@@ -310,11 +352,11 @@ class KvCache:
         finally:
             hold.end()  # from here on the copy alone has the slots
 
-    # ------------------------------------------------------------------------------------------------------- colder tiers
+    # ------------------------------------------------------------------------------------------- colder tiers
 
     def settle(self) -> bool:
-        """Take in transfers that are over; says whether there were any. Those between device and host memory come first: what has landed is
-        written to cold tiers, and what was read from them is sent on."""
+        """Take in transfers that are over; says whether there were any. Those between device and host memory
+        come first: what has landed is written to cold tiers, and what was read from them is sent on."""
         if not self.host.num_slots:
             return False  # nothing is ever in flight
         before = self._num_flying
@@ -332,8 +374,9 @@ class KvCache:
         return has_more or self._num_cold != cold_before or self._num_flying != before
 
     def _land(self, copy: Copy) -> None:
-        """The bytes are there: they get their keys. The table may have ended meanwhile; then they stay as idle blocks. So they do where
-        what belongs before them has not come: the table computes it, and goes on from there."""
+        """The bytes are there: they get their keys. The table may have ended meanwhile; then they stay as
+        idle blocks. So they do where what belongs before them has not come: the table computes it, and goes
+        on from there."""
         table = self._tables.open.get(copy.load.hold)
         if table is not None and table.num_keyed == copy.first:
             table.give_keys(copy.keys)
@@ -342,24 +385,26 @@ class KvCache:
             self._pool.seal(slots, copy.keys, range(copy.first, copy.first + len(slots)))
 
     def submit_saves(self) -> Settling | None:
-        """Demote what was sealed since the last call. When what is returned has settled, everything sealed so far is in the host tier or
-        was skipped; None: nothing is on its way there."""
+        """Demote what was sealed since the last call. When what is returned has settled, everything sealed so
+        far is in the host tier or was skipped; None: nothing is on its way there."""
         return self.saves.submit()
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Have those of `keys` that only the device has copied to host memory, and see to it that the next `persist` writes all that the
-        first cold tier lacks. `fence` covers all that was launched."""
+        """Have those of `keys` that only the device has copied to host memory, and see to it that the next
+        `persist` writes all that the first cold tier lacks. `fence` covers all that was launched."""
         self.saves.save(keys, fence)
 
     def persist(self) -> Persisting | None:
-        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is no such tier."""
+        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is
+        no such tier."""
         return self.saves.persist()
 
-    # ----------------------------------------------------------------------------------------------------------- sessions
+    # ----------------------------------------------------------------------------------------------- sessions
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """Forget these blocks in device and host memory, but for those that a table holds, and what scored requests have kept that goes on
-        from them; returns how many copies. What a lease or a transfer still reads stays until it is done."""
+        """Forget these blocks in device and host memory, but for those that a table holds, and what scored
+        requests have kept that goes on from them; returns how many copies. What a lease or a transfer still
+        reads stays until it is done."""
         num_closed = self.saves.end_unshared(self._tables.take_kept(keys))
         placed = zip(keys, self._pool.find_each(keys), strict=True)
         unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not self._pool.is_held(slot)]
@@ -367,14 +412,15 @@ class KvCache:
         return num_device + self.host.forget([key for key, _ in unheld]) + num_closed
 
     def retain(self, prefix: Prefix, rank: float) -> Retention:
-        """Blocks of `prefix` in memory are forgotten after all unwanted ones, of wanted ones those of the greatest rank first."""
+        """Blocks of `prefix` in memory are forgotten after all unwanted ones, of wanted ones those of the
+        greatest rank first."""
         return Retention(self, prefix, rank)
 
-    # ------------------------------------------------------------------------------------------------------------- end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def reset(self, tiers: Iterable[str] = ("device", HOST)) -> Resetting:
-        """Forget every unused block in memory, and have disks and stores forget everything, in order with what is written to
-        them."""
+        """Forget every unused block in memory, and have disks and stores forget everything, in order with
+        what is written to them."""
         forgotten, wanted = dict[str, int](), frozenset(tiers)
         if not wanted.isdisjoint((HOST, *self.cold_tiers)):
             self.loads.end_fetches(keeps=False)  # what is forgotten does not come back by itself
@@ -385,7 +431,9 @@ class KvCache:
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
         if HOST in wanted and self.host.num_slots:
             forgotten[HOST] = self.host.reset()
-        return Resetting(forgotten, {name: self.saves.reset(name) for name in self.cold_tiers if name in wanted})
+        return Resetting(
+            forgotten, {name: self.saves.reset(name) for name in self.cold_tiers if name in wanted}
+        )
 
     def check(self) -> None:
         """Recount; raises where the books do not add up."""
@@ -404,21 +452,23 @@ class KvCache:
             self.host.tell_balance(observer)
 
     def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
-        """Block until nothing that was taken on touches one of the device's `slots` any more, launched or not, and settle; without
-        `slots` until nothing is under way in any tier. Raises DeadlineExceeded where that takes longer."""
+        """Block until nothing that was taken on touches one of the device's `slots` any more, launched or
+        not, and settle; without `slots` until nothing is under way in any tier. Raises DeadlineExceeded where
+        that takes longer."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._wait_transfers(deadline_s, slots)
             self.settle()
             if not self._is_touched(slots) and (slots is not None or not self._num_cold):
                 return
-            if time.monotonic() > deadline_s:  # what was read is sent on, and what has landed may have set off a write
+            # what was read is sent on, and what has landed may have set off a write
+            if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(f"transfers are still under way after {timeout_s:g} s")
 
     def _wait_transfers(self, deadline_s: float, slots: Sequence[int] | None) -> None:
-        """Block until every transfer under way that touches one of the device's `slots` (None: any) is over, and so is what loads into
-        them are reading: the next `settle` sends that on. Without `slots` also until the lanes of cold tiers have nothing to do: fetches
-        touch host memory alone."""
+        """Block until every transfer under way that touches one of the device's `slots` (None: any) is over,
+        and so is what loads into them are reading: the next `settle` sends that on. Without `slots` also
+        until the lanes of cold tiers have nothing to do: fetches touch host memory alone."""
         wanted = None if slots is None else frozenset(slots)
         self.saves.submit()
         for mover in (self.saves.mover, self.loads.mover):
@@ -431,18 +481,28 @@ class KvCache:
                 tier.drain(max(0.0, deadline_s - time.monotonic()))
 
     def _is_touched(self, slots: Sequence[int] | None = None) -> bool:
-        """Whether anything that was taken on, launched or not, may still touch one of the device's `slots` (None: any)."""
+        """Whether anything that was taken on, launched or not, may still touch one of the device's `slots`
+        (None: any)."""
         wanted = None if slots is None else frozenset(slots)
-        flying: list[Transfer | Reads] = [*self.saves.mover.flying, *self.loads.mover.flying, *self.loads.reads]
+        flying: list[Transfer | Reads] = [
+            *self.saves.mover.flying,
+            *self.loads.mover.flying,
+            *self.loads.reads,
+        ]
         return any(one.touches(wanted) for one in flying)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Idempotent. Transfers end first: raises DeadlineExceeded where they do not, and Leaked while a table, pin or lease is out."""
+        """Idempotent. Transfers end first: raises DeadlineExceeded where they do not, and Leaked while a
+        table, pin or lease is out."""
         if not self._closed:
             by_s = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
             self.loads.end_fetches()
             self.drain(by_s - time.monotonic())
-            closers = self.saves.mover.close, self.loads.mover.close, *(tier.close for tier in self.cold_tiers.values())
+            closers = (
+                self.saves.mover.close,
+                self.loads.mover.close,
+                *(tier.close for tier in self.cold_tiers.values()),
+            )
             for close in closers:  # those that come later have what is left
                 close(max(_GRACE_S, by_s - time.monotonic()))
             self.host.close()

@@ -1,9 +1,10 @@
-"""The memory that KV blocks live in, on the device and in the host, and how one block lies in its page. Owns the layout, the tensors and
-the pinning of host memory; which slot is whose is the pools' business.
+"""The memory that KV blocks live in, on the device and in the host, and how one block lies in its page. Owns
+the layout, the tensors and the pinning of host memory; which slot is whose is the pools' business.
 
     page of one slot:  [layer][k|v][token][kv_head][head_dim]
 
-A page is contiguous, so one block is one copy; the layers of a page are in order, so a run of layers is one copy too.
+A page is contiguous, so one block is one copy; the layers of a page are in order, so a run of layers is one
+copy too.
 """
 
 from __future__ import annotations
@@ -64,30 +65,44 @@ class BlockLayout:
         return first * self.layer_bytes, (end - first) * self.layer_bytes
 
     def fingerprint(self) -> bytes:
-        """Equal exactly where pages are interchangeable byte by byte. Readable, for tools that look into a stored cache."""
+        """Equal exactly where pages are interchangeable byte by byte. Readable, for tools that look into a
+        stored cache."""
         layers, _, tokens, heads, dim = self.shape
-        return f"{NAME}/{VERSION} layers={layers} block_tokens={tokens} kv_heads={heads} head_dim={dim} dtype={self.dtype}".encode()
+        return (
+            f"{NAME}/{VERSION} "
+            f"layers={layers} "
+            f"block_tokens={tokens} "
+            f"kv_heads={heads} "
+            f"head_dim={dim} "
+            f"dtype={self.dtype}"
+        ).encode()
 
 
 _LOG = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-# Pinning keeps every other thread from launching: 1 ms for 32 MiB whose memory is there, 170 ms for 256 MiB that is yet to be found (H200).
+# Pinning keeps every other thread from launching: 1 ms for 32 MiB whose memory is there, 170 ms for 256 MiB
+# that is yet to be found (H200).
 _PIECE_BYTES = 32 << 20
-# Finding memory on first use costs a copy between five and thirty times its own time, and takes a core from compute meanwhile. So a
-# little is found in advance where nothing is pinned; all of it at once would take it from a laptop for good.
+# Finding memory on first use costs a copy between five and thirty times its own time, and takes a core from
+# compute meanwhile. So a little is found in advance where nothing is pinned; all of it at once would take it
+# from a laptop for good.
 _AHEAD_BYTES = 256 << 20
 _CLOSE_S = 60.0  # one piece is pinned in a fraction of a second
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; find memory and leave what is in it as it is
 
 
 class DeviceArena:
-    """`tensor` is [num_slots + 1, layers, k|v, block_tokens, kv_heads, head_dim]; the last slot is the padding block.
+    """`tensor` is [num_slots + 1, layers, k|v, block_tokens, kv_heads, head_dim]; the last slot is the
+    padding block.
 
-    Rows of a step that stand for nothing read and write the padding block, so that they need no branch in a kernel. Everything starts as
-    zero, hence finite: a masked weight of 0 times what an unused token holds stays 0.
+    Rows of a step that stand for nothing read and write the padding block, so that they need no branch in a
+    kernel. Everything starts as zero, hence finite: a masked weight of 0 times what an unused token holds
+    stays 0.
     """
 
-    def __init__(self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "device") -> None:
+    def __init__(
+        self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "device"
+    ) -> None:
         if num_slots < 1:
             raise ConfigError(f"the {name} KV arena needs at least one block, got {num_slots}")
         self.name = name
@@ -118,10 +133,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, nam
 
 
 def _untouched(num_bytes: int, name: str, where: str, lower: str) -> mmap.mmap:
-    """Zeros that take no memory before they are used, on whole pages: start-up does not pay for what is never used."""
+    """Zeros that take no memory before they are used, on whole pages: start-up does not pay for what is never
+    used."""
     with _must_fit(num_bytes, _CPU, name, where, lower):
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Found in large steps where the system can: half the faults' time on first use, and fewer addresses to look up in every gather.
+    # Found in large steps where the system can: half the faults' time on first use, and fewer addresses to
+    # look up in every gather.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without it: only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -138,7 +155,9 @@ def _must_fit(num_bytes: int, device: torch.device, name: str, where: str, lower
         yield
     except (torch.OutOfMemoryError, MemoryError, OSError, OverflowError):
         free = f"of which {available / GIB:.2f} GiB are free"
-        raise ConfigError(f"the {name} KV arena needs {num_bytes / GIB:.2f} GiB {where}, {free}; lower {lower}") from None
+        raise ConfigError(
+            f"the {name} KV arena needs {num_bytes / GIB:.2f} GiB {where}, {free}; lower {lower}"
+        ) from None
 
 
 def free_bytes(device: torch.device) -> int:
@@ -150,20 +169,23 @@ def free_bytes(device: torch.device) -> int:
 
 
 def piece_slots(layout: BlockLayout) -> int:
-    """How many slots are pinned together: whole slots on whole pages of memory. CUDA refuses a copy that lies across two registrations,
-    and a registration that shares a page with another."""
+    """How many slots are pinned together: whole slots on whole pages of memory. CUDA refuses a copy that lies
+    across two registrations, and a registration that shares a page with another."""
     step = mmap.PAGESIZE // math.gcd(layout.block_bytes, mmap.PAGESIZE)
     return step * max(1, _PIECE_BYTES // (step * layout.block_bytes))
 
 
 class HostArena:
-    """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first. It has no padding block: no step reads it.
+    """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first. It has no
+    padding block: no step reads it.
 
-    Beside a GPU a slot may be used only when `prepare` has said so: copies from and to memory that is not pinned would block the thread that
-    launches them. `device` is where the other end of the copies is.
+    Beside a GPU a slot may be used only when `prepare` has said so: copies from and to memory that is not
+    pinned would block the thread that launches them. `device` is where the other end of the copies is.
     """
 
-    def __init__(self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "host") -> None:
+    def __init__(
+        self, layout: BlockLayout, num_slots: int, device: torch.device | str, name: str = "host"
+    ) -> None:
         if num_slots < 1:
             raise ConfigError(f"the {name} KV arena needs at least one block, got {num_slots}")
         self.name = name
@@ -171,10 +193,13 @@ class HostArena:
         self.num_slots = num_slots
         self._device = torch.device(device)
         self._memory = _untouched(self.num_bytes, name, "of memory", "--kv-offload-host-gib")
-        self.tensor = torch.frombuffer(self._memory, dtype=getattr(torch, layout.dtype)).view(num_slots, *layout.shape)
+        self.tensor = torch.frombuffer(self._memory, dtype=getattr(torch, layout.dtype)).view(
+            num_slots, *layout.shape
+        )
         self._lock = threading.Lock()  # a piece is pinned before `close`, or not at all
         self._pinned: list[int] = []  # addresses of registered pieces
-        # One that is dropped without `close` takes its registrations along: the next one may be mapped to the same addresses.
+        # One that is dropped without `close` takes its registrations along: the next one may be mapped to the
+        # same addresses.
         weakref.finalize(self, _unregister_all, self._pinned, self._device).atexit = False
         self._closed = False
 
@@ -187,11 +212,15 @@ class HostArena:
         size = self.layout.block_bytes
         return memoryview(self._memory)[slot * size : (slot + 1) * size]
 
-    def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
-        """Make the memory usable, piece by piece and in order; `ready` gets each piece's slots, `progress` bytes done and in all.
+    def prepare(
+        self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]
+    ) -> None:
+        """Make the memory usable, piece by piece and in order; `ready` gets each piece's slots, `progress`
+        bytes done and in all.
 
-        Takes seconds, so its owner calls it once, on a thread of its own (a failed registration also leaves its error with the thread).
-        Memory that cannot be pinned ends it with a warning: the slots before are there, the others never become ready.
+        Takes seconds, so its owner calls it once, on a thread of its own (a failed registration also leaves
+        its error with the thread). Memory that cannot be pinned ends it with a warning: the slots before are
+        there, the others never become ready.
         """
         if self._device.type == "cpu":
             ready(range(self.num_slots))  # it can be used all the same, only slower
@@ -213,7 +242,8 @@ class HostArena:
                 return  # each slot of the rest is found when it is first used
 
     def close(self) -> None:
-        """Unpin; idempotent. No copy may be in flight. A `prepare` that still runs ends before its next piece."""
+        """Unpin; idempotent. No copy may be in flight. A `prepare` that still runs ends before its next
+        piece."""
         with self._lock:
             self._closed = True
             _unregister_all(self._pinned, self._device)
@@ -223,7 +253,8 @@ class HostArena:
         num_bytes = len(slots) * self.layout.block_bytes
         if free_bytes(_CPU) < num_bytes:
             return self._give_up(slots, "no memory is left")
-        # Found before it is registered, outside the driver's lock. No request has the slots yet, so zeros stay zeros.
+        # Found before it is registered, outside the driver's lock. No request has the slots yet, so zeros
+        # stay zeros.
         ctypes.memset(address, 0, num_bytes)
         with self._lock:
             if self._closed:
@@ -235,7 +266,13 @@ class HostArena:
 
     def _give_up(self, slots: range, why: str) -> bool:
         done, total = (count * self.layout.block_bytes / GIB for count in (slots.start, self.num_slots))
-        _LOG.warning("the %s KV arena is %.2f GiB instead of %.2f: the rest of it cannot be pinned (%s)", self.name, done, total, why)
+        _LOG.warning(
+            "the %s KV arena is %.2f GiB instead of %.2f: the rest of it cannot be pinned (%s)",
+            self.name,
+            done,
+            total,
+            why,
+        )
         return False
 
 
@@ -248,7 +285,8 @@ class HostMemory:
         self._stop = threading.Event()
         self._told = 0  # tenths that have been logged
         self._thread = threading.Thread(target=self._prepare, name="host-memory", daemon=True)
-        self._end = weakref.finalize(self, _end, self._stop, self._thread)  # at exit too: pinning is not to be stopped in the middle
+        # at exit too: pinning is not to be stopped in the middle
+        self._end = weakref.finalize(self, _end, self._stop, self._thread)
         self._thread.start()
 
     @property
@@ -281,9 +319,12 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
 
 
 def _find(address: int, num_bytes: int) -> bool:
-    """Memory for what is mapped there, now; what is in it stays. False: this system cannot. Not by `mmap.madvise`, which lets no other
-    thread run meanwhile."""
-    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) == 0)
+    """Memory for what is mapped there, now; what is in it stays. False: this system cannot. Not by
+    `mmap.madvise`, which lets no other thread run meanwhile."""
+    return bool(
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+        == 0
+    )
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> str | None:
@@ -308,7 +349,8 @@ def _unregister(address: int, device: torch.device) -> None:
 
 
 class ArenaGuard:
-    """Implements `observe.ByteGuard` over several arenas. `digests` waits for the device, so it is for launchers and lanes' own threads."""
+    """Implements `observe.ByteGuard` over several arenas. `digests` waits for the device, so it is for
+    launchers and lanes' own threads."""
 
     def __init__(self, *arenas: DeviceArena | HostArena) -> None:
         self._tensors = {arena.name: arena.tensor for arena in arenas}
@@ -320,14 +362,17 @@ class ArenaGuard:
             tensor[int(slot)].fill_(math.nan)
 
     def digests(self, arena: str, slots: Sequence[int]) -> list[int]:
-        """The words of a block, each times an odd number of its own, summed: no single change, and hardly any other, goes unseen."""
+        """The words of a block, each times an odd number of its own, summed: no single change, and hardly any
+        other, goes unseen."""
         tensor = self._tensors[arena]
         weights = self._weights_for(tensor)
         return [int((_words(tensor[int(slot)]) * weights).sum()) for slot in slots]
 
     def _weights_for(self, tensor: Tensor) -> Tensor:
         if tensor.device not in self._weights:
-            self._weights[tensor.device] = 2 * torch.arange(_words(tensor[0]).numel(), device=tensor.device) + 1
+            self._weights[tensor.device] = (
+                2 * torch.arange(_words(tensor[0]).numel(), device=tensor.device) + 1
+            )
         return self._weights[tensor.device]
 
 

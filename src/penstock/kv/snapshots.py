@@ -38,7 +38,16 @@ from penstock.kv.cache import KvCache
 from penstock.kv.questions import Questions, run_steps
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.host import HOST
-from penstock.kv.tiers.manifest import Manifest, check_scope, check_space, pack, snapshot_id, token_bytes, unpack, words_of
+from penstock.kv.tiers.manifest import (
+    Manifest,
+    check_scope,
+    check_space,
+    pack,
+    snapshot_id,
+    token_bytes,
+    unpack,
+    words_of,
+)
 from penstock.kv.tiers.store import ManifestStore, PinningStore, Written
 from penstock.lanes.cpu import CpuLane
 
@@ -57,7 +66,8 @@ T = TypeVar("T")
 
 
 class PinnedBlocks:
-    """What snapshots pin in the last tier that evicts by itself, each block counted once, and the bound on it."""
+    """What snapshots pin in the last tier that evicts by itself, each block counted once, and the bound on
+    it."""
 
     def __init__(self, cache: KvCache, tier: str, last: PinningStore, most_in_host: int | None) -> None:
         self.tier = tier
@@ -99,8 +109,20 @@ class PinnedBlocks:
         num_new, most = sum(key not in self._pins for key in keys), self.most
         if len(self._pins) + num_new > most:
             raise SnapshotSpace(
-                f"this snapshot would pin {num_new} more blocks: {len(self._pins)} of the {self.num_slots} in the {self.tier} tier"
-                f" are pinned, and {most} may be; delete snapshots, take one of fewer tokens, or give the tier more room"
+                f"this snapshot would pin {num_new} more "
+                f"blocks: "
+                f"{len(self._pins)} "
+                f"of "
+                f"the "
+                f"{self.num_slots} "
+                f"in the {self.tier} tier"
+                f" are pinned, and {most} may be; delete snapshots, take one of "
+                f"fewer "
+                f"tokens, "
+                f"or "
+                f"give "
+                f"the "
+                f"tier more room"
             )
         self.last.pin_keys(manifest.id, keys)
         self._pins.update(keys)
@@ -119,7 +141,8 @@ class PinnedBlocks:
 
 
 class ManifestPlaces:
-    """The stores behind an engine that have manifests. Everything may block, and raises StoreFailed where nothing else is said."""
+    """The stores behind an engine that have manifests. Everything may block, and raises StoreFailed where
+    nothing else is said."""
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
@@ -152,8 +175,8 @@ class ManifestPlaces:
         return tuple(written)
 
     def remove(self, id: str, own: Manifest) -> None:
-        """Not what another engine, or an earlier process, has put there under the same name. Never raises: what stays is told, and is
-        removed when it is found to have expired."""
+        """Not what another engine, or an earlier process, has put there under the same name. Never raises:
+        what stays is told, and is removed when it is found to have expired."""
         for tier, store in self:
             try:
                 tier.calls.say("remove a snapshot", partial(store.remove_manifest, id, pack(own)))
@@ -161,7 +184,8 @@ class ManifestPlaces:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
 
     def delete(self, id: str) -> None:
-        """Whoever put it there. Raises where one does not answer. The coldest is asked first: what others find is still known here."""
+        """Whoever put it there. Raises where one does not answer. The coldest is asked first: what others
+        find is still known here."""
         for tier, store in reversed([*self]):
             tier.calls.say("remove a snapshot", partial(store.remove_manifest, id))
 
@@ -170,7 +194,11 @@ class ManifestPlaces:
         return ((tier, store) for tier, store in self if tier.local)
 
     def shared_ids(self, tenant: bytes) -> list[str]:
-        return [id for tier, store in self.shared() for id in tier.calls.say("list snapshots", partial(store.manifests, tenant.hex()))]
+        return [
+            id
+            for tier, store in self.shared()
+            for id in tier.calls.say("list snapshots", partial(store.manifests, tenant.hex()))
+        ]
 
     def read_shared(self, id: str) -> Manifest | None:
         """One that another engine has put into a store. Raises SnapshotRefused as well."""
@@ -192,9 +220,12 @@ class ManifestPlaces:
 
 
 class Snapshots:
-    """See the module. `most_in_host`: blocks that may be pinned where host memory is the last tier; None: the usual share."""
+    """See the module. `most_in_host`: blocks that may be pinned where host memory is the last tier; None: the
+    usual share."""
 
-    def __init__(self, cache: KvCache, most_in_host: int | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, cache: KvCache, most_in_host: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._cache = cache
         self._clock = clock
         self._places = ManifestPlaces(cache)
@@ -211,9 +242,11 @@ class Snapshots:
         if self._lane is not None:
             self._lane.submit(self._load, label="load snapshots")
 
-    # ---------------------------------------------------------------------------------------------------------- from any thread
+    # ---------------------------------------------------------------------------------------- from any thread
 
-    def begin_take_of(self, asked: SnapshotRequest, tokens: Tokens, save: Callable[[Sequence[bytes]], Future[None]]) -> Future[Snapshot]:
+    def begin_take_of(
+        self, asked: SnapshotRequest, tokens: Tokens, save: Callable[[Sequence[bytes]], Future[None]]
+    ) -> Future[Snapshot]:
         """Of the KV of `tokens`, as far as it is cached. `save` is called on the lane with the keys of its
         blocks; its future ends when what was computed of them has reached the tiers. All of it is there then,
         or nothing is."""
@@ -249,7 +282,9 @@ class Snapshots:
         """Raises SnapshotMissing, SnapshotRefused."""
         return self._begin(lambda: self._shown(self._find(name, cache_salt)))
 
-    def begin_open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> Future[SnapshotContent]:
+    def begin_open(
+        self, name: str, cache_salt: str = "", adapter: Adapter | None = None
+    ) -> Future[SnapshotContent]:
         """What a request of that adapter goes on from. Raises SnapshotMissing; SnapshotRefused where it is
         not of the same model."""
         future = self._begin(partial(self._open, name, cache_salt, adapter), same=(name, cache_salt, adapter))
@@ -290,7 +325,9 @@ class Snapshots:
 
     def _begin(self, work: Callable[[], T], same: Hashable = None, goes_on: bool = False) -> Future[T]:
         if self._questions is None:
-            raise SnapshotRefused("snapshots need a tier behind the device: this server runs without --kv-offload")
+            raise SnapshotRefused(
+                "snapshots need a tier behind the device: this server runs without --kv-offload"
+            )
         return self._questions.begin(work, same, goes_on)
 
     def _begin_give_up(self, manifest: Manifest) -> None:
@@ -305,7 +342,7 @@ class Snapshots:
         if not opened.cancelled() and opened.exception() is None:
             self._counts["continued"] += 1
 
-    # -------------------------------------------------------------------------------------------------------- the engine thread
+    # -------------------------------------------------------------------------------------- the engine thread
 
     def step(self) -> None:
         """Have what has expired let go. Never blocks."""
@@ -323,14 +360,18 @@ class Snapshots:
         if self._pinned is not None:
             self._pinned.unpin_all()
 
-    # --------------------------------------------------------------------------------------------------------------- on the lane
+    # -------------------------------------------------------------------------------------------- on the lane
 
     def _load(self) -> None:
-        """What an earlier process has left on the local disk, as far as it answers; what is in shared stores is looked up when somebody
-        asks for it."""
+        """What an earlier process has left on the local disk, as far as it answers; what is in shared stores
+        is looked up when somebody asks for it."""
         found: list[tuple[Manifest, str]] = []
         try:
-            listed = [(tier, store, id) for tier, store in self._places.local() for id in tier.calls.say("list snapshots", store.manifests)]
+            listed = [
+                (tier, store, id)
+                for tier, store in self._places.local()
+                for id in tier.calls.say("list snapshots", store.manifests)
+            ]
             self._is_listed = True
         except StoreFailed as error:
             log.warning("snapshots of an earlier process are not known: %s", error)
@@ -384,7 +425,9 @@ class Snapshots:
             raise _taken(manifest)
         try:
             if len(self._known.keys() | pins.ids) >= MAX_SNAPSHOTS:  # with those that are being taken
-                raise SnapshotSpace(f"there are {MAX_SNAPSHOTS} snapshots already, which is the most: delete some")
+                raise SnapshotSpace(
+                    f"there are {MAX_SNAPSHOTS} snapshots already, which is the most: delete some"
+                )
             pins.pin(manifest)
         except SnapshotSpace:
             self._counts["refused"] += 1
@@ -400,7 +443,15 @@ class Snapshots:
 
     def _commit(self, manifest: Manifest) -> Snapshot:
         if not self._num_kept(manifest):
-            raise SnapshotRefused(f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the snapshot then")
+            raise SnapshotRefused(
+                f"none of its {manifest.num_blocks} blocks is "
+                f"in "
+                f"a "
+                f"tier: "
+                f"compute "
+                f"it "
+                f"first, and take the snapshot then"
+            )
         self._known[manifest.id] = manifest, self._places.write(manifest, self._clock())
         self._due_s = min(self._due_s, manifest.expires_s or _NEVER)
         self._counts["taken"] += 1
@@ -414,9 +465,18 @@ class Snapshots:
             raise SnapshotRefused(f"snapshot {name!r} cannot be used: {self._damaged[id]}")
         manifest = self._known[id][0] if id in self._known else self._places.read_shared(id)
         if manifest is None and (id in self._unread or not self._is_listed):
-            raise StoreFailed(f"snapshot {name!r} cannot be read: {self._damaged.get(id, 'the disk does not say which it has')}")
+            raise StoreFailed(
+                f"snapshot "
+                f"{name!r} "
+                f"cannot "
+                f"be "
+                f"read: "
+                f"{self._damaged.get(id, 'the disk does not say which it has')}"
+            )
         if manifest is None or manifest.has_expired(self._clock()):
-            raise SnapshotMissing(f"there is no snapshot {name!r}, or the cache_salt is not the one that it was taken with")
+            raise SnapshotMissing(
+                f"there is no snapshot {name!r}, or the cache_salt is not the one that it was taken with"
+            )
         return manifest
 
     def _open(self, name: str, salt: str, adapter: Adapter | None) -> SnapshotContent:
@@ -429,11 +489,15 @@ class Snapshots:
         ids, is_complete = yield self._begin(partial(self._ids, tenant))
         shown: list[Snapshot] = []
         for first in range(0, len(ids), _LIST_AT_ONCE):
-            some, all_read = yield self._begin(partial(self._shown_of, ids[first : first + _LIST_AT_ONCE]), goes_on=True)
+            some, all_read = yield self._begin(
+                partial(self._shown_of, ids[first : first + _LIST_AT_ONCE]), goes_on=True
+            )
             shown, is_complete = shown + some, is_complete and all_read
         shown.sort(key=lambda one: one.created_s)
         pins = self._own_pins
-        return SnapshotList(shown, pins.tier, len(pins), pins.most, self._cache.saves.layout.block_bytes, is_complete)
+        return SnapshotList(
+            shown, pins.tier, len(pins), pins.most, self._cache.saves.layout.block_bytes, is_complete
+        )
 
     def _ids(self, tenant: bytes) -> tuple[list[str], bool]:
         """Of all that there are, and whether every tier has said which it has."""
@@ -441,7 +505,10 @@ class Snapshots:
         self._look_again()
         ids = [id for id, (manifest, _) in self._known.items() if manifest.tenant == tenant]
         try:
-            return [*ids, *(id for id in self._places.shared_ids(tenant) if id not in self._known)], self._is_listed
+            return [
+                *ids,
+                *(id for id in self._places.shared_ids(tenant) if id not in self._known),
+            ], self._is_listed
         except StoreFailed as error:
             log.warning("snapshots in a shared store are not listed: %s", error)
             return ids, False
@@ -464,9 +531,11 @@ class Snapshots:
     def _delete(self, name: str, salt: str) -> None:
         id = snapshot_id(tenant_of(salt), name)
         is_unreadable = (StoreFailed,) if id in self._unread else ()
-        with contextlib.suppress(SnapshotRefused, *is_unreadable):  # it is there, be it damaged, here or in a shared store
+        # it is there, be it damaged, here or in a shared store
+        with contextlib.suppress(SnapshotRefused, *is_unreadable):
             self._find(name, salt)
-        self._places.delete(id)  # before anything is let go: where a tier does not answer, it can be deleted later
+        # before anything is let go: where a tier does not answer, it can be deleted later
+        self._places.delete(id)
         self._forget(id)
         self._counts["deleted"] += 1
 
@@ -482,7 +551,8 @@ class Snapshots:
         self._own_pins.unpin(id)
 
     def _give_up(self, manifest: Manifest) -> None:
-        """What its taking has left, which may be nothing; one of the same name that is somebody else's stays."""
+        """What its taking has left, which may be nothing; one of the same name that is somebody else's
+        stays."""
         if self._own_pins.pinned_by(manifest):
             self._let_go(manifest.id, manifest)
 
@@ -496,7 +566,9 @@ class Snapshots:
         for manifest in [manifest for manifest, _ in self._known.values() if manifest.has_expired(now)]:
             self._let_go(manifest.id, manifest)
             self._counts["expired"] += 1
-        self._due_s = min((one.expires_s for one, _ in self._known.values() if one.expires_s is not None), default=_NEVER)
+        self._due_s = min(
+            (one.expires_s for one, _ in self._known.values() if one.expires_s is not None), default=_NEVER
+        )
 
     def _shown(self, manifest: Manifest) -> Snapshot:
         _, tiers = self._known.get(manifest.id, (None, tuple(tier.name for tier, _ in self._places.shared())))
@@ -514,7 +586,8 @@ class Snapshots:
         )
 
     def _num_kept(self, manifest: Manifest) -> int:
-        """How many of its first blocks one tier has that keeps them, as far as they say. Host memory in front of a disk does not."""
+        """How many of its first blocks one tier has that keeps them, as far as they say. Host memory in front
+        of a disk does not."""
         keys = manifest.block_keys
         num = self._own_pins.last.num_leading(keys)
         for tier in self._cache.cold_tiers.values() if num < len(keys) else ():
@@ -531,9 +604,13 @@ class Snapshots:
         num = len(tokens) if asked.num_tokens is None else asked.num_tokens
         block_tokens = self._cache.block_tokens
         if num > len(tokens):
-            raise InvalidRequest(f"tokens is {num}, and there are {len(tokens)} to take a snapshot of", "tokens")
+            raise InvalidRequest(
+                f"tokens is {num}, and there are {len(tokens)} to take a snapshot of", "tokens"
+            )
         if num < block_tokens:
-            raise InvalidRequest(f"a snapshot needs a full block of {block_tokens} tokens, and these are {num}", "tokens")
+            raise InvalidRequest(
+                f"a snapshot needs a full block of {block_tokens} tokens, and these are {num}", "tokens"
+            )
         if asked.ttl_s is not None and not 0 < asked.ttl_s < _NEVER:
             raise InvalidRequest(f"ttl_s must be above 0 and finite, got {asked.ttl_s}", "ttl_s")
         scope, now = self._cache.scope.of(asked.cache_salt, asked.adapter), self._clock()
@@ -553,7 +630,15 @@ class Snapshots:
             messages=asked.messages,
         )
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
-            raise SnapshotSpace(f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is the most")
+            raise SnapshotSpace(
+                f"the manifest of this snapshot "
+                f"would "
+                f"have "
+                f"{num_bytes} "
+                f"bytes, "
+                f"and "
+                f"{MAX_MANIFEST_BYTES} is the most"
+            )
         return manifest
 
 
@@ -565,16 +650,20 @@ def wait_answered(future: Future[T], timeout_s: float) -> T:
         if future.done():  # it has ended so
             raise
         future.cancel()
-        raise DeadlineExceeded(f"a tier did not answer about snapshots within {timeout_s:g} s; what is under way goes on") from None
+        raise DeadlineExceeded(
+            f"a tier did not answer about snapshots within {timeout_s:g} s; what is under way goes on"
+        ) from None
 
 
 def _taken(manifest: Manifest) -> SnapshotTaken:
-    return SnapshotTaken(f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name")
+    return SnapshotTaken(
+        f"there is a snapshot {manifest.name!r} already: delete it first, or choose another name"
+    )
 
 
 def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:
-    """The coldest tier whose evictions are ours: there blocks can be pinned for good. None: there is only the device, which requests need
-    for themselves. A shared store forgets by rules of its own."""
+    """The coldest tier whose evictions are ours: there blocks can be pinned for good. None: there is only the
+    device, which requests need for themselves. A shared store forgets by rules of its own."""
     for name, tier in reversed(cache.cold_tiers.items()):
         if isinstance(tier.calls.store, PinningStore):
             return name, tier.calls.store

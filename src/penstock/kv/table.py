@@ -1,9 +1,10 @@
-"""The table of a request: what is done to its blocks while it is open, and how it ends. Owns which tables of a cache are open, and what is
-kept of those that have ended; the slots are the pool's, and what is under way belongs to loads and saves.
+"""The table of a request: what is done to its blocks while it is open, and how it ends. Owns which tables of
+a cache are open, and what is kept of those that have ended; the slots are the pool's, and what is under way
+belongs to loads and saves.
 
-A table's slots are active from the moment they are drawn: "active" says that a table holds them. That their content can be trusted
-is said by the key, which `seal` gives after the block is computed and `KvCache.settle` after it is promoted; without one no other request ever
-sees it.
+A table's slots are active from the moment they are drawn: "active" says that a table holds them. That their
+content can be trusted is said by the key, which `seal` gives after the block is computed and `KvCache.settle`
+after it is promoted; without one no other request ever sees it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class KeptClosed(NamedTuple):
     """Blocks of a closed scope that outlive their table."""
 
     keys: Sequence[bytes]
-    root: bytes | None  # the key of the block before them, which anybody may find: without it they are of no use
+    # the key of the block before them, which anybody may find: without it they are of no use
+    root: bytes | None
 
 
 class OpenTables:
-    """Those of one cache, with what they all draw from. `reuses`: blocks of the device are found under their keys."""
+    """Those of one cache, with what they all draw from. `reuses`: blocks of the device are found under their
+    keys."""
 
     def __init__(self, pool: BlockPool, loads: Loads, block_tokens: int, reuses: bool) -> None:
         self.pool = pool
@@ -68,7 +71,8 @@ class OpenTables:
         return [key for name in names for key in self.kept.pop(name).keys]
 
     def give_way(self, num_blocks: int) -> None:
-        """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again when they have to leave it."""
+        """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again
+        when they have to leave it."""
         for table in self.open.values():
             if num_blocks <= 0:
                 return
@@ -83,11 +87,20 @@ class OpenTables:
         """Raises where the books do not add up."""
         announcing = {table for table in self.open.values() if table.is_announcing}
         if announcing != self.announcing:
-            raise InvariantBroken(f"{len(self.announcing)} tables are booked as announcing keys, and {len(announcing)} open ones do")
+            raise InvariantBroken(
+                f"{len(self.announcing)} tables are "
+                f"booked "
+                f"as "
+                f"announcing "
+                f"keys, "
+                f"and "
+                f"{len(announcing)} open ones do"
+            )
 
 
 class FetchedRun:
-    """Implements `contract.FetchedBlocks`: slots of its own, which no other request sees, and the copy that fills them."""
+    """Implements `contract.FetchedBlocks`: slots of its own, which no other request sees, and the copy that
+    fills them."""
 
     __slots__ = ("_table", "hold", "load")
 
@@ -112,18 +125,31 @@ class FetchedRun:
         table = self._table
         table.hold.require_open()
         if self not in table.fetched or not self.settled:
-            raise InvariantBroken(f"{table.owner!r} drops blocks that it has not fetched, or that are still on their way")
+            raise InvariantBroken(
+                f"{table.owner!r} drops blocks that it has not fetched, or that are still on their way"
+            )
         table.fetched.remove(self)
         table.num_fetched -= self.hold.num_slots
         self.hold.end(fence)
 
 
 class BlockTable:
-    """Implements `contract.Table`, which says what its calls mean. Grows while the request runs; blocks `0..num_keyed` have been sealed, by
-    this request or by the one that computed them first."""
+    """Implements `contract.Table`, which says what its calls mean. Grows while the request runs; blocks
+    `0..num_keyed` have been sealed, by this request or by the one that computed them first."""
 
     __slots__ = (
-        *("_tables", "block_tokens", "fetched", "hold", "is_deep", "num_alone", "num_fetched", "num_kept", "num_shared", "own_scope"),
+        *(
+            "_tables",
+            "block_tokens",
+            "fetched",
+            "hold",
+            "is_deep",
+            "num_alone",
+            "num_fetched",
+            "num_kept",
+            "num_shared",
+            "own_scope",
+        ),
         *("owner", "paged_pins", "paged_slots", "prefix", "sealed_keys"),
     )
 
@@ -139,13 +165,16 @@ class BlockTable:
         self.paged_pins: list[Pin] = []  # of host memory, in token order
         self.fetched: set[FetchedRun] = set()
         self.num_fetched = 0  # blocks in those
-        self.own_scope: bytes | None = None  # under which its blocks from number `num_shared` on get their keys; None: there are none
+        # under which its blocks from number `num_shared` on get their keys; None: there are none
+        self.own_scope: bytes | None = None
         self.num_shared = 0
-        self.num_kept = 0  # of its first blocks, those that are not forgotten with it though they are under that scope
-        # Where in host memory its first blocks are, which it does not have on the device. Replaced as a whole, never changed.
+        # of its first blocks, those that are not forgotten with it though they are under that scope
+        self.num_kept = 0
+        # Where in host memory its first blocks are, which it does not have on the device. Replaced as a
+        # whole, never changed.
         self.paged_slots: NDArray[np.int32] = np.empty(0, np.int32)
 
-    # ------------------------------------------------------------------------------------------------------------ questions
+    # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def num_slots(self) -> int:
@@ -166,7 +195,11 @@ class BlockTable:
 
     def announces(self, number: int, key: bytes) -> bool:
         """Whether block `number` of its prompt has `key`, and is yet to be sealed."""
-        return self.prefix is not None and self.num_keyed <= number < len(self.prefix.keys) and self.prefix.keys[number] == key
+        return (
+            self.prefix is not None
+            and self.num_keyed <= number < len(self.prefix.keys)
+            and self.prefix.keys[number] == key
+        )
 
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
         """Read-only; its content never changes."""
@@ -178,7 +211,7 @@ class BlockTable:
         after, hold.after = hold.after, ()
         return after
 
-    # ----------------------------------------------------------------------------------------------------------------- grow
+    # --------------------------------------------------------------------------------------------------- grow
 
     def try_extend(self, num_blocks: int) -> bool:
         hold = self.hold
@@ -200,11 +233,12 @@ class BlockTable:
         if reservation is None:
             raise InvariantBroken(f"{self.owner!r} promotes {num_blocks} blocks without room for them")
         reservation.commit(hold)
-        num_whole = min(first + num_blocks, lease.num_tokens // self.block_tokens)  # a tail that was saved half full gets no key
+        # a tail that was saved half full gets no key
+        num_whole = min(first + num_blocks, lease.num_tokens // self.block_tokens)
         keys = () if self.prefix is None else self.prefix.keys[first:num_whole]
         return self._tables.loads.begin(hold, first, lease, keys, reservation.after, num_next)
 
-    # ----------------------------------------------------------------------------------------------------------------- keys
+    # --------------------------------------------------------------------------------------------------- keys
 
     def seal(self, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
         hold, tables = self.hold, self._tables
@@ -213,7 +247,9 @@ class BlockTable:
         if self.prefix is None or num_full <= self.num_keyed:
             return
         if tables.loads.in_flight and tables.loads.is_loading(hold):
-            raise InvariantBroken(f"{self.owner!r} seals blocks while some before them are still on their way")
+            raise InvariantBroken(
+                f"{self.owner!r} seals blocks while some before them are still on their way"
+            )
         first = self.num_keyed
         keys = self.next_keys(tokens, num_full)
         if self.own_scope is not None:
@@ -222,9 +258,12 @@ class BlockTable:
         tables.saves.offer(hold, first, keys, fence, self.is_deep)
 
     def next_keys(self, tokens: Sequence[int], num_full: int) -> list[bytes]:
-        """Keys of blocks `num_keyed..num_full`: the prompt's are known, those of generated tokens continue the chain."""
+        """Keys of blocks `num_keyed..num_full`: the prompt's are known, those of generated tokens continue
+        the chain."""
         if self.prefix is None or len(tokens) < num_full * self.block_tokens:
-            raise InvariantBroken(f"table of {self.owner!r} has no keys for {num_full} blocks of {len(tokens)} tokens")
+            raise InvariantBroken(
+                f"table of {self.owner!r} has no keys for {num_full} blocks of {len(tokens)} tokens"
+            )
         keys = list(self.prefix.keys[self.num_keyed : num_full])
         last = keys[-1] if keys else self.sealed_keys[-1] if self.sealed_keys else None
         for block in range(self.num_keyed + len(keys), num_full):
@@ -234,7 +273,8 @@ class BlockTable:
         return keys
 
     def give_keys(self, keys: Sequence[bytes]) -> None:
-        """Its next blocks are whole. In a cache that reuses nothing on the device the keys are only for colder tiers."""
+        """Its next blocks are whole. In a cache that reuses nothing on the device the keys are only for
+        colder tiers."""
         first, end = self.num_keyed, self.num_keyed + len(keys)
         if self._tables.reuses:
             self._tables.pool.seal(self.hold.first(end)[first:], keys, range(first, end))
@@ -255,7 +295,7 @@ class BlockTable:
         if keys:
             self._tables.kept[name] = KeptClosed(keys, self.sealed_keys[first - 1] if first else None)
 
-    # ----------------------------------------------------------------------------------------------------------- paged out
+    # ---------------------------------------------------------------------------------------------- paged out
 
     def add_paged(self, pin: Pin) -> None:
         """The next of its first blocks are in host memory, under `pin`."""
@@ -267,7 +307,11 @@ class BlockTable:
         hold, host, saves = self.hold, self._tables.host, self._tables.saves
         hold.require_open()
         first = self.num_paged
-        end = min(first + num_blocks, self.num_keyed, min((pin.first for pin in hold.run_pins), default=self.num_keyed))
+        end = min(
+            first + num_blocks,
+            self.num_keyed,
+            min((pin.first for pin in hold.run_pins), default=self.num_keyed),
+        )
         keys = self.sealed_keys[first:end]
         pin = host.pin_run(keys, self.owner, unit) if keys else None
         num = 0 if pin is None else len(pin.run)
@@ -284,12 +328,20 @@ class BlockTable:
         return num
 
     def fetch(self, firsts: Sequence[int], num_blocks: int) -> list[FetchedRun]:
-        """In one copy: how long each takes to be launched and seen to be over counts more than its bytes. What comes has no key on the
-        device: it is this table's alone."""
+        """In one copy: how long each takes to be launched and seen to be over counts more than its bytes.
+        What comes has no key on the device: it is this table's alone."""
         self.hold.require_open()
         pool, owner = self._tables.pool, self.owner
         if firsts and max(firsts) + num_blocks > self.num_paged:
-            raise InvariantBroken(f"{owner!r} fetches blocks up to {max(firsts) + num_blocks}, of which {self.num_paged} were paged out")
+            raise InvariantBroken(
+                f"{owner!r} fetches blocks "
+                f"up "
+                f"to "
+                f"{max(firsts) + num_blocks}, "
+                f"of "
+                f"which "
+                f"{self.num_paged} were paged out"
+            )
         reservation = pool.try_reserve(len(firsts) * num_blocks, owner) if firsts else None
         if reservation is None:
             return []
@@ -297,7 +349,9 @@ class BlockTable:
         for number in range(len(firsts)):
             holds.append(pool.hold(owner))
             (reservation if number == len(firsts) - 1 else reservation.split(num_blocks)).commit(holds[-1])
-        kept = self._tables.host.pin(np.concatenate([self.paged_slots[first : first + num_blocks] for first in firsts]), owner)
+        kept = self._tables.host.pin(
+            np.concatenate([self.paged_slots[first : first + num_blocks] for first in firsts]), owner
+        )
         try:
             load = self._tables.loads.begin_whole(holds, kept, after)
         except BaseException:
@@ -309,17 +363,20 @@ class BlockTable:
         self.num_fetched += len(firsts) * num_blocks
         return fetched
 
-    # ------------------------------------------------------------------------------------------------------------------ end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def retract(self, num_tokens: int, fence: Fence | None) -> Lease | None:
         hold, tables = self.hold, self._tables
         hold.require_open()
         lease: Lease | None = None
-        num_tokens = max(num_tokens, self.num_keyed * self.block_tokens)  # a full match is there to its end, though its last token is due
-        # What is still being promoted into the table is in the colder tier, whose lease has ended: it is matched again. So is what a deep
-        # request has there.
+        # a full match is there to its end, though its last token is due
+        num_tokens = max(num_tokens, self.num_keyed * self.block_tokens)
+        # What is still being promoted into the table is in the colder tier, whose lease has ended: it is
+        # matched again. So is what a deep request has there.
         if num_tokens and not self.is_deep and not tables.loads.is_loading(hold):
-            lease = tables.saves.retract(hold, -(-num_tokens // self.block_tokens), self.sealed_keys, num_tokens, fence)
+            lease = tables.saves.retract(
+                hold, -(-num_tokens // self.block_tokens), self.sealed_keys, num_tokens, fence
+            )
         self.release(fence)
         return lease
 
@@ -337,7 +394,8 @@ class BlockTable:
         tables.announcing.discard(self)
 
     def _forget_own(self) -> None:
-        """No request could find what it has under a scope of its own. What is kept of it is in host memory, or on its way there."""
+        """No request could find what it has under a scope of its own. What is kept of it is in host memory,
+        or on its way there."""
         first = max(self.num_shared, self.num_paged)
         self._tables.pool.forget(self.hold.first(max(first, self.num_keyed))[first:].tolist())
         self._tables.saves.end_unshared(self.sealed_keys[max(self.num_shared, self.num_kept) :])

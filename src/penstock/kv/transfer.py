@@ -1,10 +1,11 @@
-"""Moves blocks between two arenas: launches transfers off the engine thread, copies their bytes and says when they are over. Owns their
-order and how bytes get across, not their slots.
+"""Moves blocks between two arenas: launches transfers off the engine thread, copies their bytes and says when
+they are over. Owns their order and how bytes get across, not their slots.
 
-    submit (engine thread, O(1))  ->  prepare, waits, copies (launcher)  ->  bytes (lane)  ->  settle (engine thread polls)
+    submit (engine thread, O(1))  ->  prepare, waits, copies (launcher)  ->  bytes (lane)  ->  settle (engine
+                                  thread polls)
 
-A transfer is in flight from `submit` on, launched or not: a drain sees both. Transfers of one mover are launched, and so end, in
-the order of their submission.
+A transfer is in flight from `submit` on, launched or not: a drain sees both. Transfers of one mover are
+launched, and so end, in the order of their submission.
 """
 
 from __future__ import annotations
@@ -54,22 +55,25 @@ class Copier(Protocol):
     """Copies blocks from one arena to another; called as an op of the transfer's lane."""
 
     def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
-        """Copy `layers` of each source slot into the same layers of the destination slot in the same place."""
+        """Copy `layers` of each source slot into the same layers of the destination slot in the same
+        place."""
 
 
 class Transfer:
     """Blocks on their way from one arena to the other.
 
-    Its maker keeps both ends protected until `settled`, whatever becomes of the request it was made for. The launcher sets
-    `arrivals` last, so that who sees them sees everything before.
+    Its maker keeps both ends protected until `settled`, whatever becomes of the request it was made for. The
+    launcher sets `arrivals` last, so that who sees them sees everything before.
     """
 
     def __init__(self, label: str, groups: Sequence[Group], after: Sequence[Fence] = ()) -> None:
         self.label = label
-        self.groups = groups  # what lands together, in order; between them they cover every layer of every block once
+        # what lands together, in order; between them they cover every layer of every block once
+        self.groups = groups
         self.after = after  # the lane waits for these before it touches either end
         self.source_slots = self.dest_slots = _NO_SLOTS
-        self.pins: Sequence[Pin] = ()  # on its slots of the device, from before it is submitted until its end was seen
+        # on its slots of the device, from before it is submitted until its end was seen
+        self.pins: Sequence[Pin] = ()
         self.keys: Sequence[bytes] = ()  # of its first blocks, those that have one
         self.arrivals: tuple[Arrival, ...] | None = None
         self.settled = False
@@ -86,7 +90,8 @@ class Transfer:
         self._error: BaseException | None = None
 
     def prepare(self) -> bool:
-        """On the launcher, before anything is enqueued: the last moment to choose slots. False: there is nothing to copy."""
+        """On the launcher, before anything is enqueued: the last moment to choose slots. False: there is
+        nothing to copy."""
         return True
 
     def touches(self, slots: frozenset[int] | None) -> bool:
@@ -110,10 +115,12 @@ class Transfer:
 
     def error(self) -> BaseException | None:
         if self._error is None:
-            self._error = next((error for ticket in self.copied if (error := ticket.error()) is not None), None)
+            self._error = next(
+                (error for ticket in self.copied if (error := ticket.error()) is not None), None
+            )
         return self._error
 
-    # ------------------------------------------------------------------------------------------------------- for the mover
+    # ------------------------------------------------------------------------------------------ for the mover
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -130,7 +137,8 @@ class Transfer:
         return self._launched and (self._end is None or self._end.passed())
 
     def wait_over(self, deadline_s: float) -> None:
-        """Block until it is launched, then until it is over. Raises DeadlineExceeded, or what `over` raises; never gives up quietly."""
+        """Block until it is launched, then until it is over. Raises DeadlineExceeded, or what `over` raises;
+        never gives up quietly."""
         if self.ticket is None:
             raise InvariantBroken(f"{self.label!r} was never submitted")
         try:
@@ -144,21 +152,32 @@ class Transfer:
             self._end.wait_passed(max(0.0, deadline_s - time.monotonic()))
 
     def _require_launched(self) -> None:
-        """Its launch is over. One that could not even say what lies on the lane is no failed copy: when its slots are free is unknown."""
+        """Its launch is over. One that could not even say what lies on the lane is no failed copy: when its
+        slots are free is unknown."""
         if not self._launched:
             cause = None if self.ticket is None else self.ticket.error()
-            raise InvariantBroken(f"the launch of {self.label!r} failed, and when it ends is unknown: {cause!r}") from cause
+            raise InvariantBroken(
+                f"the launch of {self.label!r} failed, and when it ends is unknown: {cause!r}"
+            ) from cause
 
 
 class ByteChecks:
-    """What checked mode adds to the transfers between the device and one colder tier, on their lanes: destinations are spoiled before they
-    are written, blocks get a number that tells their bytes, and what leaves the device is compared with what comes back.
+    """What checked mode adds to the transfers between the device and one colder tier, on their lanes:
+    destinations are spoiled before they are written, blocks get a number that tells their bytes, and what
+    leaves the device is compared with what comes back.
 
-    A slot is spoiled when its new owner is about to write it, on the owner's lane, and not when it is given back: only the owner knows, and
-    has waited for, the fences of those who had it before.
+    A slot is spoiled when its new owner is about to write it, on the owner's lane, and not when it is given
+    back: only the owner knows, and has waited for, the fences of those who had it before.
     """
 
-    def __init__(self, guard: ByteGuard, contents: ContentObserver, layers: Layers, tier: str = "host", device: str = "device") -> None:
+    def __init__(
+        self,
+        guard: ByteGuard,
+        contents: ContentObserver,
+        layers: Layers,
+        tier: str = "host",
+        device: str = "device",
+    ) -> None:
         self._guard = guard
         self._contents = contents
         self._layers = layers
@@ -169,7 +188,9 @@ class ByteChecks:
         """Behind the transfer's waits, before its first copy."""
         slots = transfer.dest_slots
         access = Access(dest, slots, self._layers, Mode.WRITE)
-        lane.submit(lambda: self._guard.poison(dest, slots.tolist()), [access], label=f"poison for {transfer.label}")
+        lane.submit(
+            lambda: self._guard.poison(dest, slots.tolist()), [access], label=f"poison for {transfer.label}"
+        )
         if dest == self._tier:  # told before the copy can be found
             self._compare(transfer, lane, demotes=True)
 
@@ -179,7 +200,11 @@ class ByteChecks:
             self._compare(transfer, lane, demotes=False)
 
     def _compare(self, transfer: Transfer, lane: Lane, demotes: bool) -> None:
-        on_device, in_tier = (transfer.source_slots, transfer.dest_slots) if demotes else (transfer.dest_slots, transfer.source_slots)
+        on_device, in_tier = (
+            (transfer.source_slots, transfer.dest_slots)
+            if demotes
+            else (transfer.dest_slots, transfer.source_slots)
+        )
         keys = tuple(transfer.keys)
 
         def compare() -> None:
@@ -189,17 +214,20 @@ class ByteChecks:
                 for slot, key, digest in zip(in_tier.tolist(), keys, digests, strict=False):
                     tell(self._tier, slot, key, digest)
 
-        # Not the rest: in a block without a key its request may be writing again, layer by layer as they come.
+        # Not the rest: in a block without a key its request may be writing again, layer by layer as they
+        # come.
         access = Access(self._device, on_device[: len(keys)], self._layers, Mode.READ)
         lane.submit(compare, [access], label=f"digests of {transfer.label}")
 
 
 class Mover:
-    """One direction between two arenas. `submit` and `settle` are the engine thread's; launching happens on `launcher`, a CPU lane,
-    because a long run of launches behind an unresolved fence blocks the launching thread."""
+    """One direction between two arenas. `submit` and `settle` are the engine thread's; launching happens on
+    `launcher`, a CPU lane, because a long run of launches behind an unresolved fence blocks the launching
+    thread."""
 
     def __init__(self, arenas: tuple[str, str], copier: Copier, lane: Lane, launcher: Lane) -> None:
-        self.wake: Callable[[], None] = lambda: None  # called on the launcher when a transfer can be waited for on the device
+        # called on the launcher when a transfer can be waited for on the device
+        self.wake: Callable[[], None] = lambda: None
         self.checks: ByteChecks | None = None  # in checked mode
         self.lane = lane
         self._source, self._dest = arenas
@@ -219,7 +247,9 @@ class Mover:
     def submit(self, transfer: Transfer) -> None:
         """Hand it over; returns at once. If this raises, nothing of it will ever run."""
         transfer.submitted_s = time.monotonic()
-        transfer.ticket = self._launcher.submit(lambda: self._launch(transfer), label=f"launch {transfer.label}")
+        transfer.ticket = self._launcher.submit(
+            lambda: self._launch(transfer), label=f"launch {transfer.label}"
+        )
         self.flying.append(transfer)
 
     def settle(self) -> list[Transfer]:
@@ -239,16 +269,16 @@ class Mover:
         return over
 
     def look_again_s(self) -> float:
-        """How long `settle` need not be called, unless `wake` was: while the launcher is at work, looking would only take the
-        interpreter from it."""
+        """How long `settle` need not be called, unless `wake` was: while the launcher is at work, looking
+        would only take the interpreter from it."""
         first = self.flying[0] if self.flying else None
         if first is None or first.arrivals is None:
             return POLL_MOST_S
         return look_again_s(time.monotonic() - max(first.submitted_s, self._last_settled_s))
 
     def drain(self, timeout_s: float, concerned: Callable[[Transfer], bool] = lambda transfer: True) -> None:
-        """Block until every transfer in flight that is `concerned` is over: also those that are not launched yet. The next `settle`
-        finds them."""
+        """Block until every transfer in flight that is `concerned` is over: also those that are not launched
+        yet. The next `settle` finds them."""
         deadline_s = time.monotonic() + timeout_s
         for transfer in tuple(self.flying):
             if concerned(transfer):
@@ -258,7 +288,7 @@ class Mover:
         self._launcher.close(timeout_s)
         self.lane.close(timeout_s)
 
-    # ------------------------------------------------------------------------------------------------------ on the launcher
+    # ---------------------------------------------------------------------------------------- on the launcher
 
     def _launch(self, transfer: Transfer) -> None:
         arrivals: list[Arrival] = []
@@ -275,7 +305,9 @@ class Mover:
     def _enqueue(self, transfer: Transfer, arrivals: list[Arrival]) -> None:
         source, dest = transfer.source_slots, transfer.dest_slots
         if len(source) != len(dest):
-            raise InvariantBroken(f"{transfer.label!r} has {len(source)} sources and {len(dest)} destinations")
+            raise InvariantBroken(
+                f"{transfer.label!r} has {len(source)} sources and {len(dest)} destinations"
+            )
         for fence in transfer.after:
             self.lane.wait(fence)
         if self.checks is not None:
@@ -283,16 +315,24 @@ class Mover:
         last: Ticket | None = None
         for group in transfer.groups:
             layers, blocks = group
-            accesses = (Access(self._source, source[blocks], layers, Mode.READ), Access(self._dest, dest[blocks], layers, Mode.WRITE))
-            last = self.lane.submit(partial(self._copy, transfer, group), accesses, label=transfer.label, after=last)
+            accesses = (
+                Access(self._source, source[blocks], layers, Mode.READ),
+                Access(self._dest, dest[blocks], layers, Mode.WRITE),
+            )
+            last = self.lane.submit(
+                partial(self._copy, transfer, group), accesses, label=transfer.label, after=last
+            )
             transfer.copied.append(last)
-            if self.checks is not None and group is transfer.groups[-1]:  # before the last arrival: who waits for that finds all of it over
+            # before the last arrival: who waits for that finds all of it over
+            if self.checks is not None and group is transfer.groups[-1]:
                 self.checks.after(transfer, self.lane, self._dest)
             arrivals.append(Arrival(layers, self.lane.record()))
 
     def _copy(self, transfer: Transfer, group: Group) -> None:
         try:
-            self.copier.copy(transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers)
+            self.copier.copy(
+                transfer.source_slots[group.blocks], transfer.dest_slots[group.blocks], group.layers
+            )
         except InvariantBroken:
             raise
         except Exception as error:
@@ -313,12 +353,14 @@ class NoMover(Mover):
         pass
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ copies
+# ----------------------------------------------------------------------------------------------------- copies
 
 _BATCH_SINCE = 12080  # version of CUDA that brought copies in batches
-_FIRST_PART_BYTES = 24 << 20  # 0.45 ms at 55 GB/s, in which the next part is worked out and the driver takes some hundred entries
+# 0.45 ms at 55 GB/s, in which the next part is worked out and the driver takes some hundred entries
+_FIRST_PART_BYTES = 24 << 20
 _PART_GROWTH = 8
-_FEW_BLOCKS = 32  # up to which one entry per block is worked out sooner than it could be seen which are neighbours
+# up to which one entry per block is worked out sooner than it could be seen which are neighbours
+_FEW_BLOCKS = 32
 
 Pairs = NDArray[np.int64]  # two rows: slots of the source, and where their blocks go
 Entries = NDArray[np.int64]  # three rows: addresses of both ends and bytes, of each contiguous piece
@@ -334,8 +376,8 @@ def make_copier(source: Tensor, dest: Tensor, layout: BlockLayout) -> Copier:
 
 
 class CpuCopier:
-    """One memmove per run of neighbouring blocks, without the GIL. The lane's thread does all of it: torch would fetch as many threads
-    again as compute has, and they would fight for its cores."""
+    """One memmove per run of neighbouring blocks, without the GIL. The lane's thread does all of it: torch
+    would fetch as many threads again as compute has, and they would fight for its cores."""
 
     def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
         self._ends = _Ends(source, dest, layout)
@@ -347,11 +389,13 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """Calls of the driver for many blocks at once, on the current stream; copy engines do the rest, and compute keeps its multiprocessors.
+    """Calls of the driver for many blocks at once, on the current stream; copy engines do the rest, and
+    compute keeps its multiprocessors.
 
-    A call takes up to a microsecond per entry, without the GIL. Behind an unresolved fence a stream takes some 25,000 entries before it
-    blocks its caller (as single copies, a thousand), so calls are still made from a thread that may wait. Where the CUDA runtime has no
-    copies in batches, each block is a copy of its own.
+    A call takes up to a microsecond per entry, without the GIL. Behind an unresolved fence a stream takes
+    some 25,000 entries before it blocks its caller (as single copies, a thousand), so calls are still made
+    from a thread that may wait. Where the CUDA runtime has no copies in batches, each block is a copy of its
+    own.
     """
 
     def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
@@ -367,8 +411,8 @@ class CudaCopier:
             return
         pairs, extent = self._ends.checked(source_slots, dest_slots), self._ends.extent(layers)
         stream, num = _current_stream(self._device), pairs.shape[1]
-        # A batch starts when all of it has been worked out and handed over: what a transfer begins with starts with a little, and the
-        # rest follows while that is on its way.
+        # A batch starts when all of it has been worked out and handed over: what a transfer begins with
+        # starts with a little, and the rest follows while that is on its way.
         for part in _growing_parts(num, extent[1]) if layers[0] == 0 else (slice(0, num),):
             if part.stop - part.start <= _FEW_BLOCKS:
                 entries = self._ends.entry_each(pairs[:, part], extent)
@@ -389,12 +433,19 @@ class CudaCopier:
 
 
 class _Ends:
-    """Two arenas of one layout as addresses. Raw addresses forgive nothing, so slots are checked against the arenas each time."""
+    """Two arenas of one layout as addresses. Raw addresses forgive nothing, so slots are checked against the
+    arenas each time."""
 
     def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
         for tensor in (source, dest):
-            if tensor.shape[1:] != layout.shape or tensor.dtype != getattr(torch, layout.dtype) or not tensor.is_contiguous():
-                raise InvariantBroken(f"an arena of {tuple(tensor.shape)} in {tensor.dtype} is not laid out as {layout}")
+            if (
+                tensor.shape[1:] != layout.shape
+                or tensor.dtype != getattr(torch, layout.dtype)
+                or not tensor.is_contiguous()
+            ):
+                raise InvariantBroken(
+                    f"an arena of {tuple(tensor.shape)} in {tensor.dtype} is not laid out as {layout}"
+                )
         self.tensors = (source, dest)  # an address keeps nothing alive
         self.extent = layout.extent
         self._block_bytes = layout.block_bytes
@@ -407,23 +458,37 @@ class _Ends:
         pairs = np.array((source_slots, dest_slots), np.int64)
         if pairs.size:
             unsigned = pairs.view(np.uint64)  # a negative one is very large there
-            for side, (at, num_slots) in enumerate(zip(unsigned.argmax(axis=1).tolist(), self._num_slots, strict=True)):
+            for side, (at, num_slots) in enumerate(
+                zip(unsigned.argmax(axis=1).tolist(), self._num_slots, strict=True)
+            ):
                 if unsigned.item(side, at) >= num_slots:
-                    raise InvariantBroken(f"an arena of {num_slots} slots has no slots {pairs[side].min()} to {pairs[side].max()}")
+                    raise InvariantBroken(
+                        f"an arena of {num_slots} "
+                        f"slots "
+                        f"has "
+                        f"no "
+                        f"slots "
+                        f"{pairs[side].min()} "
+                        f"to {pairs[side].max()}"
+                    )
         return pairs
 
     def entry_each(self, pairs: Pairs, extent: Extent) -> Entries:
-        """No piece is more than a block. After a pause numpy's arithmetic takes longer than a few numbers by themselves."""
+        """No piece is more than a block. After a pause numpy's arithmetic takes longer than a few numbers by
+        themselves."""
         first, num_bytes = extent
         if num_bytes == 0:
             return _NO_ENTRIES
         starts = [address + first for address in self._addresses]
-        ends = [[start + slot * self._block_bytes for slot in slots] for start, slots in zip(starts, pairs.tolist(), strict=True)]
+        ends = [
+            [start + slot * self._block_bytes for slot in slots]
+            for start, slots in zip(starts, pairs.tolist(), strict=True)
+        ]
         return np.array((*ends, [num_bytes] * pairs.shape[1]), np.int64)
 
     def entries(self, pairs: Pairs, extent: Extent, seams: tuple[int, int] | None = None) -> Entries:
-        """Whole blocks that are neighbours on both sides become one piece. `seams`: none goes on into a slot, on that side (0: source,
-        1: dest), that is a multiple of so many."""
+        """Whole blocks that are neighbours on both sides become one piece. `seams`: none goes on into a slot,
+        on that side (0: source, 1: dest), that is a multiple of so many."""
         first, num_bytes = extent
         if num_bytes == 0:
             return _NO_ENTRIES
@@ -445,7 +510,8 @@ class _Ends:
 
 
 def _growing_parts(num_blocks: int, num_bytes: int) -> Iterator[slice]:
-    """Of blocks of so many bytes each. A part is on its way while the next, several times as large, is handed over."""
+    """Of blocks of so many bytes each. A part is on its way while the next, several times as large, is handed
+    over."""
     start, part_bytes = 0, _FIRST_PART_BYTES
     while start < num_blocks:
         # Too little left over for a call of its own is a part of this one.
@@ -455,7 +521,7 @@ def _growing_parts(num_blocks: int, num_bytes: int) -> Iterator[slice]:
         start, part_bytes = end, part_bytes * _PART_GROWTH
 
 
-# ---------------------------------------------------------------------------------------------------------------- CUDA runtime
+# ----------------------------------------------------------------------------------------------- CUDA runtime
 
 
 class _Location(ctypes.Structure):
@@ -465,22 +531,36 @@ class _Location(ctypes.Structure):
 class _Attributes(ctypes.Structure):
     """cudaMemcpyAttributes"""
 
-    _fields_ = (("source_order", ctypes.c_int), ("source", _Location), ("dest", _Location), ("flags", ctypes.c_uint))
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source", _Location),
+        ("dest", _Location),
+        ("flags", ctypes.c_uint),
+    )
 
 
-_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream: with any other, sources are read before what the stream waits for has happened
+# cudaMemcpySrcAccessOrderStream: with any other, sources are read before what the stream waits for has
+# happened
+_STREAM_ORDER = 1
 
 
 class _BatchCopy:
-    """cudaMemcpyBatchAsync. Called through ctypes: no loop over entries in Python, and the GIL is free meanwhile."""
+    """cudaMemcpyBatchAsync. Called through ctypes: no loop over entries in Python, and the GIL is free
+    meanwhile."""
 
     def __init__(self, runtime: ctypes.CDLL, version: int) -> None:
         runtime.cudaGetErrorName.restype = ctypes.c_char_p
         self._runtime = runtime
         self._attributes = _Attributes(source_order=_STREAM_ORDER)
         self._first_entry = ctypes.c_size_t(0)  # from which the attributes hold
-        failed_entry = (ctypes.byref(ctypes.c_size_t(0)),) if version < 13000 else ()  # an argument that CUDA 13 has dropped
-        self._fixed = (ctypes.byref(self._attributes), ctypes.byref(self._first_entry), ctypes.c_size_t(1), *failed_entry)
+        # an argument that CUDA 13 has dropped
+        failed_entry = (ctypes.byref(ctypes.c_size_t(0)),) if version < 13000 else ()
+        self._fixed = (
+            ctypes.byref(self._attributes),
+            ctypes.byref(self._first_entry),
+            ctypes.c_size_t(1),
+            *failed_entry,
+        )
 
     def __call__(self, entries: Entries, stream: int) -> None:
         if stream == 0:
@@ -488,10 +568,13 @@ class _BatchCopy:
         num = entries.shape[1]
         if not num:
             return
-        sources = ctypes.addressof(ctypes.c_char.from_buffer(entries.data))  # refuses what does not lie in one piece
+        # refuses what does not lie in one piece
+        sources = ctypes.addressof(ctypes.c_char.from_buffer(entries.data))
         dests, sizes = sources + entries.strides[0], sources + 2 * entries.strides[0]
         arrays = ctypes.c_void_p(dests), ctypes.c_void_p(sources), ctypes.c_void_p(sizes)
-        code = self._runtime.cudaMemcpyBatchAsync(*arrays, ctypes.c_size_t(num), *self._fixed, ctypes.c_void_p(stream))
+        code = self._runtime.cudaMemcpyBatchAsync(
+            *arrays, ctypes.c_size_t(num), *self._fixed, ctypes.c_void_p(stream)
+        )
         if code != 0:
             self._runtime.cudaGetLastError()  # or this thread's next launch would be blamed for it
             name = self._runtime.cudaGetErrorName(code).decode()
@@ -500,13 +583,23 @@ class _BatchCopy:
 
 @functools.cache
 def _batch_copy() -> _BatchCopy | None:
-    """None: the CUDA runtime that torch has loaded, or the driver below it, is older than copies in batches."""
+    """None: the CUDA runtime that torch has loaded, or the driver below it, is older than copies in
+    batches."""
     try:
         # Never loads one: a second runtime would know nothing of torch's memory.
-        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        runtime = ctypes.CDLL(
+            f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", mode=os.RTLD_NOLOAD | os.RTLD_NOW
+        )
         versions = ctypes.c_int(0), ctypes.c_int(0)
-        codes = runtime.cudaRuntimeGetVersion(ctypes.byref(versions[0])), runtime.cudaDriverGetVersion(ctypes.byref(versions[1]))
-        if any(codes) or min(version.value for version in versions) < _BATCH_SINCE or not runtime.cudaMemcpyBatchAsync:
+        codes = (
+            runtime.cudaRuntimeGetVersion(ctypes.byref(versions[0])),
+            runtime.cudaDriverGetVersion(ctypes.byref(versions[1])),
+        )
+        if (
+            any(codes)
+            or min(version.value for version in versions) < _BATCH_SINCE
+            or not runtime.cudaMemcpyBatchAsync
+        ):
             return None
     except (OSError, AttributeError):
         return None
@@ -514,4 +607,5 @@ def _batch_copy() -> _BatchCopy | None:
 
 
 def _current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index)  # torch.cuda.current_stream makes an object for it each time
+    # torch.cuda.current_stream makes an object for it each time
+    return torch._C._cuda_getCurrentRawStream(device.index)

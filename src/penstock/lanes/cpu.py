@@ -1,4 +1,5 @@
-"""The CPU backend: a lane is a worker thread, so that asynchrony, and every race it allows, is real without a GPU."""
+"""The CPU backend: a lane is a worker thread, so that asynchrony, and every race it allows, is real without a
+GPU."""
 
 from __future__ import annotations
 
@@ -88,30 +89,41 @@ class _Item:
 
 
 class CpuLane:
-    """One worker thread that runs items in order. `around` is entered once on that thread: torch.inference_mode, for one, is per thread.
-    A lane without references ends when it has run what was submitted."""
+    """One worker thread that runs items in order. `around` is entered once on that thread:
+    torch.inference_mode, for one, is per thread. A lane without references ends when it has run what was
+    submitted."""
 
     def __init__(
-        self, name: str, observer: LaneObserver | None = None, around: Callable[[], AbstractContextManager[object]] = nullcontext
+        self,
+        name: str,
+        observer: LaneObserver | None = None,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.name = name
-        self.num_finished = 0  # items over, in order; read without the lock (a stale value only delays a poll)
+        # items over, in order; read without the lock (a stale value only delays a poll)
+        self.num_finished = 0
         self._observer = observer
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()  # in the order of numbers; None: no more will come
+        # in the order of numbers; None: no more will come
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._submitting = threading.Lock()
         self._num_submitted = 0
         self._closed = False
         self._recording: Capture | None = None
         self._over = threading.Condition()  # told of every item that is
-        self._failure: BaseException | None = None  # why its thread cannot run anything: whatever is submitted fails with it
-        self._thread = threading.Thread(target=_work, args=(name, self._queue, around), name=f"lane-{name}", daemon=True)
+        # why its thread cannot run anything: whatever is submitted fails with it
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(
+            target=_work, args=(name, self._queue, around), name=f"lane-{name}", daemon=True
+        )
         self._thread.start()
         _lanes.add(self)
         weakref.finalize(self, self._queue.put, None).atexit = False
 
-    # ---------------------------------------------------------------------------------------------- submitting side
+    # ---------------------------------------------------------------------------------------- submitting side
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         if (recording := self._recording) is not None:
             recording.check_thread(label)
             recording.ops.append(op)
@@ -120,7 +132,9 @@ class CpuLane:
 
     def record(self) -> Fence:
         if self._recording is not None:
-            raise InvariantBroken(f"lane {self.name}: a fence recorded inside a capture would never be placed")
+            raise InvariantBroken(
+                f"lane {self.name}: a fence recorded inside a capture would never be placed"
+            )
         with self._submitting:
             fence = CpuFence(self, self._num_submitted)
             if self._observer is not None:
@@ -142,7 +156,9 @@ class CpuLane:
     def capture(self, label: str) -> Iterator[Capture]:
         with self._submitting:
             if self._recording is not None:
-                raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}")
+                raise InvariantBroken(
+                    f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}"
+                )
             recording = self._recording = Capture(self.name, label)
         try:
             yield recording
@@ -150,9 +166,13 @@ class CpuLane:
         finally:
             self._recording = None
 
-    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
+    def replay(
+        self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
+    ) -> Ticket:
         if not isinstance(replay, CpuReplay):
-            raise InvariantBroken(f"lane {self.name} cannot replay {replay!r}: it was captured on another backend")
+            raise InvariantBroken(
+                f"lane {self.name} cannot replay {replay!r}: it was captured on another backend"
+            )
         return self.submit(replay.run, accesses, label=replay.label, after=after)
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
@@ -181,7 +201,9 @@ class CpuLane:
             started = time.monotonic()
             with self._over:
                 if not self._over.wait_for(lambda: self.num_finished >= number, timeout_s):
-                    raise DeadlineExceeded(f"lane {self.name}: item {number} was not over within {timeout_s} s")
+                    raise DeadlineExceeded(
+                        f"lane {self.name}: item {number} was not over within {timeout_s} s"
+                    )
             seconds = time.monotonic() - started
         if self._observer is not None and reported:
             self._observer.host_waited(self.name, number, seconds)
@@ -193,7 +215,9 @@ class CpuLane:
             self._observer.host_waited(self.name, number, 0.0)
         return finished
 
-    def _enqueue(self, op: Op | None, label: str, accesses: Sequence[Access], after: Ticket | None, fence: Fence | None) -> CpuTicket:
+    def _enqueue(
+        self, op: Op | None, label: str, accesses: Sequence[Access], after: Ticket | None, fence: Fence | None
+    ) -> CpuTicket:
         with self._submitting:
             if self._closed:
                 raise LaneClosed(f"lane {self.name} is closed; {label!r} was not submitted")
@@ -203,11 +227,12 @@ class CpuLane:
                     self._observer.waited(self.name, fence.lane, getattr(fence, "number", 0))
                 else:
                     self._observer.submitted(self.name, ticket.number, label, accesses)
-            self._num_submitted += 1  # not before the observer agreed: a number without an item would never be over
+            # not before the observer agreed: a number without an item would never be over
+            self._num_submitted += 1
             self._queue.put(_Item(op, ticket, after, fence))
         return ticket
 
-    # --------------------------------------------------------------------------------------------------- worker side
+    # -------------------------------------------------------------------------------------------- worker side
 
     def run_item(self, item: _Item, failure: BaseException | None) -> None:
         """`failure`: why its thread can run nothing."""
@@ -228,7 +253,8 @@ class CpuLane:
         except BaseException as raised:
             error = raised
             if item.op is None:
-                self._failure = raised  # what comes behind a wait that failed may not run: its inputs are undefined
+                # what comes behind a wait that failed may not run: its inputs are undefined
+                self._failure = raised
         try:
             if self._observer is not None and item.op is not None:
                 self._observer.finished(self.name, item.ticket.number, error)
@@ -240,7 +266,9 @@ class CpuLane:
             self._over.notify_all()
 
 
-def _work(name: str, queue: SimpleQueue[_Item | None], around: Callable[[], AbstractContextManager[object]]) -> None:
+def _work(
+    name: str, queue: SimpleQueue[_Item | None], around: Callable[[], AbstractContextManager[object]]
+) -> None:
     """The worker thread. Between items it refers to its queue alone."""
     ended = False
     try:
@@ -248,7 +276,9 @@ def _work(name: str, queue: SimpleQueue[_Item | None], around: Callable[[], Abst
             _run_all(queue, None)
             ended = True
     except BaseException as error:  # the thread lives on: others wait for what was submitted to it
-        log.exception("lane %s: what is put around its work failed, and so does all that is submitted from now on", name)
+        log.exception(
+            "lane %s: what is put around its work failed, and so does all that is submitted from now on", name
+        )
         if not ended:
             _run_all(queue, error)
 
@@ -264,7 +294,8 @@ _lanes: weakref.WeakSet[CpuLane] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """The interpreter stops threads wherever they are, and one that is inside a library of C++ takes the process down with it."""
+    """The interpreter stops threads wherever they are, and one that is inside a library of C++ takes the
+    process down with it."""
     lanes = list(_lanes)
     by_s = time.monotonic() + _EXIT_S
     for lane in lanes:

@@ -1,5 +1,5 @@
-"""The CUDA backend: a lane is a stream, a fence an event, a replay a captured graph. Work is launched on the caller's thread. Also
-chooses the backend for a device."""
+"""The CUDA backend: a lane is a stream, a fence an event, a replay a captured graph. Work is launched on the
+caller's thread. Also chooses the backend for a device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def is_usable() -> bool:
 
 
 def wait_set_up(device: torch.device) -> None:
-    """Block until what the calling thread has set up outside lanes is there: their streams do not wait for the one it came on."""
+    """Block until what the calling thread has set up outside lanes is there: their streams do not wait for
+    the one it came on."""
     torch.cuda.current_stream(device).synchronize()
 
 
@@ -76,13 +77,16 @@ class CudaFence:
             while not self.event.query():
                 waited_s = time.monotonic() - started
                 if waited_s > timeout_s:
-                    raise DeadlineExceeded(f"lane {self._lane.name}: fence {self.number} did not pass within {timeout_s} s")
+                    raise DeadlineExceeded(
+                        f"lane {self._lane.name}: fence {self.number} did not pass within {timeout_s} s"
+                    )
                 time.sleep(look_again_s(waited_s))
         self._lane.report_wait(self.number, time.monotonic() - started)
 
 
 class CudaTicket:
-    """Launched work. Its end is asked for rarely, so the event is recorded on the first poll: later than the work, never earlier."""
+    """Launched work. Its end is asked for rarely, so the event is recorded on the first poll: later than the
+    work, never earlier."""
 
     __slots__ = ("_error", "_fence", "_lane", "label", "number")
 
@@ -111,13 +115,17 @@ class CudaTicket:
 
 
 class CudaReplay(Replay):
-    """A captured graph. Tensors made during the capture live in the graph's own memory and are kept alive by it."""
+    """A captured graph. Tensors made during the capture live in the graph's own memory and are kept alive by
+    it."""
 
 
 class CudaLane:
-    """One CUDA stream. `priority` below zero is higher than the default. An op that changes its thread's stream or mode restores both."""
+    """One CUDA stream. `priority` below zero is higher than the default. An op that changes its thread's
+    stream or mode restores both."""
 
-    def __init__(self, name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> None:
+    def __init__(
+        self, name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0
+    ) -> None:
         self.name = name
         self.stream = torch.cuda.Stream(device=device, priority=priority)
         self._observer = observer
@@ -127,7 +135,9 @@ class CudaLane:
         self._recording: Capture | None = None
         self._graph_memory: Any = None  # shared by all captures: their replays are ordered by the lane
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         error = after.error() if after is not None else None
         recording = self._recording
         if recording is not None:
@@ -148,8 +158,8 @@ class CudaLane:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Around many submissions of one thread, for its whole life even: each by itself would take tens of microseconds to switch to
-        the stream and back."""
+        """Around many submissions of one thread, for its whole life even: each by itself would take tens of
+        microseconds to switch to the stream and back."""
         if self.is_current():
             yield
             return
@@ -158,7 +168,9 @@ class CudaLane:
 
     def record(self) -> Fence:
         if self._recording is not None:
-            raise InvariantBroken(f"lane {self.name}: a fence recorded inside a capture would never be placed")
+            raise InvariantBroken(
+                f"lane {self.name}: a fence recorded inside a capture would never be placed"
+            )
         event = torch.cuda.Event()
         event.record(self.stream)
         fence = CudaFence(self, self._num_submitted, event)
@@ -178,7 +190,8 @@ class CudaLane:
         if not isinstance(fence, CudaFence):
             raise InvariantBroken(f"lane {self.name} cannot wait on the device for a fence of {fence.lane}")
         with self._lock:
-            self._num_submitted += 1  # a wait has a number of its own, so that fences before and after it differ
+            # a wait has a number of its own, so that fences before and after it differ
+            self._num_submitted += 1
             if self._observer is not None:
                 self._observer.waited(self.name, fence.lane, number)
         self.stream.wait_event(fence.event)
@@ -186,16 +199,23 @@ class CudaLane:
     @contextmanager
     def capture(self, label: str) -> Iterator[Capture]:
         if self._recording is not None:
-            raise InvariantBroken(f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}")
+            raise InvariantBroken(
+                f"lane {self.name}: capture {label!r} inside capture {self._recording.label!r}"
+            )
         if self._graph_memory is None:
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         recording = self._recording = Capture(self.name, label)
         collects = gc.isenabled()
-        gc.disable()  # what the collector finds may be a graph or pinned memory, and freeing those is an error while a stream captures
+        # what the collector finds may be a graph or pinned memory, and freeing those is an error while a
+        # stream captures
+        gc.disable()
         try:
             # thread_local: other lanes go on allocating and copying from their threads meanwhile
-            with torch.inference_mode(), torch.cuda.graph(graph, self._graph_memory, self.stream, capture_error_mode="thread_local"):
+            with (
+                torch.inference_mode(),
+                torch.cuda.graph(graph, self._graph_memory, self.stream, capture_error_mode="thread_local"),
+            ):
                 yield recording
         finally:
             self._recording = None
@@ -205,9 +225,13 @@ class CudaLane:
             raise recording.error
         recording.made = CudaReplay(label, graph.replay)
 
-    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
+    def replay(
+        self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
+    ) -> Ticket:
         if not isinstance(replay, CudaReplay):
-            raise InvariantBroken(f"lane {self.name} cannot replay {replay!r}: it was captured on another backend")
+            raise InvariantBroken(
+                f"lane {self.name} cannot replay {replay!r}: it was captured on another backend"
+            )
         return self.submit(replay.run, accesses, label=replay.label, after=after)
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
@@ -253,7 +277,9 @@ class CudaLane:
         return CudaTicket(self, 0, label, recording.error)
 
 
-def make_lane(name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0) -> Lane:
+def make_lane(
+    name: str, device: torch.device, observer: LaneObserver | None = None, priority: int = 0
+) -> Lane:
     """A stream on a GPU, a thread elsewhere."""
     if device.type == "cuda":
         return CudaLane(name, device, observer, priority)
@@ -261,7 +287,8 @@ def make_lane(name: str, device: torch.device, observer: LaneObserver | None = N
 
 
 def as_current(lane: Lane) -> AbstractContextManager[None]:
-    """Around what a thread submits to `lane`: it need not switch to it for each op. A lane with a thread of its own needs nothing."""
+    """Around what a thread submits to `lane`: it need not switch to it for each op. A lane with a thread of
+    its own needs nothing."""
     return lane.current() if isinstance(lane, CudaLane) else nullcontext()
 
 

@@ -1,16 +1,22 @@
-"""What a lane is: an ordered queue of work with fences on it. Owns the words and rules that both backends keep, and
-how long a host thread sleeps between two looks whether something is over.
+"""What a lane is: an ordered queue of work with fences on it. Owns the words and rules that both backends
+keep, and how long a host thread sleeps between two looks whether something is over.
 
 Rules, the same on CPU threads and CUDA streams:
 
-- `submit` returns at once; work on one lane runs in submission order, work on two lanes in any order unless a `wait` says otherwise.
-- `record` marks a point; `wait` orders what is submitted afterwards behind such a point of another lane, on the device, without
+- `submit` returns at once; work on one lane runs in submission order, work on two lanes in any order unless a
+  `wait` says otherwise.
+- `record` marks a point; `wait` orders what is submitted afterwards behind such a point of another lane, on
+  the device, without
   blocking the caller. Only `wait_*` and `drain` block a host thread.
-- An exception raised by work is kept in its ticket and raised where the ticket is waited on; work given `after=` a failed ticket is
-  skipped and fails with the same error. The lane itself goes on. Where it cannot (its thread could not be set up, a wait failed), all that
+- An exception raised by work is kept in its ticket and raised where the ticket is waited on; work given
+  `after=` a failed ticket is
+  skipped and fails with the same error. The lane itself goes on. Where it cannot (its thread could not be set
+  up, a wait failed), all that
   is submitted from then on is skipped and fails with the reason: every ticket and every fence ends.
-- `capture` records submissions instead of running them; `replay` runs the whole recording as one unit. Inside a recording no wait on
-  an outside fence is honoured: it is reported to the observer and dropped, on both backends, since a captured graph cannot keep it.
+- `capture` records submissions instead of running them; `replay` runs the whole recording as one unit. Inside
+  a recording no wait on
+  an outside fence is honoured: it is reported to the observer and dropped, on both backends, since a captured
+  graph cannot keep it.
   So whatever a replay must wait for is waited on before it is submitted.
 """
 
@@ -73,7 +79,9 @@ class Capture:
     def check_thread(self, label: str) -> None:
         """`label` is submitted."""
         if self.thread != threading.get_ident():
-            raise InvariantBroken(f"lane {self._lane}: {label!r} came from another thread during capture {self.label!r}")
+            raise InvariantBroken(
+                f"lane {self._lane}: {label!r} came from another thread during capture {self.label!r}"
+            )
 
 
 class Lane(Protocol):
@@ -81,7 +89,9 @@ class Lane(Protocol):
 
     name: str
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket: ...
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket: ...
 
     def record(self) -> Fence: ...
 
@@ -89,10 +99,13 @@ class Lane(Protocol):
 
     def capture(self, label: str) -> AbstractContextManager[Capture]: ...
 
-    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket: ...
+    def replay(
+        self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
+    ) -> Ticket: ...
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
-        """The calling thread itself reads or writes these bytes, here and now. Nothing is done; an observer is told."""
+        """The calling thread itself reads or writes these bytes, here and now. Nothing is done; an observer
+        is told."""
 
     def is_current(self) -> bool:
         """Whether the calling code is work of this lane: what only the lane's work may touch asks this."""
@@ -104,7 +117,7 @@ class Lane(Protocol):
         """Drain and end; idempotent. Submitting afterwards raises LaneClosed."""
 
 
-# --------------------------------------------------------------------------------------------------------------------- polling
+# ---------------------------------------------------------------------------------------------------- polling
 
 POLL_S = 20e-6  # at least this, while there is nothing else to do
 POLL_MOST_S = 0.5e-3
@@ -114,13 +127,14 @@ _TIMER_SLACK_NS = 1000
 
 
 def look_again_s(waited_s: float) -> float:
-    """How long to sleep after waiting so long already: what takes milliseconds is looked at often, what takes longer costs no core."""
+    """How long to sleep after waiting so long already: what takes milliseconds is looked at often, what takes
+    longer costs no core."""
     return min(max(POLL_S, waited_s * _LATE_SHARE), POLL_MOST_S)
 
 
 def sharpen_timers() -> bool:
-    """Let sleeps of the calling thread end when they should: Linux adds up to 50 us to each, to wake less often. False: they stay as
-    they are, which makes waits longer and nothing wrong."""
+    """Let sleeps of the calling thread end when they should: Linux adds up to 50 us to each, to wake less
+    often. False: they stay as they are, which makes waits longer and nothing wrong."""
     if sys.platform != "linux":
         return False
     try:

@@ -1,1 +1,2 @@
-"""Models: one file per architecture, the forward pass that they share, weights, tokenizers, adapters, and the loader."""
+"""Models: one file per architecture, the forward pass that they share, weights, tokenizers, adapters, and the
+loader."""

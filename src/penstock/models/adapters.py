@@ -1,14 +1,15 @@
-"""A LoRA adapter directory in PEFT's format, from files to weights on the device. Owns what is refused, the check against the model, and
-the digest.
+"""A LoRA adapter directory in PEFT's format, from files to weights on the device. Owns what is refused, the
+check against the model, and the digest.
 
-The directory holds adapter_config.json and adapter_model.safetensors. Tensors are named after the module they adapt, behind
-"base_model.model.": base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [r, in], ...lora_B.weight is [out, r].
+The directory holds adapter_config.json and adapter_model.safetensors. Tensors are named after the module they
+adapt, behind "base_model.model.": base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight is [r, in],
+...lora_B.weight is [out, r].
 
-The facts of the config that matter here (PEFT's LoraConfig and its guide to adapter files, huggingface.co/docs/peft):
-a module is targeted when its name is an entry of `target_modules` or ends in "." and one; the string "all-linear" means every linear
-module but the output head, any other string is a regular expression over whole names. Ranks and alphas of single modules stand in
-`rank_pattern` and `alpha_pattern`, the first key that matches counts. The update is scaled by alpha / r, or alpha / sqrt(r) with
-`use_rslora`.
+The facts of the config that matter here (PEFT's LoraConfig and its guide to adapter files,
+huggingface.co/docs/peft): a module is targeted when its name is an entry of `target_modules` or ends in "."
+and one; the string "all-linear" means every linear module but the output head, any other string is a regular
+expression over whole names. Ranks and alphas of single modules stand in `rank_pattern` and `alpha_pattern`,
+the first key that matches counts. The update is scaled by alpha / r, or alpha / sqrt(r) with `use_rslora`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,14 @@ ALL_LINEAR = "all-linear"
 
 # Fields that say how an adapter was trained or by what, and change nothing in what it computes.
 _WITHOUT_EFFECT = (
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
+    *(
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_version",
+        "revision",
+        "runtime_config",
+    ),
     *("corda_config", "eva_config", "loftq_config", "lora_dropout", "qalora_group_size"),
     *("layers_pattern", "megatron_config", "megatron_core"),
 )
@@ -67,7 +75,8 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA (alora_invocation_tokens)",
     "arrow_config": "Arrow routing (arrow_config)",
 }
-_NEUTRAL_INITS = ("gaussian", "eva", "orthogonal")  # others (PiSSA, OLoRA, LoftQ ...) change the base model's weights, too
+# others (PiSSA, OLoRA, LoftQ ...) change the base model's weights, too
+_NEUTRAL_INITS = ("gaussian", "eva", "orthogonal")
 _PLAIN_KEY = re.compile(r"\^?[A-Za-z0-9_]+(\\?\.[A-Za-z0-9_]+)*\$?")
 
 
@@ -95,8 +104,8 @@ class _Module(NamedTuple):
 
 
 def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
-    """The adapter in `directory`, for `model`. Everything that is wrong with it is a ModelError. Files are read once, so what was digested
-    is what runs, whatever is written to them meanwhile."""
+    """The adapter in `directory`, for `model`. Everything that is wrong with it is a ModelError. Files are
+    read once, so what was digested is what runs, whatever is written to them meanwhile."""
     config_file, tensors_file = adapter_files(directory)
     config = parse_adapter_config(read_json(config_file), str(config_file))
     stacks = _stacks(model.config)
@@ -108,20 +117,29 @@ def read_adapter(directory: Path, model: Decoder) -> AdapterFiles:
     try:
         return AdapterFiles(digest, _weights(tensors, config, stacks, model))
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
+        # the CPU allocator's words
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        raise ModelError(f"the adapter in {directory} does not fit into the memory of {model.device}: {error}") from error
+        raise ModelError(
+            f"the adapter in {directory} does not fit into the memory of {model.device}: {error}"
+        ) from error
 
 
 def adapter_files(directory: Path) -> tuple[Path, Path]:
     """Its two files, both there."""
     try:
         if not directory.is_dir():
-            raise ModelError(f"{directory} is no directory; an adapter is one with {CONFIG_FILE} and {TENSORS_FILE}")
+            raise ModelError(
+                f"{directory} is no directory; an adapter is one with {CONFIG_FILE} and {TENSORS_FILE}"
+            )
         for name in (CONFIG_FILE, TENSORS_FILE):
             if not (directory / name).is_file():
                 pickled = name == TENSORS_FILE and (directory / _PICKLE_FILE).exists()
-                hint = f"; {_PICKLE_FILE} is a pickle, which can run code: save the adapter as safetensors" if pickled else ""
+                hint = (
+                    (f"; {_PICKLE_FILE} is a pickle, which can run code: save the adapter as safetensors")
+                    if pickled
+                    else ""
+                )
                 raise ModelError(f"{directory} has no {name}{hint}")
     except OSError as error:  # no permission, or a name that no file can have
         raise ModelError(f"{directory} cannot be read: {error.strerror or error}") from error
@@ -130,7 +148,9 @@ def adapter_files(directory: Path) -> tuple[Path, Path]:
 
 def _stacks(config: ModelConfig) -> list[tuple[WeightSpec, list[_Module]]]:
     """The model's matrices inside layers, with the modules that are stacked in each."""
-    matrices = [weight for weight in layout(config) if weight.name.startswith("layers.") and len(weight.shape) == 2]
+    matrices = [
+        weight for weight in layout(config) if weight.name.startswith("layers.") and len(weight.shape) == 2
+    ]
     return [(weight, list(_modules(weight))) for weight in matrices]
 
 
@@ -141,14 +161,19 @@ def _modules(weight: WeightSpec) -> Iterator[_Module]:
         row += part.shape[0]
 
 
-def blank_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int = 8) -> AdapterWeights:
+def blank_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int = 8
+) -> AdapterWeights:
     """An adapter that changes nothing, to try steps with."""
     blank = functools.partial(torch.zeros, dtype=dtype, device=device)
     layer = {}
     for weight in (weight for weight in architecture_of(config).layer(config) if len(weight.shape) == 2):
         modules = list(_modules(weight))
         ranks = [slice(i * rank, (i + 1) * rank) for i in range(len(modules))]
-        parts = (LoraPart(one.rows, its, blank(one.rows.stop - one.rows.start, rank)) for one, its in zip(modules, ranks, strict=True))
+        parts = (
+            LoraPart(one.rows, its, blank(one.rows.stop - one.rows.start, rank))
+            for one, its in zip(modules, ranks, strict=True)
+        )
         layer[weight.name] = LoraWeight(blank(rank * len(modules), modules[0].num_in), tuple(parts))
     return AdapterWeights((layer,) * config.num_layers)
 
@@ -156,10 +181,14 @@ def blank_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 def _refuse_outer(config: AdapterConfig, where: Path) -> None:
     outer = [name for name in _OUTER_MODULES if config.targets(name)]
     if outer:
-        raise ModelError(f"{where}: adapting {listed(outer)} is not supported, only the linear modules inside layers")
+        raise ModelError(
+            f"{where}: adapting {listed(outer)} is not supported, only the linear modules inside layers"
+        )
 
 
-def _check(tensors: Mapping[str, Tensor], config: AdapterConfig, modules: list[_Module], where: Path) -> list[_Module]:
+def _check(
+    tensors: Mapping[str, Tensor], config: AdapterConfig, modules: list[_Module], where: Path
+) -> list[_Module]:
     """The modules that the adapter has tensors for. All that is wrong with the tensors is one ModelError."""
     shapes: dict[str, tuple[int, int]] = {}
     for module in modules:
@@ -168,9 +197,13 @@ def _check(tensors: Mapping[str, Tensor], config: AdapterConfig, modules: list[_
     adapted = [module for module in modules if module.a in tensors or module.b in tensors]
     wanted = [module for module in modules if config.targets(module.name) or module in adapted]
     problems = {
-        "missing tensors": [name for module in wanted for name in (module.a, module.b) if name not in tensors],
+        "missing tensors": [
+            name for module in wanted for name in (module.a, module.b) if name not in tensors
+        ],
         "tensors that fit no module of the model": [name for name in tensors if name not in shapes],
-        "tensors of modules that are not targeted": [module.a for module in adapted if config.targets(module.name) is False],
+        "tensors of modules that are not targeted": [
+            module.a for module in adapted if config.targets(module.name) is False
+        ],
         **unusable_tensors(tensors, shapes),
     }
     refuse_any(problems, f"the tensors in {where} do not fit the model and {CONFIG_FILE}")
@@ -180,13 +213,16 @@ def _check(tensors: Mapping[str, Tensor], config: AdapterConfig, modules: list[_
 
 
 def _digest(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module]) -> str:
-    """Of all that decides what the adapter computes: each module's name and scale, and dtype, shape and bytes of its two tensors. Each
-    piece goes in behind its length, so that no two adapters read the same."""
+    """Of all that decides what the adapter computes: each module's name and scale, and dtype, shape and bytes
+    of its two tensors. Each piece goes in behind its length, so that no two adapters read the same."""
     state = hashlib.blake2b(key=_DIGEST_KEY, digest_size=DIGEST_BYTES)
     for module in adapted:
         pieces = [module.name.encode(), config.scale_of(module.name).hex().encode()]
         for tensor in (tensors[module.a], tensors[module.b]):
-            pieces += [f"{tensor.dtype} {list(tensor.shape)}".encode(), tensor.contiguous().view(torch.uint8).numpy().tobytes()]
+            pieces += [
+                (f"{tensor.dtype} {list(tensor.shape)}").encode(),
+                tensor.contiguous().view(torch.uint8).numpy().tobytes(),
+            ]
         for piece in pieces:
             state.update(len(piece).to_bytes(8, "little"))
             state.update(piece)
@@ -194,7 +230,10 @@ def _digest(tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[
 
 
 def _weights(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, stacks: list[tuple[WeightSpec, list[_Module]]], model: Decoder
+    tensors: Mapping[str, Tensor],
+    config: AdapterConfig,
+    stacks: list[tuple[WeightSpec, list[_Module]]],
+    model: Decoder,
 ) -> AdapterWeights:
     layers: list[dict[str, LoraWeight]] = [{} for _ in range(model.config.num_layers)]
     order = row_order(model.config)
@@ -202,15 +241,22 @@ def _weights(
         _, layer, name = weight.name.split(".")
         adapted = [module for module in modules if module.a in tensors]
         if adapted:
-            layers[int(layer)][name] = _stacked(tensors, config, adapted, model, order if name == "qkv" else None)
+            layers[int(layer)][name] = _stacked(
+                tensors, config, adapted, model, order if name == "qkv" else None
+            )
     return AdapterWeights(tuple(layers))
 
 
 def _stacked(
-    tensors: Mapping[str, Tensor], config: AdapterConfig, adapted: list[_Module], model: Decoder, order: Tensor | None
+    tensors: Mapping[str, Tensor],
+    config: AdapterConfig,
+    adapted: list[_Module],
+    model: Decoder,
+    order: Tensor | None,
 ) -> LoraWeight:
-    """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before the copy to the device, which
-    is over when it returns: nothing is left for other lanes to wait for. `order`: of the stack's rows in the model."""
+    """The scale goes into B in float32, and everything is rounded once to the model's dtype; all of it before
+    the copy to the device, which is over when it returns: nothing is left for other lanes to wait for.
+    `order`: of the stack's rows in the model."""
     a = _finite(torch.cat([tensors[module.a].float() for module in adapted]).to(model.dtype), adapted)
     parts = []
     at = 0
@@ -228,11 +274,13 @@ def _finite(weight: Tensor, modules: list[_Module]) -> Tensor:
     """Numbers that are fine in their file may be too large once they are scaled, or for the model's dtype."""
     if not torch.isfinite(weight).all():
         names = listed([module.name for module in modules])
-        raise ModelError(f"the adapter's weights of {names}, scaled and in the model's {weight.dtype}, are not finite")
+        raise ModelError(
+            f"the adapter's weights of {names}, scaled and in the model's {weight.dtype}, are not finite"
+        )
     return weight
 
 
-# ---------------------------------------------------------------------------------------------------------------------- adapter_config.json
+# ---------------------------------------------------------------------------------------- adapter_config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +296,12 @@ class AdapterConfig:
     alpha_pattern: tuple[tuple[str, float], ...]
 
     def targets(self, module: str) -> bool | None:
-        """Whether `module` is to be adapted. None: a regular expression decides that, and is not tried. One out of a file can run for
-        ever, nothing can interrupt it, and the tensors beside it show which modules it had matched."""
-        if isinstance(self.exclude_modules, str) or (isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR):
+        """Whether `module` is to be adapted. None: a regular expression decides that, and is not tried. One
+        out of a file can run for ever, nothing can interrupt it, and the tensors beside it show which modules
+        it had matched."""
+        if isinstance(self.exclude_modules, str) or (
+            isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR
+        ):
             return None
         if any(_names(key, module) for key in self.exclude_modules):
             return False
@@ -268,7 +319,8 @@ class AdapterConfig:
 
 
 def parse_adapter_config(raw: Mapping[str, Any], where: str) -> AdapterConfig:
-    """The config of a LoRA adapter that can be run exactly; anything else is a ModelError that names the field."""
+    """The config of a LoRA adapter that can be run exactly; anything else is a ModelError that names the
+    field."""
     if raw.get("peft_type") != "LORA":
         raise ModelError(f"{where}: peft_type is {raw.get('peft_type')!r}; only LORA adapters can be loaded")
     _refuse_unsupported(raw, where)
@@ -284,8 +336,13 @@ def parse_adapter_config(raw: Mapping[str, Any], where: str) -> AdapterConfig:
         rslora=rslora,
         target_modules=ALL_LINEAR if isinstance(targets, str) and targets.lower() == ALL_LINEAR else targets,
         exclude_modules=_module_names(raw.get("exclude_modules"), "exclude_modules", where) or (),
-        rank_pattern=tuple((key, _rank(value, "rank_pattern", where)) for key, value in _pattern(raw, "rank_pattern", where)),
-        alpha_pattern=tuple((key, _alpha(value, "alpha_pattern", where)) for key, value in _pattern(raw, "alpha_pattern", where)),
+        rank_pattern=tuple(
+            (key, _rank(value, "rank_pattern", where)) for key, value in _pattern(raw, "rank_pattern", where)
+        ),
+        alpha_pattern=tuple(
+            (key, _alpha(value, "alpha_pattern", where))
+            for key, value in _pattern(raw, "alpha_pattern", where)
+        ),
     )
 
 
@@ -294,16 +351,34 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
         if raw.get(field):
             raise ModelError(f"{where}: {what} is not supported")
     if raw.get("bias", "none") != "none":
-        raise ModelError(f"{where}: bias is {raw['bias']!r}; only adapters without biases (none) are supported")
+        raise ModelError(
+            f"{where}: bias is {raw['bias']!r}; only adapters without biases (none) are supported"
+        )
     if raw.get("task_type") not in (None, "CAUSAL_LM"):
         raise ModelError(f"{where}: task_type is {raw['task_type']!r}; only CAUSAL_LM adapters can be loaded")
     init = raw.get("init_lora_weights")
     if not (init is None or isinstance(init, bool) or init in _NEUTRAL_INITS):
-        raise ModelError(f"{where}: init_lora_weights {init!r} goes with changed weights of the base model; convert it to plain LoRA first")
+        raise ModelError(
+            f"{where}: init_lora_weights {init!r} goes with "
+            f"changed "
+            f"weights "
+            f"of "
+            f"the "
+            f"base "
+            f"model; convert it to plain LoRA first"
+        )
     known = {*_WITHOUT_EFFECT, *_UNDERSTOOD, *_UNSUPPORTED}
     unknown = [field for field, value in raw.items() if field not in known and value]
     if unknown:
-        raise ModelError(f"{where}: unknown fields that may change what the adapter computes: {', '.join(map(repr, unknown))}")
+        raise ModelError(
+            f"{where}: unknown fields that may "
+            f"change "
+            f"what "
+            f"the "
+            f"adapter "
+            f"computes: "
+            f"{', '.join(map(repr, unknown))}"
+        )
 
 
 def _names(key: str, module: str) -> bool:
@@ -329,7 +404,15 @@ def _pattern(raw: Mapping[str, Any], field: str, where: str) -> list[tuple[str, 
         raise ModelError(f"{where}: {field} must be an object, got {value!r}")
     regular = [key for key in value if not _PLAIN_KEY.fullmatch(key)]
     if regular:
-        raise ModelError(f"{where}: {field} takes names of modules or endings of them, no regular expressions such as {regular[0]!r}")
+        raise ModelError(
+            f"{where}: {field} takes names of modules or "
+            f"endings "
+            f"of "
+            f"them, "
+            f"no "
+            f"regular "
+            f"expressions such as {regular[0]!r}"
+        )
     return [(key.replace("\\.", ".").removesuffix("$"), number) for key, number in value.items()]
 
 

@@ -1,5 +1,6 @@
-"""What an architecture is to the rest: which tensors it has and how files call them, what its config may say, how it runs. Owns what
-architectures have in common, refusals included; a file of its own has what is different in one."""
+"""What an architecture is to the rest: which tensors it has and how files call them, what its config may say,
+how it runs. Owns what architectures have in common, refusals included; a file of its own has what is
+different in one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from penstock.models.rotary import RopeFactors, parse_rope, rope_scaling_of_gguf
 _MAX_LAYERS = 4096
 MAX_POSITION = 1 << 22
 
-EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"  # the modules outside layers, as safetensors files call them
+# the modules outside layers, as safetensors files call them
+EMBED, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
 class TensorSpec(NamedTuple):
@@ -48,21 +50,26 @@ def stack(name: str, *parts: tuple[str, *tuple[int, ...]]) -> WeightSpec:
 
 
 class Architecture:
-    """One architecture. A subclass states the first two names and `layer`, and overrides what else is different."""
+    """One architecture. A subclass states the first two names and `layer`, and overrides what else is
+    different."""
 
-    name: ClassVar[str]  # `ModelConfig.architecture`, `model_type` in config.json, `general.architecture` in GGUF files
+    # `ModelConfig.architecture`, `model_type` in config.json, `general.architecture` in GGUF files
+    name: ClassVar[str]
     config_name: ClassVar[str]  # in `architectures` of config.json
     presets: ClassVar[Mapping[str, ModelConfig]] = {}  # dimensions that users can ask for by name
     model: ClassVar[type[Decoder]] = Decoder
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # fields of config.json to the biases of ModelConfig that they turn on
+    # fields of config.json to the biases of ModelConfig that they turn on
+    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     in_gguf: ClassVar[bool] = True  # whether GGUF files call it by its name
     rotates_partly: ClassVar[bool] = False  # whether its heads may turn in part (`partial_rotary_factor`)
-    interleaved_in_gguf: ClassVar[tuple[str, ...]] = ()  # endings of names: in GGUF files the halves of their heads are interleaved
+    # endings of names: in GGUF files the halves of their heads are interleaved
+    interleaved_in_gguf: ClassVar[tuple[str, ...]] = ()
 
     def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:
-        """The tensors of one layer, in the order in which a forward pass meets them. The model's names are fields of `DecoderLayer`, those
-        of files are without "model.layers.N.". Order and names are part of the digest. Here as Llama has them: q, k, v, gate and up one by
-        one, with the biases that the config asks for."""
+        """The tensors of one layer, in the order in which a forward pass meets them. The model's names are
+        fields of `DecoderLayer`, those of files are without "model.layers.N.". Order and names are part of
+        the digest. Here as Llama has them: q, k, v, gate and up one by one, with the biases that the config
+        asks for."""
         hidden, ffn, dim = config.hidden, config.ffn, config.head_dim
         q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
         qkv = (("self_attn.q_proj", q_rows), ("self_attn.k_proj", kv_rows), ("self_attn.v_proj", kv_rows))
@@ -70,12 +77,20 @@ class Architecture:
         return (
             stack("attn_norm", ("input_layernorm.weight", hidden)),
             stack("qkv", *((f"{name}.weight", rows, hidden) for name, rows in qkv)),
-            *([stack("qkv_bias", *((f"{name}.bias", rows) for name, rows in qkv))] if config.qkv_bias else ()),
+            *(
+                [stack("qkv_bias", *((f"{name}.bias", rows) for name, rows in qkv))]
+                if config.qkv_bias
+                else ()
+            ),
             stack("out", ("self_attn.o_proj.weight", hidden, q_rows)),
             *([stack("out_bias", ("self_attn.o_proj.bias", hidden))] if config.out_bias else ()),
             stack("ffn_norm", ("post_attention_layernorm.weight", hidden)),
             stack("gate_up", *((f"{name}.weight", rows, hidden) for name, rows in gate_up)),
-            *([stack("gate_up_bias", *((f"{name}.bias", rows) for name, rows in gate_up))] if config.mlp_bias else ()),
+            *(
+                [stack("gate_up_bias", *((f"{name}.bias", rows) for name, rows in gate_up))]
+                if config.mlp_bias
+                else ()
+            ),
             stack("down", ("mlp.down_proj.weight", hidden, ffn)),
             *([stack("down_bias", ("mlp.down_proj.bias", hidden))] if config.mlp_bias else ()),
         )
@@ -93,11 +108,15 @@ class Architecture:
             yield stack("head", (f"{HEAD}.weight", config.vocab, config.hidden))
 
     def is_redundant(self, tensor: str, config: ModelConfig) -> bool:
-        """Old checkpoints store the rotary frequencies, and some repeat a tied output matrix; both follow from what is read."""
-        return tensor.endswith(".rotary_emb.inv_freq") or (tensor == f"{HEAD}.weight" and config.tied_embeddings)
+        """Old checkpoints store the rotary frequencies, and some repeat a tied output matrix; both follow
+        from what is read."""
+        return tensor.endswith(".rotary_emb.inv_freq") or (
+            tensor == f"{HEAD}.weight" and config.tied_embeddings
+        )
 
     def parse_config(self, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        """The dimensions in a parsed config.json; `where` names it in errors. Whatever would change the mathematics is refused."""
+        """The dimensions in a parsed config.json; `where` names it in errors. Whatever would change the
+        mathematics is refused."""
         _refuse_unsupported(raw, where)
         fields = Fields(raw, where)
         heads = fields.count("num_attention_heads")
@@ -134,21 +153,33 @@ class Architecture:
     def biases(self, fields: Fields) -> dict[str, bool]:
         """The fields of ModelConfig that say which projections have a bias."""
         for name in {"attention_bias", "mlp_bias"} - self.bias_fields.keys():
-            fields.need(not fields.flag(name, False), f"{name} is true, but {self.config_name} with such a bias is not supported")
-        return {bias: fields.flag(name, False) for name, biases in self.bias_fields.items() for bias in biases}
+            fields.need(
+                not fields.flag(name, False),
+                f"{name} is true, but {self.config_name} with such a bias is not supported",
+            )
+        return {
+            bias: fields.flag(name, False) for name, biases in self.bias_fields.items() for bias in biases
+        }
 
     def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-        """`ModelConfig.windows`. Here a window is refused; an architecture with windows says how its config states them."""
+        """`ModelConfig.windows`. Here a window is refused; an architecture with windows says how its config
+        states them."""
         layer_types = raw.get("layer_types") or []
         if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-            raise ModelError(f"{where}: sliding-window attention (layer_types) is not supported in {self.config_name}")
+            raise ModelError(
+                f"{where}: sliding-window attention (layer_types) is not supported in {self.config_name}"
+            )
         if raw.get("use_sliding_window", raw.get("sliding_window") is not None):
-            raise ModelError(f"{where}: sliding-window attention (sliding_window) is not supported in {self.config_name}")
+            raise ModelError(
+                f"{where}: sliding-window attention (sliding_window) is not supported in {self.config_name}"
+            )
         return ()
 
-    def config_of_gguf(self, metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str) -> dict[str, Any]:
-        """The config.json that the metadata and the names of `tensors` of a GGUF file amount to; `factors` are its tensors of rotary
-        factors."""
+    def config_of_gguf(
+        self, metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str
+    ) -> dict[str, Any]:
+        """The config.json that the metadata and the names of `tensors` of a GGUF file amount to; `factors`
+        are its tensors of rotary factors."""
 
         def entry(key: str, default: Any = None) -> Any:
             return metadata.get(f"{self.name}.{key}", default)
@@ -195,7 +226,8 @@ def token_ids(value: Any, what: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-# Fields of other architectures and of derived ones that would change what a layer computes, with the values that change nothing.
+# Fields of other architectures and of derived ones that would change what a layer computes, with the values
+# that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
@@ -219,7 +251,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("quantization_config") is not None:
-        raise ModelError(f"{where}: quantized weights (quantization_config) are not supported; use the original weights or a GGUF file")
+        raise ModelError(
+            f"{where}: quantized weights (quantization_config) "
+            f"are "
+            f"not "
+            f"supported; "
+            f"use "
+            f"the "
+            f"original weights or a GGUF file"
+        )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu")
     for name, neutral in _NEUTRAL.items():
@@ -228,15 +268,27 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
 
 
 def stated_windows(raw: Mapping[str, Any], num_layers: int, first: int, where: str) -> tuple[int, ...]:
-    """`ModelConfig.windows` where `sliding_window` alone says that there are some: in the layers that `layer_types` names, or from `first`
-    on."""
+    """`ModelConfig.windows` where `sliding_window` alone says that there are some: in the layers that
+    `layer_types` names, or from `first` on."""
     kinds = raw.get("layer_types")
     if kinds is None:
         layers = [layer >= first for layer in range(num_layers)]
     else:
         known = {"full_attention": False, "sliding_attention": True}
-        if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
-            raise ModelError(f"{where}: layer_types must be {' or '.join(known)} for each of {num_layers} layers, got {kinds!r}")
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or any(kind not in known for kind in kinds)
+        ):
+            raise ModelError(
+                f"{where}: layer_types must be "
+                f"{' or '.join(known)} "
+                f"for "
+                f"each "
+                f"of "
+                f"{num_layers} "
+                f"layers, got {kinds!r}"
+            )
         layers = [known[kind] for kind in kinds]
     if not any(layers) or raw.get("sliding_window") is None:
         return ()
@@ -250,5 +302,7 @@ def switched_windows(raw: Mapping[str, Any], num_layers: int, where: str) -> tup
     if not fields.flag("use_sliding_window", False):
         return ()
     first = raw.get("max_window_layers", 28)
-    fields.need(isinstance(first, int) and first >= 0, f"max_window_layers must be a number of layers, got {first!r}")
+    fields.need(
+        isinstance(first, int) and first >= 0, f"max_window_layers must be a number of layers, got {first!r}"
+    )
     return stated_windows({"sliding_window": 4096, **raw}, num_layers, first, where)

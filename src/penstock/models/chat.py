@@ -1,5 +1,5 @@
-"""Chat templates: messages to one prompt string, in a sandbox. Owns rendering and telling the template's words from the messages'; knows
-no tokens."""
+"""Chat templates: messages to one prompt string, in a sandbox. Owns rendering and telling the template's
+words from the messages'; knows no tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.errors import InvalidRequest, ModelError
 
-PRIVATE = range(0xF0000, 0xFFFFE)  # characters without a meaning: they stand for one that must not be recognised
+# characters without a meaning: they stand for one that must not be recognised
+PRIVATE = range(0xF0000, 0xFFFFE)
 _DISGUISES = "characters_in_disguise"  # among a template's variables
 
 
@@ -35,7 +36,8 @@ ANSWERED = Rendering()
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is only its contents."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is only its
+    contents."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set
 
@@ -45,10 +47,14 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A model's own template. It comes with the weights, so it is compiled once; messages come from anyone, so a failure is theirs."""
+    """A model's own template. It comes with the weights, so it is compiled once; messages come from anyone,
+    so a failure is theirs."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
-        """`tool_source`: of the template that the model has for requests with tools, where it has one of its own for them."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+    ) -> None:
+        """`tool_source`: of the template that the model has for requests with tools, where it has one of its
+        own for them."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
@@ -57,13 +63,22 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self.source = source
         try:
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))  # those that it looks at
+            # those that it looks at
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"the model's chat template cannot be parsed: {error}") from error
         self.takes_tools = "tools" in self.variables
         self.special_tokens = dict(special_tokens)
-        self._own = {"messages", "add_generation_prompt", "tools", "documents", _DISGUISES, *special_tokens, *environment.globals}
+        self._own = {
+            "messages",
+            "add_generation_prompt",
+            "tools",
+            "documents",
+            _DISGUISES,
+            *special_tokens,
+            *environment.globals,
+        }
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
 
     @property
@@ -83,7 +98,8 @@ class ChatTemplate:
         how: Rendering = ANSWERED,
     ) -> str:
         if how.continues:
-            mark = chr(secrets.choice(PRIVATE))  # behind the last message's text: what a template strips ends before it
+            # behind the last message's text: what a template strips ends before it
+            mark = chr(secrets.choice(PRIVATE))
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
         given = {
             "messages": messages,
@@ -92,20 +108,31 @@ class ChatTemplate:
             "documents": None,
         }
         try:
-            text = self.of(tools)._template.render({**how.variables, **given, **self.special_tokens, _DISGUISES: disguises})
-        except Exception as error:  # templates index, add and call what the client sent: anything can come out of that
-            raise InvalidRequest(f"the chat template cannot render these messages: {error}", "messages") from error
+            text = self.of(tools)._template.render(
+                {**how.variables, **given, **self.special_tokens, _DISGUISES: disguises}
+            )
+        except Exception as error:
+            # templates index, add and call what the client sent: anything can come out of that
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {error}", "messages"
+            ) from error
         if not how.continues:
             return text
         before, found, _ = text.rpartition(mark)
         if not found:
-            raise InvalidRequest("the chat template does not write the last message as it is, so it cannot be continued", "messages")
+            raise InvalidRequest(
+                "the chat template does not write the last message as it is, so it cannot be continued",
+                "messages",
+            )
         return before
 
     def check_variables(self, how: Rendering, controls: Sequence[str]) -> None:
-        """Of what a client gives: nothing that the server gives, and no text that could be a part of one of `controls`."""
+        """Of what a client gives: nothing that the server gives, and no text that could be a part of one of
+        `controls`."""
         if own := sorted(self._own & how.variables.keys()):
-            raise InvalidRequest(f"chat_template_kwargs cannot set {own[0]}: the server does", "chat_template_kwargs")
+            raise InvalidRequest(
+                f"chat_template_kwargs cannot set {own[0]}: the server does", "chat_template_kwargs"
+            )
         texts: list[str] = []
 
         def heard(text: str) -> str:
@@ -115,7 +142,15 @@ class ChatTemplate:
         _changed({"": dict(how.variables)}, heard)
         starts = {control[0] for control in controls}
         if bad := next((start for start in sorted(starts) if any(start in text for text in texts)), None):
-            message = f"text in chat_template_kwargs cannot have the character {bad!r}: special tokens of this model begin with it"
+            message = (
+                f"text in chat_template_kwargs cannot have the "
+                f"character "
+                f"{bad!r}: "
+                f"special "
+                f"tokens "
+                f"of "
+                f"this model begin with it"
+            )
             raise InvalidRequest(message, "chat_template_kwargs")
 
     def render_apart(
@@ -128,8 +163,9 @@ class ChatTemplate:
     ) -> Rendered:
         """As `render`, but every spelling of one of `controls` in the result is the template's own.
 
-        Where messages spell one, its first character is disguised before the template sees it. What a template could still put together
-        from pieces of text shows in the count: a conversation of the same shape that says nothing must have as many.
+        Where messages spell one, its first character is disguised before the template sees it. What a
+        template could still put together from pieces of text shows in the count: a conversation of the same
+        shape that says nothing must have as many.
         """
         texts: list[str] = []
 
@@ -161,7 +197,9 @@ class ChatTemplate:
         said_nothing, no_tools = all_of(lambda text: _silenced(text, blank))
         silent = self.render(said_nothing, add_generation_prompt, tools=no_tools, how=how)
         if any(rendered.count(control) != silent.count(control) for control in controls):
-            raise InvalidRequest("the chat template would make control tokens of what these messages say", "messages")
+            raise InvalidRequest(
+                "the chat template would make control tokens of what these messages say", "messages"
+            )
         return Rendered(rendered, {disguise: character for character, disguise in disguises.items()})
 
 
@@ -180,14 +218,15 @@ class Rendered(NamedTuple):
 
 Tools = Sequence[Mapping[str, Any]]
 
-# What templates look at: names of fields, and words that say what a value is. No control token can be spelled with them.
+# What templates look at: names of fields, and words that say what a value is. No control token can be spelled
+# with them.
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_$-]{1,64}")
 _KINDS = frozenset({"function", "object", "string", "number", "integer", "boolean", "array", "null"})
 
 
 def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A message or tool with every string changed that its writer chose; a message's role is one of few. Names inside it are their
-    writer's, too, but for those that templates look at."""
+    """A message or tool with every string changed that its writer chose; a message's role is one of few.
+    Names inside it are their writer's, too, but for those that templates look at."""
     if isinstance(value, str):
         return value if value in _KINDS else change(value)
     if isinstance(value, Mapping):
@@ -202,7 +241,8 @@ def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
 
 
 def _disguises(said: str, characters: set[str]) -> dict[str, str]:
-    """For each of `characters` one that is not in `said`. Drawn at random, so that a client cannot know which ones to write."""
+    """For each of `characters` one that is not in `said`. Drawn at random, so that a client cannot know which
+    ones to write."""
     found: dict[str, str] = {}
     for character in sorted(characters):
         drawn = (chr(secrets.choice(PRIVATE)) for _ in range(16))
@@ -214,7 +254,8 @@ def _disguises(said: str, characters: set[str]) -> dict[str, str]:
 
 
 def _silenced(text: str, blank: str) -> str:
-    """As long as `text` and with its blanks around it, which templates may strip; between them it says nothing."""
+    """As long as `text` and with its blanks around it, which templates may strip; between them it says
+    nothing."""
     core = text.strip()
     start = text.find(core)
     return text[:start] + blank * len(core) + text[start + len(core) :]
@@ -230,9 +271,18 @@ def _now(layout: str) -> str:
 
 @jinja2.pass_context
 def _to_json(
-    context: Context, value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    context: Context,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     """Characters in disguise are left for what they stand for, which is ASCII where it matters."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     kept: str = context.get(_DISGUISES, "")
-    return re.sub(r"[^\x00-\x7e]", lambda m: m[0] if m[0] in kept else json.dumps(m[0])[1:-1], text) if ensure_ascii else text
+    return (
+        re.sub(r"[^\x00-\x7e]", lambda m: m[0] if m[0] in kept else json.dumps(m[0])[1:-1], text)
+        if ensure_ascii
+        else text
+    )

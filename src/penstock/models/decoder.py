@@ -1,5 +1,5 @@
-"""The forward pass that the architectures share: pre-norm layers, rotary attention with grouped KV heads, gated SiLU. Owns its weights, not
-its KV."""
+"""The forward pass that the architectures share: pre-norm layers, rotary attention with grouped KV heads,
+gated SiLU. Owns its weights, not its KV."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from penstock.models.model import LayerOps, ModelConfig, PagedKv, Weight
 
 
 class DecoderLayer(NamedTuple):
-    """Weights of one layer, under the names of `Architecture.layer`; matrices are [out, in]. What an architecture does not have is None."""
+    """Weights of one layer, under the names of `Architecture.layer`; matrices are [out, in]. What an
+    architecture does not have is None."""
 
     attn_norm: Tensor
     qkv: Weight  # q rows, then k rows, then v rows
@@ -33,17 +34,21 @@ class DecoderLayer(NamedTuple):
 
 
 class Decoder:
-    """A forward pass in the pieces that become ops on the compute lane: embed, each layer, head. `weights` has the names and shapes of
-    `Architecture.layout`; KV computed by weights of another `digest` never matches."""
+    """A forward pass in the pieces that become ops on the compute lane: embed, each layer, head. `weights`
+    has the names and shapes of `Architecture.layout`; KV computed by weights of another `digest` never
+    matches."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps, digest: bytes) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Weight], ops: LayerOps, digest: bytes
+    ) -> None:
         self.config = config
         self.digest = digest
         self.ops = ops
         self.embedding: Weight = weights["embed"]
         self.norm: Tensor = weights["norm"]
         self.dtype, self.device = self.norm.dtype, self.norm.device
-        self.rope = rope_table(config).to(self.device)  # float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin
+        # float32 [max_position, head_dim]: cos of the half-rotation angles, then their sin
+        self.rope = rope_table(config).to(self.device)
         layers: list[dict[str, Weight]] = [{} for _ in range(config.num_layers)]
         for name, tensor in weights.items():
             if name.startswith("layers."):
@@ -61,22 +66,26 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """int32 [T] -> [T, hidden]"""
-        return self.embedding.rows(tokens) if isinstance(self.embedding, Matrix) else F.embedding(tokens, self.embedding)
+        return (
+            self.embedding.rows(tokens)
+            if isinstance(self.embedding, Matrix)
+            else F.embedding(tokens, self.embedding)
+        )
 
     def layer(
         self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm are one pass;
-        `residual` is None before layer 0, and `lora` where no token of the step has an adapter. Returns the next (hidden, residual), the
-        former perhaps in shares (`LayerOps.linear_shares`)."""
+        """One decoder layer. The residual stream is carried beside `hidden` so that the add and the next norm
+        are one pass; `residual` is None before layer 0, and `lora` where no token of the step has an adapter.
+        Returns the next (hidden, residual), the former perhaps in shares (`LayerOps.linear_shares`)."""
         q, k, v, residual = self.project(index, hidden, residual, kv, lora)
         return self.finish(index, kv.attend(index, q, k, v), residual, lora)
 
     def project(
         self, index: int, hidden: Tensor, residual: Tensor | None, kv: PagedKv, lora: LoraRuns | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A layer up to its attention, for steps that attend in several passes: q, k and v as `PagedKv.rotate_and_write` returns them,
-        and the residual stream."""
+        """A layer up to its attention, for steps that attend in several passes: q, k and v as
+        `PagedKv.rotate_and_write` returns them, and the residual stream."""
         w, eps = self.layers[index], self.config.norm_eps
         if residual is None:
             x, residual = self.ops.rms_norm(hidden, w.attn_norm, eps), hidden
@@ -84,7 +93,9 @@ class Decoder:
             x, residual = self.ops.add_rms_norm(hidden, residual, w.attn_norm, eps)
         return *kv.rotate_and_write(index, self._linear(index, "qkv", x, lora), w.q_norm, w.k_norm), residual
 
-    def finish(self, index: int, attended: Tensor, residual: Tensor, lora: LoraRuns | None = None) -> tuple[Tensor, Tensor]:
+    def finish(
+        self, index: int, attended: Tensor, residual: Tensor, lora: LoraRuns | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The rest of the layer. `layer` is both, with `PagedKv.attend` between them."""
         w, eps = self.layers[index], self.config.norm_eps
         x = self._linear_shares(index, "out", attended, lora)
@@ -92,8 +103,8 @@ class Decoder:
         return self._linear_shares(index, "down", self._gated(index, x, lora), lora), residual
 
     def head(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) -> logits [S, vocab] in the
-        model's dtype."""
+        """Final norm and output projection of the rows given: [S, hidden] (`hidden` perhaps in shares) ->
+        logits [S, vocab] in the model's dtype."""
         x, _ = self.ops.add_rms_norm(hidden, residual, self.norm, self.config.norm_eps)
         return self.output.logits(x) if isinstance(self.output, Matrix) else self.ops.linear(x, self.output)
 

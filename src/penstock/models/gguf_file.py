@@ -1,7 +1,9 @@
-"""The GGUF container: metadata and tensors of one file. Owns the format, its bounds and its encodings; knows nothing of architectures.
+"""The GGUF container: metadata and tensors of one file. Owns the format, its bounds and its encodings; knows
+nothing of architectures.
 
-The header is read here rather than with the `gguf` package, whose reader trusts every count: a damaged one sends it into a loop
-of up to 2**64 rounds. Each count here is checked against the bytes that are left before it is believed.
+The header is read here rather than with the `gguf` package, whose reader trusts every count: a damaged one
+sends it into a loop of up to 2**64 rounds. Each count here is checked against the bytes that are left before
+it is believed.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ from penstock.models.hashed_file import WeightFile, piece_rows
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY, _BOOL = 8, 9, 7
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # GGUF type -> struct format
-_STRUCTS = {kind: struct.Struct("<" + kind) for kind in _NUMBERS.values()}  # a vocabulary has a hundred thousand lengths
+# GGUF type -> struct format
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
+# a vocabulary has a hundred thousand lengths
+_STRUCTS = {kind: struct.Struct("<" + kind) for kind in _NUMBERS.values()}
 _MAX_DIMENSIONS = 4
 _LEAST_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an unnamed tensor of one dimension
 _LEAST_ENTRY_BYTES = 8 + 4 + 1
@@ -71,7 +75,15 @@ class GgufFile:
             raise ModelError(f"{self.path} is not a GGUF file: its first bytes are not {MAGIC.decode()}")
         version = cursor.number("I")
         if version not in _VERSIONS:
-            raise ModelError(f"{self.path} has GGUF version {version}; supported are {', '.join(map(str, _VERSIONS))} (little-endian)")
+            raise ModelError(
+                f"{self.path} has "
+                f"GGUF "
+                f"version "
+                f"{version}; "
+                f"supported "
+                f"are "
+                f"{', '.join(map(str, _VERSIONS))} (little-endian)"
+            )
         num_tensors = cursor.count(_LEAST_TENSOR_BYTES)
         num_entries = cursor.count(_LEAST_ENTRY_BYTES)
         for _ in range(num_entries):
@@ -94,21 +106,44 @@ class GgufFile:
             kind = gguf.GGMLQuantizationType(tensor.kind)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
-            raise ModelError(f"{self.path}: tensor {tensor.name} has an unknown encoding {tensor.kind}") from error
+            raise ModelError(
+                f"{self.path}: tensor {tensor.name} has an unknown encoding {tensor.kind}"
+            ) from error
         if tensor.shape[-1] % block:
-            raise ModelError(f"{self.path} is damaged: rows of {tensor.name} are {tensor.shape[-1]} long, not a multiple of {block}")
+            raise ModelError(
+                f"{self.path} is damaged: rows "
+                f"of "
+                f"{tensor.name} "
+                f"are "
+                f"{tensor.shape[-1]} "
+                f"long, "
+                f"not a multiple of {block}"
+            )
         plain = kind.name in ("F32", "F16", "BF16")
         return GgufEncoding(tensor.shape[-1] // block * block_bytes, kind.name if plain else "F32", plain)
 
     def check_inside(self, tensor: GgufTensor) -> None:
         """Raises where the file ends before the tensor does."""
-        short = self._data_start + tensor.offset + tensor.num_rows * self.encoding(tensor).row_bytes - self._file.num_bytes
+        short = (
+            self._data_start
+            + tensor.offset
+            + tensor.num_rows * self.encoding(tensor).row_bytes
+            - self._file.num_bytes
+        )
         if short > 0:
-            raise ModelError(f"{self.path} is truncated: tensor {tensor.name} ends {short} bytes behind the end of the file")
+            raise ModelError(
+                f"{self.path} is truncated: tensor "
+                f"{tensor.name} "
+                f"ends "
+                f"{short} "
+                f"bytes "
+                f"behind "
+                f"the end of the file"
+            )
 
     def decoded(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[tuple[slice, memoryview]]:
-        """A tensor that is inside as safetensors stores it, in the pieces of rows that it is hashed in. `interleaved`: the width of heads
-        whose halves are; such a tensor is read as a whole."""
+        """A tensor that is inside as safetensors stores it, in the pieces of rows that it is hashed in.
+        `interleaved`: the width of heads whose halves are; such a tensor is read as a whole."""
         import gguf
 
         for rows, raw in self._pieces(tensor, interleaved):
@@ -128,7 +163,9 @@ class GgufFile:
         for _, raw in self._pieces(tensor, interleaved):
             yield Quants(*map(torch.from_numpy, _QUANTS[tensor.kind](raw)))
 
-    def _pieces(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[tuple[slice, np.ndarray[Any, np.dtype[np.uint8]]]]:
+    def _pieces(
+        self, tensor: GgufTensor, interleaved: int | None
+    ) -> Iterator[tuple[slice, np.ndarray[Any, np.dtype[np.uint8]]]]:
         encoding = self.encoding(tensor)
         whole = None if interleaved is None else self._unpermuted(tensor, encoding, interleaved)
         for rows in piece_rows(tensor.num_rows, tensor.shape[-1] * encoding.item_bytes):
@@ -143,13 +180,17 @@ class GgufFile:
         values: list[float] = self._rows(tensor, encoding.row_bytes, slice(0, 1)).view(np.float32)[0].tolist()
         return values
 
-    def _unpermuted(self, tensor: GgufTensor, encoding: GgufEncoding, head_dim: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _unpermuted(
+        self, tensor: GgufTensor, encoding: GgufEncoding, head_dim: int
+    ) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """All of it; the values of a vector are the rows of a matrix of one column."""
         rows = self._rows(tensor, encoding.row_bytes, slice(0, tensor.num_rows))
         if len(tensor.shape) > 1:
             return unpermute(rows, head_dim)
         if not encoding.plain:
-            raise ModelError(f"{self.path}: tensor {tensor.name} is a quantized vector, which is not supported")
+            raise ModelError(
+                f"{self.path}: tensor {tensor.name} is a quantized vector, which is not supported"
+            )
         return unpermute(rows.reshape(-1, encoding.item_bytes), head_dim).reshape(rows.shape)
 
     def _rows(self, tensor: GgufTensor, row_bytes: int, rows: slice) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -160,7 +201,8 @@ class GgufFile:
 
 
 def unpermute(rows: np.ndarray[Any, Any], head_dim: int) -> np.ndarray[Any, Any]:
-    """Rows that are stored with the two halves of each head interleaved: put the halves back one after the other."""
+    """Rows that are stored with the two halves of each head interleaved: put the halves back one after the
+    other."""
     heads = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
     return heads.swapaxes(1, 2).reshape(rows.shape)
 
@@ -183,8 +225,8 @@ def _quants_of_q4_1(raw: np.ndarray[Any, Any]) -> _Arrays:
 
 
 def _quants_of_q4_k(raw: np.ndarray[Any, Any]) -> _Arrays:
-    """Eight groups share two float16 factors, of their steps and of their minima, which have 6 bits each. The numbers of two groups share
-    32 bytes."""
+    """Eight groups share two float16 factors, of their steps and of their minima, which have 6 bits each. The
+    numbers of two groups share 32 bytes."""
     import gguf
 
     blocks = raw.reshape(-1, 144)
@@ -215,7 +257,9 @@ class _Cursor:
         return self._file.num_bytes - self.at
 
     def damaged(self, what: str) -> ModelError:
-        return ModelError(f"{self._file.path} is damaged or truncated: {what} at byte {self.at} of its header")
+        return ModelError(
+            f"{self._file.path} is damaged or truncated: {what} at byte {self.at} of its header"
+        )
 
     def take(self, size: int) -> bytes:
         if size > self._left:

@@ -1,8 +1,8 @@
-"""Files of weights, read by position and hashed as they are read, so that a digest is of the very bytes that were used. Owns the pieces and
-the threads that read them; knows no format.
+"""Files of weights, read by position and hashed as they are read, so that a digest is of the very bytes that
+were used. Owns the pieces and the threads that read them; knows no format.
 
-Files are never mapped: one that is cut short under a mapping kills the process, one that is written to gives other bytes to the second
-reader than to the first.
+Files are never mapped: one that is cut short under a mapping kills the process, one that is written to gives
+other bytes to the second reader than to the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from penstock.errors import ModelError
 from penstock.models.progress import Progress
 
 DIGEST_BYTES = 32
-PIECE_BYTES = 4 << 20  # part of every digest: with another size, no stored KV and no converted file is found any more
+# part of every digest: with another size, no stored KV and no converted file is found any more
+PIECE_BYTES = 4 << 20
 _MAX_THREADS = 16
 _AHEAD = 2  # pieces in memory for each thread: one being read, one waiting for its user
 
@@ -38,7 +39,8 @@ def piece_rows(num_rows: int, row_bytes: int) -> Iterator[slice]:
 
 
 class WeightFile:
-    """An open file. What is renamed over its path meanwhile does not matter; what is written into it is an error at the end."""
+    """An open file. What is renamed over its path meanwhile does not matter; what is written into it is an
+    error at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,17 +63,21 @@ class WeightFile:
             while done < len(room):
                 num = os.preadv(self._file.fileno(), [room[done:]], start + done)
                 if num == 0:
-                    raise ModelError(f"{self.path} ends at byte {start + done}: it was cut short while it was read")
+                    raise ModelError(
+                        f"{self.path} ends at byte {start + done}: it was cut short while it was read"
+                    )
                 done += num
         except OSError as error:
             raise self._unreadable(error) from error
 
     def check_unchanged(self) -> None:
-        """Raises where the file was written to since it was opened. Digests do not rest on this: it is for those who would
-        otherwise run half of two models."""
+        """Raises where the file was written to since it was opened. Digests do not rest on this: it is for
+        those who would otherwise run half of two models."""
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self._found.st_size, self._found.st_mtime_ns):
-            raise ModelError(f"{self.path} was written to while it was read; load it again when it is complete")
+            raise ModelError(
+                f"{self.path} was written to while it was read; load it again when it is complete"
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -79,7 +85,9 @@ class WeightFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _unreadable(self, error: OSError) -> ModelError:
@@ -95,11 +103,14 @@ class FilePiece(NamedTuple):
 
 
 def read_pieces(pieces: Iterable[FilePiece]) -> Generator[tuple[memoryview, bytes]]:
-    """Each piece's bytes and their digest, in order. Threads read and hash ahead; the bytes stay until the next piece is asked for."""
+    """Each piece's bytes and their digest, in order. Threads read and hash ahead; the bytes stay until the
+    next piece is asked for."""
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     coming = iter(pieces)
     with ThreadPoolExecutor(num_threads, "weights") as pool:
-        ahead = deque(pool.submit(_read, piece, bytearray()) for piece in islice(coming, _AHEAD * num_threads))
+        ahead = deque(
+            pool.submit(_read, piece, bytearray()) for piece in islice(coming, _AHEAD * num_threads)
+        )
         while ahead:
             room, num_bytes, digest = ahead.popleft().result()
             yield memoryview(room)[:num_bytes], digest
@@ -116,7 +127,8 @@ def _read(piece: FilePiece, room: bytearray) -> tuple[bytearray, int, bytes]:
 
 
 class HashedFile(WeightFile):
-    """A file that is hashed as a whole when it is opened. Whatever is read from it afterwards is what was hashed, or an error."""
+    """A file that is hashed as a whole when it is opened. Whatever is read from it afterwards is what was
+    hashed, or an error."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
         super().__init__(path)
@@ -132,7 +144,9 @@ class HashedFile(WeightFile):
         except BaseException:
             self.close()
             raise
-        state = hashlib.blake2b(self.num_bytes.to_bytes(8, "little"), digest_size=DIGEST_BYTES, person=b"penstock-file")
+        state = hashlib.blake2b(
+            self.num_bytes.to_bytes(8, "little"), digest_size=DIGEST_BYTES, person=b"penstock-file"
+        )
         state.update(b"".join(self._digests))
         self.digest = state.digest()
 
@@ -144,7 +158,9 @@ class HashedFile(WeightFile):
         if 0 < num_bytes <= PIECE_BYTES - at:  # nearly all: a header is read a few bytes at a time
             return self._checked(first)[at : at + num_bytes]
         numbers = range(first, -(-end // PIECE_BYTES))
-        spans = ((number, max(start - number * PIECE_BYTES, 0), end - number * PIECE_BYTES) for number in numbers)
+        spans = (
+            (number, max(start - number * PIECE_BYTES, 0), end - number * PIECE_BYTES) for number in numbers
+        )
         return b"".join(self._checked(number)[first:last] for number, first, last in spans)
 
     def _checked(self, number: int) -> bytes:
@@ -152,6 +168,8 @@ class HashedFile(WeightFile):
             start = number * PIECE_BYTES
             data = super().read(start, min(PIECE_BYTES, self.num_bytes - start))
             if piece_digest(data) != self._digests[number]:
-                raise ModelError(f"{self.path} was written to while it was read; load it again when it is complete")
+                raise ModelError(
+                    f"{self.path} was written to while it was read; load it again when it is complete"
+                )
             self._at, self._piece = number, data
         return self._piece

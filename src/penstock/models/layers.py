@@ -1,4 +1,5 @@
-"""The elementwise pieces of a decoder layer in plain PyTorch, and rotary positions. Owns no weights and no KV."""
+"""The elementwise pieces of a decoder layer in plain PyTorch, and rotary positions. Owns no weights and no
+KV."""
 
 from __future__ import annotations
 
@@ -16,15 +17,19 @@ _GRAIN_VALUES = 32768  # torch gives fewer to one thread
 
 
 class TorchLayerOps:
-    """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is applied."""
+    """LayerOps for any device. Norms are computed in float32 and rounded once, before the weight is
+    applied."""
 
     def linear(self, x: Tensor, weight: Tensor | Matrix, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, Matrix):
             product = weight.product(x).float()
             return product if bias is None else product.add_(bias)
-        # For a few rows MKL takes up to twice as long with the weight transposed in the call as with the operands exchanged.
+        # For a few rows MKL takes up to twice as long with the weight transposed in the call as with the
+        # operands exchanged.
         if len(x) >= 4 and x.dtype == torch.float32 and x.device.type == "cpu" and weight.is_contiguous():
-            product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
+            product = (
+                torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
+            )
             return product.t()
         return F.linear(x, weight, bias)
 
@@ -52,13 +57,15 @@ class TorchLayerOps:
 
 
 class SteadyLayerOps(TorchLayerOps):
-    """On a CPU: the result of a row is the same bits, whatever rows are computed beside it. Matrices are in steady forms."""
+    """On a CPU: the result of a row is the same bits, whatever rows are computed beside it. Matrices are in
+    steady forms."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """A few rows at a time, by one thread: where several share the work, the ends of their shares are computed in another way."""
+        """A few rows at a time, by one thread: where several share the work, the ends of their shares are
+        computed in another way."""
         num_rows = max(1, _GRAIN_VALUES // gate_up.shape[-1])
         if len(gate_up) <= num_rows:
             return super().silu_mul(gate_up)
@@ -70,7 +77,8 @@ _ZERO = torch.zeros(())
 
 
 def _norm_one_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`F.rms_norm` of a single row on the CPU, where that is six calls whose overhead is all their time: here it is two."""
+    """`F.rms_norm` of a single row on the CPU, where that is six calls whose overhead is all their time: here
+    it is two."""
     length = torch.linalg.vector_norm(x).item()
     mean_square = length * length / x.shape[-1] + eps
     return torch.addcmul(_ZERO, x, weight, value=mean_square**-0.5 if mean_square else math.inf)
@@ -79,30 +87,39 @@ def _norm_one_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rope_table(config: ModelConfig) -> Tensor:
     """float32 [max_position, head_dim] on the CPU: cos of the half-rotation angles, then their sin.
 
-    The angles are float32 products, as in training: float64 angles would differ by 5e-4 at position 8000 from those that the
-    weights were fitted to. Pairs that do not turn have a cos of 1 and a sin of 0; `row_order` puts them last.
+    The angles are float32 products, as in training: float64 angles would differ by 5e-4 at position 8000 from
+    those that the weights were fitted to. Pairs that do not turn have a cos of 1 and a sin of 0; `row_order`
+    puts them last.
     """
     dim, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
-    frequencies = plain_frequencies(config.rope_theta, dim) if scaling is None else scaling.frequencies(config.rope_theta, dim)
+    frequencies = (
+        plain_frequencies(config.rope_theta, dim)
+        if scaling is None
+        else scaling.frequencies(config.rope_theta, dim)
+    )
     angles = torch.arange(config.max_position, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     if scaling is not None and scaling.attention_factor != 1.0:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
     still = (config.head_dim - dim) // 2
-    return torch.cat((F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))) if still else (cos, sin), dim=-1)
+    return torch.cat(
+        (F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))) if still else (cos, sin), dim=-1
+    )
 
 
 def row_order(config: ModelConfig) -> Tensor | None:
     """The rows of q, k and v in the order in which a model has them; None: as files have them.
 
-    Where a part of each head turns, files have its first half, its second half, and behind them what stands still. The kernels turn value i
-    with value i + head_dim / 2, so half of what stands still goes behind the first half. Scores are sums over a head's values: the same
-    order in q and k changes none.
+    Where a part of each head turns, files have its first half, its second half, and behind them what stands
+    still. The kernels turn value i with value i + head_dim / 2, so half of what stands still goes behind the
+    first half. Scores are sums over a head's values: the same order in q and k changes none.
     """
     turning, half = config.rotary_dim // 2, config.head_dim // 2
     if not turning:
         return None
-    first, second, still = torch.arange(config.head_dim).split((turning, turning, config.head_dim - 2 * turning))
+    first, second, still = torch.arange(config.head_dim).split(
+        (turning, turning, config.head_dim - 2 * turning)
+    )
     head = torch.cat((first, still[: half - turning], second, still[half - turning :]))
     rows = torch.arange(config.qkv_width).view(-1, config.head_dim)
     rotated = config.num_heads + config.num_kv_heads
@@ -110,7 +127,8 @@ def row_order(config: ModelConfig) -> Tensor | None:
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate heads `x` [T, heads, head_dim] by the table rows `turns` [T, head_dim]; element i turns with element i + head_dim / 2."""
+    """Rotate heads `x` [T, heads, head_dim] by the table rows `turns` [T, head_dim]; element i turns with
+    element i + head_dim / 2."""
     half = x.shape[-1] // 2
     cos, sin = turns[:, None, :half], turns[:, None, half:]
     first, second = x[..., :half].float(), x[..., half:].float()
@@ -121,10 +139,16 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def split_norm_rotate(
-    qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, positions: Tensor, rope: Tensor, config: ModelConfig
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    positions: Tensor,
+    rope: Tensor,
+    config: ModelConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`qkv` [T, qkv_width] to q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: q and k normalised per head where
-    weights are given, then rotated by position. The results are views with one row stride; q and k do not share memory with `qkv`."""
+    """`qkv` [T, qkv_width] to q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]: q and k
+    normalised per head where weights are given, then rotated by position. The results are views with one row
+    stride; q and k do not share memory with `qkv`."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     parts = qkv.view(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
     q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]

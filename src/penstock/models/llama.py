@@ -1,4 +1,5 @@
-"""The Llama architecture: Llama 2 to 3.3, SmolLM2 and many others. Owns its names, its tensors and its built-in dimensions."""
+"""The Llama architecture: Llama 2 to 3.3, SmolLM2 and many others. Owns its names, its tensors and its
+built-in dimensions."""
 
 from __future__ import annotations
 
@@ -42,5 +43,8 @@ class Llama(Architecture):
     name = "llama"
     config_name = "LlamaForCausalLM"
     presets: ClassVar[Mapping[str, ModelConfig]] = {"smollm2-135m": SMOLLM2_135M, "tiny-llama": TINY_LLAMA}
-    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)}
+    bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "attention_bias": ("qkv_bias", "out_bias"),
+        "mlp_bias": ("mlp_bias",),
+    }
     interleaved_in_gguf = (".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias")

@@ -1,5 +1,5 @@
-"""From a name or path to a running model and its tokenizer, or to what can be said of it before it is read. Owns how names are resolved;
-reads files only through its siblings."""
+"""From a name or path to a running model and its tokenizer, or to what can be said of it before it is read.
+Owns how names are resolved; reads files only through its siblings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ from penstock.models.weights import (
 )
 
 # Fields of generation_config.json that are defaults of requests, as vLLM takes them, with their types.
-_SAMPLING: Mapping[str, Any] = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), int | float) | {"top_k": int}
+_SAMPLING: Mapping[str, Any] = dict.fromkeys(
+    ("temperature", "top_p", "min_p", "repetition_penalty"), int | float
+) | {"top_k": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +55,29 @@ class LoadedModel:
     tokenizer: TextCodec
     name: str
     weights: str  # how its matrices are held, in words
-    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of SamplingParams, where a request does not give them
+    # fields of SamplingParams, where a request does not give them
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_model(
-    source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress, max_model_len: int | None = None
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: LayerOps,
+    progress: Progress,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Load what `source` names onto `device` in `dtype`, for sequences of at most `max_model_len` tokens (None: the model's own). Every way
-    in which a model can be unusable is a ModelError."""
+    """Load what `source` names onto `device` in `dtype`, for sequences of at most `max_model_len` tokens
+    (None: the model's own). Every way in which a model can be unusable is a ModelError."""
     try:
         if source.load_format == "dummy":
             return _load_dummy(source, device, dtype, ops, progress, max_model_len)
         name, path = _resolve(source.model)
         weights_name = wanted(source.weights, device.type, dtype)
 
-        def choose(config: ModelConfig, in_4_bits: Collection[str] = (), name: WeightsName = weights_name) -> Forms | None:
+        def choose(
+            config: ModelConfig, in_4_bits: Collection[str] = (), name: WeightsName = weights_name
+        ) -> Forms | None:
             return chosen_forms(name, config, source.deterministic, progress, in_4_bits)
 
         def load(directory: Path) -> tuple[LoadedModel, Content]:
@@ -85,12 +95,19 @@ def load_model(
         if not path.is_file():
             return load(path)[0]
         with HashedFile(path, progress) as file:
-            straight = None if weights_name == "float32" else _load_gguf(name, file, choose, ops, progress, max_model_len)
+            straight = (
+                None
+                if weights_name == "float32"
+                else _load_gguf(name, file, choose, ops, progress, max_model_len)
+            )
             return load_converted(file, load, progress) if straight is None else straight
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):  # the CPU allocator's words
+        # the CPU allocator's words
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        raise ModelError(f"the weights of {source.model} do not fit into the memory of {device}: {error}") from error
+        raise ModelError(
+            f"the weights of {source.model} do not fit into the memory of {device}: {error}"
+        ) from error
 
 
 def _load_gguf(
@@ -101,7 +118,8 @@ def _load_gguf(
     progress: Progress,
     max_model_len: int | None,
 ) -> LoadedModel | None:
-    """The GGUF file straight into the forms that are chosen for it. None: it runs in float32, for which a copy is kept."""
+    """The GGUF file straight into the forms that are chosen for it. None: it runs in float32, for which a
+    copy is kept."""
     source = GgufModel(file)
     config, in_4_bits = source.config.settled(max_model_len), source.in_4_bits()
     forms = choose(config, in_4_bits)
@@ -113,8 +131,12 @@ def _load_gguf(
         tokenizer = load_tokenizer(Path(folder), config)
     config = dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids)))
     weights = source.read(forms, progress)
-    digest = weights_digest(config, torch.float32, [b"gguf", str(CONVERTER_VERSION).encode(), file.digest], forms)
-    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name, str(forms))
+    digest = weights_digest(
+        config, torch.float32, [b"gguf", str(CONVERTER_VERSION).encode(), file.digest], forms
+    )
+    return LoadedModel(
+        architecture_of(config).model(config, weights, ops, digest), tokenizer, name, str(forms)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +148,14 @@ class ModelFacts:
     num_parameters: int
     file_bytes: int  # 0: there are no files
     has_chat_template: bool
-    in_4_bits: frozenset[str] = frozenset()  # its weights that files have in 4 bits, as the CPU multiplies them
+    # its weights that files have in 4 bits, as the CPU multiplies them
+    in_4_bits: frozenset[str] = frozenset()
 
 
 def inspect_model(source: ModelSource, max_model_len: int | None = None) -> ModelFacts:
-    """What a load of it would find in its config, its tokenizer and the headers of its weights. Raises ModelError where these say that it
-    would fail; but a built-in name without weights is known by its dimensions."""
+    """What a load of it would find in its config, its tokenizer and the headers of its weights. Raises
+    ModelError where these say that it would fail; but a built-in name without weights is known by its
+    dimensions."""
     if source.load_format == "dummy" or (source.model in BUILT_IN and source.model != NAME):
         name, config, tokenizer = _dummy_parts(source.model)
         return _facts(name, config, 0, tokenizer.has_chat_template, max_model_len)
@@ -143,8 +167,16 @@ def inspect_model(source: ModelSource, max_model_len: int | None = None) -> Mode
         with ExitStack() as stack:
             files = [stack.enter_context(WeightFile(file)) for file in weight_files(path)]
             stored = stored_tensors(files)
-            check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, path)
-            return _facts(name, config, sum(file.num_bytes for file in files), tokenizer.has_chat_template, max_model_len)
+            check_tensors(
+                {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, path
+            )
+            return _facts(
+                name,
+                config,
+                sum(file.num_bytes for file in files),
+                tokenizer.has_chat_template,
+                max_model_len,
+            )
     with WeightFile(path) as file:
         gguf = GgufModel(file)
         settings = json.loads(gguf.tokenizer_files()["tokenizer_config.json"])
@@ -152,7 +184,9 @@ def inspect_model(source: ModelSource, max_model_len: int | None = None) -> Mode
         return dataclasses.replace(facts, in_4_bits=gguf.in_4_bits())
 
 
-def _facts(name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None) -> ModelFacts:
+def _facts(
+    name: str, config: ModelConfig, file_bytes: int, has_chat_template: bool, max_model_len: int | None
+) -> ModelFacts:
     num_parameters = sum(weight.numel for weight in layout(config))
     return ModelFacts(name, config.settled(max_model_len), num_parameters, file_bytes, has_chat_template)
 
@@ -168,9 +202,21 @@ def read_sampling(directory: Path) -> dict[str, Any]:
     file = directory / "generation_config.json"
     stated = read_json(file) if file.is_file() else {}
     given = {name: stated[name] for name in _SAMPLING if stated.get(name) is not None}
-    wrong = [name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, _SAMPLING[name])]
+    wrong = [
+        name
+        for name, value in given.items()
+        if isinstance(value, bool) or not isinstance(value, _SAMPLING[name])
+    ]
     if wrong:
-        raise ModelError(f"{file}: {wrong[0]} must be a number, got {given[wrong[0]]!r}; --generation-config none leaves the file out")
+        raise ModelError(
+            f"{file}: {wrong[0]} must "
+            f"be "
+            f"a "
+            f"number, "
+            f"got "
+            f"{given[wrong[0]]!r}; "
+            f"--generation-config none leaves the file out"
+        )
     try:
         SamplingParams(max_tokens=1, **given)
     except InvalidRequest as error:
@@ -183,7 +229,15 @@ def _resolve(model: str) -> tuple[str, Path]:
     if model == NAME:
         return model, embedded_file()
     if model in BUILT_IN:
-        raise ModelError(f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to real ones")
+        raise ModelError(
+            f"{model} has no weights of its own: add --load-format "
+            f"dummy "
+            f"for "
+            f"random "
+            f"ones, "
+            f"or "
+            f"give a path to real ones"
+        )
     path = _existing(model)
     if path.is_file():
         return path.stem, path
@@ -197,12 +251,25 @@ def _resolve(model: str) -> tuple[str, Path]:
 def _existing(model: str) -> Path:
     path = Path(os.path.expanduser(model))
     if not path.exists():
-        raise ModelError(f"no model {model!r}: it is neither a path that exists nor a built-in name ({', '.join(BUILT_IN)})")
+        raise ModelError(
+            f"no model {model!r}: it is neither a path that "
+            f"exists "
+            f"nor "
+            f"a "
+            f"built-in "
+            f"name "
+            f"({', '.join(BUILT_IN)})"
+        )
     return path
 
 
 def _load_dummy(
-    source: ModelSource, device: torch.device, dtype: torch.dtype, ops: LayerOps, progress: Progress, max_model_len: int | None
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: LayerOps,
+    progress: Progress,
+    max_model_len: int | None,
 ) -> LoadedModel:
     name, config, tokenizer = _dummy_parts(source.model)
     config = config.settled(max_model_len)
@@ -210,10 +277,14 @@ def _load_dummy(
         raise ModelError(f"--max-model-len {positions}: dummy weights have at most {MAX_POSITION} positions")
     config = dataclasses.replace(config, max_position=max(config.max_position, positions))
     weights_name = wanted(source.weights, device.type, dtype)
-    forms = chosen_forms("float32" if weights_name == "auto" else weights_name, config, source.deterministic, progress)
+    forms = chosen_forms(
+        "float32" if weights_name == "auto" else weights_name, config, source.deterministic, progress
+    )
     digest = dummy_digest(config, source.seed, device, dtype, forms)
     weights = dummy_weights(config, source.seed, device, dtype, progress, forms)
-    return LoadedModel(architecture_of(config).model(config, weights, ops, digest), tokenizer, name, _held(forms, dtype))
+    return LoadedModel(
+        architecture_of(config).model(config, weights, ops, digest), tokenizer, name, _held(forms, dtype)
+    )
 
 
 def _held(forms: Forms | None, dtype: torch.dtype) -> str:
@@ -226,9 +297,21 @@ def _dummy_parts(model: str) -> tuple[str, ModelConfig, TextCodec]:
         return model, config, ByteTokenizer(config.vocab)
     path = _existing(model)
     if not path.is_dir():
-        raise ModelError(f"--load-format dummy takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a config.json, not {path}")
+        raise ModelError(
+            f"--load-format dummy takes a "
+            f"built-in "
+            f"name "
+            f"({', '.join(BUILT_IN)}) "
+            f"or "
+            f"a "
+            f"directory with a config.json, not {path}"
+        )
     config = read_config(path)
     if not (path / "tokenizer.json").is_file():
         return path.resolve().name, dataclasses.replace(config, eos_ids=()), ByteTokenizer(config.vocab)
     tokenizer = load_tokenizer(path, config)
-    return path.resolve().name, dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids))), tokenizer
+    return (
+        path.resolve().name,
+        dataclasses.replace(config, eos_ids=tuple(sorted(tokenizer.eos_ids))),
+        tokenizer,
+    )

@@ -1,7 +1,8 @@
-"""Low-rank updates on top of a model's projections: y += (x A^T) B^T for the tokens of each adapter. Owns no base weights and no files.
+"""Low-rank updates on top of a model's projections: y += (x A^T) B^T for the tokens of each adapter. Owns no
+base weights and no files.
 
-The model stacks q, k, v and gate, up into one matrix each, an adapter has them one by one: its A matrices of one stack are stacked too,
-and each B adds to its own columns of the stack's output.
+The model stacks q, k, v and gate, up into one matrix each, an adapter has them one by one: its A matrices of
+one stack are stacked too, and each B adds to its own columns of the stack's output.
 
     x [T, in]  --A^T-->  [T, r_q + r_k + r_v]  --B_q^T, B_k^T, B_v^T-->  columns q | k | v of y [T, out]
 """
@@ -44,14 +45,17 @@ class LoraWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter on the device: for each layer, by the names of `Architecture.layer` ("qkv", "out", "gate_up", "down")."""
+    """An adapter on the device: for each layer, by the names of `Architecture.layer` ("qkv", "out",
+    "gate_up", "down")."""
 
     layers: tuple[Mapping[str, LoraWeight], ...]
 
     @property
     def num_bytes(self) -> int:
         weights = [weight for layer in self.layers for weight in layer.values()]
-        return sum(tensor.nbytes for weight in weights for tensor in (weight.a, *(part.b for part in weight.parts)))
+        return sum(
+            tensor.nbytes for weight in weights for tensor in (weight.a, *(part.b for part in weight.parts))
+        )
 
 
 class LoraRun(NamedTuple):
@@ -68,8 +72,8 @@ class LoraRuns(NamedTuple):
     runs: Sequence[LoraRun]
 
     def add(self, layer: int, name: str, x: Tensor, y: Tensor) -> None:
-        """Add what the adapters say to `y`, the output of layer `layer`'s projection `name` (as in `Architecture.layer`) for input `x`;
-        tokens without an adapter stay as they are."""
+        """Add what the adapters say to `y`, the output of layer `layer`'s projection `name` (as in
+        `Architecture.layer`) for input `x`; tokens without an adapter stay as they are."""
         for start, end, weights in self.runs:
             weight = weights.layers[layer].get(name)
             if weight is not None:
@@ -77,7 +81,8 @@ class LoraRuns(NamedTuple):
 
 
 def lora_runs(chunks: Sequence[Chunk], weights_of: Callable[[Adapter], AdapterWeights]) -> LoraRuns | None:
-    """Which tokens of a step of `chunks` belong to which adapter; None where none has one. Neighbours with the same weights are one run."""
+    """Which tokens of a step of `chunks` belong to which adapter; None where none has one. Neighbours with
+    the same weights are one run."""
     if not any(map(_ADAPTER_OF, chunks)):  # most steps, and hundreds of chunks in each: at the speed of C
         return None
     runs: list[LoraRun] = []

@@ -1,4 +1,5 @@
-"""What a model is made with: its dimensions, and the protocols of what its forward pass calls. Owns no weights and no KV."""
+"""What a model is made with: its dimensions, and the protocols of what its forward pass calls. Owns no
+weights and no KV."""
 
 from __future__ import annotations
 
@@ -36,13 +37,16 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    windows: tuple[int, ...] = ()  # by layer: tokens that a token sees, itself included; 0: all before it. (): all layers see all
+    # by layer: tokens that a token sees, itself included; 0: all before it. (): all layers see all
+    windows: tuple[int, ...] = ()
 
     def settled(self, max_model_len: int | None) -> ModelConfig:
         """For a run of sequences with at most so many tokens. None: as many as the model has by default."""
         if self.rope_scaling is None:
             return self
-        return dataclasses.replace(self, rope_scaling=self.rope_scaling.settled(max_model_len or self.default_len))
+        return dataclasses.replace(
+            self, rope_scaling=self.rope_scaling.settled(max_model_len or self.default_len)
+        )
 
     @property
     def default_len(self) -> int:
@@ -58,7 +62,11 @@ class ModelConfig:
         """How positions get into keys: KV under another scheme never matches."""
         plain = f"rope half-rotation theta={self.rope_theta!r}"
         partial = f" of {self.rotary_dim} values" if self.rotary_dim else ""
-        return f"{plain}{partial}" if self.rope_scaling is None else f"{plain}{partial} scaling={self.rope_scaling}"
+        return (
+            f"{plain}{partial}"
+            if self.rope_scaling is None
+            else (f"{plain}{partial} scaling={self.rope_scaling}")
+        )
 
     @property
     def qkv_width(self) -> int:
@@ -68,27 +76,31 @@ class ModelConfig:
 class PagedKv(Protocol):
     """The KV cache as one step sees it: bound to the step's tokens, positions and tables by the executor."""
 
-    def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split `qkv` [T, qkv_width]; normalise q and k per head where weights are given, rotate both by position, write k and v
-        of every token to its slot. Returns q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+    def rotate_and_write(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split `qkv` [T, qkv_width]; normalise q and k per head where weights are given, rotate both by
+        position, write k and v of every token to its slot. Returns q [T, num_heads, head_dim], k and v [T,
+        num_kv_heads, head_dim]."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of each request's tokens over its own cached KV, as far as the layer's window reaches. Returns
-        [T, num_heads * head_dim].
-        `k` and `v` are this step's own, as returned by `rotate_and_write`; a backend may read them from there instead of the cache."""
+        """Causal attention of each request's tokens over its own cached KV, as far as the layer's window
+        reaches. Returns [T, num_heads * head_dim]. `k` and `v` are this step's own, as returned by
+        `rotate_and_write`; a backend may read them from there instead of the cache."""
 
 
 class LayerOps(Protocol):
     """The pieces of a layer that are not attention, one implementation per device."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """[T, in] by [out, in], plus [out] where there is a bias -> [T, out]. How `weight` lies in memory is the loader's choice for the
-        device."""
+        """[T, in] by [out, in], plus [out] where there is a bias -> [T, out]. How `weight` lies in memory is
+        the loader's choice for the device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def linear_shares(self, x: Tensor, weight: Weight) -> Tensor:
-        """As `linear` for `add_rms_norm` alone: [T, out], perhaps in a narrower type, or float32 [shares, T, out] whose sum that is."""
+        """As `linear` for `add_rms_norm` alone: [T, out], perhaps in a narrower type, or float32 [shares, T,
+        out] whose sum that is."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns (norm(x + residual), x + residual). `x` may be in shares."""

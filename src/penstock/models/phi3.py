@@ -1,5 +1,6 @@
-"""The Phi-3 architecture, which Phi-3.5, Phi-4 and Phi-4-mini have too: as Llama, with q, k and v in one matrix, gate and up in another,
-and heads that may turn in part. Owns its names, its tensors and its windows."""
+"""The Phi-3 architecture, which Phi-3.5, Phi-4 and Phi-4-mini have too: as Llama, with q, k and v in one
+matrix, gate and up in another, and heads that may turn in part. Owns its names, its tensors and its
+windows."""
 
 from __future__ import annotations
 
@@ -36,6 +37,13 @@ class Phi3(Architecture):
     def windows(self, raw: Mapping[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
         return stated_windows(raw, num_layers, 0, where)
 
-    def config_of_gguf(self, metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str) -> dict[str, Any]:
+    def config_of_gguf(
+        self, metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str
+    ) -> dict[str, Any]:
         config = super().config_of_gguf(metadata, tensors, factors, where)
-        return {**config, "original_max_position_embeddings": metadata.get(f"{self.name}.rope.scaling.original_context_length")}
+        return {
+            **config,
+            "original_max_position_embeddings": metadata.get(
+                f"{self.name}.rope.scaling.original_context_length"
+            ),
+        }

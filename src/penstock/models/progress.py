@@ -6,7 +6,8 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called often, from the loading thread, with `done` <= `total` in units of the stage's own (bytes, mostly)."""
+    """Called often, from the loading thread, with `done` <= `total` in units of the stage's own (bytes,
+    mostly)."""
 
     def __call__(self, stage: str, done: int, total: int) -> None: ...
 

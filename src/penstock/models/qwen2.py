@@ -1,5 +1,5 @@
-"""The dense Qwen2 architecture, which Qwen2.5 has too: as Llama, with a bias for q, k and v, and windows in later layers where the config
-turns them on. Owns its names, its biases and its windows."""
+"""The dense Qwen2 architecture, which Qwen2.5 has too: as Llama, with a bias for q, k and v, and windows in
+later layers where the config turns them on. Owns its names, its biases and its windows."""
 
 from __future__ import annotations
 

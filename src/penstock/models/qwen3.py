@@ -1,5 +1,5 @@
-"""The dense Qwen3 architecture: as Llama, with q and k normalised per head before they are rotated. Owns its names, its tensors and its
-built-in dimensions."""
+"""The dense Qwen3 architecture: as Llama, with q and k normalised per head before they are rotated. Owns its
+names, its tensors and its built-in dimensions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,26 @@ QWEN3_4B = ModelConfig(
 )
 QWEN3_0_6B = dataclasses.replace(QWEN3_4B, num_layers=28, hidden=1024, num_heads=16, ffn=3072)
 TINY_QWEN3 = dataclasses.replace(
-    QWEN3_4B, num_layers=3, hidden=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn=256, vocab=512, max_position=2048
+    QWEN3_4B,
+    num_layers=3,
+    hidden=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    ffn=256,
+    vocab=512,
+    max_position=2048,
 )
 
 
 class Qwen3(Architecture):
     name = "qwen3"
     config_name = "Qwen3ForCausalLM"
-    presets: ClassVar[Mapping[str, ModelConfig]] = {"qwen3-4b": QWEN3_4B, "qwen3-0.6b": QWEN3_0_6B, "tiny-qwen3": TINY_QWEN3}
+    presets: ClassVar[Mapping[str, ModelConfig]] = {
+        "qwen3-4b": QWEN3_4B,
+        "qwen3-0.6b": QWEN3_0_6B,
+        "tiny-qwen3": TINY_QWEN3,
+    }
     bias_fields: ClassVar[Mapping[str, tuple[str, ...]]] = {"attention_bias": ("qkv_bias", "out_bias")}
 
     def layer(self, config: ModelConfig) -> tuple[WeightSpec, ...]:

@@ -1,5 +1,5 @@
-"""The architectures that there are, one line each, and the one that a config, a config.json or a GGUF file means. Owns nothing else:
-CONTRIBUTING.md says how one is added."""
+"""The architectures that there are, one line each, and the one that a config, a config.json or a GGUF file
+means. Owns nothing else: CONTRIBUTING.md says how one is added."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 
 _PRESETS = {name: config for architecture in ARCHITECTURES for name, config in architecture.presets.items()}
 # As messages list them: the one with weights, then from large to small.
-BUILT_IN: Mapping[str, ModelConfig] = dict(sorted(_PRESETS.items(), key=lambda item: (item[0] != NAME, -item[1].hidden)))
+BUILT_IN: Mapping[str, ModelConfig] = dict(
+    sorted(_PRESETS.items(), key=lambda item: (item[0] != NAME, -item[1].hidden))
+)
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
@@ -48,11 +50,22 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     for name in names:
         if isinstance(name, str) and name in known:
             return known[name].parse_config(raw, where)
-    raise ModelError(f"{where}: architecture {', '.join(map(str, names))} is not supported; supported are {', '.join(known)}")
+    raise ModelError(
+        f"{where}: architecture {', '.join(map(str, names))} "
+        f"is "
+        f"not "
+        f"supported; "
+        f"supported "
+        f"are "
+        f"{', '.join(known)}"
+    )
 
 
-def config_of_gguf(metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str) -> dict[str, Any]:
-    """The config.json that the metadata, the names of tensors and the rotary factors of a GGUF file amount to."""
+def config_of_gguf(
+    metadata: Mapping[str, Any], tensors: Container[str], factors: RopeFactors, where: str
+) -> dict[str, Any]:
+    """The config.json that the metadata, the names of tensors and the rotary factors of a GGUF file amount
+    to."""
     known = {architecture.name: architecture for architecture in ARCHITECTURES if architecture.in_gguf}
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in known:

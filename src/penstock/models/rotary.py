@@ -1,15 +1,19 @@
-"""Rotary positions: the frequencies that the values of a head turn with, and the schemes that stretch them over more tokens than a model
-was trained with. Owns the schemes, their numbers and how a config.json spells them; the rotation itself is in `layers.py`.
+"""Rotary positions: the frequencies that the values of a head turn with, and the schemes that stretch them
+over more tokens than a model was trained with. Owns the schemes, their numbers and how a config.json spells
+them; the rotation itself is in `layers.py`.
 
-    scheme     frequency of a pair, f = theta ** (-2 i / dim)                                     cos and sin are multiplied by
+    scheme     frequency of a pair, f = theta ** (-2 i / dim)                                     cos and sin
+               are multiplied by
     linear     f / factor                                                                         1
     dynamic    f of a larger theta, which follows from the longest sequence                       1
     llama3     f / factor for long waves, f for short ones, a mean of both between                1
-    yarn       the same, between pairs that are counted by their turns in the trained context     1 + 0.1 ln(factor), or as stated
-    longrope   f / a factor of its own; the list follows from the longest sequence                from the ratio of contexts, or as stated
+    yarn       the same, between pairs that are counted by their turns in the trained context     1 + 0.1
+               ln(factor), or as stated
+    longrope   f / a factor of its own; the list follows from the longest sequence                from the
+               ratio of contexts, or as stated
 
-`dynamic` and `longrope` follow from a length, and cached keys must all have been turned by one table. So the length is a constant of
-the run (`settled`), and what it chose is part of every key.
+`dynamic` and `longrope` follow from a length, and cached keys must all have been turned by one table. So the
+length is a constant of the run (`settled`), and what it chose is part of every key.
 """
 
 from __future__ import annotations
@@ -29,8 +33,24 @@ from penstock.models.fields import Fields
 
 KINDS = ("linear", "dynamic", "yarn", "llama3", "longrope")
 _KNOWN = (
-    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor"),
+    *(
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "partial_rotary_factor",
+    ),
+    *(
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
     *("short_factor", "long_factor"),
 )
 _RENAMED = {"su": "longrope"}  # as the first Phi-3 files call it
@@ -38,7 +58,8 @@ _RENAMED = {"su": "longrope"}  # as the first Phi-3 files call it
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """One scheme, and all numbers that its table follows from. Those that it does not use are as they are by default."""
+    """One scheme, and all numbers that its table follows from. Those that it does not use are as they are by
+    default."""
 
     kind: str
     factor: float = 1.0
@@ -82,7 +103,9 @@ class RopeScaling:
     def _llama3_share(self, frequencies: Tensor) -> Tensor:
         """How much of each pair is stretched, from 0 to 1."""
         waves = self.trained_len * frequencies / (2 * math.pi)
-        return 1 - ((waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return 1 - ((waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(
+            0, 1
+        )
 
     def _yarn_share(self, theta: float, dim: int) -> Tensor:
         first, last = (self._pair_with(turns, theta, dim) for turns in (self.beta_fast, self.beta_slow))
@@ -99,7 +122,10 @@ class RopeScaling:
     def __str__(self) -> str:
         """All numbers that are not as by default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return json.dumps({name: value for name, value in dataclasses.asdict(self).items() if value != defaults[name]}, sort_keys=True)
+        return json.dumps(
+            {name: value for name, value in dataclasses.asdict(self).items() if value != defaults[name]},
+            sort_keys=True,
+        )
 
 
 def plain_frequencies(theta: float, dim: int) -> Tensor:
@@ -107,12 +133,12 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
     return torch.as_tensor(1.0 / (theta**exponents))
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ config.json
+# ------------------------------------------------------------------------------------------------ config.json
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> dict[str, Any]:
-    """What a config.json says about positions, as fields of ModelConfig. `most`: positions that can be right. `rope_parameters` is the
-    newer spelling of `rope_scaling`, with the base inside."""
+    """What a config.json says about positions, as fields of ModelConfig. `most`: positions that can be right.
+    `rope_parameters` is the newer spelling of `rope_scaling`, with the base inside."""
     outer = Fields(raw, where)
     rope = _merged(outer.section("rope_scaling"), outer.section("rope_parameters"), where)
     fields = Fields(rope, where)
@@ -120,9 +146,21 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
     share = fields.positive("partial_rotary_factor", outer.positive("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
-        raise ModelError(f"{where}: partial_rotary_factor {share} turns {rotary_dim} of {head_dim} values, which is not possible")
+        raise ModelError(
+            f"{where}: partial_rotary_factor {share} "
+            f"turns "
+            f"{rotary_dim} "
+            f"of "
+            f"{head_dim} "
+            f"values, "
+            f"which is not possible"
+        )
     stated = outer.count("max_position_embeddings", most=most)
-    plain = {"rope_theta": theta, "max_position": stated, "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim}
+    plain = {
+        "rope_theta": theta,
+        "max_position": stated,
+        "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim,
+    }
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "default":
@@ -131,9 +169,22 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
         raise ModelError(f"{where}: rope scaling of type {kind!r} is not supported, only {', '.join(KINDS)}")
     lists = [name for name in ("short_factor", "long_factor") if fields.is_set(name)]
     if lists and kind != "longrope":
-        raise ModelError(f"{where}: rope scaling of type {kind!r} with {', '.join(lists)} is not supported, only longrope has them")
-    # Phi-3 has it outside, and there it counts; a scheme whose config does not say it was trained with the context that it states.
-    trained = outer.count("original_max_position_embeddings", fields.count("original_max_position_embeddings", stated, most), most)
+        raise ModelError(
+            f"{where}: rope scaling of type "
+            f"{kind!r} "
+            f"with "
+            f"{', '.join(lists)} "
+            f"is "
+            f"not "
+            f"supported, only longrope has them"
+        )
+    # Phi-3 has it outside, and there it counts; a scheme whose config does not say it was trained with the
+    # context that it states.
+    trained = outer.count(
+        "original_max_position_embeddings",
+        fields.count("original_max_position_embeddings", stated, most),
+        most,
+    )
     fields.need(theta > 1 or kind != "yarn", f"rope_theta {theta} must be above 1 for yarn")
     scaling = _parse_scaling(kind, fields, rotary_dim, stated, trained)
     reach = _reach(scaling, stated)
@@ -144,7 +195,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
 
 
 def _reach(scaling: RopeScaling, stated: int) -> int:
-    """Positions that a scheme is for: linear and dynamic stretch what is stated, the others state what they reach or what they stretch."""
+    """Positions that a scheme is for: linear and dynamic stretch what is stated, the others state what they
+    reach or what they stretch."""
     if scaling.kind in ("linear", "dynamic"):
         return max(stated, int(stated * scaling.factor))
     return max(stated, int(scaling.trained_len * scaling.factor)) if scaling.kind == "yarn" else stated
@@ -170,7 +222,9 @@ def _parse_scaling(kind: str, fields: Fields, dim: int, stated: int, trained: in
     if kind == "llama3":
         low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
         fields.need(low < high, f"high_freq_factor {high} must be above low_freq_factor {low}")
-        return RopeScaling(kind, fields.positive("factor"), trained, low_freq_factor=low, high_freq_factor=high)
+        return RopeScaling(
+            kind, fields.positive("factor"), trained, low_freq_factor=low, high_freq_factor=high
+        )
     factor = fields.positive("factor", stated / trained if trained != stated or kind == "longrope" else None)
     if kind == "longrope":
         usual = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 and trained > 1 else 1.0
@@ -194,21 +248,30 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
     return scale(1.0)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- from GGUF metadata
+# ----------------------------------------------------------------------------------------- from GGUF metadata
 
-RopeFactors = Mapping[str, list[float]]  # the tensors of a GGUF file that hold a factor per pair, by their names
+# the tensors of a GGUF file that hold a factor per pair, by their names
+RopeFactors = Mapping[str, list[float]]
 FACTOR_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def rope_scaling_of_gguf(metadata: Mapping[str, Any], name: str, factors: RopeFactors, where: str) -> dict[str, Any] | None:
-    """The `rope_scaling` of a config.json that the metadata of architecture `name` and the factors amount to. A factor per pair is how
-    llama.cpp stores both llama3 and longrope; with one list for all lengths it is the former."""
+def rope_scaling_of_gguf(
+    metadata: Mapping[str, Any], name: str, factors: RopeFactors, where: str
+) -> dict[str, Any] | None:
+    """The `rope_scaling` of a config.json that the metadata of architecture `name` and the factors amount to.
+    A factor per pair is how llama.cpp stores both llama3 and longrope; with one list for all lengths it is
+    the former."""
     prefix = f"{name}.rope."
     given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     fields = Fields(given, f"{where}: {prefix}")
     odd = [
         key
-        for key in ("scaling.yarn_log_multiplier", "scaling.yarn_ext_factor", "scaling.yarn_attn_factor", "scaling.alpha")
+        for key in (
+            "scaling.yarn_log_multiplier",
+            "scaling.yarn_ext_factor",
+            "scaling.yarn_attn_factor",
+            "scaling.alpha",
+        )
         if given.get(key)
     ]
     fields.need(not odd, f"rope scaling with {', '.join(odd)} is not supported")
@@ -218,17 +281,38 @@ def rope_scaling_of_gguf(metadata: Mapping[str, Any], name: str, factors: RopeFa
 def _of_gguf(kind: Any, fields: Fields, factors: RopeFactors) -> dict[str, Any] | None:
     stretch = fields.positive("scaling.factor", fields.positive("scale_linear", 1.0))
     attention = fields.positive("scaling.attn_factor", 1.0)
-    trained = fields.count("scaling.original_context_length") if fields.is_set("scaling.original_context_length") else None
+    trained = (
+        fields.count("scaling.original_context_length")
+        if fields.is_set("scaling.original_context_length")
+        else None
+    )
     if factors:
-        fields.need(kind in ("none", "longrope") and stretch == 1.0, f"type {kind!r} together with {', '.join(factors)} is not supported")
+        fields.need(
+            kind in ("none", "longrope") and stretch == 1.0,
+            f"type {kind!r} together with {', '.join(factors)} is not supported",
+        )
         same = factors.get(FACTOR_TENSORS[0])
         long, short = (factors.get(name, same) for name in FACTOR_TENSORS[1:])
         lists = {"long_factor": long, "short_factor": short}
-        return {"rope_type": "longrope", **lists, "attention_factor": attention, "original_max_position_embeddings": trained}
+        return {
+            "rope_type": "longrope",
+            **lists,
+            "attention_factor": attention,
+            "original_max_position_embeddings": trained,
+        }
     if kind == "none":
         return None if stretch == 1.0 else {"rope_type": "linear", "factor": stretch}
     if kind != "yarn":
         return {"rope_type": kind, "factor": stretch}
-    betas = {name: fields.positive(f"scaling.yarn_{name}", usual) for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))}
+    betas = {
+        name: fields.positive(f"scaling.yarn_{name}", usual)
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    }
     own = None if attention == 1.0 else attention * (0.1 * math.log(max(stretch, 1.0)) + 1.0)
-    return {"rope_type": kind, "factor": stretch, **betas, "attention_factor": own, "original_max_position_embeddings": trained}
+    return {
+        "rope_type": kind,
+        "factor": stretch,
+        **betas,
+        "attention_factor": own,
+        "original_max_position_embeddings": trained,
+    }

@@ -1,5 +1,5 @@
-"""Text to token ids and back: any vocabulary of the `tokenizers` library, and plain bytes for models that have none. Owns which decoders
-are known, and the bytes that each token stands for; owns no request state."""
+"""Text to token ids and back: any vocabulary of the `tokenizers` library, and plain bytes for models that
+have none. Owns which decoders are known, and the bytes that each token stands for; owns no request state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ BYTE_CHAT_TEMPLATE = (
 
 
 NFC_SHRINKS = 4  # composing characters makes a text shorter by this factor at most, counted in bytes
-KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})  # pre-tokenizers that only cut, unless a Split removes what it finds
+# pre-tokenizers that only cut, unless a Split removes what it finds
+KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})
 
 
-# --------------------------------------------------------------------------------------------------------------------- the bytes of tokens
+# ---------------------------------------------------------------------------------------- the bytes of tokens
 
 
 def _byte_characters() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    """The alphabet of byte-level BPE: printable Latin-1 bytes stand for themselves, the others for characters
+    from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -64,8 +66,8 @@ NO_TEXT = Spelling(b"", b"")
 
 
 class TokenSpelling:
-    """The text of many tokens is their bytes in a row: the first one's `first`, the others' `inside`. Decoders for which that is not so
-    are refused."""
+    """The text of many tokens is their bytes in a row: the first one's `first`, the others' `inside`.
+    Decoders for which that is not so are refused."""
 
     def __init__(self, decoder: Any) -> None:
         """`decoder` is the library's, or None."""
@@ -74,7 +76,8 @@ class TokenSpelling:
         kinds = [part["type"] for part in parts]
         self.byte_level = "ByteLevel" in kinds
         self.byte_fallback = "ByteFallback" in kinds
-        # Bytes that are no character: one mark per byte as SentencePiece has it, or one per broken character as byte-level BPE has it.
+        # Bytes that are no character: one mark per byte as SentencePiece has it, or one per broken character
+        # as byte-level BPE has it.
         self.errors = REPLACE_EACH if self.byte_fallback else "replace"
         if self.byte_level:
             _refuse(set(kinds[1:]), "beside ByteLevel")
@@ -96,12 +99,17 @@ class TokenSpelling:
 
 
 def flat_parts(part: Any, inside: str) -> list[dict[str, Any]]:
-    """What a decoder, normalizer or pre-tokenizer of the library is made of, in order. `inside` names the parts of a Sequence."""
+    """What a decoder, normalizer or pre-tokenizer of the library is made of, in order. `inside` names the
+    parts of a Sequence."""
     if part is None:
         return []
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
-        return [found for item in state[inside] for found in flat(item)] if state["type"] == "Sequence" else [state]
+        return (
+            [found for item in state[inside] for found in flat(item)]
+            if state["type"] == "Sequence"
+            else [state]
+        )
 
     return flat(json.loads(part.__getstate__()))
 
@@ -115,24 +123,31 @@ def _byte_level(token: str) -> Spelling:
 
 
 def _check_by_token(parts: list[dict[str, Any]]) -> None:
-    """Every part must change each token by itself. Behind Fuse the text is one: there only its first blank may go, once."""
+    """Every part must change each token by itself. Behind Fuse the text is one: there only its first blank
+    may go, once."""
     _refuse({part["type"] for part in parts} - _BY_TOKEN, "")
     bytes_at = next((i for i, part in enumerate(parts) if part["type"] == "ByteFallback"), len(parts))
     fused_at = next((i for i, part in enumerate(parts) if part["type"] == "Fuse"), len(parts))
     whole = parts[min(bytes_at, fused_at) :]
-    _refuse({part["type"] for part in whole} - {"ByteFallback", "Fuse", "Strip"}, "behind ByteFallback or Fuse")
+    _refuse(
+        {part["type"] for part in whole} - {"ByteFallback", "Fuse", "Strip"}, "behind ByteFallback or Fuse"
+    )
     strips = [part for part in whole if part["type"] == "Strip"]
-    if len(strips) > 1 or any(part["start"] > 1 or part["stop"] or parts.index(part) < fused_at for part in strips):
+    if len(strips) > 1 or any(
+        part["start"] > 1 or part["stop"] or parts.index(part) < fused_at for part in strips
+    ):
         _refuse({"Strip"}, "of anything but one leading character of the whole text")
 
 
 def _refuse(kinds: set[str], where: str) -> None:
     if kinds:
         named = f"{', '.join(sorted(kinds))} {where}".strip()
-        raise ModelError(f"the tokenizer's decoder is not supported: {named}; text could not be shown as its tokens come")
+        raise ModelError(
+            f"the tokenizer's decoder is not supported: {named}; text could not be shown as its tokens come"
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ tokenizers
+# ------------------------------------------------------------------------------------------------- tokenizers
 
 
 class TextCodec(Protocol):
@@ -155,7 +170,8 @@ class TextCodec(Protocol):
         """What becomes of bytes that are no character: the name of a codec error handler."""
 
     def encode(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
-        """Spellings of special tokens become them. More than `most` tokens are refused, where possible before they are made."""
+        """Spellings of special tokens become them. More than `most` tokens are refused, where possible before
+        they are made."""
 
     def encode_chat(
         self,
@@ -165,21 +181,24 @@ class TextCodec(Protocol):
         tools: Tools | None = None,
         how: Rendering = ANSWERED,
     ) -> list[int]:
-        """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those that messages spell. `tools`
-        are for templates that take them."""
+        """The prompt of a conversation. Special tokens are the template's; with `special_in_text` also those
+        that messages spell. `tools` are for templates that take them."""
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str: ...
 
     def is_special(self, id: int) -> bool: ...
 
     def token_bytes(self, id: int, first: bool = False) -> bytes:
-        """Exact bytes of a token; one may be only a part of a character. The `first` of a text may have a blank less."""
+        """Exact bytes of a token; one may be only a part of a character. The `first` of a text may have a
+        blank less."""
 
 
 class Tokenizer:
     """A vocabulary: every token is a run of bytes, and the text of many is their bytes in a row."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int] = (), chat: ChatTemplate | None = None
+    ) -> None:
         self._spelling = TokenSpelling(backend.decoder)
         backend.no_truncation()
         backend.no_padding()
@@ -199,7 +218,8 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id that has a text. A model may have more rows than that; they decode to nothing."""
+        """One more than the highest id that has a text. A model may have more rows than that; they decode to
+        nothing."""
         return len(self._spelled)
 
     def vocabulary(self) -> str:
@@ -228,13 +248,18 @@ class Tokenizer:
         controls = () if special_in_text else self._controls
         self.chat_template.of(tools).check_variables(how, controls)
         if not controls:
-            return self.encode(self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most)
+            return self.encode(
+                self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most
+            )
         rendered = self.chat_template.render_apart(messages, True, controls, tools, how)
         self._check_bytes(utf8(rendered.plain(rendered.text)), most)
         return self._secret.encode(rendered, lambda backend, text: self._ids(backend, text, False, most))
 
-    def _ids(self, backend: tokenizers.Tokenizer, text: str, add_special: bool, most: int | None) -> list[int]:
-        """`encode` of the library keeps the interpreter for itself while it works; of its calls only those for batches do not."""
+    def _ids(
+        self, backend: tokenizers.Tokenizer, text: str, add_special: bool, most: int | None
+    ) -> list[int]:
+        """`encode` of the library keeps the interpreter for itself while it works; of its calls only those
+        for batches do not."""
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special)
         if most is not None and len(encoding) > most:
             raise PromptTooLong(f"{len(encoding)} tokens", most)
@@ -258,7 +283,8 @@ class Tokenizer:
             return b""
         known = self._spelled[id]
         if known is None:
-            token = self._added.get(id, self._backend.id_to_token(id))  # the library has some of its added tokens normalized
+            # the library has some of its added tokens normalized
+            token = self._added.get(id, self._backend.id_to_token(id))
             known = self._spelled[id] = NO_TEXT if token is None else self._spelling.of(token)
         return known.first if first else known.inside
 
@@ -270,17 +296,32 @@ class _TokenBound(NamedTuple):
     lost: bytes  # bytes that the vocabulary does not have: they become no token at all
 
     @staticmethod
-    def of(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], byte_level: bool) -> _TokenBound | None:
-        """None where a token has no longest text: blanks around some are swallowed, or text is removed, replaced or unknown on the way."""
+    def of(
+        backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], byte_level: bool
+    ) -> _TokenBound | None:
+        """None where a token has no longest text: blanks around some are swallowed, or text is removed,
+        replaced or unknown on the way."""
         added = backend.get_added_tokens_decoder().values()
-        normalizer, cutter = flat_parts(backend.normalizer, "normalizers"), flat_parts(backend.pre_tokenizer, "pretokenizers")
+        normalizer, cutter = (
+            flat_parts(backend.normalizer, "normalizers"),
+            flat_parts(backend.pre_tokenizer, "pretokenizers"),
+        )
         cuts = all(part["type"] in KEEPS_TEXT and part.get("behavior") != "Removed" for part in cutter)
-        if any(token.lstrip or token.rstrip for token in added) or not cuts or not all(map(_keeps_length, normalizer)):
+        if (
+            any(token.lstrip or token.rstrip for token in added)
+            or not cuts
+            or not all(map(_keeps_length, normalizer))
+        ):
             return None
-        lost = bytes(byte for character, byte in BYTE_OF.items() if character not in vocabulary) if byte_level else b""
+        lost = (
+            bytes(byte for character, byte in BYTE_OF.items() if character not in vocabulary)
+            if byte_level
+            else b""
+        )
         if (lost and normalizer) or not (byte_level or _spells_bytes(backend, vocabulary)):
             return None
-        lengths = map(len, vocabulary) if byte_level else (len(token.encode()) for token in vocabulary)  # its alphabet has one per byte
+        # its alphabet has one per byte
+        lengths = map(len, vocabulary) if byte_level else (len(token.encode()) for token in vocabulary)
         longest = max([1, *lengths, *(len(token.content.encode()) for token in added)])
         composes = any(part["type"] == "NFC" for part in normalizer)
         return _TokenBound(longest * (NFC_SHRINKS if composes else 1), lost)
@@ -291,14 +332,16 @@ class _TokenBound(NamedTuple):
 
 
 def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
-    """Whether it makes no text shorter by more than composing characters does: a blank becomes a longer mark, a mark is put in front."""
+    """Whether it makes no text shorter by more than composing characters does: a blank becomes a longer mark,
+    a mark is put in front."""
     replaced = normalizer.get("pattern", {}).get("String", "")
     kept = bool(replaced) and len(normalizer["content"].encode()) >= len(replaced.encode())
     return normalizer["type"] in ("NFC", "Prepend") or (normalizer["type"] == "Replace" and kept)
 
 
 def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> bool:
-    """Whether characters that it lacks become their bytes. Elsewhere any number of them may become one unknown token, or none."""
+    """Whether characters that it lacks become their bytes. Elsewhere any number of them may become one
+    unknown token, or none."""
     names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
     strange = backend.encode("\U0010ffff", add_special_tokens=False).tokens
     spelled = strange[-4:] == [names[byte] for byte in "\U0010ffff".encode()]
@@ -306,8 +349,9 @@ def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) 
 
 
 class _SecretNames:
-    """The same vocabulary, whose special tokens have secret names: text spells none of them, whatever a normalizer makes
-    of it. A text is cut in one call, so that what stands beside a special token is cut as it always is."""
+    """The same vocabulary, whose special tokens have secret names: text spells none of them, whatever a
+    normalizer makes of it. A text is cut in one call, so that what stands beside a special token is cut as it
+    always is."""
 
     def __init__(self, of: tokenizers.Tokenizer) -> None:
         self._of = of
@@ -316,16 +360,19 @@ class _SecretNames:
         self._names = {token.content: self._name(id) for id, token in self._added.items() if token.special}
         self._finder = _only_added(of)  # takes all other text as one word
         self._found = {id: token.content for id, token in self._finder.get_added_tokens_decoder().items()}
-        # A BPE makes words by merging, so that its model can be shared. Others look words up: text that spells a special one would be it.
+        # A BPE makes words by merging, so that its model can be shared. Others look words up: text that
+        # spells a special one would be it.
         self._shared = isinstance(of.model, models.BPE)
         unknown, words = getattr(of.model, "unk_token", None), of.get_vocab(with_added_tokens=False)
-        self._words = {words[name] for name in self._names if name in words and name != unknown}  # special, and the model can make them
+        # special, and the model can make them
+        self._words = {words[name] for name in self._names if name in words and name != unknown}
         self._backend, self._known_as = self._copy(of.model) if self._shared else self._apart
 
     def encode(self, rendered: Rendered, cut: Callable[[tokenizers.Tokenizer, str], list[int]]) -> list[int]:
         text = self.renamed(rendered)
         ids, known_as = cut(self._backend, text), self._known_as
-        if self._shared and not self._words.isdisjoint(ids):  # a BPE that merges to a special token, or takes words whole
+        # a BPE that merges to a special token, or takes words whole
+        if self._shared and not self._words.isdisjoint(ids):
             backend, known_as = self._apart
             ids = cut(backend, text)
         return [known_as.get(id, id) for id in ids]
@@ -341,7 +388,8 @@ class _SecretNames:
         for part in ("normalizer", "pre_tokenizer"):
             if (value := getattr(self._of, part)) is not None:
                 setattr(backend, part, value)
-        # The library numbers new tokens from the size of the vocabulary on; where its ids have gaps, some of those are taken.
+        # The library numbers new tokens from the size of the vocabulary on; where its ids have gaps, some of
+        # those are taken.
         gaps = range(backend.get_vocab_size(), max(backend.get_vocab().values(), default=-1) + 1)
         _add_tokens(backend, [AddedToken(self._name(~gap), normalized=False) for gap in gaps])
         named = {id: self._renamed(token) if token.special else token for id, token in self._added.items()}
@@ -354,12 +402,14 @@ class _SecretNames:
 
     def _renamed(self, token: AddedToken) -> AddedToken:
         name, normalizer = self._names[token.content], self._of.normalizer
-        lasts = normalizer is None or name in normalizer.normalize_str(name)  # some remove private characters, and what is left is text
+        # some remove private characters, and what is left is text
+        lasts = normalizer is None or name in normalizer.normalize_str(name)
         flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
         return AddedToken(name, normalized=token.normalized and lasts, special=True, **flags)
 
     def renamed(self, rendered: Rendered) -> str:
-        """The prompt with secret names for the special tokens that the template spells; which those are is the library's to say."""
+        """The prompt with secret names for the special tokens that the template spells; which those are is
+        the library's to say."""
         text, start, pieces = rendered.text, 0, []
         if self._secret in text:
             raise InvalidRequest("the messages use private characters of Unicode that are taken", "messages")
@@ -385,11 +435,14 @@ def _renamed_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
         model["merges"] = [pair for pair in model["merges"] if not names.keys() & {*pair, "".join(pair)}]
     if (unknown := model.get("unk_token")) is not None:
         model["unk_token"] = names.get(unknown, unknown)
-    return tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": [], "post_processor": None})).model
+    return tokenizers.Tokenizer.from_str(
+        json.dumps({**state, "added_tokens": [], "post_processor": None})
+    ).model
 
 
 def _only_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A vocabulary of nothing but the added tokens: it finds them as `backend` does, and makes one unknown word of what is between."""
+    """A vocabulary of nothing but the added tokens: it finds them as `backend` does, and makes one unknown
+    word of what is between."""
     unknown = "\0"
     finder = tokenizers.Tokenizer(models.WordLevel({unknown: 0}, unk_token=unknown))
     added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
@@ -405,7 +458,8 @@ def _add_tokens(to: tokenizers.Tokenizer, added: Iterable[AddedToken]) -> None:
 
 
 class ByteTokenizer:
-    """For random models, which have no vocabulary: ids 0 to 255 are bytes, higher ones read as `<id>` so that output is visible."""
+    """For random models, which have no vocabulary: ids 0 to 255 are bytes, higher ones read as `<id>` so that
+    output is visible."""
 
     eos_ids: frozenset[int] = frozenset()
     has_chat_template = True
@@ -413,7 +467,15 @@ class ByteTokenizer:
 
     def __init__(self, vocab: int) -> None:
         if vocab < 256:
-            raise ModelError(f"a model without a tokenizer needs a vocabulary of at least 256 for bytes, this one has {vocab}")
+            raise ModelError(
+                f"a model without a tokenizer needs a vocabulary of "
+                f"at "
+                f"least "
+                f"256 "
+                f"for "
+                f"bytes, "
+                f"this one has {vocab}"
+            )
         self.vocab_size = vocab
         self.chat_template = ChatTemplate(BYTE_CHAT_TEMPLATE, {})
 
@@ -432,7 +494,9 @@ class ByteTokenizer:
         how: Rendering = ANSWERED,
     ) -> list[int]:
         self.chat_template.of(tools).check_variables(how, ())
-        return self.encode(self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most)
+        return self.encode(
+            self.chat_template.render(messages, True, tools=tools, how=how), add_special=False, most=most
+        )
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
@@ -447,7 +511,8 @@ class ByteTokenizer:
 
 
 class TokenizerSpec(NamedTuple):
-    """All that a tokenizer is made of, as plain data: another process makes the same one of it, without the model's files."""
+    """All that a tokenizer is made of, as plain data: another process makes the same one of it, without the
+    model's files."""
 
     vocabulary: str | None  # a tokenizer.json; None: plain bytes
     vocab_size: int
@@ -463,14 +528,20 @@ def spec_of(codec: TextCodec) -> TokenizerSpec:
     if not isinstance(codec, Tokenizer):
         raise TypeError(f"{type(codec).__name__} cannot be taken apart")
     chat = codec.chat_template
-    templates = (None, {}, None) if chat is None else (chat.source, dict(chat.special_tokens), chat.tool_source)
+    templates = (
+        (None, {}, None) if chat is None else (chat.source, dict(chat.special_tokens), chat.tool_source)
+    )
     return TokenizerSpec(codec.vocabulary(), codec.vocab_size, tuple(sorted(codec.eos_ids)), *templates)
 
 
 def tokenizer_of(spec: TokenizerSpec) -> TextCodec:
     if spec.vocabulary is None:
         return ByteTokenizer(spec.vocab_size)
-    chat = None if spec.template is None else ChatTemplate(spec.template, spec.special_tokens, spec.tool_template)
+    chat = (
+        None
+        if spec.template is None
+        else ChatTemplate(spec.template, spec.special_tokens, spec.tool_template)
+    )
     return Tokenizer(tokenizers.Tokenizer.from_str(spec.vocabulary), spec.eos_ids, chat)
 
 
@@ -479,4 +550,6 @@ def utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the text is not valid Unicode at character {error.start}: {error.reason}", "prompt") from error
+        raise InvalidRequest(
+            f"the text is not valid Unicode at character {error.start}: {error.reason}", "prompt"
+        ) from error

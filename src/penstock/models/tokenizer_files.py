@@ -1,5 +1,6 @@
-"""The files of a tokenizer: those of a model directory, and the same made from GGUF metadata. Owns where they are looked for, what of
-them is taken, and which pre-tokenizers of GGUF files are known; the vocabulary is the file's."""
+"""The files of a tokenizer: those of a model directory, and the same made from GGUF metadata. Owns where they
+are looked for, what of them is taken, and which pre-tokenizers of GGUF files are known; the vocabulary is the
+file's."""
 
 from __future__ import annotations
 
@@ -33,8 +34,12 @@ _OTHER_VOCABULARIES = {  # what transformers needs besides to convert each
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
-    """`config` gives the vocabulary that ids must fit into, and the end-of-sequence ids where generation_config.json has none."""
-    settings = {**_optional_json(directory / "special_tokens_map.json"), **_optional_json(directory / "tokenizer_config.json")}
+    """`config` gives the vocabulary that ids must fit into, and the end-of-sequence ids where
+    generation_config.json has none."""
+    settings = {
+        **_optional_json(directory / "special_tokens_map.json"),
+        **_optional_json(directory / "tokenizer_config.json"),
+    }
     special = {role: text for role in _ROLES if (text := _content(settings.get(role))) is not None}
     template, tool_template = _template_sources(directory, settings)
     chat = ChatTemplate(template, special, tool_template) if template is not None else None
@@ -42,12 +47,24 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     _add_declared(backend, settings, special, config.vocab, directory / "tokenizer_config.json")
     _set_ends(backend, settings, special, directory / "tokenizer_config.json")
     generation = _optional_json(directory / "generation_config.json")
-    declared = token_ids(generation.get("eos_token_id"), f"eos_token_id in {directory / 'generation_config.json'}")
+    declared = token_ids(
+        generation.get("eos_token_id"), f"eos_token_id in {directory / 'generation_config.json'}"
+    )
     named = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    tokenizer = Tokenizer(backend, {*(declared or config.eos_ids), *(() if named is None else (named,))}, chat)
+    tokenizer = Tokenizer(
+        backend, {*(declared or config.eos_ids), *(() if named is None else (named,))}, chat
+    )
     highest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids, 0)
     if highest >= config.vocab:
-        raise ModelError(f"the tokenizer in {directory} has ids up to {highest}, but the model's vocabulary ends at {config.vocab - 1}")
+        raise ModelError(
+            f"the tokenizer in {directory} has ids up "
+            f"to "
+            f"{highest}, "
+            f"but "
+            f"the "
+            f"model's "
+            f"vocabulary ends at {config.vocab - 1}"
+        )
     return tokenizer
 
 
@@ -55,7 +72,15 @@ def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     other = next((name for name in _OTHER_VOCABULARIES if (directory / name).is_file()), None)
     if other is not None and not path.is_file():
-        convert = f"from transformers import AutoTokenizer as t; t.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+        convert = (
+            f"from "
+            f"transformers "
+            f"import "
+            f"AutoTokenizer "
+            f"as "
+            f"t; "
+            f"t.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+        )
         raise ModelError(
             f"{directory} has {other} but no tokenizer.json, and only that is read. To make one: "
             f'pip install transformers{_OTHER_VOCABULARIES[other]}, then python -c "{convert}"'
@@ -75,13 +100,22 @@ def _content(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _add_declared(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], vocab: int, where: Path) -> None:
-    """Added tokens that are declared beside the vocabulary, but for those that the model has no row for. Those that begin or end a text
-    are special even where nothing else says so. Padding is not: it may be any word, and no prompt has any."""
+def _add_declared(
+    backend: tokenizers.Tokenizer,
+    settings: Mapping[str, Any],
+    special: Mapping[str, str],
+    vocab: int,
+    where: Path,
+) -> None:
+    """Added tokens that are declared beside the vocabulary, but for those that the model has no row for.
+    Those that begin or end a text are special even where nothing else says so. Padding is not: it may be any
+    word, and no prompt has any."""
     declared = settings.get("added_tokens_decoder") or {}
     try:
         tokens = {
-            int(id): AddedToken(fields["content"], **{flag: fields[flag] for flag in _FLAGS if flag in fields})
+            int(id): AddedToken(
+                fields["content"], **{flag: fields[flag] for flag in _FLAGS if flag in fields}
+            )
             for id, fields in declared.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -93,16 +127,31 @@ def _add_declared(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], sp
             if (its_id := backend.token_to_id(token.content)) != id:
                 raise ModelError(f"{where}: token {token.content!r} is declared as {id}, but is {its_id}")
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    more = [_content(item) for name in _MORE_SPECIAL if isinstance(items := settings.get(name), list) for item in items]
+    more = [
+        _content(item)
+        for name in _MORE_SPECIAL
+        if isinstance(items := settings.get(name), list)
+        for item in items
+    ]
     roles = [special.get(role) for role in _CONTROLS]
-    named = [name for name in (*roles, *more) if name and name not in added and backend.token_to_id(name) is not None]
+    named = [
+        name
+        for name in (*roles, *more)
+        if name and name not in added and backend.token_to_id(name) is not None
+    ]
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in named])
 
 
-def _set_ends(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], where: Path) -> None:
-    """Which tokens a text begins and ends with: the vocabulary's post-processor says so. Where it has none, the settings do."""
+def _set_ends(
+    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], where: Path
+) -> None:
+    """Which tokens a text begins and ends with: the vocabulary's post-processor says so. Where it has none,
+    the settings do."""
     if backend.post_processor is None:
-        first, last = (special.get(role) if settings.get(f"add_{role}") is True else None for role in ("bos_token", "eos_token"))
+        first, last = (
+            special.get(role) if settings.get(f"add_{role}") is True else None
+            for role in ("bos_token", "eos_token")
+        )
         _frame(backend, first, last, str(where))
 
 
@@ -110,7 +159,9 @@ def _frame(backend: tokenizers.Tokenizer, first: str | None, last: str | None, w
     """Texts begin with `first` and end with `last`, where there is one."""
     ids = {token: backend.token_to_id(token) for token in (first, last) if token is not None}
     if missing := [token for token, id in ids.items() if id is None]:
-        raise ModelError(f"{where}: the vocabulary has no {missing[0]!r}, which texts are to begin or end with")
+        raise ModelError(
+            f"{where}: the vocabulary has no {missing[0]!r}, which texts are to begin or end with"
+        )
     single = [*([] if first is None else [f"{first}:0"]), "$A:0", *([] if last is None else [f"{last}:0"])]
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ids.items()))
 
@@ -139,19 +190,24 @@ def _named_templates(settings: Mapping[str, Any], where: Path) -> dict[str, str]
     template = settings.get("chat_template")
     named: dict[str, Any] = {"default": template}
     if isinstance(template, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)
+        }
     found = {name: named[name] for name in ("default", _TOOL_TEMPLATE) if named.get(name) is not None}
     if not all(isinstance(text, str) for text in found.values()):
         raise ModelError(f"{where}: chat_template must be text")
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------- from GGUF metadata
+# ----------------------------------------------------------------------------------------- from GGUF metadata
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -159,7 +215,8 @@ _TEKKEN_WORDS = (
 )
 _REGEXES = {"qwen2": _WORDS % "", "llama-bpe": _WORDS % "{1,3}", "tekken": _TEKKEN_WORDS}
 _PRE_TOKENIZERS = ("smollm", "gpt-2", *_REGEXES)
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # vocabularies whose words are taken whole where they are tokens, merged or not
+# vocabularies whose words are taken whole where they are tokens, merged or not
+_WHOLE_WORDS = ("llama-bpe", "tekken")
 # Tokens of Phi-3 swallow blanks behind them, all but these. Its GGUF files do not say so.
 _PHI3_UNTRIMMED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -169,11 +226,18 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
     tokens = _list(metadata, "tokenizer.ggml.tokens", str, where)
     special = {
         role: tokens[id]
-        for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))
+        for role, key in (
+            ("bos_token", "bos"),
+            ("eos_token", "eos"),
+            ("unk_token", "unknown"),
+            ("pad_token", "padding"),
+        )
         if (id := _id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens), where)) is not None
     }
     settings: dict[str, Any] = dict(special)
-    template, for_tools = (metadata.get(f"tokenizer.chat_template{name}") for name in ("", f".{_TOOL_TEMPLATE}"))
+    template, for_tools = (
+        metadata.get(f"tokenizer.chat_template{name}") for name in ("", f".{_TOOL_TEMPLATE}")
+    )
     if isinstance(template, str):
         settings["chat_template"] = template
         if isinstance(for_tools, str):
@@ -182,8 +246,14 @@ def tokenizer_files(metadata: Mapping[str, Any], where: str) -> dict[str, bytes]
     kinds = _list(metadata, "tokenizer.ggml.token_type", int, where)
     if len(kinds) != len(tokens):
         raise ModelError(f"{where}: {len(tokens)} tokens, but {len(kinds)} token types")
-    ends = {_id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens), where) for key in ("eos", "eot", "eom")}
-    ends |= {id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == _CONTROL and token in _TURN_ENDS}
+    ends = {
+        _id(metadata, f"tokenizer.ggml.{key}_token_id", len(tokens), where) for key in ("eos", "eot", "eom")
+    }
+    ends |= {
+        id
+        for id, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if kind == _CONTROL and token in _TURN_ENDS
+    }
     generation = {"eos_token_id": sorted(id for id in ends if id is not None)}
     return {
         "tokenizer.json": _vocabulary(metadata, tokens, kinds, special, where).to_str().encode(),
@@ -206,7 +276,9 @@ def _vocabulary(
     except Exception as error:  # the library raises bare Exception for merges that do not fit the vocabulary
         raise ModelError(f"{where}: the vocabulary is damaged: {error}") from error
     _mark_added(backend, metadata, list(zip(tokens, kinds, strict=True)))
-    begins = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS)
+    begins = metadata.get(
+        "tokenizer.ggml.add_bos_token", kind == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    )
     first = special.get("bos_token") if begins else None
     last = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token") else None
     if first is not None or last is not None:
@@ -214,16 +286,31 @@ def _vocabulary(
     return backend
 
 
-def _mark_added(backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[tuple[str, int]]) -> None:
-    """Control tokens are special, and so is the unknown one; those that users of the trainer defined are words that are never cut."""
+def _mark_added(
+    backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[tuple[str, int]]
+) -> None:
+    """Control tokens are special, and so is the unknown one; those that users of the trainer defined are
+    words that are never cut."""
     trims = metadata.get("tokenizer.ggml.model") == "llama" and metadata.get("general.architecture") == "phi3"
-    for kinds, add in (((_UNKNOWN, _CONTROL), backend.add_special_tokens), ((_USER_DEFINED,), backend.add_tokens)):
+    for kinds, add in (
+        ((_UNKNOWN, _CONTROL), backend.add_special_tokens),
+        ((_USER_DEFINED,), backend.add_tokens),
+    ):
         names = [token for token, kind in tokens if kind in kinds]
-        add([AddedToken(name, normalized=False, rstrip=trims and name not in _PHI3_UNTRIMMED) for name in names])
+        add(
+            [
+                AddedToken(name, normalized=False, rstrip=trims and name not in _PHI3_UNTRIMMED)
+                for name in names
+            ]
+        )
 
 
 def _byte_level(
-    metadata: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[int], special: Mapping[str, str], where: str
+    metadata: Mapping[str, Any],
+    vocab: dict[str, int],
+    kinds: Sequence[int],
+    special: Mapping[str, str],
+    where: str,
 ) -> tokenizers.Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "tokenizer.ggml.merges", str, where)]
     name = metadata.get("tokenizer.ggml.pre")
@@ -237,7 +324,8 @@ def _split_words(backend: tokenizers.Tokenizer, name: object, where: str) -> Non
     """Where merges may not reach across. These are the rules the vocabularies were trained with."""
     by_regex = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name == "smollm":
-        # Digits first: without it two blanks before a digit would become two tokens instead of the trained one.
+        # Digits first: without it two blanks before a digit would become two tokens instead of the trained
+        # one.
         splits = [pre_tokenizers.Digits(individual_digits=True), by_regex]
     elif name == "gpt-2":
         splits = [by_regex]
@@ -247,14 +335,21 @@ def _split_words(backend: tokenizers.Tokenizer, name: object, where: str) -> Non
         words = pre_tokenizers.Split(Regex(_REGEXES[str(name)]), behavior="isolated")
         splits = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     else:
-        raise ModelError(f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}")
+        raise ModelError(
+            f"{where}: pre-tokenizer {name!r} is not supported; supported are {', '.join(_PRE_TOKENIZERS)}"
+        )
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
 
 
 def _sentencepiece(
-    metadata: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[int], special: Mapping[str, str], where: str
+    metadata: Mapping[str, Any],
+    vocab: dict[str, int],
+    kinds: Sequence[int],
+    special: Mapping[str, str],
+    where: str,
 ) -> tokenizers.Tokenizer:
-    """A BPE of SentencePiece: pairs are merged by the score of what they become, and characters that it lacks are bytes."""
+    """A BPE of SentencePiece: pairs are merged by the score of what they become, and characters that it lacks
+    are bytes."""
     for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if metadata.get(f"tokenizer.ggml.{name}"):
             raise ModelError(f"{where}: tokenizer.ggml.{name} is not supported for tokenizer model 'llama'")
@@ -263,20 +358,30 @@ def _sentencepiece(
         raise ModelError(f"{where}: {len(kinds)} tokens, but {len(scores)} scores")
     merges = _merges({token: scores[id] for token, id in vocab.items() if kinds[id] == _NORMAL})
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=vocab, merges=merges, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True
+        )
     )
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     blanks = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blanks]) if prefixed else blanks
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return backend
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way in which a token is made of two, best first. Of equal scores SentencePiece takes the leftmost pair in the text; to go on
-    with the longest left part does the same wherever one token grows by one, as runs of blanks do."""
-    halves = ((token[:at], token[at:]) for token in scores for at in range(1, len(token)) if token[:at] in scores and token[at:] in scores)
+    """Every way in which a token is made of two, best first. Of equal scores SentencePiece takes the leftmost
+    pair in the text; to go on with the longest left part does the same wherever one token grows by one, as
+    runs of blanks do."""
+    halves = (
+        (token[:at], token[at:])
+        for token in scores
+        for at in range(1, len(token))
+        if token[:at] in scores and token[at:] in scores
+    )
     return sorted(halves, key=lambda pair: (-scores["".join(pair)], -len(pair[0]), -len(pair[1])))
 
 

@@ -1,8 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""The elementwise pieces of a layer for CUDA, one Triton launch each. Owns no weights; matrix products are PyTorch's, except those of a
-few rows that are faster together with what comes behind them: gate and up with their product, and sums in shares with the norm.
+"""The elementwise pieces of a layer for CUDA, one Triton launch each. Owns no weights; matrix products are
+PyTorch's, except those of a few rows that are faster together with what comes behind them: gate and up with
+their product, and sums in shares with the norm.
 
-Rows are read once, computed in float32 and written once, whatever their width; widths need not be powers of two.
+Rows are read once, computed in float32 and written once, whatever their width; widths need not be powers of
+two.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ class ProductTile(NamedTuple):
 # By rows at most: beyond the last PyTorch's product is faster. Measured on an H200 with Qwen3-4B's shape.
 GATED_TILES = {16: ProductTile(32, 128, 2, 3), 32: ProductTile(32, 128, 2, 3), 64: ProductTile(64, 64, 4, 4)}
 GATED_MIN_DEPTH = 64  # tried where a tile's depth does not divide the width of the input
-SHARES_TILES = {16: ProductTile(64, 128, 4, 4), 32: ProductTile(64, 128, 4, 4), 64: ProductTile(128, 128, 8, 4)}
+SHARES_TILES = {
+    16: ProductTile(64, 128, 4, 4),
+    32: ProductTile(64, 128, 4, 4),
+    64: ProductTile(128, 128, 8, 4),
+}
 SHARES = 4
 SHARES_MAX_PROGRAMS = 128  # without shares: more would keep every multiprocessor busy as they are
 
@@ -68,7 +74,9 @@ def add_rms_norm_kernel(
     columns = tl.arange(0, PADDED)
     x = tl.load(x_ptr + row + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     for share in tl.static_range(1, NUM_SHARES):
-        x += tl.load(x_ptr + share * share_stride + row + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        x += tl.load(x_ptr + share * share_stride + row + columns, mask=columns < WIDTH, other=0.0).to(
+            tl.float32
+        )
     residual = tl.load(residual_ptr + row + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     # The norm is of the sum as the next layer will read it, rounding included.
     total = (x + residual).to(sum_ptr.dtype.element_ty)
@@ -100,8 +108,8 @@ def gated_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program i: its columns of the output for all rows. Weights are what is read, so they are the left and longer side of the products;
-    what they give is rounded as it would be on its way through memory."""
+    """Program i: its columns of the output for all rows. Weights are what is read, so they are the left and
+    longer side of the products; what they give is rounded as it would be on its way through memory."""
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     rows = tl.arange(0, TILE_ROWS)
     depths = tl.arange(0, DEPTH)
@@ -133,7 +141,8 @@ def shares_kernel(
     TILE_COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (i, j): its columns of the output for all rows, from the SHARE values of the input that begin at j * SHARE."""
+    """Program (i, j): its columns of the output for all rows, from the SHARE values of the input that begin
+    at j * SHARE."""
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     share = tl.program_id(1)
     rows = tl.arange(0, TILE_ROWS)
@@ -158,7 +167,15 @@ class TritonLayerOps:
         out, width = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
         if rows:
-            rms_norm_kernel[(rows,)](x, weight, out, eps, WIDTH=width, PADDED=triton.next_power_of_2(width), num_warps=_warps(width))
+            rms_norm_kernel[(rows,)](
+                x,
+                weight,
+                out,
+                eps,
+                WIDTH=width,
+                PADDED=triton.next_power_of_2(width),
+                num_warps=_warps(width),
+            )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -187,7 +204,9 @@ class TritonLayerOps:
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         rows = out.numel() // width
         if rows:
-            silu_mul_kernel[(rows, triton.cdiv(width, SILU_TILE))](gate_up, out, WIDTH=width, TILE=SILU_TILE, num_warps=4)
+            silu_mul_kernel[(rows, triton.cdiv(width, SILU_TILE))](
+                gate_up, out, WIDTH=width, TILE=SILU_TILE, num_warps=4
+            )
         return out
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -196,7 +215,9 @@ class TritonLayerOps:
             return self.silu_mul(self.linear(x, weight))
         ffn = len(weight) // 2
         out = x.new_empty(len(x), ffn)
-        gated_kernel[(ffn // tile.columns,)](x.contiguous(), weight, out, len(x), WIDTH=weight.shape[1], FFN=ffn, **_launch(x, tile))
+        gated_kernel[(ffn // tile.columns,)](
+            x.contiguous(), weight, out, len(x), WIDTH=weight.shape[1], FFN=ffn, **_launch(x, tile)
+        )
         return out
 
     def linear_shares(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -206,7 +227,9 @@ class TritonLayerOps:
         out_width, width = weight.shape
         out = torch.empty(SHARES, len(x), out_width, dtype=torch.float32, device=x.device)
         shape = {"WIDTH": width, "OUT": out_width, "SHARE": width // SHARES}
-        shares_kernel[(out_width // tile.columns, SHARES)](x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile))
+        shares_kernel[(out_width // tile.columns, SHARES)](
+            x.contiguous(), weight, out, len(x), **shape, **_launch(x, tile)
+        )
         return out
 
 

@@ -1,8 +1,9 @@
-"""The tensors of a model: read from a directory of safetensors files, or random. Owns that format and its bounds, the check against the
-architecture, and the digests.
+"""The tensors of a model: read from a directory of safetensors files, or random. Owns that format and its
+bounds, the check against the architecture, and the digests.
 
-A safetensors file starts with the length of its header, eight bytes, and the header, a JSON object: name -> dtype, shape and the place in
-the rest of the file. Tensors fill that rest without gaps. (huggingface.co/docs/safetensors)
+A safetensors file starts with the length of its header, eight bytes, and the header, a JSON object: name ->
+dtype, shape and the place in the rest of the file. Tensors fill that rest without gaps.
+(huggingface.co/docs/safetensors)
 """
 
 from __future__ import annotations
@@ -32,7 +33,18 @@ from penstock.models.registry import architecture_of, layout
 INDEX = "model.safetensors.index.json"
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # that weights may be stored in
 _NAMED = 6  # tensors listed in an error before the rest is only counted
 
@@ -41,25 +53,39 @@ class LoadedWeights(NamedTuple):
     """Weights on the device, and what they were read from."""
 
     tensors: dict[str, Weight]
-    content: dict[str, bytes]  # digest of each tensor's name, dtype, shape and bytes, under its name in the file, in the model's order
+    # digest of each tensor's name, dtype, shape and bytes, under its name in the file, in the model's order
+    content: dict[str, bytes]
 
 
 def load_directory(
-    directory: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress, forms: Forms | None = None
+    directory: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    forms: Forms | None = None,
 ) -> LoadedWeights:
-    """The model's tensors on `device` in `dtype`, matrices in `forms` where they are given. Every byte is read once,
-    hashed, and copied from there to where it stays."""
+    """The model's tensors on `device` in `dtype`, matrices in `forms` where they are given. Every byte is
+    read once, hashed, and copied from there to where it stays."""
     with ExitStack() as stack:
         files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
         stored = stored_tensors(files)
-        check_tensors({name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory)
+        check_tensors(
+            {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}, config, directory
+        )
         _check_tied(stored, config, directory)
         sources = [stored[part.name] for weight in layout(config) for part in weight.parts]
-        reading = stack.enter_context(closing(read_pieces(piece for source in sources for _, piece in _pieces(source))))
+        reading = stack.enter_context(
+            closing(read_pieces(piece for source in sources for _, piece in _pieces(source)))
+        )
         loaded = LoadedWeights({}, {})
         for weight in each_weight(config, "loading weights", progress):
-            out = empty_weight(weight, device, dtype) if forms is None else empty_formed(weight, config, forms)
-            for part, room in zip(weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True):
+            out = (
+                empty_weight(weight, device, dtype) if forms is None else empty_formed(weight, config, forms)
+            )
+            for part, room in zip(
+                weight.parts, out.split([part.shape[0] for part in weight.parts]), strict=True
+            ):
                 digests = list(_fill(room, stored[part.name], reading))
                 loaded.content[part.name] = tensor_digest(part, stored[part.name].dtype, digests)
             loaded.tensors[weight.name] = out
@@ -69,11 +95,18 @@ def load_directory(
 
 
 def _check_tied(stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path) -> None:
-    """Where embeddings are tied, an output matrix beside them has to be the same one: it is not read, and another would not be missed."""
+    """Where embeddings are tied, an output matrix beside them has to be the same one: it is not read, and
+    another would not be missed."""
     head, embed = stored.get(f"{HEAD}.weight"), stored.get(f"{EMBED}.weight")
     if config.tied_embeddings and head is not None and embed is not None and not _same_values(head, embed):
         raise ModelError(
-            f"{directory}: tie_word_embeddings is true, but {HEAD}.weight is another matrix than {EMBED}.weight; "
+            f"{directory}: tie_word_embeddings is true, but "
+            f"{HEAD}.weight "
+            f"is "
+            f"another "
+            f"matrix "
+            f"than "
+            f"{EMBED}.weight; "
             f"set it to false in config.json to use both, or leave {HEAD}.weight out"
         )
 
@@ -121,7 +154,12 @@ def _pieces(source: StoredTensor) -> Iterator[tuple[slice, FilePiece]]:
     num_rows = source.shape[0] if len(source.shape) > 1 else 1
     row_bytes = source.num_bytes // num_rows
     for rows in piece_rows(num_rows, row_bytes):
-        yield rows, FilePiece(source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes)
+        yield (
+            rows,
+            FilePiece(
+                source.file, source.start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
+            ),
+        )
 
 
 def _fill(room: Weight, source: StoredTensor, reading: Iterator[tuple[memoryview, bytes]]) -> Iterator[bytes]:
@@ -142,8 +180,8 @@ def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
 
 
 def empty_weight(weight: WeightSpec, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Room for one tensor. A matrix that is only multiplied with lies input-major on the CPU, where float32 products of a few rows
-    take half the time so; embeddings are looked up by row and stay row-major."""
+    """Room for one tensor. A matrix that is only multiplied with lies input-major on the CPU, where float32
+    products of a few rows take half the time so; embeddings are looked up by row and stay row-major."""
     if device.type == "cpu" and dtype == torch.float32 and len(weight.shape) == 2 and weight.name != "embed":
         return torch.empty(weight.shape[::-1], dtype=dtype).t()
     return torch.empty(weight.shape, dtype=dtype, device=device)
@@ -156,7 +194,7 @@ def empty_formed(weight: WeightSpec, config: ModelConfig, forms: Forms) -> Weigh
     return empty_matrix(weight.name, weight.shape, config.tied_embeddings, forms)
 
 
-# --------------------------------------------------------------------------------------------------------- which files, and what is in them
+# --------------------------------------------------------------------------- which files, and what is in them
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -179,20 +217,35 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         named = _indexed_names(directory)
         if single not in files or single.name in named:
             return _present(directory, named)
-        # transformers leaves the index of shards that it saves one file over; where it saves shards over one file, that stays whole.
+        # transformers leaves the index of shards that it saves one file over; where it saves shards over one
+        # file, that stays whole.
         if shards := [name for name in named if directory / name in files]:
-            raise ModelError(f"{directory} holds two models: {single.name}, and those of {INDEX}: {listed(shards)}; remove one of them")
+            raise ModelError(
+                f"{directory} holds two models: "
+                f"{single.name}, "
+                f"and "
+                f"those "
+                f"of "
+                f"{INDEX}: "
+                f"{listed(shards)}; remove one of them"
+            )
     if single in files:
         return (single,)
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
-        raise ModelError(f"{directory} must hold model.safetensors or {INDEX}; safetensors files there: {found}")
+        raise ModelError(
+            f"{directory} must hold model.safetensors or {INDEX}; safetensors files there: {found}"
+        )
     return tuple(files)
 
 
 def _indexed_names(directory: Path) -> list[str]:
     weight_map = read_json(directory / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise ModelError(f"{directory / INDEX} has no usable weight_map")
     names = sorted(set(weight_map.values()))
     outside = [name for name in names if Path(name).name != name]
@@ -248,7 +301,9 @@ def _tensor(file: WeightFile, data_start: int, name: str, entry: Any) -> StoredT
 
 
 def _counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value
+    )
 
 
 def _check_places(tensors: dict[str, StoredTensor], at: int, num_bytes: int) -> None:
@@ -261,16 +316,23 @@ def _check_places(tensors: dict[str, StoredTensor], at: int, num_bytes: int) -> 
 
 
 def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: ModelConfig, where: Path) -> None:
-    """`found` is what a file has: name -> (shape, dtype as safetensors spells it). All that is wrong with it is one ModelError."""
+    """`found` is what a file has: name -> (shape, dtype as safetensors spells it). All that is wrong with it
+    is one ModelError."""
     expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
     redundant = architecture_of(config).is_redundant
     present = [name for name in expected if name in found]
     shapes = ((name, list(found[name][0]), list(expected[name])) for name in present)
     problems = {
         "missing tensors": [name for name in expected if name not in found],
-        "unexpected tensors": [name for name in found if name not in expected and not redundant(name, config)],
-        "misshapen tensors": [f"{name} is {shape}, expected {wanted}" for name, shape, wanted in shapes if shape != wanted],
-        f"dtypes other than {', '.join(DTYPES)}": [f"{name} is {found[name][1]}" for name in present if found[name][1] not in DTYPES],
+        "unexpected tensors": [
+            name for name in found if name not in expected and not redundant(name, config)
+        ],
+        "misshapen tensors": [
+            f"{name} is {shape}, expected {wanted}" for name, shape, wanted in shapes if shape != wanted
+        ],
+        f"dtypes other than {', '.join(DTYPES)}": [
+            f"{name} is {found[name][1]}" for name in present if found[name][1] not in DTYPES
+        ],
     }
     refuse_any(problems, f"the weights in {where} do not fit its configuration")
 
@@ -293,17 +355,23 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
         raise ModelError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
-def unusable_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+def unusable_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[str]]:
     """For `refuse_any`: what is wrong with tensors that were read and whose shapes are known."""
     found = {name: tensor for name, tensor in tensors.items() if name in shapes}
     sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
     usable = DTYPES.values()
     return {
-        "misshapen tensors": [f"{name} is {shape}, expected {wanted}" for name, shape, wanted in sized if shape != wanted],
+        "misshapen tensors": [
+            f"{name} is {shape}, expected {wanted}" for name, shape, wanted in sized if shape != wanted
+        ],
         f"dtypes other than {', '.join(DTYPES)}": [
             f"{name} is {tensor.dtype}" for name, tensor in found.items() if tensor.dtype not in usable
         ],
-        "tensors that are not finite": [name for name, t in found.items() if t.dtype in usable and not torch.isfinite(t).all()],
+        "tensors that are not finite": [
+            name for name, t in found.items() if t.dtype in usable and not torch.isfinite(t).all()
+        ],
     }
 
 
@@ -313,14 +381,20 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-# ------------------------------------------------------------------------------------------------------------- random weights, and identity
+# ------------------------------------------------------------------------------- random weights, and identity
 
 
 def dummy_weights(
-    config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, progress: Progress, forms: Forms | None = None
+    config: ModelConfig,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress,
+    forms: Forms | None = None,
 ) -> dict[str, Weight]:
-    """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in ** -0.5, so that every
-    projection keeps its input's scale and logits differ. The same seed, dtype and kind of device give the same weights."""
+    """Random weights made on the device: norms of one, no biases, matrices normal with a deviation of fan-in
+    ** -0.5, so that every projection keeps its input's scale and logits differ. The same seed, dtype and kind
+    of device give the same weights."""
     generator = torch.Generator(device=device).manual_seed(seed % 2**63)
     weights: dict[str, Weight] = {}
     for weight in each_weight(config, "making random weights", progress):
@@ -336,19 +410,29 @@ def dummy_weights(
 
 
 def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> bytes:
-    """Identity of one tensor in a file: the digests of its pieces, under its name, its shape and the dtype that it is stored in."""
-    return _framed(b"penstock-tensor", [part.name.encode(), dtype.encode(), str(list(part.shape)).encode(), b"".join(pieces)])
+    """Identity of one tensor in a file: the digests of its pieces, under its name, its shape and the dtype
+    that it is stored in."""
+    return _framed(
+        b"penstock-tensor",
+        [part.name.encode(), dtype.encode(), str(list(part.shape)).encode(), b"".join(pieces)],
+    )
 
 
-def weights_digest(config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes], forms: Forms | None = None) -> bytes:
-    """Identity of the function that the weights compute: their `content`, the dtype and forms they run in and the numbers of the config.
-    Those that are as they are by default are left out, so that a new one changes no model that does without it."""
+def weights_digest(
+    config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes], forms: Forms | None = None
+) -> bytes:
+    """Identity of the function that the weights compute: their `content`, the dtype and forms they run in and
+    the numbers of the config. Those that are as they are by default are left out, so that a new one changes
+    no model that does without it."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
-    for without_effect in ("eos_ids", "context"):  # when to stop, and how long a sequence may be, change no KV
+    # when to stop, and how long a sequence may be, change no KV
+    for without_effect in ("eos_ids", "context"):
         numbers.pop(without_effect, None)
     runs_in = str(dtype) if forms is None else f"{dtype} {forms.scope}"
-    return _framed(b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), runs_in.encode(), *content])
+    return _framed(
+        b"penstock-weights", [json.dumps(numbers, sort_keys=True).encode(), runs_in.encode(), *content]
+    )
 
 
 def _framed(kind: bytes, parts: Iterable[bytes]) -> bytes:
@@ -360,5 +444,7 @@ def _framed(kind: bytes, parts: Iterable[bytes]) -> bytes:
     return state.digest()
 
 
-def dummy_digest(config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, forms: Forms | None = None) -> bytes:
+def dummy_digest(
+    config: ModelConfig, seed: int, device: torch.device, dtype: torch.dtype, forms: Forms | None = None
+) -> bytes:
     return weights_digest(config, dtype, [b"dummy", str(seed).encode(), device.type.encode()], forms)

@@ -1,1 +1,2 @@
-"""The race sanitizer: rebuilds the order of KV accesses from what lanes and pools report, and believes nothing else."""
+"""The race sanitizer: rebuilds the order of KV accesses from what lanes and pools report, and believes
+nothing else."""

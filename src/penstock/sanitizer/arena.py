@@ -1,10 +1,11 @@
-"""One arena under watch: every access to it and every change of its pool is judged here. Owns the rules for slots, and a shadow of the
-pool's books, kept from what the pool reports: state, owner, key, and what was known when a slot changed hands. What happens before what is
-the clocks' business.
+"""One arena under watch: every access to it and every change of its pool is judged here. Owns the rules for
+slots, and a shadow of the pool's books, kept from what the pool reports: state, owner, key, and what was
+known when a slot changed hands. What happens before what is the clocks' business.
 
-The rules: work touches only slots that are held; no work writes a slot that has a key; a slot gets its key when the thread that gives it
-has seen all its writes to be over; a slot is given back when all work on it has been seen to be over or is covered by a fence that
-travels with it; every change of state follows from the last; nothing happens in a pool that is closed.
+The rules: work touches only slots that are held; no work writes a slot that has a key; a slot gets its key
+when the thread that gives it has seen all its writes to be over; a slot is given back when all work on it has
+been seen to be over or is covered by a fence that travels with it; every change of state follows from the
+last; nothing happens in a pool that is closed.
 """
 
 from __future__ import annotations
@@ -60,12 +61,19 @@ class PoolShadow:
         key_of = self.key_of
         return [] if key_of.keys().isdisjoint(slots) else sorted(slot for slot in slots if slot in key_of)
 
-    def move(self, actor: Actor, slots: Sequence[int], states: tuple[str, str], owner: str) -> list[tuple[int, str]]:
-        """`slots` go from one of `states` to the other. Returns those that were in another state than the first, with that."""
+    def move(
+        self, actor: Actor, slots: Sequence[int], states: tuple[str, str], owner: str
+    ) -> list[tuple[int, str]]:
+        """`slots` go from one of `states` to the other. Returns those that were in another state than the
+        first, with that."""
         old, new = states
         wrong = []
         if any(standing.state != old for standing in self.standings(slots)):
-            wrong = [(slot, standing.state) for slot, standing in zip(slots, self.each(slots), strict=True) if standing.state != old]
+            wrong = [
+                (slot, standing.state)
+                for slot, standing in zip(slots, self.each(slots), strict=True)
+                if standing.state != old
+            ]
         self.counts[old] -= len(slots) - len(wrong)
         self.counts.subtract(state for _, state in wrong)
         self.counts[new] += len(slots)
@@ -76,11 +84,19 @@ class PoolShadow:
         return wrong
 
     def hand_over(self, actor: Actor, slots: Sequence[int], fenced: Known = _NOTHING) -> None:
-        """A handle over `slots` begins or ends on `actor`, its fence, where there is one, covering `fenced`; states change by `move`."""
-        self._change(actor, slots, lambda was, known: Standing(was.state, was.owner, known, _joined(was.fenced, fenced)))
+        """A handle over `slots` begins or ends on `actor`, its fence, where there is one, covering `fenced`;
+        states change by `move`."""
+        self._change(
+            actor,
+            slots,
+            lambda was, known: Standing(was.state, was.owner, known, _joined(was.fenced, fenced)),
+        )
 
-    def _change(self, actor: Actor, slots: Sequence[int], change: Callable[[Standing, Known], Standing]) -> None:
-        """The pool's calls come one after the other, so `actor` comes after the last actor that changed these slots, and the next after it."""
+    def _change(
+        self, actor: Actor, slots: Sequence[int], change: Callable[[Standing, Known], Standing]
+    ) -> None:
+        """The pool's calls come one after the other, so `actor` comes after the last actor that changed these
+        slots, and the next after it."""
         olds = self.standings(slots)
         for old in olds:
             actor.learn(old.known)
@@ -112,7 +128,7 @@ class ArenaWatch:
         self.pool: PoolShadow | None = None  # None: this arena has no pool
         self._findings = findings
 
-    # ----------------------------------------------------------------------------------------------------------- accesses
+    # ----------------------------------------------------------------------------------------------- accesses
 
     def touch(self, deed: Deed, slots: set[int], clock: Known) -> None:
         """Work that touches `slots` is submitted; it happens after `clock`."""
@@ -131,7 +147,9 @@ class ArenaWatch:
             found = pool.unheld(slots)
             self._misuse(deed, found, f"touches {slots_told(found)} of {self.name}, which nobody holds")
         if deed.writes and (found := pool.sealed(slots)):
-            self._misuse(deed, found, f"changes {slots_told(found)} of {self.name}, which others may find under a key")
+            self._misuse(
+                deed, found, f"changes {slots_told(found)} of {self.name}, which others may find under a key"
+            )
 
     def _misuse(self, deed: Deed, slots: Iterable[int], what: str) -> None:
         report = Report(Kind.LIFETIME, self.name, tuple(sorted(slots)), f"{deed.told()} {what}", (deed,))
@@ -140,13 +158,19 @@ class ArenaWatch:
     def _race(self, deed: Deed, race: Race) -> None:
         earlier = race.earlier
         sentence = (
-            f"{deed.told()} is not ordered after {earlier.told()} in {slots_told(race.slots)} of {self.name}: "
+            f"{deed.told()} is not ordered "
+            f"after "
+            f"{earlier.told()} "
+            f"in "
+            f"{slots_told(race.slots)} "
+            f"of "
+            f"{self.name}: "
             f"nothing on lane {deed.lane}, and nothing that its submitter saw, waits for {earlier.place}"
         )
         key = (self.name, deed.lane, deed.work, deed.writes, earlier.lane, earlier.work, earlier.writes)
         self._findings.tell(Report(Kind.RACE, self.name, race.slots, sentence, (earlier, deed)), *key)
 
-    # --------------------------------------------------------------------------------------------------------------- pool
+    # --------------------------------------------------------------------------------------------------- pool
 
     def open(self, num_slots: int) -> None:
         self.pool = PoolShadow(num_slots)
@@ -159,7 +183,15 @@ class ArenaWatch:
         wrong = pool.move(actor, slots, states, owner)
         if wrong:
             slot, state = wrong[0]
-            sentence = f"slot {slot} of {self.name} went from {states[0]} to {states[1]} for {owner!r}, but it was {state}"
+            sentence = (
+                f"slot {slot} of {self.name} went from "
+                f"{states[0]} "
+                f"to "
+                f"{states[1]} "
+                f"for "
+                f"{owner!r}, "
+                f"but it was {state}"
+            )
             self._tell(Kind.ACCOUNTING, sentence, [slot for slot, _ in wrong], (), states)
         if states[1] in UNHELD and states[0] not in UNHELD:
             self._check_over(pool, actor, slots, owner)
@@ -175,7 +207,9 @@ class ArenaWatch:
             return
         pool.hand_over(actor, (slot,))
         if slot in pool.key_of:
-            sentence = f"slot {slot} of {self.name} gets a key, and it has one already: two keys name the same bytes"
+            sentence = (
+                f"slot {slot} of {self.name} gets a key, and it has one already: two keys name the same bytes"
+            )
             self._tell(Kind.LIFETIME, sentence, (slot,), (), "keys")
         pool.key_of[slot] = key
         unseen = tuple(self.histories.writes.each((slot,))[0].unseen(actor.clock))
@@ -196,7 +230,9 @@ class ArenaWatch:
             return
         self.pool.is_closed = not left
         for handle in left:
-            sentence = f"the pool of {self.name} is closed, and the {handle} has not ended: it outlives its owner"
+            sentence = (
+                f"the pool of {self.name} is closed, and the {handle} has not ended: it outlives its owner"
+            )
             self._tell(Kind.LIFETIME, sentence, (), (), "left", handle)
 
     def balance(self, counts: Mapping[str, int]) -> None:
@@ -207,19 +243,41 @@ class ArenaWatch:
         told = {state: num for state, num in counts.items() if num}
         booked = {state: num for state, num in pool.counts.items() if num}
         if told != booked:
-            sentence = f"the pool of {self.name} says that it has {told} at a step boundary, and its changes add up to {booked}"
+            sentence = (
+                f"the pool of {self.name} says that it has {told} at "
+                f"a "
+                f"step "
+                f"boundary, "
+                f"and "
+                f"its "
+                f"changes add up to {booked}"
+            )
             self._tell(Kind.ACCOUNTING, sentence, (), (), "balance")
 
-    # ------------------------------------------------------------------------------------------------------------ findings
+    # ----------------------------------------------------------------------------------------------- findings
 
     def _open_pool(self, who: str) -> PoolShadow | None:
         if self.pool is not None and self.pool.is_closed:
-            self._tell(Kind.LIFETIME, f"the pool of {self.name} is closed, and something changes in it for {who!r}", (), (), "after close")
+            self._tell(
+                Kind.LIFETIME,
+                f"the pool of {self.name} is closed, and something changes in it for {who!r}",
+                (),
+                (),
+                "after close",
+            )
         return self.pool
 
     def _check_over(self, pool: PoolShadow, actor: Actor, slots: Sequence[int], owner: str) -> None:
-        """`slots` are not held any more: is all work on them over, as far as those know who had them, or fenced?"""
-        places = list(zip(self.histories.writes.each(slots), self.histories.reads.each(slots), pool.each(slots), strict=True))
+        """`slots` are not held any more: is all work on them over, as far as those know who had them, or
+        fenced?"""
+        places = list(
+            zip(
+                self.histories.writes.each(slots),
+                self.histories.reads.each(slots),
+                pool.each(slots),
+                strict=True,
+            )
+        )
         late: dict[_Place, Deed] = {}
         for place in set(places):
             writes, reads, standing = place
@@ -231,12 +289,26 @@ class ArenaWatch:
         found = sorted(slot for slot, place in zip(slots, places, strict=True) if place in late)
         first = min(late.values(), key=lambda deed: (deed.lane, deed.number))
         sentence = (
-            f"{slots_told(found)} of {self.name} {'are' if len(found) > 1 else 'is'} given back for {owner!r} while {first.told()} may "
-            f"still be under way: none of those who had it has seen {first.place} to be over, and no fence behind that travels with it"
+            f"{slots_told(found)} of "
+            f"{self.name} "
+            f"{'are' if len(found) > 1 else 'is'} "
+            f"given "
+            f"back "
+            f"for "
+            f"{owner!r} while {first.told()} may "
+            f"still be under way: none of those who had it has seen {first.place} to "
+            f"be "
+            f"over, "
+            f"and "
+            f"no "
+            f"fence "
+            f"behind that travels with it"
         )
         self._tell(Kind.LIFETIME, sentence, found, (first,), "given back", first.lane, first.work)
 
-    def _tell(self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object) -> None:
+    def _tell(
+        self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object
+    ) -> None:
         """What is wrong here and now, without regard to earlier submissions."""
         report = Report(kind, self.name, tuple(slots), sentence, deeds, self._findings.stacks.here())
         self._findings.tell(report, self.name, *key)

@@ -1,13 +1,16 @@
-"""Vector clocks: what a lane, a thread or a running item knows to be over. Owns happens-before; knows nothing of slots.
+"""Vector clocks: what a lane, a thread or a running item knows to be over. Owns happens-before; knows nothing
+of slots.
 
-Time on a lane is the number of the work submitted to it, so a clock maps lanes to numbers: "all work on that lane up to this number
-happens before me". Clocks only grow, by these edges:
+Time on a lane is the number of the work submitted to it, so a clock maps lanes to numbers: "all work on that
+lane up to this number happens before me". Clocks only grow, by these edges:
 
-- a lane waits for a fence: it learns what the fence's lane knew when the fence was placed, and that lane's work up to it;
+- a lane waits for a fence: it learns what the fence's lane knew when the fence was placed, and that lane's
+  work up to it;
 - a thread sees a fence pass, by blocking or by polling: it learns the same;
 - a thread submits to a lane: the work happens after all that the submitter knows;
 - a thread touches bytes itself: that is an item of its own, which it knows to be over at once;
-- work begins on a thread: until it ends, that thread acts as the item, and knows what the item's lane knew when the item was submitted;
+- work begins on a thread: until it ends, that thread acts as the item, and knows what the item's lane knew
+  when the item was submitted;
 - work ends: what it has seen meanwhile is known behind it on its lane;
 - a slot changes hands: its next owner learns what was known when it was given up (`learn` and `Actor.shown`).
 """
@@ -22,7 +25,9 @@ from collections.abc import Mapping
 Clock = dict[str, int]
 Known = Mapping[str, int]  # a clock that does not change any more
 
-_KEPT = 4096  # changes of one lane's knowledge that are remembered; fences older than that are taken to know a little more than they did
+# changes of one lane's knowledge that are remembered; fences older than that are taken to know a little more
+# than they did
+_KEPT = 4096
 _NOTHING: Known = {}
 
 
@@ -60,7 +65,8 @@ class Actor:
 
 
 class _Actors(threading.local):
-    """Who acts on the calling thread, innermost last. Gone with the thread, so that no thread inherits what another one saw."""
+    """Who acts on the calling thread, innermost last. Gone with the thread, so that no thread inherits what
+    another one saw."""
 
     def __init__(self) -> None:
         self.stack = [Actor({})]
@@ -100,18 +106,21 @@ class Clocks:
     def __init__(self) -> None:
         self._actors = _Actors()
         self._lanes: defaultdict[str, Clock] = defaultdict(dict)
-        self._changes: defaultdict[str, _Changes] = defaultdict(_Changes)  # by lane: what its items were submitted with
-        self._seen: defaultdict[str, _Changes] = defaultdict(_Changes)  # by lane: what its items saw while they ran, where that is more
+        # by lane: what its items were submitted with
+        self._changes: defaultdict[str, _Changes] = defaultdict(_Changes)
+        # by lane: what its items saw while they ran, where that is more
+        self._seen: defaultdict[str, _Changes] = defaultdict(_Changes)
         self._newest: Clock = {}  # work submitted, by lane
 
     @property
     def actor(self) -> Actor:
         return self._actors.stack[-1]
 
-    # ------------------------------------------------------------------------------------------------------------ edges
+    # -------------------------------------------------------------------------------------------------- edges
 
     def submit(self, lane: str, number: int) -> Known:
-        """Work `number` comes on `lane`, from the acting one. Returns what happens before it; good until the next call."""
+        """Work `number` comes on `lane`, from the acting one. Returns what happens before it; good until the
+        next call."""
         clock = self._lanes[lane]
         if join(clock, self.actor.clock):
             self._changes[lane].note(number, dict(clock))
@@ -119,8 +128,8 @@ class Clocks:
         return clock
 
     def act(self) -> tuple[str, int, Known]:
-        """The acting one does something itself. A thread's own deeds are numbered as a lane's work is, and it knows them to be over.
-        Returns the thread, the number and what happens before it."""
+        """The acting one does something itself. A thread's own deeds are numbered as a lane's work is, and it
+        knows them to be over. Returns the thread, the number and what happens before it."""
         thread = threading.current_thread()
         name = f"thread {thread.name} ({thread.ident})"
         number = self._newest.get(name, 0) + 1
@@ -129,7 +138,8 @@ class Clocks:
         return name, number, clock
 
     def wait(self, lane: str, on_lane: str, fence: int) -> None:
-        """A wait is an item of `lane` like any other, with the next number. Its submitter counts as with any other."""
+        """A wait is an item of `lane` like any other, with the next number. Its submitter counts as with any
+        other."""
         clock = self._lanes[lane]
         self._newest[lane] = number = self._newest.get(lane, 0) + 1
         grew = join(clock, self.actor.clock)
@@ -157,11 +167,11 @@ class Clocks:
             self._seen[lane].note(number, actor.shown())
             join(self._lanes[lane], actor.clock)
 
-    # -------------------------------------------------------------------------------------------------------- knowledge
+    # ---------------------------------------------------------------------------------------------- knowledge
 
     def covered(self, lane: str, fence: int | None) -> Clock:
-        """What is over when a fence of `lane` has passed: the lane's work up to it, and what that happened after. None: a fence that
-        does not say where it lies, taken to cover all that was submitted."""
+        """What is over when a fence of `lane` has passed: the lane's work up to it, and what that happened
+        after. None: a fence that does not say where it lies, taken to cover all that was submitted."""
         clock: Clock = {}
         self._learn(clock, lane, self._newest.get(lane, 0) if fence is None else fence)
         return clock

@@ -1,7 +1,9 @@
-"""The last accesses to each slot of an arena. Owns who touched which layers last, and forgets what later accesses cover.
+"""The last accesses to each slot of an arena. Owns who touched which layers last, and forgets what later
+accesses cover.
 
-A history is a value that slots share: those that were read, or written, by the same work have the same one. So an access is judged once
-per distinct history, not once per slot; and not at all where it happens after everything that was ever done to the arena.
+A history is a value that slots share: those that were read, or written, by the same work have the same one.
+So an access is judged once per distinct history, not once per slot; and not at all where it happens after
+everything that was ever done to the arena.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _Old = TypeVar("_Old")  # a history, or None where there was none
 
 
 class History:
-    """Reads, or writes, of a slot that a later access could still race with. Never changes; equal only to itself."""
+    """Reads, or writes, of a slot that a later access could still race with. Never changes; equal only to
+    itself."""
 
     __slots__ = ("narrow", "newest", "wide")
 
@@ -51,7 +54,13 @@ class History:
         low, high = layers
         wide, narrow = self.wide, self.narrow
         if wide:
-            wide = tuple([deed for deed in wide if not (low <= deed.layers[0] and deed.layers[1] <= high and covered(deed))])
+            wide = tuple(
+                [
+                    deed
+                    for deed in wide
+                    if not (low <= deed.layers[0] and deed.layers[1] <= high and covered(deed))
+                ]
+            )
         if high == low + 1:
             kept = tuple([deed for deed in narrow.get(low, ()) if not covered(deed)])
             narrow = {**narrow, low: kept if new is None else (*kept, new)}
@@ -62,7 +71,9 @@ class History:
                 narrow = {
                     layer: kept
                     for layer, deeds in narrow.items()
-                    if (kept := tuple([deed for deed in deeds if not (low <= layer < high and covered(deed))]))
+                    if (
+                        kept := tuple([deed for deed in deeds if not (low <= layer < high and covered(deed))])
+                    )
                 }
             wide = wide if new is None else (*wide, new)
         return History(wide, narrow, self.newest if new is None else {**self.newest, new.lane: new.number})
@@ -102,7 +113,10 @@ class _Side:
                     if not _ordered(earlier, lane, clock):
                         found.setdefault((earlier.lane, earlier.label), (earlier, set()))[1].add(old)
         places = list(zip(slots, olds, strict=True)) if found else []
-        return [Race(earlier, tuple(sorted(slot for slot, old in places if old in among))) for earlier, among in found.values()]
+        return [
+            Race(earlier, tuple(sorted(slot for slot, old in places if old in among)))
+            for earlier, among in found.values()
+        ]
 
     def add(self, deed: Deed, slots: Collection[int], covered: Callable[[Deed], bool]) -> None:
         """`deed` comes to each of `slots`, and those within its layers that are `covered` go."""
@@ -146,8 +160,8 @@ class Histories:
     def take(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
         """Add `deed`, which happens after `clock`; returns earlier accesses that it races with.
 
-        What happens before `deed` and lies within its layers can be forgotten where `deed` conflicts with everything that it conflicted
-        with: a write covers all, a read covers reads of its own lane.
+        What happens before `deed` and lies within its layers can be forgotten where `deed` conflicts with
+        everything that it conflicted with: a write covers all, a read covers reads of its own lane.
         """
         lane, layers = deed.lane, deed.layers
         races = self.writes.races(deed, slots, clock)

@@ -1,5 +1,5 @@
-"""What the sanitizer has found: each finding with the stack where it happened, for people and as plain data; kept, counted, logged, written
-to a file. Owns the words and what becomes of them; finds nothing itself."""
+"""What the sanitizer has found: each finding with the stack where it happened, for people and as plain data;
+kept, counted, logged, written to a file. Owns the words and what becomes of them; finds nothing itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Frame(NamedTuple):
 
 
 class Stacks:
-    """Call stacks, the same object for the same place: there are as many places that submit as lines that do, and deeds by the million."""
+    """Call stacks, the same object for the same place: there are as many places that submit as lines that do,
+    and deeds by the million."""
 
     def __init__(self) -> None:
         self._is_own: dict[str, bool] = {}  # by file
@@ -75,14 +76,16 @@ _MAX_NAMED = 8  # slots or owners that a sentence lists
 
 class Kind(enum.StrEnum):
     RACE = "race"  # two accesses to the same bytes, one a write, in no order
-    LIFETIME = "lifetime"  # bytes that are touched, given back or published without the right to, or too early
+    # bytes that are touched, given back or published without the right to, or too early
+    LIFETIME = "lifetime"
     ACCOUNTING = "accounting"  # a pool that does not balance
     STALL = "stall"  # the engine thread blocked where it must not
 
 
 @dataclass(slots=True, eq=False)  # not frozen: that would triple the time to make one, and there are many
 class Deed:
-    """One piece of submitted work, as far as it concerns a finding. Not changed once it is kept; equal only to itself."""
+    """One piece of submitted work, as far as it concerns a finding. Not changed once it is kept; equal only
+    to itself."""
 
     lane: str
     number: int
@@ -90,7 +93,8 @@ class Deed:
     writes: bool
     layers: tuple[int, int]
     stack: tuple[Frame, ...]  # innermost first
-    owners: tuple[str, ...] = ()  # on whose behalf the slots were held when it was submitted, where anybody keeps book of them
+    # on whose behalf the slots were held when it was submitted, where anybody keeps book of them
+    owners: tuple[str, ...] = ()
 
     def told(self) -> str:
         first, end = self.layers
@@ -160,7 +164,8 @@ class Findings:
         self._write_json()
 
     def tell(self, report: Report, *key: object) -> None:
-        """Count `report`, and keep it unless one of its kind and `key` is kept already. Strict: raises SanitizerStop then."""
+        """Count `report`, and keep it unless one of its kind and `key` is kept already. Strict: raises
+        SanitizerStop then."""
         self.num_by_kind[report.kind] += 1
         if (report.kind, *key) in self._told or len(self.reports) >= MAX_REPORTS:
             return
@@ -175,6 +180,8 @@ class Findings:
         if self._json_file is None:
             return
         try:
-            self._json_file.write_text(json.dumps([report.as_dict() for report in self.reports], indent=1) + "\n")
+            self._json_file.write_text(
+                json.dumps([report.as_dict() for report in self.reports], indent=1) + "\n"
+            )
         except OSError as error:
             raise ConfigError(f"--sanitize-json {self._json_file}: {error.strerror or error}") from None

@@ -1,14 +1,17 @@
-"""The observer: takes in what lanes and pools report and has every declared access and every change of hands judged. Owns the parts that
-judge, changes nothing. Two of them are here: the turns of the engine's loop, and digests of blocks that leave and come back.
+"""The observer: takes in what lanes and pools report and has every declared access and every change of hands
+judged. Owns the parts that judge, changes nothing. Two of them are here: the turns of the engine's loop, and
+digests of blocks that leave and come back.
 
-Sound for what is declared: two accesses to the same bytes, at least one a write, are reported unless a path of submissions, waits, host
-waits and changes of hands orders them. A captured replay is one access with the union of its ops', and a wait placed inside a capture is
-no edge.
+Sound for what is declared: two accesses to the same bytes, at least one a write, are reported unless a path
+of submissions, waits, host waits and changes of hands orders them. A captured replay is one access with the
+union of its ops', and a wait placed inside a capture is no edge.
 
-A wait is judged only inside a turn, on the thread that takes it: a drain or close from outside may take as long as it likes.
+A wait is judged only inside a turn, on the thread that takes it: a drain or close from outside may take as
+long as it likes.
 
-A digest belongs to a copy, not to its key: the same tokens computed twice, in other chunks, give bytes that differ in their last bits and
-may stand for each other. So only what one copy held at two moments is compared. There is one digest a slot.
+A digest belongs to a copy, not to its key: the same tokens computed twice, in other chunks, give bytes that
+differ in their last bits and may stand for each other. So only what one copy held at two moments is compared.
+There is one digest a slot.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class _Here(threading.local):
 class Turns:
     """Implements `observe.EngineObserver`."""
 
-    def __init__(self, findings: Findings, arenas: Mapping[str, ArenaWatch], stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, findings: Findings, arenas: Mapping[str, ArenaWatch], stall_s: float = STALL_S
+    ) -> None:
         self._findings = findings
         self._arenas = arenas
         self._stall_s = stall_s
@@ -69,7 +74,15 @@ class Turns:
         if seconds <= self._stall_s or not self._here.in_turn or self._here.allowed:
             return
         stack = self._findings.stacks.here()
-        sentence = f"the engine thread waited {seconds * 1e3:.1f} ms for item {fence} of lane {on_lane}, where it may not wait"
+        sentence = (
+            f"the engine thread waited {seconds * 1e3:.1f} ms for "
+            f"item "
+            f"{fence} "
+            f"of "
+            f"lane "
+            f"{on_lane}, "
+            f"where it may not wait"
+        )
         self._findings.tell(Report(Kind.STALL, "", (), sentence, stack=stack), on_lane, stack[:3])
 
 
@@ -89,7 +102,13 @@ class Checksums:
             known = copies.get(slot)
             copies[slot] = key, digest
             if known is not None and known[0] == key and known[1] != digest:
-                self._tell(tier, slot, key, "key published over different bytes", f"its slot held {known[1]:x} and now holds {digest:x}")
+                self._tell(
+                    tier,
+                    slot,
+                    key,
+                    "key published over different bytes",
+                    f"its slot held {known[1]:x} and now holds {digest:x}",
+                )
 
     def promoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
         with self._findings.lock:
@@ -97,7 +116,13 @@ class Checksums:
             if known is None:
                 return  # it was made before anybody looked, or has been forgotten
             if known[0] != key:
-                self._tell(tier, slot, key, "bytes of another key promoted", f"they were demoted under {known[0].hex()[:16]}")
+                self._tell(
+                    tier,
+                    slot,
+                    key,
+                    "bytes of another key promoted",
+                    f"they were demoted under {known[0].hex()[:16]}",
+                )
             elif known[1] != digest:
                 changed = f"{known[1]:x} was demoted, {digest:x} came back"
                 self._tell(tier, slot, key, "bytes changed between demote and promote", changed)
@@ -111,15 +136,18 @@ class Checksums:
 
     def _tell(self, tier: str, slot: int, key: bytes, what: str, how: str) -> None:
         sentence = f"{what}: slot {slot} of {tier}, key {key.hex()[:16]}: {how}"
-        self._findings.tell(Report(Kind.LIFETIME, tier, (slot,), sentence, stack=self._findings.stacks.here()), tier, what)
+        self._findings.tell(
+            Report(Kind.LIFETIME, tier, (slot,), sentence, stack=self._findings.stacks.here()), tier, what
+        )
 
 
 class Sanitizer:
-    """Implements `LaneObserver` and `PoolObserver`; `turns` and `checksums` listen to the engine's loop and to transfers. Any thread may
-    report; `reports` are in the order of discovery."""
+    """Implements `LaneObserver` and `PoolObserver`; `turns` and `checksums` listen to the engine's loop and
+    to transfers. Any thread may report; `reports` are in the order of discovery."""
 
     def __init__(self, strict: bool = False, json_file: Path | None = None, stall_s: float = STALL_S) -> None:
-        """`strict`: the thread whose doing was found gets SanitizerStop. `json_file` holds all findings so far, from the start."""
+        """`strict`: the thread whose doing was found gets SanitizerStop. `json_file` holds all findings so
+        far, from the start."""
         findings = Findings(strict, json_file)
         self.reports = findings.reports
         self.num_by_kind = findings.num_by_kind
@@ -130,7 +158,7 @@ class Sanitizer:
         self.turns = Turns(findings, self._arenas, stall_s)
         self.checksums = Checksums(findings)
 
-    # ------------------------------------------------------------------------------------------------------------ lanes
+    # -------------------------------------------------------------------------------------------------- lanes
 
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         with self._lock:
@@ -162,7 +190,8 @@ class Sanitizer:
             self._clocks.start(lane, ticket)
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
-        """That work is over orders nothing by itself: a thread that acts on it has waited or polled. But the thread acts as itself again."""
+        """That work is over orders nothing by itself: a thread that acts on it has waited or polled. But the
+        thread acts as itself again."""
         with self._lock:
             self._clocks.finish(lane, ticket)
 
@@ -172,7 +201,7 @@ class Sanitizer:
             deed = Deed(lane, number, label, access.mode is Mode.WRITE, access.layers, stack)
             self._arenas[access.arena].touch(deed, _slots_of(access), clock)
 
-    # ------------------------------------------------------------------------------------------------------------ pools
+    # -------------------------------------------------------------------------------------------------- pools
 
     def opened(self, pool: str, num_slots: int) -> None:
         with self._lock:
@@ -190,7 +219,9 @@ class Sanitizer:
 
     def returned(self, pool: str, slots: Sequence[int], owner: str, fence: Fence | None) -> None:
         with self._lock:
-            fenced = None if fence is None else self._clocks.covered(fence.lane, getattr(fence, "number", None))
+            fenced = (
+                None if fence is None else self._clocks.covered(fence.lane, getattr(fence, "number", None))
+            )
             self._arenas[pool].hand_over(self._clocks.actor, slots, owner, fenced)
 
     def sealed(self, pool: str, slot: int, key: bytes) -> None:

@@ -1,4 +1,5 @@
-"""What this server is and takes, for people and for tools: the landing page and the OpenAPI description. Owns no route."""
+"""What this server is and takes, for people and for tools: the landing page and the OpenAPI description. Owns
+no route."""
 
 from __future__ import annotations
 
@@ -16,10 +17,18 @@ from penstock.server import messages, responses, schema
 ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", schema.ChatBody),
     "/v1/completions": ("post", "Continue a text.", schema.CompletionBody),
-    "/v1/responses": ("post", "Answer a conversation, in the newer words of OpenAI.", responses.ResponsesBody),
+    "/v1/responses": (
+        "post",
+        "Answer a conversation, in the newer words of OpenAI.",
+        responses.ResponsesBody,
+    ),
     "/v1/responses/{id}": ("get delete", "Such an answer, while it is kept.", None),
     "/v1/messages": ("post", "Answer a conversation, in the words of Anthropic.", messages.MessagesBody),
-    "/v1/messages/count_tokens": ("post", "How long the prompt of such a conversation is.", messages.CountTokensBody),
+    "/v1/messages/count_tokens": (
+        "post",
+        "How long the prompt of such a conversation is.",
+        messages.CountTokensBody,
+    ),
     "/v1/models": ("get", "The served model and its adapters.", None),
     "/v1/models/{model}": ("get", "One of them.", None),
     "/v1/load_lora_adapter": ("post", "Load an adapter.", schema.LoadLoraBody),
@@ -39,8 +48,16 @@ ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/openapi.json": ("get", "This description.", None),
 }
 # Nothing on the page is loaded from anywhere, and no script runs on it.
-LANDING_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "x-content-type-options": "nosniff"}
-_STYLE = "body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:3rem auto;padding:0 1rem}td{padding:0 1rem 0 0;vertical-align:top}"
+LANDING_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "x-content-type-options": "nosniff",
+}
+_STYLE = (
+    "body{font:16px/1.5 "
+    "system-ui,sans-serif;max-width:44rem;margin:3rem "
+    "auto;padding:0 "
+    "1rem}td{padding:0 1rem 0 0;vertical-align:top}"
+)
 
 
 def openapi(with_key: bool) -> dict[str, Any]:
@@ -52,7 +69,10 @@ def openapi(with_key: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "license": {"name": "Apache-2.0"}},
         "paths": {
-            path: {method: _operation(path, about, by_body[body] if body and method == "post" else None) for method in methods.split()}
+            path: {
+                method: _operation(path, about, by_body[body] if body and method == "post" else None)
+                for method in methods.split()
+            }
             for path, (methods, about, body) in ROUTES.items()
         },
         "components": {"schemas": components},
@@ -64,9 +84,14 @@ def openapi(with_key: bool) -> dict[str, Any]:
 
 
 def _operation(path: str, about: str, body: Any) -> dict[str, Any]:
-    operation: dict[str, Any] = {"summary": about, "responses": {"200": {"description": "done"}, "4XX": {"description": "refused"}}}
+    operation: dict[str, Any] = {
+        "summary": about,
+        "responses": {"200": {"description": "done"}, "4XX": {"description": "refused"}},
+    }
     for name in re.findall(r"{(\w+)}", path):
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return operation
@@ -74,10 +99,16 @@ def _operation(path: str, about: str, body: Any) -> dict[str, Any]:
 
 def landing(facts: Sequence[tuple[str, str]]) -> str:
     """One page without scripts: what runs here, and where to go on. Everything on it is escaped."""
-    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts)
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts
+    )
     links = "".join(_row(path, methods, about) for path, (methods, about, _) in ROUTES.items())
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Penstock</title><style>{_STYLE}</style></head>'
-    body = f"<h1>Penstock {html.escape(__version__)}</h1><table>{rows}</table><h2>Routes</h2><table>{links}</table>"
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Penstock</title>'
+    head += f"<style>{_STYLE}</style></head>"
+    body = (
+        f"<h1>Penstock "
+        f"{html.escape(__version__)}</h1><table>{rows}</table><h2>Routes</h2><table>{links}</table>"
+    )
     return f"{head}<body>{body}</body></html>\n"
 
 

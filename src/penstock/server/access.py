@@ -1,4 +1,5 @@
-"""One HTTP exchange from first to last byte: its id, how it ended and why. Owns the access log; the figures go to `RequestFigures`."""
+"""One HTTP exchange from first to last byte: its id, how it ended and why. Owns the access log; the figures
+go to `RequestFigures`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ MAX_PATH = 200  # characters of a path in the log
 QUIET = frozenset({"/health", "/live", "/metrics"})  # asked every few seconds: logged at debug
 HANGUP = 499
 # Paths with somebody's name behind them.
-NAMED = {"/v1/models/": "/v1/models/{model}", "/v1/snapshots/": "/v1/snapshots/{name}", "/v1/responses/": "/v1/responses/{id}"}
+NAMED = {
+    "/v1/models/": "/v1/models/{model}",
+    "/v1/snapshots/": "/v1/snapshots/{name}",
+    "/v1/responses/": "/v1/responses/{id}",
+}
 OTHER = "other"  # a path that is not one of ours: what clients make up must not become a label
 _NOT_IN_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
 _KEY = "penstock.exchange"
@@ -34,7 +39,8 @@ _KEY = "penstock.exchange"
 
 @dataclass(slots=True)
 class Exchange:
-    """What is known of one request and its answer. Routes fill in what they learn; times are `time.monotonic()`."""
+    """What is known of one request and its answer. Routes fill in what they learn; times are
+    `time.monotonic()`."""
 
     method: str
     path: str
@@ -155,7 +161,8 @@ def _log(exchange: Exchange) -> None:
 
 
 def _own_id(scope: Scope) -> str:
-    """The id that the client sent, without what could forge a line of a log or a header, and no longer than is of use."""
+    """The id that the client sent, without what could forge a line of a log or a header, and no longer than
+    is of use."""
     for name, value in scope["headers"]:
         if name == ID_HEADER.encode():
             return _NOT_IN_ID.sub(b"", value[: 4 * MAX_ID])[:MAX_ID].decode()

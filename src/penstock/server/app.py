@@ -1,4 +1,5 @@
-"""The ASGI application: routes, who may call them, how errors look, and what starts and stops with it. Owns no socket."""
+"""The ASGI application: routes, who may call them, how errors look, and what starts and stops with it. Owns
+no socket."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ logger = logging.getLogger("penstock.server")
 BLANKS = b" \t"  # of HTTP
 
 
-def make_app(engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None) -> Starlette:
-    """The app starts `loop` when it starts and closes it when it stops; `app.state.service` is what its routes share."""
+def make_app(
+    engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None
+) -> Starlette:
+    """The app starts `loop` when it starts and closes it when it stops; `app.state.service` is what its
+    routes share."""
     if config.api_key is not None:
         _check_key(config.api_key)
     service = Service(engine, loop, config, fronts)
@@ -75,13 +79,18 @@ def _tracing(config: ServerConfig) -> Tracing | None:
 
 
 def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None) -> list[Middleware]:
-    """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its rules come before the key."""
+    """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its
+    rules come before the key."""
     stack = [Middleware(AccessLog, figures=service.figures, tracing=tracing)]
     if config.cors_origins:
         seen = (ID_HEADER, IGNORED_HEADER, "retry-after")
         methods = ("GET", "POST", "DELETE")
         cors = Middleware(
-            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=methods, allow_headers=("*",), expose_headers=seen
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=methods,
+            allow_headers=("*",),
+            expose_headers=seen,
         )
         stack.append(cors)
     stack.append(Middleware(LastResort))
@@ -96,12 +105,14 @@ def _check_key(key: str) -> None:
     if not key.strip(" \t"):
         raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
     if any((ord(character) < 0x20 and character != "\t") or character == "\x7f" for character in key):
-        raise ConfigError("--api-key has a line break or another control character in it, which no header can carry")
+        raise ConfigError(
+            "--api-key has a line break or another control character in it, which no header can carry"
+        )
 
 
 class LastResort:
-    """Turns a defect of ours into a 500 that leaves the connection usable. Once an answer has begun, which the exchange knows, only closing
-    it can tell."""
+    """Turns a defect of ours into a 500 that leaves the connection usable. Once an answer has begun, which
+    the exchange knows, only closing it can tell."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -117,18 +128,23 @@ class LastResort:
 
 
 class KeyCheck:
-    """Lets nothing but `open_paths` and OPTIONS, which does nothing, through without the key. Keeps only its digest, so that no log, error
-    or dump can show it."""
+    """Lets nothing but `open_paths` and OPTIONS, which does nothing, through without the key. Keeps only its
+    digest, so that no log, error or dump can show it."""
 
     def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str] = OPEN_PATHS) -> None:
         self._app = app
         self._open_paths = open_paths
-        # Bytes that are no UTF-8 reach us from a shell as surrogates. Blanks around a key cannot be sent in a header.
+        # Bytes that are no UTF-8 reach us from a shell as surrogates. Blanks around a key cannot be sent in a
+        # header.
         self._digest = _digest(api_key.encode("utf-8", "surrogateescape").strip(BLANKS))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and not self._is_open(scope) and not self._admits(scope):
-            error = Refused(401, "give the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'", code="invalid_api_key")
+            error = Refused(
+                401,
+                "give the server's API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
+            )
             refusal = error_response(error, exchange_of(scope))
             refusal.headers["WWW-Authenticate"] = "Bearer"
             await refusal(scope, receive, send)
@@ -139,10 +155,12 @@ class KeyCheck:
         return scope["path"] in self._open_paths or scope.get("method") == "OPTIONS"
 
     def _admits(self, scope: Scope) -> bool:
-        """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never made text: blanks of HTTP
-        are space and tab, and a key may well end in a byte that some alphabet calls blank."""
+        """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never
+        made text: blanks of HTTP are space and tab, and a key may well end in a byte that some alphabet calls
+        blank."""
         scheme, _, bearer = _only(scope, b"authorization").partition(b" ")
-        keys = (bearer if scheme.lower() == b"bearer" else b"", _only(scope, b"x-api-key"))  # OpenAI's way and Anthropic's
+        # OpenAI's way and Anthropic's
+        keys = (bearer if scheme.lower() == b"bearer" else b"", _only(scope, b"x-api-key"))
         found = [hmac.compare_digest(_digest(key.strip(BLANKS)), self._digest) for key in keys]
         return any(found)
 

@@ -1,7 +1,8 @@
-"""What the processes of one server say to each other: the messages, their version, and how they travel on a stream socket. Owns no process
-and no thread; who says what when is the business of both ends.
+"""What the processes of one server say to each other: the messages, their version, and how they travel on a
+stream socket. Owns no process and no thread; who says what when is the business of both ends.
 
-A frame is four bytes of length and as many of MessagePack. Nothing is ever unpickled: a message is one of the types below or an error.
+A frame is four bytes of length and as many of MessagePack. Nothing is ever unpickled: a message is one of the
+types below or an error.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Sent(msgspec.Struct, array_like=True):
     """What is sent is an array of its fields."""
 
 
-# --------------------------------------------------------------------------------------------------------------- plain data
+# ------------------------------------------------------------------------------------------------- plain data
 
 
 class SentError(Sent):
@@ -66,7 +67,9 @@ class SentError(Sent):
 
 
 _KINDS: dict[str, type[PenstockError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PenstockError)
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, PenstockError)
 }
 
 
@@ -76,7 +79,8 @@ def fault_from(error: BaseException) -> SentError:
 
 
 def error_from(fault: SentError) -> Exception:
-    """The same exception, as far as anybody asks: its type, its text and what it names. What was no exception of ours is a defect there."""
+    """The same exception, as far as anybody asks: its type, its text and what it names. What was no exception
+    of ours is a defect there."""
     kind = _KINDS.get(fault.kind)
     if kind is None:
         return RuntimeError(f"in the engine's process: {fault.message}")
@@ -90,7 +94,8 @@ def error_from(fault: SentError) -> Exception:
 
 
 class SentEvent(Sent):
-    """A `TokenEvent` that has more to say than one token, without its request's id: the number stands for it."""
+    """A `TokenEvent` that has more to say than one token, without its request's id: the number stands for
+    it."""
 
     number: int
     event: TokenEvent
@@ -102,7 +107,9 @@ class SentEvent(Sent):
         scored = event.prompt_logprobs
         scores = list(scored.parts) if isinstance(scored, PromptLogprobs) else None
         fault = None if event.failure is None else fault_from(event.failure)
-        return SentEvent(number, event._replace(request_id="", prompt_logprobs=None, failure=None), scores, fault)
+        return SentEvent(
+            number, event._replace(request_id="", prompt_logprobs=None, failure=None), scores, fault
+        )
 
     def made(self, request_id: str) -> TokenEvent:
         scored = None if self.scores is None else PromptLogprobs(self.scores)
@@ -111,11 +118,12 @@ class SentEvent(Sent):
         return self.event._replace(request_id=request_id, prompt_logprobs=scored, failure=given)
 
 
-# ---------------------------------------------------------------------------------------------------------- engine to front
+# -------------------------------------------------------------------------------------------- engine to front
 
 
 class Hello(Sent, tag=1):
-    """The first message, once the model is loaded: what is the same for as long as the engine runs, and its adapters for now."""
+    """The first message, once the model is loaded: what is the same for as long as the engine runs, and its
+    adapters for now."""
 
     version: int
     name: str
@@ -129,12 +137,13 @@ class Hello(Sent, tag=1):
     tokenizer: TokenizerSpec
     adapters: list[LoadedAdapter]
     residency: ResidencyChoice
-    is_warm: bool = True  # a front that is started while the engine warms up hears later, by a beat, that it is
+    # a front that is started while the engine warms up hears later, by a beat, that it is
+    is_warm: bool = True
 
 
 class Tokens(Sent, tag=2):
-    """Everything that a step has to say to one front process. An event that is one token is a pair of numbers, whose it is and which; the
-    others of a message follow, of each request in order."""
+    """Everything that a step has to say to one front process. An event that is one token is a pair of
+    numbers, whose it is and which; the others of a message follow, of each request in order."""
 
     plain: list[int]
     rest: list[SentEvent]
@@ -165,14 +174,15 @@ class WantFigures(Sent, tag=6):
 
 
 class Bye(Sent, tag=7):
-    """The engine will say no more: it has closed as it was told to, and every request has had its last event. Or it has failed."""
+    """The engine will say no more: it has closed as it was told to, and every request has had its last event.
+    Or it has failed."""
 
     why: str = ""  # it has failed
 
 
 FromEngine = Hello | Tokens | Returned | Beat | AdapterList | WantFigures | Bye
 
-# ---------------------------------------------------------------------------------------------------------- front to engine
+# -------------------------------------------------------------------------------------------- front to engine
 
 
 class SubmitOptions(Sent, kw_only=True):
@@ -260,14 +270,22 @@ CALLS = {
     **{
         method.__qualname__: _types_of(method)
         for method in (
-            *(EngineClient.reset_cache, EngineClient.wait_flushed, AdapterNames.load_inside, AdapterNames.unload),
+            *(
+                EngineClient.reset_cache,
+                EngineClient.wait_flushed,
+                AdapterNames.load_inside,
+                AdapterNames.unload,
+            ),
             *(SnapshotStore.begin_take, SnapshotStore.begin_all, SnapshotStore.begin_find),
             *(SnapshotStore.begin_open, SnapshotStore.begin_delete),
         )
     },
     EngineClient.note_seen.__qualname__: _types_of(EngineClient.note_seen),
-    EngineClient.stats.__qualname__: CallTypes(tuple[()], tuple[EngineStats, list[RequestFigures]]),  # figures: of all other fronts
-    EngineClient.prefetch.__qualname__: CallTypes(tuple[bytes | None, str, str, Adapter | None], Prefetched | None),
+    # figures: of all other fronts
+    EngineClient.stats.__qualname__: CallTypes(tuple[()], tuple[EngineStats, list[RequestFigures]]),
+    EngineClient.prefetch.__qualname__: CallTypes(
+        tuple[bytes | None, str, str, Adapter | None], Prefetched | None
+    ),
     GrammarCompiler.begin.__qualname__: CallTypes(tuple[Grammar], None),
     ResponseStore.keep.__qualname__: CallTypes(tuple[str, str, KeptResponse], None),
     ResponseStore.find.__qualname__: CallTypes(tuple[str, str], KeptResponse),
@@ -285,14 +303,15 @@ def arguments_of(call: Call) -> Any:
         raise ProtocolBroken(f"what came for {call.name} is not what it takes: {error}") from None
 
 
-# --------------------------------------------------------------------------------------------- the parent and its processes
+# ------------------------------------------------------------------------------- the parent and its processes
 
 
 C = TypeVar("C", Config, ServerConfig)
 
 
 def packed(config: Config | ServerConfig) -> bytes:
-    """Keys and paths may have bytes that are no UTF-8, and numbers any size: MessagePack has neither, and JSON has both, by escapes."""
+    """Keys and paths may have bytes that are no UTF-8, and numbers any size: MessagePack has neither, and
+    JSON has both, by escapes."""
     return json.dumps(msgspec.to_builtins(config)).encode()
 
 
@@ -360,7 +379,7 @@ class Broken(Sent, tag=4):
 
 ToParent = Starting | Ready | Detached | Broken
 
-# ------------------------------------------------------------------------------------------------------------------ frames
+# ----------------------------------------------------------------------------------------------------- frames
 
 
 def _plain(value: Any) -> Any:

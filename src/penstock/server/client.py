@@ -1,5 +1,6 @@
-"""What the server asks of an engine, wherever that runs: in this process (`Engine` and `EngineLoop` as they are) or in one of its own
-(`RemoteEngine`). Owns the interface, and what fronts have in common: seats, and figures of HTTP exchanges."""
+"""What the server asks of an engine, wherever that runs: in this process (`Engine` and `EngineLoop` as they
+are) or in one of its own (`RemoteEngine`). Owns the interface, and what fronts have in common: seats, and
+figures of HTTP exchanges."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class AdapterNames(Protocol):
 
 class GrammarCompiler(Protocol):
     def begin(self, grammar: Grammar) -> Future[Any]:
-        """It is found again at no cost while the result is kept. Cancelling ends it, unless others wait for the same."""
+        """It is found again at no cost while the result is kept. Cancelling ends it, unless others wait for
+        the same."""
 
 
 class SnapshotStore(Protocol):
@@ -72,13 +74,16 @@ class SnapshotStore(Protocol):
 
     def begin_find(self, name: str, cache_salt: str = "") -> Future[Snapshot]: ...
 
-    def begin_open(self, name: str, cache_salt: str = "", adapter: Adapter | None = None) -> Future[SnapshotContent]: ...
+    def begin_open(
+        self, name: str, cache_salt: str = "", adapter: Adapter | None = None
+    ) -> Future[SnapshotContent]: ...
 
     def begin_delete(self, name: str, cache_salt: str = "") -> Future[None]: ...
 
 
 class EngineClient(Protocol):
-    """`stats`, `reset_cache` and `wait_flushed` may block; nothing else does. All may be called from any thread."""
+    """`stats`, `reset_cache` and `wait_flushed` may block; nothing else does. All may be called from any
+    thread."""
 
     name: str
     tokenizer: TextCodec
@@ -97,7 +102,9 @@ class EngineClient(Protocol):
     @property
     def snapshots(self) -> SnapshotStore: ...
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *args: Any, **options: Any) -> str:
+    def submit(
+        self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *args: Any, **options: Any
+    ) -> str:
         """`options` are those of `Engine.submit`."""
 
     def cancel(self, request_id: str) -> None: ...
@@ -106,7 +113,12 @@ class EngineClient(Protocol):
         """As `Engine.note_seen`."""
 
     def prefetch(
-        self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        session: str = "",
+        cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> Future[Prefetched | None]: ...
 
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]: ...
@@ -137,7 +149,8 @@ class RequestFigures:
 
     by_status: dict[tuple[str, str], int] = field(default_factory=Counter)  # path, status
     by_finish: dict[str, int] = field(default_factory=Counter)  # choices by finish reason
-    e2e: Histogram = field(default_factory=lambda: Histogram(SECONDS))  # of generating requests: from their first byte to the answer's last
+    # of generating requests: from their first byte to the answer's last
+    e2e: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     queue: Histogram = field(default_factory=lambda: Histogram(QUEUE_SECONDS))
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
@@ -170,13 +183,15 @@ class RequestFigures:
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """What all front processes of a server share. As it is by default, this one is alone: HTTP and engine are one process."""
+    """What all front processes of a server share. As it is by default, this one is alone: HTTP and engine are
+    one process."""
 
     book: SeatBook = field(default_factory=lambda: SeatBook.make(1))
     index: int = 0
     started_s: float = field(default_factory=time.time)  # when the server was, as all of them say
     engine_pid: int | None = None  # None: it is this process
-    stats: Callable[[], tuple[EngineStats, list[RequestFigures]]] | None = None  # of the engine, and of all other fronts. May block
+    # of the engine, and of all other fronts. May block
+    stats: Callable[[], tuple[EngineStats, list[RequestFigures]]] | None = None
 
     responses: ResponseStore = field(default_factory=KeptResponses)
 

@@ -1,5 +1,6 @@
-"""One client's connection and how long it may keep us waiting: for a header, for the rest of a body, for taking its reply. Owns deadlines,
-and the size of a body and its pieces; owns no request, which a cut connection cancels as any hang-up does."""
+"""One client's connection and how long it may keep us waiting: for a header, for the rest of a body, for
+taking its reply. Owns deadlines, and the size of a body and its pieces; owns no request, which a cut
+connection cancels as any hang-up does."""
 
 from __future__ import annotations
 
@@ -69,20 +70,26 @@ class Connection(H11Protocol):
             self._write_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """The client has stopped speaking HTTP. Its request is over for the application too: what that still sends goes nowhere, instead of
-        failing."""
+        """The client has stopped speaking HTTP. Its request is over for the application too: what that still
+        sends goes nowhere, instead of failing."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun, and only closing can tell
+        # otherwise an answer has begun, and only closing can tell
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             refusal = error_response(Refused(400, "what was sent is not valid HTTP"))
-            head = h11.Response(status_code=400, headers=[*refusal.raw_headers, (b"connection", b"close")], reason=b"Bad Request")
+            head = h11.Response(
+                status_code=400,
+                headers=[*refusal.raw_headers, (b"connection", b"close")],
+                reason=b"Bad Request",
+            )
             for event in (head, h11.Data(data=bytes(refusal.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
     def _watch_reading(self) -> None:
-        """One deadline from the first to the last byte of a header. A body has one where it is read; here one behind an early reply."""
+        """One deadline from the first to the last byte of a header. A body has one where it is read; here one
+        behind an early reply."""
         state, awaited = self.conn.their_state, None
         if state is h11.IDLE:
             awaited = ("header", self.cycle)
@@ -94,7 +101,9 @@ class Connection(H11Protocol):
         if self._read_timer is not None:
             self._read_timer.cancel()
         if awaited is not None:
-            self._read_timer = self.loop.call_later(self.read_timeout_s, self._cut, f"did not finish a {awaited[0]}")
+            self._read_timer = self.loop.call_later(
+                self.read_timeout_s, self._cut, f"did not finish a {awaited[0]}"
+            )
 
     def _watch_writing(self) -> None:
         self._pending = self.transport.get_write_buffer_size()
@@ -103,7 +112,8 @@ class Connection(H11Protocol):
     def _check_taken(self) -> None:
         if self._pending - self.transport.get_write_buffer_size() < min(self._pending, MIN_TAKEN):
             sock = self.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nor does the kernel keep what is not taken
+            # nor does the kernel keep what is not taken
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._cut("did not take its reply")
         else:
             self._watch_writing()
@@ -115,7 +125,8 @@ class Connection(H11Protocol):
 
 
 class _Pieces(h11.Connection):
-    """Refuses a body in crumbs: parsing each takes far longer than sending it, and no client has a reason to."""
+    """Refuses a body in crumbs: parsing each takes far longer than sending it, and no client has a reason
+    to."""
 
     num_pieces = num_bytes = 0  # of this body so far
 
@@ -133,11 +144,14 @@ class _Pieces(h11.Connection):
 
 def connection_class(read_timeout_s: float, write_timeout_s: float) -> type[Connection]:
     """Uvicorn makes connections itself, from a class."""
-    return type("Connection", (Connection,), {"read_timeout_s": read_timeout_s, "write_timeout_s": write_timeout_s})
+    return type(
+        "Connection", (Connection,), {"read_timeout_s": read_timeout_s, "write_timeout_s": write_timeout_s}
+    )
 
 
 async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
-    """The whole body, or a refusal as soon as it is known to be too large or too slow; no more bytes than allowed are ever held."""
+    """The whole body, or a refusal as soon as it is known to be too large or too slow; no more bytes than
+    allowed are ever held."""
     limit, timeout_s = config.max_body_bytes, config.read_timeout_s
     headers = Headers(scope=scope)
     if headers.get("content-encoding", "identity").lower() != "identity":

@@ -1,4 +1,5 @@
-"""What went wrong, as the client is told: exceptions to status codes and OpenAI's error object. Owns no routes."""
+"""What went wrong, as the client is told: exceptions to status codes and OpenAI's error object. Owns no
+routes."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ MAX_SHOWN = 512  # characters of a message or a name in an error: what a client 
 class Refused(UserError):
     """An answer that HTTP has its own status for, such as 404 or 413."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
@@ -64,10 +67,18 @@ class Fault:
 
     def body(self) -> dict[str, Any]:
         param = None if self.param is None else shortened(self.param)
-        return {"error": {"message": shortened(self.message), "type": self.type, "param": param, "code": self.code}}
+        return {
+            "error": {
+                "message": shortened(self.message),
+                "type": self.type,
+                "param": param,
+                "code": self.code,
+            }
+        }
 
     def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
-        """In Anthropic's shape, with the words that its clients look for before they shorten a conversation."""
+        """In Anthropic's shape, with the words that its clients look for before they shorten a
+        conversation."""
         kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         fields = self.body()["error"]
         if self.code == "context_length_exceeded":
@@ -91,10 +102,13 @@ _ANTHROPIC = {
 def shortened(text: str) -> str:
     """Its beginning and its end: a message names the field first, and says last what is wrong with it."""
     half = MAX_SHOWN // 2
-    return text if len(text) <= MAX_SHOWN else f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
+    return (
+        text if len(text) <= MAX_SHOWN else (f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}")
+    )
 
 
-# The first that an error is an instance of: its status, its code, and what is said where it says nothing itself.
+# The first that an error is an instance of: its status, its code, and what is said where it says nothing
+# itself.
 _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (ContextExceeded, 400, "context_length_exceeded", ""),
     (SessionMissing, 404, "session_not_found", ""),
@@ -107,15 +121,17 @@ _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (Overloaded, 429, "overloaded", ""),
     (EngineClosed, 503, "unavailable", "the engine is closed"),
     (DeadlineExceeded, 504, "deadline_exceeded", ""),
-    (StoreFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),  # only of what was asked of a tier itself:
-    (TransferFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),  # a request computes instead
+    # only of what was asked of a tier itself:
+    (StoreFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),
+    # a request computes instead
+    (TransferFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),
     (StepFailed, 500, "step_failed", "the forward pass failed"),
 )
 
 
 def fault_of(error: BaseException, path: str = "") -> Fault:
-    """The message of an unexpected exception stays in our log: it may name paths or values that are not the client's to see. `path`: that
-    was asked."""
+    """The message of an unexpected exception stays in our log: it may name paths or values that are not the
+    client's to see. `path`: that was asked."""
     text, param = str(error), getattr(error, "param", None)
     if isinstance(error, Refused):
         return Fault(error.status, text, _type_of(error.status), param, error.code)
@@ -123,7 +139,11 @@ def fault_of(error: BaseException, path: str = "") -> Fault:
         return _http_fault(error, path)
     for kind, status, code, instead in _KINDS:
         if isinstance(error, kind):
-            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Overloaded) else {}
+            headers = (
+                {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+                if isinstance(error, Overloaded)
+                else {}
+            )
             return Fault(status, text or instead, _type_of(status), param, code, headers)
     return Fault(500, "internal error; the server's log says more", _type_of(500), code="internal")
 
@@ -143,16 +163,31 @@ NOT_HERE = {
         "causal models are served for the text that they write, and score none",
     ),
 }
-HERE = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages generate text; GET /openapi.json lists every route"
+HERE = (
+    "/v1/chat/completions, /v1/completions, /v1/responses "
+    "and "
+    "/v1/messages "
+    "generate "
+    "text; "
+    "GET "
+    "/openapi.json lists every route"
+)
 
 
 def _http_fault(error: HTTPException, path: str) -> Fault:
-    message = {404: "there is no such path", 405: "this path does not take that method"}.get(error.status_code, error.detail)
-    why = next((why for start, why in NOT_HERE.items() if path == start or path.startswith(start.rstrip("/") + "/")), None)
+    message = {404: "there is no such path", 405: "this path does not take that method"}.get(
+        error.status_code, error.detail
+    )
+    why = next(
+        (why for start, why in NOT_HERE.items() if path == start or path.startswith(start.rstrip("/") + "/")),
+        None,
+    )
     if error.status_code == 404 and why is not None:
         message = f"there is no such path here: {why}. {HERE}"
     code = http.HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return Fault(error.status_code, message, _type_of(error.status_code), code=code, headers=dict(error.headers or {}))
+    return Fault(
+        error.status_code, message, _type_of(error.status_code), code=code, headers=dict(error.headers or {})
+    )
 
 
 def _type_of(status: int) -> str:

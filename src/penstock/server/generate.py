@@ -1,5 +1,5 @@
-"""The generating routes: body in, prompts to token ids, choices out, streamed or whole. Owns the order of things and how a prompt is
-made, not shapes or engine requests."""
+"""The generating routes: body in, prompts to token ids, choices out, streamed or whole. Owns the order of
+things and how a prompt is made, not shapes or engine requests."""
 
 from __future__ import annotations
 
@@ -27,11 +27,30 @@ from penstock.server import messages, responses, schema
 from penstock.server.access import Exchange, exchange_of
 from penstock.server.faults import fault_of
 from penstock.server.kept import KeptResponse
-from penstock.server.replies import ChatReply, ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, Wants, usage_of
+from penstock.server.replies import (
+    ChatReply,
+    ChoiceDelta,
+    ChoiceText,
+    CompletionReply,
+    Heading,
+    Prompt,
+    Wants,
+    usage_of,
+)
 from penstock.server.schema import ChatBody, CompletionBody, Message, PrefetchBody
 from penstock.server.service import Generations, Rules, Service
 from penstock.server.thinking import is_off, reasons, thought_of, variables_of
-from penstock.server.tools import AnswerFormat, Asked, MarkedTokens, Tool, calls_or_form, format_of, reader_of, showing, told
+from penstock.server.tools import (
+    AnswerFormat,
+    Asked,
+    MarkedTokens,
+    Tool,
+    calls_or_form,
+    format_of,
+    reader_of,
+    showing,
+    told,
+)
 
 if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
@@ -46,15 +65,27 @@ def beyond_context(error: PromptTooLong) -> ContextExceeded:
 
 
 def prompts_of(
-    tokenizer: TextCodec, body: CompletionBody | ChatBody, rules: Rules, before: SnapshotContent | None = None, reasons: bool = False
+    tokenizer: TextCodec,
+    body: CompletionBody | ChatBody,
+    rules: Rules,
+    before: SnapshotContent | None = None,
+    reasons: bool = False,
 ) -> list[Prompt]:
-    """Of a text, one for each item. `before`: a snapshot that they go on from. Of a text: its tokens, then those of each prompt, cut by
-    themselves. Of a conversation: its messages, then the request's, written by the template as one: the prompt of somebody who sends
-    everything, whatever the template puts where."""
+    """Of a text, one for each item. `before`: a snapshot that they go on from. Of a text: its tokens, then
+    those of each prompt, cut by themselves. Of a conversation: its messages, then the request's, written by
+    the template as one: the prompt of somebody who sends everything, whatever the template puts where."""
     if isinstance(body, ChatBody):
         said = body.messages
         if before is not None and not before.messages:
-            message = "this snapshot was not taken of messages, so a conversation cannot be continued from it: use /v1/completions"
+            message = (
+                "this snapshot was not taken of messages, so a "
+                "conversation "
+                "cannot "
+                "be "
+                "continued "
+                "from "
+                "it: use /v1/completions"
+            )
             raise InvalidRequest(message, "snapshot")
         if before is not None:
             said = [*_MESSAGES.decode(before.messages), *said]
@@ -64,8 +95,12 @@ def prompts_of(
     start = [] if before is None else np.frombuffer(before.tokens, np.uint32).tolist()
     prompts = []
     for item in body.items:
-        ids = encode_prompt(tokenizer, item, rules, begins=before is None and body.add_special_tokens is not False)
-        text = item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else ""
+        ids = encode_prompt(
+            tokenizer, item, rules, begins=before is None and body.add_special_tokens is not False
+        )
+        text = (
+            item if isinstance(item, str) else tokenizer.decode(item, skip_special=False) if body.echo else ""
+        )
         prompt = Prompt([*start, *ids] if start else ids, text)
         scored = body.echo and body.logprobs is not None
         prompts.append(prompt._replace(offsets=prompt_offsets(tokenizer, prompt)) if scored else prompt)
@@ -81,7 +116,11 @@ def rendering_of(tokenizer: TextCodec, body: ChatBody, reasons: bool) -> Renderi
 
 
 def encode_chat(
-    tokenizer: TextCodec, messages: Sequence[Message], rules: Rules, tools: Sequence[Tool] = (), how: Rendering = ANSWERED
+    tokenizer: TextCodec,
+    messages: Sequence[Message],
+    rules: Rules,
+    tools: Sequence[Tool] = (),
+    how: Rendering = ANSWERED,
 ) -> list[int]:
     if not tokenizer.has_chat_template:
         raise InvalidRequest("this model has no chat template: use /v1/completions", "messages")
@@ -89,8 +128,11 @@ def encode_chat(
     return tokenizer.encode_chat(told_messages, rules.most, rules.special_in_text, told_tools, how)
 
 
-def encode_prompt(tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True) -> Sequence[int]:
-    """Ids that the model does not have are the engine's to refuse. `begins`: a text gets the tokens that stand before one."""
+def encode_prompt(
+    tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True
+) -> Sequence[int]:
+    """Ids that the model does not have are the engine's to refuse. `begins`: a text gets the tokens that
+    stand before one."""
     if isinstance(given, str):
         return tokenizer.encode(given, add_special=begins, most=rules.most)
     check_num_tokens(given, rules.most, "prompt")
@@ -115,23 +157,35 @@ def check_num_tokens(ids: Sequence[int], most: int, param: str) -> None:
 def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:
     highest = max(ids, default=0)
     if highest >= tokenizer.vocab_size:
-        raise InvalidRequest(f"{param}: token id {highest} is outside the vocabulary of {tokenizer.vocab_size}", param)
+        raise InvalidRequest(
+            f"{param}: token id {highest} is outside the vocabulary of {tokenizer.vocab_size}", param
+        )
 
 
 def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
-    """The character of the prompt's text at which each of its tokens begins, or which it continues: as for generated tokens.
+    """The character of the prompt's text at which each of its tokens begins, or which it continues: as for
+    generated tokens.
 
-    What the tokenizer put around the client's text (special tokens, a leading blank) lies at its ends and does not shift the rest.
+    What the tokenizer put around the client's text (special tokens, a leading blank) lies at its ends and
+    does not shift the rest.
     """
-    stream = TextStream(MarkedTokens(tokenizer.token_bytes, tokenizer.errors))  # special tokens are what the client wrote
+    # special tokens are what the client wrote
+    stream = TextStream(MarkedTokens(tokenizer.token_bytes, tokenizer.errors))
     delta = stream.push(prompt.ids)
     text = delta.text + stream.finish()
     extra = max(0, text.rfind(prompt.text))
-    return [min(max(0, offset - extra), len(prompt.text)) for offset in delta.offsets] if prompt.text in text else list(delta.offsets)
+    return (
+        [min(max(0, offset - extra), len(prompt.text)) for offset in delta.offsets]
+        if prompt.text in text
+        else list(delta.offsets)
+    )
 
 
-async def while_connected(receive: Receive, on_hangup: Callable[[], None], work: Callable[[], Awaitable[None]]) -> None:
-    """Run `work` until it is over or the client hangs up: `on_hangup` is then called first, and `work` is cancelled where it waits."""
+async def while_connected(
+    receive: Receive, on_hangup: Callable[[], None], work: Callable[[], Awaitable[None]]
+) -> None:
+    """Run `work` until it is over or the client hangs up: `on_hangup` is then called first, and `work` is
+    cancelled where it waits."""
     with anyio.CancelScope() as scope:
 
         async def watch() -> None:
@@ -151,7 +205,8 @@ logger = logging.getLogger("penstock.server")
 
 
 def owner_of(scope: Scope, cache_salt: str | None) -> str:
-    """Who may go on from an answer: requests with the same key and the same cache_salt. Only a digest is kept."""
+    """Who may go on from an answer: requests with the same key and the same cache_salt. Only a digest is
+    kept."""
     keys = [value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
     framed = msgspec.json.encode([[key.hex() for key in keys], cache_salt or ""])
     return hashlib.sha256(framed).hexdigest()
@@ -163,14 +218,16 @@ Reply = ChatReply | CompletionReply | messages.MessagesReply | responses.Respons
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are chats in other words."""
+    """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are
+    chats in other words."""
 
     body: type[msgspec.Struct]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
     name: str  # by which lengths of answers are told apart
     id_prefix: str
     translate: Callable[[Any], ChatBody] | None = None
-    names: Mapping[str, str] = field(default_factory=dict)  # what a field of the translation is called in what was given
+    # what a field of the translation is called in what was given
+    names: Mapping[str, str] = field(default_factory=dict)
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keeps: bool = False  # answers can be gone on from by their ids
 
@@ -208,10 +265,12 @@ class RunningRequest:
     reply: Reply
     service: Service
     exchange: Exchange
-    keep: Callable[[Reply, dict[str, Any]], Awaitable[None]] | None = None  # the answer, once all of it is there
+    # the answer, once all of it is there
+    keep: Callable[[Reply, dict[str, Any]], Awaitable[None]] | None = None
 
     async def wait_kept(self) -> None:
-        """Before the client has the end of the answer: it may go on from it at once. Where it cannot be kept, it is an answer still."""
+        """Before the client has the end of the answer: it may go on from it at once. Where it cannot be kept,
+        it is an answer still."""
         if self.keep is not None:
             try:
                 await self.keep(self.reply, self.usage())
@@ -222,8 +281,8 @@ class RunningRequest:
         return usage_of(self.prompts, self.choices, self.body.n or 1)
 
     async def next_pieces(self) -> dict[int, ChoiceDelta] | None:
-        """What the choices have to say now; None once all have said everything. A choice that met a stop string needs its engine request
-        no longer.
+        """What the choices have to say now; None once all have said everything. A choice that met a stop
+        string needs its engine request no longer.
 
         A failed choice fails the reply, once what it had said before is out.
         """
@@ -284,8 +343,11 @@ class Generate:
 
             async def work() -> None:
                 asked = self._asked(body)
-                kept = None if asked is None else await self._service.compile(asked)  # for the submits that follow
-                before = None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
+                # for the submits that follow
+                kept = None if asked is None else await self._service.compile(asked)
+                before = (
+                    None if body.snapshot is None else await self._service.open_snapshot(body, body.snapshot)
+                )
                 num_bytes = num_read + (0 if before is None else len(before.tokens))
                 owner = owner_of(scope, body.cache_salt)
                 submit = partial(self._submit, given, body, asked, reading, exchange, before, owner)
@@ -302,7 +364,8 @@ class Generate:
                 await while_connected(receive, reading.abandon, work)
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[Any, CompletionBody | ChatBody, int]:
-        """A checked body, the same translated, and its size. Its raw bytes are not kept while the request runs."""
+        """A checked body, the same translated, and its size. Its raw bytes are not kept while the request
+        runs."""
         kind, service = self._kind, self._service
         given, num_bytes = await service.body(Request(scope, receive), kind.body, **kind.queries)
         if kind.keeps and given.previous_response_id is not None:
@@ -319,7 +382,9 @@ class Generate:
             return asked
         return calls_or_form(body.asking, asked, reader_of(body.asking, config, tokenizer), tokenizer)
 
-    async def _continued(self, given: responses.ResponsesBody, num_bytes: int, owner: str) -> tuple[responses.ResponsesBody, int]:
+    async def _continued(
+        self, given: responses.ResponsesBody, num_bytes: int, owner: str
+    ) -> tuple[responses.ResponsesBody, int]:
         id = given.previous_response_id or ""
         try:
             kept = await self._service.on_responses(lambda store: store.find(id, owner))
@@ -327,7 +392,9 @@ class Generate:
             raise responses.missing(id) from None
         return responses.continued(given, kept), num_bytes + len(kept.items) + len(kept.response)
 
-    async def _keep(self, given: responses.ResponsesBody, owner: str, reply: Any, usage: dict[str, Any]) -> None:
+    async def _keep(
+        self, given: responses.ResponsesBody, owner: str, reply: Any, usage: dict[str, Any]
+    ) -> None:
         response = reply.ended(usage)
         kept = KeptResponse(msgspec.json.encode(given.items()), msgspec.json.encode(response))
         await self._service.on_responses(lambda store: store.keep(response["id"], owner, kept))
@@ -345,7 +412,9 @@ class Generate:
         """On a worker thread where the body is large."""
         engine, config = self._service.engine, self._service.config
         try:
-            prompts = prompts_of(engine.tokenizer, body, self._service.prompt_rules, before, reasons(config, engine.tokenizer))
+            prompts = prompts_of(
+                engine.tokenizer, body, self._service.prompt_rules, before, reasons(config, engine.tokenizer)
+            )
         except PromptTooLong as error:
             raise beyond_context(error) from None
         choices: list[ChoiceText] = []
@@ -364,14 +433,22 @@ class Generate:
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
         asked["route"] = self._kind.name
         exchange.submitted_s = time.monotonic()
-        with self._service.hold_model(body.model) as adapter:  # one content for all choices, though it be reloaded meanwhile
+        # one content for all choices, though it be reloaded meanwhile
+        with self._service.hold_model(body.model) as adapter:
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
                 if form is not None or (thought is not None and thought.most < sampling.max_tokens):
-                    sampling = replace(sampling, grammar=None if form is None else form.grammar, thought=thought)
+                    sampling = replace(
+                        sampling, grammar=None if form is None else form.grammar, thought=thought
+                    )
                 for i in range(body.n or 1):
-                    seeded = sampling if sampling.seed is None else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
-                    whose = asked if not choices else {**asked, "session": "", "hint": None}  # a session is one sequence: the first
+                    seeded = (
+                        sampling
+                        if sampling.seed is None
+                        else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
+                    )
+                    # a session is one sequence: the first
+                    whose = asked if not choices else {**asked, "session": "", "hint": None}
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **whose)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, wants))
         head = Heading(f"{self._kind.id_prefix}{reading.id}", body.model, prompts=prompts)
@@ -387,7 +464,9 @@ async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: 
         for index, piece in pieces.items():
             gathered[index].append(piece)
     joined = [_joined(said) for said in gathered]
-    content = await running.write(lambda: msgspec.json.encode(running.reply.whole(joined, running.usage())), joined)
+    content = await running.write(
+        lambda: msgspec.json.encode(running.reply.whole(joined, running.usage())), joined
+    )
     await running.wait_kept()
     await Response(content, media_type="application/json")(scope, receive, send)
 
@@ -395,7 +474,9 @@ async def _whole(running: RunningRequest, scope: Scope, receive: Receive, send: 
 def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     ids = tuple(id for piece in pieces for id in piece.ids)
-    return ChoiceDelta("".join(piece.text for piece in pieces), tokens, pieces[-1].finish, pieces[-1].stop, ids)
+    return ChoiceDelta(
+        "".join(piece.text for piece in pieces), tokens, pieces[-1].finish, pieces[-1].stop, ids
+    )
 
 
 async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
@@ -404,7 +485,9 @@ async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:
         while (pieces := await running.next_pieces()) is not None:
-            if data := await running.write(partial(running.reply.events, pieces, running.usage), pieces.values()):
+            if data := await running.write(
+                partial(running.reply.events, pieces, running.usage), pieces.values()
+            ):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 for index in pieces:
                     running.reading.saw(index, running.choices[index].num_shown)

@@ -1,8 +1,10 @@
-"""Fields of other servers' APIs that have no effect here, sorted by what they mean. Owns the one table of them for all generating routes,
-and takes them out of a body before it is decoded; the types of bodies have only what is honoured.
+"""Fields of other servers' APIs that have no effect here, sorted by what they mean. Owns the one table of
+them for all generating routes, and takes them out of a body before it is decoded; the types of bodies have
+only what is honoured.
 
-A field that describes the request, hints, or asks for what is done anyway is taken and named to the client. A value that would change the
-answer is refused with the reason. A field in neither the table nor the type may change the answer, and is refused, too.
+A field that describes the request, hints, or asks for what is done anyway is taken and named to the client. A
+value that would change the answer is refused with the reason. A field in neither the table nor the type may
+change the answer, and is refused, too.
 """
 
 from __future__ import annotations
@@ -25,14 +27,15 @@ MEANINGS: Mapping[Meaning, str] = {
     "change": "would change the answer",
 }
 MOST_NAMED = 32  # in one header
-_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a tool that is left out: a client's word, which goes into a header
+# of a tool that is left out: a client's word, which goes into a header
+_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
-# ---------------------------------------------------------------------------------------------------------------- the table
+# -------------------------------------------------------------------------------------------------- the table
 
 
 class IgnoredField(NamedTuple):
-    """One field. Its path begins at the body; `tools[].strict` is a field of every tool. Meant for all values that `takes` allows: listed
-    ones, or those of a type. Any other value is refused."""
+    """One field. Its path begins at the body; `tools[].strict` is a field of every tool. Meant for all values
+    that `takes` allows: listed ones, or those of a type. Any other value is refused."""
 
     path: str
     apis: str
@@ -53,7 +56,11 @@ class IgnoredField(NamedTuple):
             return None
         if any(type(value) is type(one) and value == one for one in self.takes):
             return None
-        allowed = ", except as " + " or ".join(msgspec.json.encode(one).decode() for one in self.takes) if self.takes else ""
+        allowed = (
+            (", except as ") + (" or ").join(msgspec.json.encode(one).decode() for one in self.takes)
+            if self.takes
+            else ""
+        )
         return f"is not supported by this server{allowed}: {self.why}"
 
 
@@ -63,7 +70,8 @@ class _ThinkingEdit(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ContextEdits(msgspec.Struct, forbid_unknown_fields=True):
-    """Thinking of earlier turns is never shown to the model again, so clearing it or keeping it changes nothing."""
+    """Thinking of earlier turns is never shown to the model again, so clearing it or keeping it changes
+    nothing."""
 
     edits: list[_ThinkingEdit] = []
 
@@ -116,10 +124,20 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("service_tier", _ALL, "hint", "there is one tier; priority says who goes first", Label),
     IgnoredField("speed", "messages", "hint", "there is one speed; priority says who goes first", Label),
     IgnoredField("fallbacks", "messages", "hint", "there is one model"),
-    IgnoredField("prediction", "chat", "hint", "answers are not made faster by it; --speculate does that for all"),
+    IgnoredField(
+        "prediction", "chat", "hint", "answers are not made faster by it; --speculate does that for all"
+    ),
     IgnoredField("store", _TEXT, "hint", "answers are kept for /v1/responses only", bool),
-    IgnoredField("prompt_cache_retention", _OPENAI, "hint", "cache_hint.retain_s says how long KV is wanted", Label),
-    IgnoredField("prompt_cache_options", "chat responses", "hint", "cache_hint.retain_s says how long KV is wanted", dict[str, Any]),
+    IgnoredField(
+        "prompt_cache_retention", _OPENAI, "hint", "cache_hint.retain_s says how long KV is wanted", Label
+    ),
+    IgnoredField(
+        "prompt_cache_options",
+        "chat responses",
+        "hint",
+        "cache_hint.retain_s says how long KV is wanted",
+        dict[str, Any],
+    ),
     IgnoredField("cache_prompt", _TEXT, "hint", _CACHED, bool),
     IgnoredField("cache_control", "chat messages", "hint", _CACHED),
     IgnoredField("messages[].cache_control", "chat messages", "hint", _CACHED),
@@ -134,27 +152,67 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("keep_alive", _TEXT, "hint", "a model stays while the server runs"),
     IgnoredField("ttl", _TEXT, "hint", "a model stays while the server runs"),
     IgnoredField("draft_model", _TEXT, "hint", "--speculate says it for all"),
-    IgnoredField("timings_per_token", _TEXT, "hint", "stream_options.continuous_usage_stats gives usage in every chunk"),
-    IgnoredField("return_progress", _TEXT, "hint", "stream_options.continuous_usage_stats gives usage in every chunk"),
-    IgnoredField("usage", "chat", "hint", "stream_options.include_usage gives the usage of a stream", dict[str, Any]),
+    IgnoredField(
+        "timings_per_token", _TEXT, "hint", "stream_options.continuous_usage_stats gives usage in every chunk"
+    ),
+    IgnoredField(
+        "return_progress", _TEXT, "hint", "stream_options.continuous_usage_stats gives usage in every chunk"
+    ),
+    IgnoredField(
+        "usage", "chat", "hint", "stream_options.include_usage gives the usage of a stream", dict[str, Any]
+    ),
     # How much, and how hard.
     IgnoredField("verbosity", "chat", "hint", _NO_SETTING, _Level),
     IgnoredField("text.verbosity", "responses", "hint", _NO_SETTING, _Level),
     IgnoredField("output_config.task_budget", "messages", "hint", "max_tokens bounds an answer"),
-    IgnoredField("truncation", "responses", "hint", "a conversation that does not fit is refused and not cut", Literal["auto", "disabled"]),
-    IgnoredField("transforms", "chat", "hint", "a conversation that does not fit is refused and not cut", list[str]),
+    IgnoredField(
+        "truncation",
+        "responses",
+        "hint",
+        "a conversation that does not fit is refused and not cut",
+        Literal["auto", "disabled"],
+    ),
+    IgnoredField(
+        "transforms", "chat", "hint", "a conversation that does not fit is refused and not cut", list[str]
+    ),
     IgnoredField("max_tool_calls", "responses", "hint", _RUNS_NONE, schema.Count),
-    IgnoredField("include", "responses", "hint", "logprobs are a field of /v1/chat/completions", list[_Included]),
-    IgnoredField("context_management", "messages", "same", "tool results are not cleared, and conversations not compacted", _ContextEdits),
+    IgnoredField(
+        "include", "responses", "hint", "logprobs are a field of /v1/chat/completions", list[_Included]
+    ),
+    IgnoredField(
+        "context_management",
+        "messages",
+        "same",
+        "tool results are not cleared, and conversations not compacted",
+        _ContextEdits,
+    ),
     IgnoredField("context_management", "responses", "same", "conversations are not compacted", ([],)),
     # Of tools.
-    IgnoredField("tools[].defer_loading", "chat responses messages", "hint", "every tool is shown from the beginning", bool),
-    IgnoredField("tools[].tools[].defer_loading", "responses", "hint", "every tool is shown from the beginning", bool),
+    IgnoredField(
+        "tools[].defer_loading",
+        "chat responses messages",
+        "hint",
+        "every tool is shown from the beginning",
+        bool,
+    ),
+    IgnoredField(
+        "tools[].tools[].defer_loading", "responses", "hint", "every tool is shown from the beginning", bool
+    ),
     IgnoredField("tools[].output_schema", "responses", "hint", "the model is shown what a tool takes"),
-    IgnoredField("tools[].tools[].output_schema", "responses", "hint", "the model is shown what a tool takes"),
+    IgnoredField(
+        "tools[].tools[].output_schema", "responses", "hint", "the model is shown what a tool takes"
+    ),
     IgnoredField("tools[].input_examples", "messages", "hint", "the model is shown the schema", list[Any]),
-    IgnoredField("tools[].eager_input_streaming", "messages", "same", "inputs are streamed as they come", (True, False)),
-    IgnoredField("tools[].allowed_callers", "responses messages", "same", "the model calls tools, and no program does", (["direct"],)),
+    IgnoredField(
+        "tools[].eager_input_streaming", "messages", "same", "inputs are streamed as they come", (True, False)
+    ),
+    IgnoredField(
+        "tools[].allowed_callers",
+        "responses messages",
+        "same",
+        "the model calls tools, and no program does",
+        (["direct"],),
+    ),
     # What clients send back of earlier answers, theirs or another server's.
     IgnoredField("messages[].annotations", "chat", "label", "of an earlier answer", list[Any]),
     IgnoredField("messages[].provider_specific_fields", "chat", "label", "of an earlier answer"),
@@ -164,21 +222,53 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("messages[].tool_calls[].extra_content", "chat", "label", "of an earlier answer"),
     IgnoredField("messages[].tool_calls[].provider_specific_fields", "chat", "label", "of an earlier answer"),
     IgnoredField("messages[].content[].citations", "messages", "label", "of an earlier answer", list[Any]),
-    IgnoredField("messages[].content[].content[].citations", "messages", "label", "of an earlier answer", list[Any]),
+    IgnoredField(
+        "messages[].content[].content[].citations", "messages", "label", "of an earlier answer", list[Any]
+    ),
     IgnoredField("system[].citations", "messages", "label", "of an earlier answer", list[Any]),
-    IgnoredField("messages[].content[].caller", "messages", "same", "the model calls tools, and no program does", _DirectCaller),
+    IgnoredField(
+        "messages[].content[].caller",
+        "messages",
+        "same",
+        "the model calls tools, and no program does",
+        _DirectCaller,
+    ),
     IgnoredField("messages[].id", "chat messages", "label", "of an earlier answer", Label),
-    IgnoredField("input[].caller", "responses", "same", "the model calls tools, and no program does", _DirectCaller),
-    IgnoredField("input[].internal_chat_message_metadata_passthrough", "responses", "label", "of a client's own"),
+    IgnoredField(
+        "input[].caller", "responses", "same", "the model calls tools, and no program does", _DirectCaller
+    ),
+    IgnoredField(
+        "input[].internal_chat_message_metadata_passthrough", "responses", "label", "of a client's own"
+    ),
     # Of what follows, the listed values ask for what is done anyway.
     IgnoredField("bad_words", _TEXT, "same", "words cannot be ruled out", ([],)),
     IgnoredField("best_of", "completions", "same", "choices are not ranked: ask for n of them", (1,)),
-    IgnoredField("suffix", "completions", "same", "these models continue a text and do not fill a gap in it", ("",)),
+    IgnoredField(
+        "suffix", "completions", "same", "these models continue a text and do not fill a gap in it", ("",)
+    ),
     IgnoredField("use_beam_search", _TEXT, "same", "there is no beam search", (False,)),
     IgnoredField("length_penalty", _TEXT, "same", "there is no beam search", (1.0,)),
-    IgnoredField("spaces_between_special_tokens", _TEXT, "same", "special tokens have no text in an answer", (True, False)),
-    IgnoredField("include_reasoning", "chat", "same", "reasoning is a field of the answer where the model reasons", (True,)),
-    IgnoredField("separate_reasoning", "chat", "same", "reasoning is a field of the answer where the model reasons", (True,)),
+    IgnoredField(
+        "spaces_between_special_tokens",
+        _TEXT,
+        "same",
+        "special tokens have no text in an answer",
+        (True, False),
+    ),
+    IgnoredField(
+        "include_reasoning",
+        "chat",
+        "same",
+        "reasoning is a field of the answer where the model reasons",
+        (True,),
+    ),
+    IgnoredField(
+        "separate_reasoning",
+        "chat",
+        "same",
+        "reasoning is a field of the answer where the model reasons",
+        (True,),
+    ),
     IgnoredField("stream_reasoning", "chat", "same", "reasoning is streamed as it comes", (True,)),
     IgnoredField("safe_prompt", "chat", "same", "nothing is put before a prompt", (False,)),
     IgnoredField("documents", "chat", "same", "chat templates are given the messages alone", ([],)),
@@ -187,7 +277,8 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("plugins", "chat", "same", "there are none", ([],)),
     IgnoredField("background", "responses", "same", "answers come while the client waits", (False,)),
     IgnoredField("top_logprobs", "responses", "same", "logprobs are a field of /v1/chat/completions", (0,)),
-    IgnoredField("mcp_servers", "messages", "same", _RUNS_NONE, ([],)),  # others are left out where there are tools
+    # others are left out where there are tools
+    IgnoredField("mcp_servers", "messages", "same", _RUNS_NONE, ([],)),
     IgnoredField("inference_geo", "messages", "same", "a server is where its operator put it", ("global",)),
     # Known, and refused with the reason.
     IgnoredField("audio", "chat", "change", "answers are text", ()),
@@ -207,7 +298,8 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("logits_processors", _TEXT, "change", "clients bring no code", ()),
 )
 
-# Types of tools that the model can be told of; a tool of any other type is one that a server would run, or a model would know by itself.
+# Types of tools that the model can be told of; a tool of any other type is one that a server would run, or a
+# model would know by itself.
 TOOL_TYPES: Mapping[str, tuple[str | None, ...]] = {
     "chat": ("function",),
     "responses": ("function", "namespace"),
@@ -220,7 +312,7 @@ def rows_of(api: str) -> dict[str, IgnoredField]:
     return {row.path: row for row in ROWS if api in row.apis.split()}
 
 
-# ---------------------------------------------------------------------------------------------------------------- decoding
+# --------------------------------------------------------------------------------------------------- decoding
 
 
 class DecodedBody(NamedTuple):
@@ -229,7 +321,8 @@ class DecodedBody(NamedTuple):
 
 
 def decode(data: bytes, kind: type[msgspec.Struct]) -> DecodedBody:
-    """As `schema.decode`. Only a body that is not of its type as it stands is searched for what the table has."""
+    """As `schema.decode`. Only a body that is not of its type as it stands is searched for what the table
+    has."""
     schema.check_shape(data)
     try:
         return DecodedBody(schema.decode(data, kind), ())
@@ -275,7 +368,8 @@ def _holders(value: Any, steps: Sequence[str], at: str) -> Iterator[tuple[dict[s
 
 
 def _without_tools(given: dict[str, Any], api: str) -> Iterator[str]:
-    """Takes out tools that cannot be run, where others remain. Alone they are refused: an answer without them would look like theirs."""
+    """Takes out tools that cannot be run, where others remain. Alone they are refused: an answer without them
+    would look like theirs."""
     tools = given.get("tools") or []
     if not isinstance(tools, list) or api not in TOOL_TYPES:
         return
@@ -288,7 +382,9 @@ def _without_tools(given: dict[str, Any], api: str) -> Iterator[str]:
     choice = given.get("tool_choice")
     if out and (remain or choice == "none" or choice == {"type": "none"}):
         if isinstance(choice, dict) and any(_is_of(choice, tool) for tool in tools if tool not in remain):
-            raise InvalidRequest(f"tool_choice names a tool that is not supported here: {_RUNS_NONE}", "tool_choice")
+            raise InvalidRequest(
+                f"tool_choice names a tool that is not supported here: {_RUNS_NONE}", "tool_choice"
+            )
         given["tools"] = remain
         yield from out
     servers = given.get("mcp_servers")
@@ -298,7 +394,8 @@ def _without_tools(given: dict[str, Any], api: str) -> Iterator[str]:
 
 
 def _sorted(tools: Sequence[Any], types: Sequence[str | None]) -> tuple[list[Any], list[str]]:
-    """Tools that are kept, and the names of those that are not. What is no tool at all is kept, and refused later."""
+    """Tools that are kept, and the names of those that are not. What is no tool at all is kept, and refused
+    later."""
     kept, out = [], []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -311,4 +408,6 @@ def _sorted(tools: Sequence[Any], types: Sequence[str | None]) -> tuple[list[Any
 
 def _is_of(choice: dict[str, Any], tool: Any) -> bool:
     """Whether a choice names the tool: by its name, or by its type where it is the only one."""
-    return choice.get("type") == tool.get("type") or (choice.get("name") is not None and choice["name"] == tool.get("name"))
+    return choice.get("type") == tool.get("type") or (
+        choice.get("name") is not None and choice["name"] == tool.get("name")
+    )

@@ -1,6 +1,8 @@
-"""Answers of `/v1/responses` that a client may go on from by `previous_response_id`. Owns their text, within a bound and for a time.
+"""Answers of `/v1/responses` that a client may go on from by `previous_response_id`. Owns their text, within
+a bound and for a time.
 
-One object for all front processes: it lies beside the engine, so it does not matter which front gets the next request.
+One object for all front processes: it lies beside the engine, so it does not matter which front gets the next
+request.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class KeptResponse(NamedTuple):
 
 
 class ResponseStore(Protocol):
-    """An answer belongs to its `owner`: for others it is not there. Nothing blocks; a missing one is a ResponseMissing of the future."""
+    """An answer belongs to its `owner`: for others it is not there. Nothing blocks; a missing one is a
+    ResponseMissing of the future."""
 
     def keep(self, id: str, owner: str, kept: KeptResponse) -> Future[None]: ...
 
@@ -41,10 +44,16 @@ class ResponseStore(Protocol):
 class KeptResponses:
     """Any thread may call."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES, lasts_s: float = LASTS_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        most_bytes: int = MOST_BYTES,
+        lasts_s: float = LASTS_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._most_bytes, self._lasts_s, self._clock = most_bytes, lasts_s, clock
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], tuple[float, KeptResponse]] = OrderedDict()  # with when it was used, oldest first
+        # with when it was used, oldest first
+        self._kept: OrderedDict[tuple[str, str], tuple[float, KeptResponse]] = OrderedDict()
         self._num_bytes = 0
 
     def keep(self, id: str, owner: str, kept: KeptResponse) -> Future[None]:

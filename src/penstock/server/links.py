@@ -1,8 +1,10 @@
-"""The engine's process: an engine and its loop behind connections to front processes. Owns the requests of fronts in the engine from
-submission to their last event, also where the front is gone, and the order in which all of it ends; the parent says when.
+"""The engine's process: an engine and its loop behind connections to front processes. Owns the requests of
+fronts in the engine from submission to their last event, also where the front is gone, and the order in which
+all of it ends; the parent says when.
 
-Each front has a thread that reads and one that writes. The engine's thread only leaves a step's events as one list for each front: a front
-that does not read is cut off once too many have gathered, or once it has said nothing for too long, and holds up nobody.
+Each front has a thread that reads and one that writes. The engine's thread only leaves a step's events as one
+list for each front: a front that does not read is cut off once too many have gathered, or once it has said
+nothing for too long, and holds up nobody.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.server")
 
-MOST_EVENTS = 1 << 16  # that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
+# that wait for one front: seconds of a full machine, and 20 MiB, or 200 where all of them have scores
+MOST_EVENTS = 1 << 16
 MOST_MESSAGES = 1 << 12  # of any kind
 BEAT_S = 0.25
-SILENT_BEATS = 80  # a front answers every beat; one that says nothing for 20 s of them stands still. Where this process does, none come
-ANSWER_S = 1.0  # for a front to give its figures, or to take in which adapters there are; one that is late is left out
+# a front answers every beat; one that says nothing for 20 s of them stands still. Where this process does,
+# none come
+SILENT_BEATS = 80
+# for a front to give its figures, or to take in which adapters there are; one that is late is left out
+ANSWER_S = 1.0
 DRAIN_S = 5.0  # for a front to read what it is told last
 WATCH_S = 0.25  # how often a loop that has failed is looked for
 
@@ -64,7 +70,8 @@ class FrontLink:
         self._begun: dict[int, Future[Any]] = {}  # calls about snapshots that are not answered
         self._is_cut = False
         self._num_beats = 0  # that it was told of
-        self._heard_at: int | None = None  # their number when it last said something; None while that is dealt with, and before
+        # their number when it last said something; None while that is dealt with, and before
+        self._heard_at: int | None = None
         self._gone = False  # nobody reads what it says any more
         self._over = threading.Lock()  # taken for good by whoever sees that nothing of it is left
         self._threads = [
@@ -76,7 +83,7 @@ class FrontLink:
         for thread in self._threads:
             thread.start()
 
-    # ------------------------------------------------------------------------------------------------------- to the front
+    # ------------------------------------------------------------------------------------------- to the front
 
     def tell(self, message: msgspec.Struct) -> None:
         if self._queue.qsize() > MOST_MESSAGES:
@@ -153,7 +160,7 @@ class FrontLink:
                 return
             yield item, 0
 
-    # ----------------------------------------------------------------------------------------------------- from the front
+    # ----------------------------------------------------------------------------------------- from the front
 
     def _read_all(self) -> None:
         try:
@@ -209,16 +216,20 @@ class FrontLink:
             failure = error if isinstance(error, PenstockError) else None
             if failure is None:
                 logger.exception("request %s could not be submitted", message.request_id)
-            refusal = TokenEvent(message.request_id, finish=FinishReason.ERROR, error=str(error), failure=failure)
+            refusal = TokenEvent(
+                message.request_id, finish=FinishReason.ERROR, error=str(error), failure=failure
+            )
             self.tell(tokens_of([(message.number, refusal)]))
 
     def _call(self, call: boundary.Call) -> None:
-        """Never blocks: what the engine answers with a future is begun here, and what takes long waits on a thread of its own."""
+        """Never blocks: what the engine answers with a future is begun here, and what takes long waits on a
+        thread of its own."""
         arguments = boundary.arguments_of(call)
         try:
             match call.name:
                 case "GrammarCompiler.begin":
-                    self._kept[call.number] = future = self._engine.grammars.begin(*arguments)  # until its front lets go of it
+                    # until its front lets go of it
+                    self._kept[call.number] = future = self._engine.grammars.begin(*arguments)
                     future.add_done_callback(functools.partial(self._answer_compiled, call.number))
                     return
                 case "EngineClient.prefetch":
@@ -237,11 +248,16 @@ class FrontLink:
                     asked.add_done_callback(functools.partial(self._end_begun, call.number))
                     return
                 case "ResponseStore.keep" | "ResponseStore.find" | "ResponseStore.delete":
-                    self._answer(call.number, getattr(self._links.responses, call.name.partition(".")[2])(*arguments).result)
+                    self._answer(
+                        call.number,
+                        getattr(self._links.responses, call.name.partition(".")[2])(*arguments).result,
+                    )
                     return
                 case _:
                     work = functools.partial(self._links.do, call.name, arguments, self)
-            threading.Thread(target=self._answer, args=(call.number, work), name=f"front-call-{self.index}", daemon=True).start()
+            threading.Thread(
+                target=self._answer, args=(call.number, work), name=f"front-call-{self.index}", daemon=True
+            ).start()
         except Exception as error:
             self.tell(boundary.Returned(call.number, fault=_fault(error)))
 
@@ -264,7 +280,7 @@ class FrontLink:
             reply = boundary.Returned(call, fault=_fault(error))
         self.tell(reply)
 
-    # --------------------------------------------------------------------------------------------------------------- ends
+    # --------------------------------------------------------------------------------------------------- ends
 
     def _end(self) -> None:
         """The front is gone: nobody reads what its requests say."""
@@ -290,7 +306,8 @@ class FrontLink:
 
 
 class FrontLinks:
-    """All front processes of one engine. `detached` is called with the index of one of which nothing is left."""
+    """All front processes of one engine. `detached` is called with the index of one of which nothing is
+    left."""
 
     def __init__(self, engine: Engine, loop: EngineLoop, detached: Callable[[int], None]) -> None:
         self.engine = engine
@@ -335,8 +352,8 @@ class FrontLinks:
             link.start()
 
     def close(self, why: str = "") -> None:
-        """Every request has had its last event, and now fronts are told. Blocks until they have read that, or have had time to. `why`: the
-        engine's loop has failed."""
+        """Every request has had its last event, and now fronts are told. Blocks until they have read that, or
+        have had time to. `why`: the engine's loop has failed."""
         self._stop.set()
         by_s = time.monotonic() + DRAIN_S
         links = self._links
@@ -361,10 +378,15 @@ class FrontLinks:
         """Block until fronts have been told that the engine is warm, or should have been."""
         self._told_warm.wait(10 * BEAT_S)
 
-    # ------------------------------------------------------------------------------------------------- what links have heard
+    # ---------------------------------------------------------------------------------- what links have heard
 
     def note(
-        self, link: FrontLink, figures: RequestFigures | None = None, wanted: bool = False, adapters_seen: int = 0, gone: bool = False
+        self,
+        link: FrontLink,
+        figures: RequestFigures | None = None,
+        wanted: bool = False,
+        adapters_seen: int = 0,
+        gone: bool = False,
     ) -> None:
         with self._changed:
             link.figures = figures or link.figures
@@ -376,7 +398,7 @@ class FrontLinks:
                 self._links = [one for one in self._links if one is not link]
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------------------------------- slow calls
+    # --------------------------------------------------------------------------------------------- slow calls
 
     def do(self, name: str, arguments: Any, asking: FrontLink) -> Any:
         """On a thread of its own."""
@@ -387,7 +409,11 @@ class FrontLinks:
             case "stats":
                 return work(), self._figures(asking)
             case "reset_cache" | "wait_flushed":
-                with self._alone("a cache reset is in progress" if method == "reset_cache" else "a cache flush is in progress"):
+                with self._alone(
+                    "a cache reset is in progress"
+                    if method == "reset_cache"
+                    else "a cache flush is in progress"
+                ):
                     return work()
             case "load_inside" | "unload":
                 return self._change(arguments[0], work)
@@ -411,12 +437,18 @@ class FrontLinks:
             asked = [(link, link.num_answers) for link in self._links if link is not asking]
             for link, _ in asked:
                 link.tell(boundary.WantFigures())
-            self._changed.wait_for(lambda: all(link.num_answers > num or link not in self._links for link, num in asked), ANSWER_S)
-            current = [link.figures for link in self._links if link is not asking and link.figures is not None]
+            self._changed.wait_for(
+                lambda: all(link.num_answers > num or link not in self._links for link, num in asked),
+                ANSWER_S,
+            )
+            current = [
+                link.figures for link in self._links if link is not asking and link.figures is not None
+            ]
             return [*self._past, *current]
 
     def _change(self, name: str, change: Callable[[], Any]) -> Any:
-        """Load or unload. It is over when every front knows of it; until then requests may still ask for what had the name before."""
+        """Load or unload. It is over when every front knows of it; until then requests may still ask for what
+        had the name before."""
         with self._loading, contextlib.ExitStack() as kept:
             if (before := self.engine.adapters.try_hold(name)) is not None:
                 kept.enter_context(before)
@@ -426,12 +458,16 @@ class FrontLinks:
                 version, links = self._adapters_version, self._links
                 for link in links:
                     link.tell(boundary.AdapterList(version, list(self.engine.adapters.all())))
-                self._changed.wait_for(lambda: all(one.adapters_seen >= version or one not in self._links for one in links), ANSWER_S)
+                self._changed.wait_for(
+                    lambda: all(one.adapters_seen >= version or one not in self._links for one in links),
+                    ANSWER_S,
+                )
             return done
 
 
 def tokens_of(batch: list[tuple[int, TokenEvent]]) -> boundary.Tokens:
-    """Of each request in order: once one has an event that is more than a token, what follows it in the batch is among those, too."""
+    """Of each request in order: once one has an event that is more than a token, what follows it in the batch
+    is among those, too."""
     plain: list[int] = []
     rest: list[boundary.SentEvent] = []
     seen: set[int] = set()
@@ -463,7 +499,7 @@ def _end_kept(kept: Any) -> None:
         kept.end()
 
 
-# ------------------------------------------------------------------------------------------------------ the engine's process
+# --------------------------------------------------------------------------------------- the engine's process
 
 
 class EngineProcess:
@@ -487,7 +523,13 @@ class EngineProcess:
             pass
         if (error := self._loop.failed()) is not None:  # it may have while it closed
             self._links.close(f"{type(error).__name__}: {error}")
-            self._parent.send(boundary.Broken(boundary.fault_from(EngineClosed(f"the engine has failed: {type(error).__name__}: {error}"))))
+            self._parent.send(
+                boundary.Broken(
+                    boundary.fault_from(
+                        EngineClosed(f"the engine has failed: {type(error).__name__}: {error}")
+                    )
+                )
+            )
             return 1
         self._links.close()
         if self._error is not None:

@@ -1,5 +1,5 @@
-"""Anthropic's `/v1/messages`: what its clients send, as the chat that it means, and the chat's answer as they expect it. Owns these shapes;
-the model sees a chat like any other."""
+"""Anthropic's `/v1/messages`: what its clients send, as the chat that it means, and the chat's answer as they
+expect it. Owns these shapes; the model sees a chat like any other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
-QUERIES = {"beta": ("true",)}  # of Anthropic's clients for what is in beta there; the fields say what is asked for
+# of Anthropic's clients for what is in beta there; the fields say what is asked for
+QUERIES = {"beta": ("true",)}
 # What a field of the chat is called here.
 NAMES = {
     "stop": "stop_sequences",
@@ -103,7 +104,9 @@ class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for block in self.content if isinstance(self.content, list) else ():
             if self.role not in _ROLES.get(type(block), (self.role,)):
-                raise ValueError(f"a block of the type {block.__struct_config__.tag} is not of the role {self.role}")
+                raise ValueError(
+                    f"a block of the type {block.__struct_config__.tag} is not of the role {self.role}"
+                )
 
     def messages(self) -> Iterator[schema.Message]:
         """Results of tools are messages of their own; what else is said stays together, in its order."""
@@ -130,7 +133,9 @@ class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
 def _result(block: ToolResultBlock) -> schema.Message:
     """Chats have no mark for a failure, so the text says it."""
     text = schema.text_of(block.content)
-    return schema.Message(role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id)
+    return schema.Message(
+        role="tool", content=f"Error: {text}" if block.is_error else text, tool_call_id=block.tool_use_id
+    )
 
 
 class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -141,7 +146,9 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None  # as of chats: forced calls always fit
 
     def tool(self) -> Tool:
-        function = Function(name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict)
+        function = Function(
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
+        )
         return Tool(type="function", function=function)
 
 
@@ -216,7 +223,9 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             "tools": None if self.tools is None else [tool.tool() for tool in self.tools],
             "tool_choice": None if choice is None else choice.choice(),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
-            "response_format": None if schema is None else ResponseFormat(type="json_schema", json_schema=schema),
+            "response_format": None
+            if schema is None
+            else ResponseFormat(type="json_schema", json_schema=schema),
         }
 
 
@@ -239,7 +248,8 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 
 class FittingChat(schema.ChatBody, kw_only=True):
-    """A chat whose answer ends where the context does, though more was allowed: Anthropic's clients do not know the length of a prompt."""
+    """A chat whose answer ends where the context does, though more was allowed: Anthropic's clients do not
+    know the length of a prompt."""
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         return self._params(defaults, min(self.max_tokens or 0, max(room, 1)), None)
@@ -248,7 +258,10 @@ class FittingChat(schema.ChatBody, kw_only=True):
 def as_chat(given: MessagesBody) -> schema.ChatBody:
     budget = None if given.thinking is None else given.thinking.budget_tokens
     if budget is not None and budget >= given.max_tokens:
-        raise InvalidRequest(f"thinking.budget_tokens must be below max_tokens, which is {given.max_tokens}", "thinking.budget_tokens")
+        raise InvalidRequest(
+            f"thinking.budget_tokens must be below max_tokens, which is {given.max_tokens}",
+            "thinking.budget_tokens",
+        )
     return FittingChat(
         **given.chat_fields(),
         **schema.own_fields(given),
@@ -266,13 +279,15 @@ def as_counted(given: CountTokensBody) -> schema.ChatBody:
     return schema.ChatBody(**given.chat_fields())
 
 
-# ------------------------------------------------------------------------------------------------------------- the answer
+# ------------------------------------------------------------------------------------------------- the answer
 
 
 class MessagesReply(BlockReply):
     """One message of blocks, as a whole or as the events that put it together."""
 
-    def __init__(self, tokenizer: TextCodec, given: MessagesBody, head: Heading, read_as: AnswerFormat | None) -> None:
+    def __init__(
+        self, tokenizer: TextCodec, given: MessagesBody, head: Heading, read_as: AnswerFormat | None
+    ) -> None:
         super().__init__(read_as)
         self._most = given.max_tokens
         self._content: list[Json] = []
@@ -305,7 +320,12 @@ class MessagesReply(BlockReply):
             block = {"type": "thinking", "thinking": "", "signature": ""}
         elif kind == "call":
             self._input = ""
-            block = {"type": "tool_use", "id": self.reading.call_id().replace("call_", "toolu_"), "name": name, "input": {}}
+            block = {
+                "type": "tool_use",
+                "id": self.reading.call_id().replace("call_", "toolu_"),
+                "name": name,
+                "input": {},
+            }
         self._content.append(block)
         yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": dict(block)}
 
@@ -325,7 +345,11 @@ class MessagesReply(BlockReply):
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
     def _delta(self, kind: str, name: str, text: str) -> Json:
-        return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": {"type": kind, name: text}}
+        return {
+            "type": "content_block_delta",
+            "index": len(self._content) - 1,
+            "delta": {"type": kind, name: text},
+        }
 
     def _end(self, usage: Json) -> Json:
         finish = self.finish or "stop"
@@ -336,7 +360,8 @@ class MessagesReply(BlockReply):
 
 
 def _object(text: str) -> Json:
-    """Arguments that the model did not finish, or that are no object, are handed on in the way that Anthropic's clients know."""
+    """Arguments that the model did not finish, or that are no object, are handed on in the way that
+    Anthropic's clients know."""
     try:
         value = parsed(text or "{}")
     except ValueError:

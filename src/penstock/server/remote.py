@@ -1,5 +1,6 @@
-"""An engine in another process, as this front process sees it. Owns the connection, what was asked over it and is not answered yet, and the
-list of adapters as it was last told; the requests themselves are the engine's."""
+"""An engine in another process, as this front process sees it. Owns the connection, what was asked over it
+and is not answered yet, and the list of adapters as it was last told; the requests themselves are the
+engine's."""
 
 from __future__ import annotations
 
@@ -19,7 +20,16 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from penstock.contract import Adapter, FinishReason, Grammar, Listener, LoadedAdapter, Prefetched, SamplingParams, TokenEvent
+from penstock.contract import (
+    Adapter,
+    FinishReason,
+    Grammar,
+    Listener,
+    LoadedAdapter,
+    Prefetched,
+    SamplingParams,
+    TokenEvent,
+)
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, EngineClosed, InvariantBroken, PenstockError
 from penstock.models.tokenizer import tokenizer_of
@@ -46,14 +56,17 @@ class _Asked(NamedTuple):
 
 
 def greeted(wire: Wire[FromEngine]) -> Hello:
-    """Block until the engine has said what it is. Raises EngineClosed where it never does, ProtocolBroken where it is another version."""
+    """Block until the engine has said what it is. Raises EngineClosed where it never does, ProtocolBroken
+    where it is another version."""
     hello = wire.receive()
     if hello is None:
         raise EngineClosed("the engine's process ended before it was ready")
     if not isinstance(hello, Hello):
         raise ProtocolBroken(f"the engine began with {type(hello).__name__}")
     if hello.version != boundary.VERSION:
-        raise ProtocolBroken(f"the engine speaks version {hello.version} of the protocol, and this process {boundary.VERSION}")
+        raise ProtocolBroken(
+            f"the engine speaks version {hello.version} of the protocol, and this process {boundary.VERSION}"
+        )
     return hello
 
 
@@ -93,7 +106,8 @@ def begun(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 
 
 class RemoteEngine:
-    """`EngineClient` and `EngineLife` over a socket. Messages are read on the event loop, from `start` on; anybody may call."""
+    """`EngineClient` and `EngineLife` over a socket. Messages are read on the event loop, from `start` on;
+    anybody may call."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Blocks until the engine has said what it is, see `greeted`."""
@@ -101,7 +115,12 @@ class RemoteEngine:
         hello = greeted(wire)
         self.name, self.max_model_len = hello.name, hello.limits.max_model_len
         self.sampling: Mapping[str, Any] = hello.sampling
-        self.tiers, self.max_open, self.pid, self.started_s = hello.tiers, hello.max_open, hello.pid, hello.started_s
+        self.tiers, self.max_open, self.pid, self.started_s = (
+            hello.tiers,
+            hello.max_open,
+            hello.pid,
+            hello.started_s,
+        )
         self.tokenizer = tokenizer_of(hello.tokenizer)
         self.engine = self  # of its own calls, as of those of the parts below
         self.adapters = RemoteAdapters(self, hello.adapters, hello.lora_root)
@@ -127,7 +146,7 @@ class RemoteEngine:
         self._error: PenstockError | None = None
         self._over = threading.Event()  # nothing more will come
 
-    # --------------------------------------------------------------------------------------------------------------- life
+    # --------------------------------------------------------------------------------------------------- life
 
     def start(self) -> None:
         """On the event loop."""
@@ -150,25 +169,37 @@ class RemoteEngine:
         if not self._over.wait(deadline_s + CLOSE_MARGIN_S):
             raise DeadlineExceeded("the engine's process did not close in time")
 
-    # ----------------------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------- requests
 
     def submit(
-        self, prompt: Sequence[int], sampling: SamplingParams, listener: Listener, *, request_id: str | None = None, **options: Any
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        listener: Listener,
+        *,
+        request_id: str | None = None,
+        **options: Any,
     ) -> str:
-        """What can be wrong with a request is said here; should the engine refuse it all the same, that is its only event."""
+        """What can be wrong with a request is said here; should the engine refuse it all the same, that is
+        its only event."""
         self._check_alive()
         _, known = self._limits.checked(prompt, sampling)
-        self._residency.for_request(options.get("residency"), options.get("pins"), len(known), max(0, sampling.max_tokens - 1))
+        self._residency.for_request(
+            options.get("residency"), options.get("pins"), len(known), max(0, sampling.max_tokens - 1)
+        )
         number = self.next_number()
         request_id = request_id or f"request-{number}"
         self._asked[number] = _Asked(request_id, listener)
         self._number_of[request_id] = number
         try:
-            self.send(boundary.Submit(number, request_id, known.tobytes(), sampling, SubmitOptions(**options)))
+            self.send(
+                boundary.Submit(number, request_id, known.tobytes(), sampling, SubmitOptions(**options))
+            )
         except BaseException:
             self._forget(number)
             raise
-        if self._over.is_set() and self._forget(number) is not None:  # the engine has ended meanwhile, and its end has missed this one
+        # the engine has ended meanwhile, and its end has missed this one
+        if self._over.is_set() and self._forget(number) is not None:
             self._check_alive()
         return request_id
 
@@ -182,12 +213,21 @@ class RemoteEngine:
             self._number_of.pop(asked.request_id, None)
         return asked
 
-    # -------------------------------------------------------------------------------------------------------------- calls
+    # -------------------------------------------------------------------------------------------------- calls
 
     def prefetch(
-        self, prompt: Sequence[int] | None = None, *, session: str = "", cache_salt: str = "", adapter: Adapter | None = None
+        self,
+        prompt: Sequence[int] | None = None,
+        *,
+        session: str = "",
+        cache_salt: str = "",
+        adapter: Adapter | None = None,
     ) -> Future[Prefetched | None]:
-        tokens = None if prompt is None else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
+        tokens = (
+            None
+            if prompt is None
+            else self._limits.checked(prompt, SamplingParams(max_tokens=0))[1].tobytes()
+        )
         return self.call("EngineClient.prefetch", tokens, session, cache_salt, adapter)
 
     note_seen = begun(EngineClient.note_seen)
@@ -211,7 +251,9 @@ class RemoteEngine:
         future.add_done_callback(lambda over: self._abandon(number) if over.cancelled() else None)
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
         if name == "GrammarCompiler.begin":  # goes on only for those who wait
-            future.add_done_callback(lambda over: self.send(boundary.LetGo(number)) if over.cancelled() else None)
+            future.add_done_callback(
+                lambda over: self.send(boundary.LetGo(number)) if over.cancelled() else None
+            )
         if self._over.is_set():  # it has ended meanwhile, and its end may have missed this one
             self._end_calls(self._error or EngineClosed(_SHUTTING_DOWN))
         return future
@@ -226,10 +268,11 @@ class RemoteEngine:
         if self._over.is_set():
             raise EngineClosed(_SHUTTING_DOWN)
 
-    # ------------------------------------------------------------------------------------------------------------ writing
+    # ------------------------------------------------------------------------------------------------ writing
 
     def send(self, message: msgspec.Struct) -> None:
-        """From any thread; never blocks. What the socket does not take yet is bounded by the seats of those who ask."""
+        """From any thread; never blocks. What the socket does not take yet is bounded by the seats of those
+        who ask."""
         data = memoryview(boundary.frame(message))
         with self._lock:
             if self._over.is_set() or self._loop is None:
@@ -260,7 +303,7 @@ class RemoteEngine:
             if self._loop is not None:
                 self._loop.remove_writer(self._sock)
 
-    # ------------------------------------------------------------------------------------------------------------ reading
+    # ------------------------------------------------------------------------------------------------ reading
 
     def _read(self) -> None:
         try:
@@ -280,7 +323,9 @@ class RemoteEngine:
                 self._take(message)
         except ProtocolBroken as error:
             logger.error("the engine's process says what cannot be: %s", error)
-            self._fail(EngineClosed("the connection to the engine's process is broken; the server's log says more"))
+            self._fail(
+                EngineClosed("the connection to the engine's process is broken; the server's log says more")
+            )
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -289,13 +334,20 @@ class RemoteEngine:
             case boundary.Returned():
                 self._settle(message)
             case boundary.Beat():
-                self._beat_s, self._beat_age_s, self.is_warm = time.monotonic(), message.age_s, message.is_warm
+                self._beat_s, self._beat_age_s, self.is_warm = (
+                    time.monotonic(),
+                    message.age_s,
+                    message.is_warm,
+                )
                 self.send(boundary.Awake(self.adapters.version))
                 self._send_figures()
                 while self.dropped:
                     self.send(boundary.LetGo(self.dropped.popleft()))
             case boundary.AdapterList():
-                self.adapters.loaded, self.adapters.version = {one.adapter.name: one for one in message.loaded}, message.version
+                self.adapters.loaded, self.adapters.version = (
+                    {one.adapter.name: one for one in message.loaded},
+                    message.version,
+                )
                 self.send(boundary.Awake(message.version))
             case boundary.WantFigures():
                 if self.own_figures is not None:
@@ -333,12 +385,16 @@ class RemoteEngine:
             future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
     def _send_figures(self) -> None:
-        """Where they have changed: what happened since the last beat is lost at most when this process is killed."""
-        if self.own_figures is not None and (now := boundary.frame(boundary.FrontFigures(self.own_figures))) != self._figures_sent:
+        """Where they have changed: what happened since the last beat is lost at most when this process is
+        killed."""
+        if (
+            self.own_figures is not None
+            and (now := boundary.frame(boundary.FrontFigures(self.own_figures))) != self._figures_sent
+        ):
             self.send(boundary.FrontFigures(self.own_figures))
             self._figures_sent = now
 
-    # --------------------------------------------------------------------------------------------------------------- ends
+    # --------------------------------------------------------------------------------------------------- ends
 
     def _fail(self, error: PenstockError) -> None:
         """Nothing more will come: everybody who waits is told so, at once."""
@@ -355,7 +411,9 @@ class RemoteEngine:
         error = self._error or EngineClosed("the server is shutting down and gave this request up")
         for number in list(self._asked):
             if (asked := self._forget(number)) is not None:
-                asked.listener(TokenEvent(asked.request_id, finish=FinishReason.ERROR, error=str(error), failure=error))
+                asked.listener(
+                    TokenEvent(asked.request_id, finish=FinishReason.ERROR, error=str(error), failure=error)
+                )
         self._end_calls(error)
 
     def _end_calls(self, error: PenstockError) -> None:
@@ -366,7 +424,8 @@ class RemoteEngine:
 
 
 class RemoteAdapters:
-    """Names as the engine last said: it waits for every front to know of a change before that counts as made."""
+    """Names as the engine last said: it waits for every front to know of a change before that counts as
+    made."""
 
     def __init__(self, engine: RemoteEngine, loaded: Sequence[LoadedAdapter], may_load: bool) -> None:
         self.loaded = {one.adapter.name: one for one in loaded}
@@ -386,7 +445,8 @@ class RemoteAdapters:
 
     @contextmanager
     def _hold(self, adapter: Adapter) -> Iterator[Adapter]:
-        """Requests that are sent meanwhile find the adapter as it was: the engine reads one message after another."""
+        """Requests that are sent meanwhile find the adapter as it was: the engine reads one message after
+        another."""
         number = self.engine.next_number()
         self.engine.send(boundary.HoldAdapter(number, adapter))
         try:
@@ -441,4 +501,5 @@ class _KeptGrammar:
         self._call = call
 
     def __del__(self) -> None:
-        self._engine.dropped.append(self._call)  # said with the next beat: this may run in the midst of anything
+        # said with the next beat: this may run in the midst of anything
+        self._engine.dropped.append(self._call)

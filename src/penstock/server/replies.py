@@ -1,5 +1,6 @@
-"""From token events to what clients get: the text of a choice with its scores, then choices, chunks and usage in OpenAI's shapes, and what
-the shapes of other APIs are made of. Owns text and shapes, not where their content came from."""
+"""From token events to what clients get: the text of a choice with its scores, then choices, chunks and usage
+in OpenAI's shapes, and what the shapes of other APIs are made of. Owns text and shapes, not where their
+content came from."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Prompt(NamedTuple):
 
     ids: Sequence[int]
     text: str = ""  # only where the client gave text, or asked to have it echoed
-    offsets: Sequence[int] = ()  # characters of the text at which its tokens begin; only where they are to be scored
+    # characters of the text at which its tokens begin; only where they are to be scored
+    offsets: Sequence[int] = ()
     ends: bool = False  # an answer to it is a text of its own; elsewhere it goes on with this one's
     variables: Mapping[str, Any] = {}
 
@@ -62,9 +64,17 @@ class Wants(NamedTuple):
 
 
 class ChoiceText:
-    """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it ended."""
+    """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it
+    ended."""
 
-    def __init__(self, tokenizer: TextCodec, sampling: SamplingParams, stops: Sequence[StopString], prompt: Prompt, wants: Wants) -> None:
+    def __init__(
+        self,
+        tokenizer: TextCodec,
+        sampling: SamplingParams,
+        stops: Sequence[StopString],
+        prompt: Prompt,
+        wants: Wants,
+    ) -> None:
         self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
         self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
         self.source: KvSource | None = None
@@ -72,7 +82,9 @@ class ChoiceText:
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
         # A grammar has seen the blank that a text may begin with: what it allowed is what the client gets.
-        self._stream = TextStream(tokenizer, stops, begins=prompt.ends and sampling.grammar is None, least=sampling.min_tokens)
+        self._stream = TextStream(
+            tokenizer, stops, begins=prompt.ends and sampling.grammar is None, least=sampling.min_tokens
+        )
         self._scored = sampling.logprobs is not None
         self._with_stop = wants.stop
         self._echo = prompt if wants.echo else None
@@ -132,7 +144,9 @@ class ChoiceText:
             self._ids.extend(event.tokens[: len(delta.offsets)])
         if delta.stopped:
             self.finish = "stop"
-        return delta.text + (self._stream.stopped_by or "") if delta.stopped and self._with_stop else delta.text
+        return (
+            delta.text + (self._stream.stopped_by or "") if delta.stopped and self._with_stop else delta.text
+        )
 
     def _end(self, event: TokenEvent) -> str:
         if event.finish is FinishReason.ERROR:
@@ -164,13 +178,17 @@ class Heading:
 
 
 class ChunkedReply:
-    """One route's answer to one request: whole, or as events of a stream. `usage` is worked out where it is wanted. This one is of OpenAI's
-    routes whose streams are chunks of choices in a row, then perhaps the usage, then `[DONE]`."""
+    """One route's answer to one request: whole, or as events of a stream. `usage` is worked out where it is
+    wanted. This one is of OpenAI's routes whose streams are chunks of choices in a row, then perhaps the
+    usage, then `[DONE]`."""
 
     kind = chunk_kind = ""
-    first_delta: Json | None = None  # of a chunk of its own, sent right before the first that a choice says: clients time the token by it
+    # of a chunk of its own, sent right before the first that a choice says: clients time the token by it
+    first_delta: Json | None = None
 
-    def __init__(self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None) -> None:
+    def __init__(
+        self, tokenizer: TextCodec, body: Any, head: Heading, read_as: AnswerFormat | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._options: StreamOptions = body.stream_options or StreamOptions()
         self._head = head
@@ -189,14 +207,20 @@ class ChunkedReply:
         raise NotImplementedError
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
-        return self._object(self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage)
+        return self._object(
+            self.kind, [self.choice(index, piece) for index, piece in enumerate(pieces)], usage
+        )
 
     def _ids_of(self, piece: ChoiceDelta) -> Json:
         return {"token_ids": list(piece.ids)} if self._with_ids else {}
 
     def _prompt_ids(self, index: int) -> Json:
         """Of the prompt that a choice answers."""
-        return {"prompt_token_ids": list(self._head.prompts[index // self._num_choices].ids)} if self._with_ids else {}
+        return (
+            {"prompt_token_ids": list(self._head.prompts[index // self._num_choices].ids)}
+            if self._with_ids
+            else {}
+        )
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
         """What the choices say now."""
@@ -208,11 +232,15 @@ class ChunkedReply:
                 chunks.append(self._object(self.chunk_kind, [opening], so_far) | self._prompt_ids(index))
             chunks.append(self._object(self.chunk_kind, [self.chunk_choice(index, piece)], so_far))
             self._opened.add(index)
-        return b"".join(sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks)
+        return b"".join(
+            sse(obfuscated(chunk) if self._options.include_obfuscation else chunk) for chunk in chunks
+        )
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
         """Behind the last of them."""
-        return (sse(self._object(self.chunk_kind, [], usage())) if self._options.include_usage else b"") + SSE_DONE
+        return (
+            sse(self._object(self.chunk_kind, [], usage())) if self._options.include_usage else b""
+        ) + SSE_DONE
 
     def failed(self, fault: Fault) -> bytes:
         """In place of what would have come: the status line is out."""
@@ -221,7 +249,13 @@ class ChunkedReply:
     def _object(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
         """Where the client asked for usage in the stream, every other chunk says null."""
         head, options = self._head, self._options
-        content = {"id": head.id, "object": kind, "created": head.created, "model": head.model, "choices": choices}
+        content = {
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "choices": choices,
+        }
         with_usage = usage is not None or options.include_usage or options.continuous_usage_stats
         return {**content, "usage": usage} if with_usage else content
 
@@ -231,7 +265,13 @@ class CompletionReply(ChunkedReply):
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         scores = None if self._logprobs is None else self._scores(piece.tokens)
-        made = {"index": index, "text": piece.text, "logprobs": scores, "finish_reason": piece.finish, **self._ids_of(piece)}
+        made = {
+            "index": index,
+            "text": piece.text,
+            "logprobs": scores,
+            "finish_reason": piece.finish,
+            **self._ids_of(piece),
+        }
         return made if index in self._opened else made | self._prompt_ids(index)
 
     chunk_choice = choice
@@ -240,14 +280,19 @@ class CompletionReply(ChunkedReply):
         tops = [None if token.score is None else self._top(token.score) for token in tokens]
         return {
             "tokens": [self._label(token.token) for token in tokens],
-            "token_logprobs": [None if token.score is None else _finite(token.score.logprob) for token in tokens],
+            "token_logprobs": [
+                None if token.score is None else _finite(token.score.logprob) for token in tokens
+            ],
             "top_logprobs": tops if self._logprobs else None,
             "text_offset": [token.offset for token in tokens],
         }
 
     def _top(self, score: TokenLogprob) -> dict[str, float]:
         """The alternatives, and the chosen token even where it is not among the likeliest."""
-        return {self._label(token): _finite(logprob) for token, logprob in (*score.top, (score.token, score.logprob))}
+        return {
+            self._label(token): _finite(logprob)
+            for token, logprob in (*score.top, (score.token, score.logprob))
+        }
 
     def _label(self, token: int) -> str:
         """Tokens that are not whole characters must not become the same key."""
@@ -269,7 +314,13 @@ class ChatReply(ChunkedReply):
     def chunk_choice(self, index: int, piece: ChoiceDelta) -> Json:
         delta, finish = self._parts(index, piece)
         scores = self._scores(piece.tokens)
-        return {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish, **self._ids_of(piece)}
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": scores,
+            "finish_reason": finish,
+            **self._ids_of(piece),
+        }
 
     def whole(self, pieces: Sequence[ChoiceDelta], usage: Json) -> Json:
         return super().whole(pieces, usage) | self._prompt_ids(0)
@@ -279,13 +330,21 @@ class ChatReply(ChunkedReply):
         message: Json = {"role": "assistant", "content": "", "refusal": None, **parts}
         if calls := parts.get("tool_calls"):
             message["content"] = parts.get("content")
-            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+            message["tool_calls"] = [
+                {name: call[name] for name in ("id", "type", "function")} for call in calls
+            ]
         scores = self._scores(piece.tokens)
-        return {"index": index, "message": message, "logprobs": scores, "finish_reason": finish, **self._ids_of(piece)}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": scores,
+            "finish_reason": finish,
+            **self._ids_of(piece),
+        }
 
     def _parts(self, index: int, piece: ChoiceDelta) -> tuple[Json, str | None]:
-        """What the piece adds to `content`, `reasoning_content` and `tool_calls`, as far as it does; and the finish reason. The first news
-        of a call has its id and name."""
+        """What the piece adds to `content`, `reasoning_content` and `tool_calls`, as far as it does; and the
+        finish reason. The first news of a call has its id and name."""
         if self._read_as is None:
             return {"content": piece.text} if piece.text else {}, piece.finish
         parser = self._parsers.get(index)
@@ -294,12 +353,15 @@ class ChatReply(ChunkedReply):
         row = parser.push(piece.text, last=piece.finish is not None)
         texts = {"text": "", "reasoning": ""}
         calls: list[Json] = []
-        number = parser.num_calls - sum(kind == "call" for kind, _ in row) - 1  # of the last call before this piece
+        # of the last call before this piece
+        number = parser.num_calls - sum(kind == "call" for kind, _ in row) - 1
         for kind, text in row:
             if kind == "call":
                 number += 1
                 function = {"name": text, "arguments": ""}
-                calls.append({"index": number, "id": self._read_as.call_id(), "type": "function", "function": function})
+                calls.append(
+                    {"index": number, "id": self._read_as.call_id(), "type": "function", "function": function}
+                )
             elif kind == "arguments":
                 if not calls:
                     calls.append({"index": number, "function": {"arguments": ""}})
@@ -307,14 +369,20 @@ class ChatReply(ChunkedReply):
             else:
                 texts[kind] += text
         parts: Json = {"content": texts["text"], "reasoning_content": texts["reasoning"], "tool_calls": calls}
-        cut = piece.stop is not None and parser.in_call  # whoever is told that it is a call would run it with half of its arguments
+        # whoever is told that it is a call would run it with half of its arguments
+        cut = piece.stop is not None and parser.in_call
         finish = "tool_calls" if piece.finish == "stop" and parser.num_calls and not cut else piece.finish
         return {name: value for name, value in parts.items() if value}, finish
 
     def _scores(self, tokens: Sequence[ScoredToken]) -> Json | None:
         if self._logprobs is None:
             return None
-        return {"content": [self._scored(token.score, token.first) for token in tokens if token.score is not None], "refusal": None}
+        return {
+            "content": [
+                self._scored(token.score, token.first) for token in tokens if token.score is not None
+            ],
+            "refusal": None,
+        }
 
     def _scored(self, score: TokenLogprob, first: bool) -> Json:
         tops = [self._entry(token, logprob, first) for token, logprob in score.top]
@@ -332,7 +400,8 @@ def _finite(logprob: float) -> float:
 
 
 def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choices: int) -> Json:
-    """Each prompt counts once, by its first choice, however many choices were made of it; the sources sum to the prompt tokens."""
+    """Each prompt counts once, by its first choice, however many choices were made of it; the sources sum to
+    the prompt tokens."""
     num_prompt = sum(len(prompt.ids) for prompt in prompts)
     num_generated = sum(choice.num_tokens for choice in choices)
     by_source: dict[str, int] = {}
@@ -352,16 +421,20 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
     }
     if num_drafts := sum(choice.num_drafts for choice in choices):
         num_accepted = sum(choice.num_accepted for choice in choices)
-        usage["completion_tokens_details"] = {"draft_tokens": num_drafts, "accepted_draft_tokens": num_accepted}
+        usage["completion_tokens_details"] = {
+            "draft_tokens": num_drafts,
+            "accepted_draft_tokens": num_accepted,
+        }
     return usage
 
 
-# ------------------------------------------------------------------------------------------------- answers made of blocks
+# ------------------------------------------------------------------------------------- answers made of blocks
 
 
 class BlockReply:
-    """An answer that is a row of blocks, whole or as events: each block is opened, added to, and closed before the next. There is at least
-    one, though it be empty. Their shapes are those of the API that was asked."""
+    """An answer that is a row of blocks, whole or as events: each block is opened, added to, and closed
+    before the next. There is at least one, though it be empty. Their shapes are those of the API that was
+    asked."""
 
     def __init__(self, read_as: AnswerFormat | None) -> None:
         self.finish: str | None = None

@@ -1,5 +1,5 @@
-"""OpenAI's `/v1/responses`: what its clients send, as the chat that it means, and the chat's answer as items and events. Owns these shapes;
-how long answers are kept is the business of `kept`."""
+"""OpenAI's `/v1/responses`: what its clients send, as the chat that it means, and the chat's answer as items
+and events. Owns these shapes; how long answers are kept is the business of `kept`."""
 
 from __future__ import annotations
 
@@ -76,28 +76,51 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         for name in (*needed, *_ALL_FIELDS):
             given = getattr(self, name) is not None
             if given != (name in needed) and not (given and name in allowed) and (given or name in needed):
-                raise ValueError(f"{name} is {'not a field of' if given else 'required for'} an item of the type {self.type}")
+                raise ValueError(
+                    f"{name} "
+                    f"is "
+                    f"{'not a field of' if given else 'required for'} "
+                    f"an "
+                    f"item "
+                    f"of "
+                    f"the type {self.type}"
+                )
 
     @property
     def text(self) -> str:
         return schema.text_of(self.output if self.type == "function_call_output" else self.content)
 
 
-_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: what is needed, what else there may be
+# by type: what is needed, what else there may be
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("phase",)),
     "function_call": (("call_id", "name", "arguments"), ("namespace",)),
     "function_call_output": (("call_id", "output"), ("name", "namespace")),
     "reasoning": ((), ("content", "summary", "encrypted_content")),
 }
-_ALL_FIELDS = ("role", "content", "phase", "call_id", "name", "arguments", "output", "summary", "encrypted_content", "namespace")
+_ALL_FIELDS = (
+    "role",
+    "content",
+    "phase",
+    "call_id",
+    "name",
+    "arguments",
+    "output",
+    "summary",
+    "encrypted_content",
+    "namespace",
+)
 
 
 class FunctionTool(Function, tag_field="type", tag="function", forbid_unknown_fields=True, kw_only=True):
     pass
 
 
-class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, kw_only=True):
-    """Functions that share a name in front of theirs. The model is told of them one by one, by both names; clients are told both."""
+class NamespaceTool(
+    msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, kw_only=True
+):
+    """Functions that share a name in front of theirs. The model is told of them one by one, by both names;
+    clients are told both."""
 
     name: SpaceName
     tools: Annotated[list[FunctionTool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
@@ -107,7 +130,12 @@ class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", forbid_un
         about = self.description
         for tool in self.tools:
             said = "\n\n".join(filter(None, (about, tool.description)))
-            yield Function(name=spaced(self.name, tool.name), description=said or None, parameters=tool.parameters, strict=tool.strict)
+            yield Function(
+                name=spaced(self.name, tool.name),
+                description=said or None,
+                parameters=tool.parameters,
+                strict=tool.strict,
+            )
             about = None  # once is enough
 
 
@@ -136,7 +164,9 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def response_format(self) -> ResponseFormat:
         if self.name is None:
             return ResponseFormat(type=self.type)
-        schema = JsonSchema(name=self.name, schema=self.schema, description=self.description, strict=self.strict)
+        schema = JsonSchema(
+            name=self.name, schema=self.schema, description=self.description, strict=self.strict
+        )
         return ResponseFormat(type=self.type, json_schema=schema)
 
 
@@ -182,7 +212,11 @@ class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
         """All that the model may call, one by one."""
         if self.tools is None:
             return None
-        return [one for tool in self.tools for one in (tool.functions() if isinstance(tool, NamespaceTool) else (tool,))]
+        return [
+            one
+            for tool in self.tools
+            for one in (tool.functions() if isinstance(tool, NamespaceTool) else (tool,))
+        ]
 
     def messages(self) -> list[schema.Message]:
         said = [schema.Message(role="system", content=self.instructions)] if self.instructions else []
@@ -199,7 +233,10 @@ def _messages(items: Sequence[Item]) -> list[schema.Message]:
     made: list[schema.Message] = []
     for item in items:
         if item.type == "function_call":
-            call = ToolCall(id=item.call_id or "", function=CalledFunction(spaced(item.namespace, item.name or ""), item.arguments or ""))
+            call = ToolCall(
+                id=item.call_id or "",
+                function=CalledFunction(spaced(item.namespace, item.name or ""), item.arguments or ""),
+            )
             if not made or made[-1].role != "assistant":
                 made.append(schema.Message(role="assistant", content=""))
             made[-1].tool_calls = [*(made[-1].tool_calls or ()), call]
@@ -212,7 +249,11 @@ def _messages(items: Sequence[Item]) -> list[schema.Message]:
 
 def as_chat(given: ResponsesBody) -> schema.ChatBody:
     form = None if given.text is None or given.text.format is None else given.text.format.response_format()
-    options = None if given.stream_options is None else schema.StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
+    options = (
+        None
+        if given.stream_options is None
+        else schema.StreamOptions(include_obfuscation=given.stream_options.include_obfuscation)
+    )
     return schema.ChatBody(
         **schema.own_fields(given),
         model=given.model,
@@ -222,8 +263,12 @@ def as_chat(given: ResponsesBody) -> schema.ChatBody:
         top_p=given.top_p,
         stream=given.stream,
         stream_options=options,
-        tools=None if (functions := given.functions()) is None else [Tool(type="function", function=one) for one in functions],
-        tool_choice=chosen(given.tool_choice.name) if isinstance(given.tool_choice, ChosenFunction) else given.tool_choice,
+        tools=None
+        if (functions := given.functions()) is None
+        else [Tool(type="function", function=one) for one in functions],
+        tool_choice=chosen(given.tool_choice.name)
+        if isinstance(given.tool_choice, ChosenFunction)
+        else given.tool_choice,
         parallel_tool_calls=given.parallel_tool_calls,
         response_format=form,
         reasoning_effort=None if given.reasoning is None else given.reasoning.effort,
@@ -231,7 +276,7 @@ def as_chat(given: ResponsesBody) -> schema.ChatBody:
     )
 
 
-# --------------------------------------------------------------------------------------------------- what is gone on from
+# --------------------------------------------------------------------------------------- what is gone on from
 
 _ITEMS = msgspec.json.Decoder(list[Item])
 
@@ -256,18 +301,24 @@ def missing(id: str) -> ResponseMissing:
     return error
 
 
-# ------------------------------------------------------------------------------------------------------------- the answer
+# ------------------------------------------------------------------------------------------------- the answer
 
 
 class ResponsesReply(BlockReply):
     """One response of items, as a whole or as the numbered events that put it together."""
 
-    def __init__(self, tokenizer: TextCodec, given: ResponsesBody, head: Heading, read_as: AnswerFormat | None) -> None:
+    def __init__(
+        self, tokenizer: TextCodec, given: ResponsesBody, head: Heading, read_as: AnswerFormat | None
+    ) -> None:
         super().__init__(read_as)
         self._tokenizer = tokenizer
         self._output: list[Json] = []
         self._response = _echoed(given, head)
-        self._spaces = {spaced(one.name, tool.name): (one.name, tool.name) for one in _namespaces(given) for tool in one.tools}
+        self._spaces = {
+            spaced(one.name, tool.name): (one.name, tool.name)
+            for one in _namespaces(given)
+            for tool in one.tools
+        }
         self._unique = head.id.removeprefix("resp_")
         self._padded = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
         self._number = 0  # of the next event
@@ -288,21 +339,31 @@ class ResponsesReply(BlockReply):
     def encoded(self, event: Json) -> bytes:
         event["sequence_number"] = self._number
         self._number += 1
-        return super().encoded(obfuscated(event) if self._padded and event["type"].endswith(".delta") else event)
+        return super().encoded(
+            obfuscated(event) if self._padded and event["type"].endswith(".delta") else event
+        )
 
     def ended(self, usage: Json) -> Json:
         cut = self.finish == "length"
         details = {"reason": "max_output_tokens"} if cut else None
-        ending = {"status": "incomplete" if cut else "completed", "incomplete_details": details, "output": self._output}
+        ending = {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": details,
+            "output": self._output,
+        }
         return {**self._response, **ending, "usage": self._usage(usage)}
 
     def _usage(self, usage: Json) -> Json:
-        thought = "".join(part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"])
+        thought = "".join(
+            part["text"] for item in self._output if item["type"] == "reasoning" for part in item["content"]
+        )
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": len(self._tokenizer.encode(thought, add_special=False)) if thought else 0},
+            "output_tokens_details": {
+                "reasoning_tokens": len(self._tokenizer.encode(thought, add_special=False)) if thought else 0
+            },
             "total_tokens": usage["total_tokens"],
         }
 
@@ -318,7 +379,12 @@ class ResponsesReply(BlockReply):
             case "reasoning":
                 item |= {"type": "reasoning", "summary": [], "content": []}
             case "call":
-                item |= {"type": "function_call", "call_id": self.reading.call_id(), "name": name, "arguments": ""}
+                item |= {
+                    "type": "function_call",
+                    "call_id": self.reading.call_id(),
+                    "name": name,
+                    "arguments": "",
+                }
                 if name in self._spaces:
                     item["namespace"], item["name"] = self._spaces[name]
         self._output.append(item)
@@ -344,11 +410,20 @@ class ResponsesReply(BlockReply):
             part = item["content"][0]
             yield self._at(f"{_STREAMED[kind]}.done", text=part["text"], **_SCORES[kind])
             yield self._at("content_part.done", part=dict(part))
-        yield {"type": "response.output_item.done", "output_index": len(self._output) - 1, "item": _copied(item)}
+        yield {
+            "type": "response.output_item.done",
+            "output_index": len(self._output) - 1,
+            "item": _copied(item),
+        }
 
     def _of(self, kind: str, **fields: Any) -> Json:
         """About the item that is open."""
-        return {"type": f"response.{kind}", "item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **fields}
+        return {
+            "type": f"response.{kind}",
+            "item_id": self._output[-1]["id"],
+            "output_index": len(self._output) - 1,
+            **fields,
+        }
 
     def _at(self, kind: str, **fields: Any) -> Json:
         return self._of(kind, content_index=0, **fields)
@@ -406,7 +481,11 @@ def _namespaces(given: ResponsesBody) -> list[NamespaceTool]:
 
 
 def _shown(tool: FunctionTool | NamespaceTool) -> Json:
-    return _plain(tool) if isinstance(tool, NamespaceTool) else {"parameters": None, "strict": None, **_plain(tool)}
+    return (
+        _plain(tool)
+        if isinstance(tool, NamespaceTool)
+        else {"parameters": None, "strict": None, **_plain(tool)}
+    )
 
 
 def _plain(struct: msgspec.Struct) -> Json:

@@ -1,4 +1,5 @@
-"""The paths that the server answers. Owns the table and the small routes; the generating ones are in `generate`."""
+"""The paths that the server answers. Owns the table and the small routes; the generating ones are in
+`generate`."""
 
 from __future__ import annotations
 
@@ -48,7 +49,12 @@ LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the 
 
 def make_routes(service: Service) -> list[Route]:
     small, adapters, snapshots = Small(service), Adapters(service), SnapshotRoutes(service)
-    generating = {"completions": COMPLETIONS, "chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}
+    generating = {
+        "completions": COMPLETIONS,
+        "chat/completions": CHAT,
+        "responses": RESPONSES,
+        "messages": MESSAGES,
+    }
     endpoints: dict[str, Any] = {
         **{f"/v1/{path}": Generate(service, kind) for path, kind in generating.items()},
         "/v1/responses/{id}": small.response,
@@ -59,13 +65,22 @@ def make_routes(service: Service) -> list[Route]:
         "/v1/unload_lora_adapter": adapters.unload,
         "/v1/snapshots": snapshots.collection,
         "/v1/snapshots/{name}": snapshots.one,
-        **{f"/cache/{name}": getattr(small, f"cache_{name}") for name in ("flush", "prefetch", "reset", "stats")},
-        **{f"/{name}": getattr(small, name) for name in ("tokenize", "detokenize", "health", "live", "metrics", "version")},
+        **{
+            f"/cache/{name}": getattr(small, f"cache_{name}")
+            for name in ("flush", "prefetch", "reset", "stats")
+        },
+        **{
+            f"/{name}": getattr(small, name)
+            for name in ("tokenize", "detokenize", "health", "live", "metrics", "version")
+        },
         "/openapi.json": small.openapi,
         "/": small.landing,
     }
     methods = {"/": "get", **{path: methods for path, (methods, _, _) in about.ROUTES.items()}}
-    return [Route(path.replace("}", ":path}"), one, methods=methods[path].upper().split()) for path, one in endpoints.items()]
+    return [
+        Route(path.replace("}", ":path}"), one, methods=methods[path].upper().split())
+        for path, one in endpoints.items()
+    ]
 
 
 class Small:
@@ -77,7 +92,10 @@ class Small:
     async def models(self, request: Request) -> Response:
         schema.check_query(request.query_params)
         cards = [model_card(self._service, name) for name in self._service.names]
-        cards += [model_card(self._service, loaded.adapter.name, loaded) for loaded in self._service.engine.adapters.all()]
+        cards += [
+            model_card(self._service, loaded.adapter.name, loaded)
+            for loaded in self._service.engine.adapters.all()
+        ]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -109,8 +127,16 @@ class Small:
                 if body.messages is not None:
                     tokens = encode_chat(tokenizer, body.messages, rules)
                 else:
-                    tokens = tokenizer.encode(body.prompt, add_special=body.add_special_tokens, most=rules.most)
-                return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self._service.engine.max_model_len})
+                    tokens = tokenizer.encode(
+                        body.prompt, add_special=body.add_special_tokens, most=rules.most
+                    )
+                return json_response(
+                    {
+                        "tokens": tokens,
+                        "count": len(tokens),
+                        "max_model_len": self._service.engine.max_model_len,
+                    }
+                )
 
             return await self._service.compute(reply, num_bytes)
 
@@ -123,7 +149,9 @@ class Small:
                 body, thinks = messages.as_counted(given), reasons(self._service.config, tokenizer)
                 with schema.renamed(messages.NAMES):
                     body.check()
-                    return json_response({"input_tokens": len(prompts_of(tokenizer, body, rules, reasons=thinks)[0].ids)})
+                    return json_response(
+                        {"input_tokens": len(prompts_of(tokenizer, body, rules, reasons=thinks)[0].ids)}
+                    )
 
             return await self._service.compute(reply, num_bytes)
 
@@ -153,7 +181,10 @@ class Small:
         await self._no_fields(request)
         level = request.query_params.get("level", "visible")
         if level == "persisted" and not LASTING & set(self._service.engine.tiers):
-            raise InvalidRequest("no tier of this server outlives it (an ssd or a remote one would): nothing can be persisted", "level")
+            raise InvalidRequest(
+                "no tier of this server outlives it (an ssd or a remote one would): nothing can be persisted",
+                "level",
+            )
         await self._service.flush_cache(cast(FlushLevel, level))
         return json_response({"level": level})
 
@@ -162,9 +193,19 @@ class Small:
         with self._service.side.take(1):
             body, num_bytes = await self._service.body(request, schema.PrefetchBody)
             body.check()
-            found = await self._service.prefetch(await self._service.compute(lambda: self._begin_prefetch(body), num_bytes))
+            found = await self._service.prefetch(
+                await self._service.compute(lambda: self._begin_prefetch(body), num_bytes)
+            )
             if found is None:
-                message = "no request of this session has ended here lately, or the cache_salt is not the one that it had"
+                message = (
+                    "no request of this session has ended here lately, or "
+                    "the "
+                    "cache_salt "
+                    "is "
+                    "not "
+                    "the "
+                    "one that it had"
+                )
                 raise Refused(404, message, param="session_id", code="session_not_found")
             return json_response({"blocks": found.num_blocks, "started": found.started})
 
@@ -181,7 +222,11 @@ class Small:
         schema.check_query(request.query_params)
         stats, _ = await self._service.snapshot()
         content: dict[str, Any] = {
-            "kv_blocks": {tier: {"total": sum(states.values()), **states} for tier, states in stats.kv_blocks.items() if states},
+            "kv_blocks": {
+                tier: {"total": sum(states.values()), **states}
+                for tier, states in stats.kv_blocks.items()
+                if states
+            },
             "cache": stats.cache,
             "prompt_tokens": stats.prompt_tokens,
             "retractions": stats.retractions,
@@ -194,7 +239,9 @@ class Small:
                 "bytes": {f"{source} to {dest}": count for (source, dest), count in traffic.bytes.items()},
                 "skipped_saves": traffic.skipped,
                 "leases_open": traffic.leases_open,
-                "failures": {f"{tier}: {reason}": count for (tier, reason), count in traffic.failures.items()},
+                "failures": {
+                    f"{tier}: {reason}": count for (tier, reason), count in traffic.failures.items()
+                },
                 "checksum_failures": traffic.checksum_failures,
                 "usable": traffic.usable,
             }
@@ -224,7 +271,9 @@ class Small:
 
     async def landing(self, request: Request) -> Response:
         schema.check_query(request.query_params)
-        return Response(about.landing(await self._facts()), headers=about.LANDING_HEADERS, media_type="text/html")
+        return Response(
+            about.landing(await self._facts()), headers=about.LANDING_HEADERS, media_type="text/html"
+        )
 
     async def _facts(self) -> list[tuple[str, str]]:
         engine, service = self._service.engine, self._service
@@ -253,7 +302,14 @@ def model_card(service: Service, name: str, loaded: LoadedAdapter | None = None)
     created, root, parent = service.created, service.engine.name, None
     if loaded is not None:
         created, root, parent = int(loaded.loaded_s), loaded.root, service.names[0]
-    card = {"id": name, "object": "model", "created": created, "owned_by": "penstock", "root": root, "parent": parent}
+    card = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "penstock",
+        "root": root,
+        "parent": parent,
+    }
     return {**card, "max_model_len": service.engine.max_model_len}
 
 
@@ -262,33 +318,54 @@ class Adapters:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._turn = anyio.CapacityLimiter(1)  # each reads and holds a whole file; the threads for prompts are others
+        # each reads and holds a whole file; the threads for prompts are others
+        self._turn = anyio.CapacityLimiter(1)
 
     async def load(self, request: Request) -> Response:
         self._check_allowed()
         with self._service.loads.take(1):
             body, _ = await self._service.body(request, schema.LoadLoraBody)
             if body.lora_name in self._service.names:
-                raise InvalidRequest(f"{body.lora_name!r} is the name of the model itself; give the adapter another", "lora_name")
+                raise InvalidRequest(
+                    f"{body.lora_name!r} is the name of the model itself; give the adapter another",
+                    "lora_name",
+                )
             store = self._service.engine.adapters
-            loaded = await anyio.to_thread.run_sync(store.load_inside, body.lora_name, body.lora_path, limiter=self._turn)
-            return json_response({**model_card(self._service, body.lora_name, loaded), "replaced": loaded.replaced})
+            loaded = await anyio.to_thread.run_sync(
+                store.load_inside, body.lora_name, body.lora_path, limiter=self._turn
+            )
+            return json_response(
+                {**model_card(self._service, body.lora_name, loaded), "replaced": loaded.replaced}
+            )
 
     async def unload(self, request: Request) -> Response:
         self._check_allowed()
         body, _ = await self._service.body(request, schema.UnloadLoraBody)
-        if not await anyio.to_thread.run_sync(self._service.engine.adapters.unload, body.lora_name, limiter=self._turn):
-            raise Refused(404, f"there is no adapter {body.lora_name!r} here", param="lora_name", code="model_not_found")
+        if not await anyio.to_thread.run_sync(
+            self._service.engine.adapters.unload, body.lora_name, limiter=self._turn
+        ):
+            raise Refused(
+                404, f"there is no adapter {body.lora_name!r} here", param="lora_name", code="model_not_found"
+            )
         return json_response({"id": body.lora_name, "object": "model", "deleted": True})
 
     def _check_allowed(self) -> None:
         if self._service.engine.adapters.root is None:
-            message = "adapters cannot be loaded or unloaded over HTTP here: the server was started without --lora-dir"
+            message = (
+                "adapters cannot be loaded or unloaded over HTTP "
+                "here: "
+                "the "
+                "server "
+                "was "
+                "started "
+                "without --lora-dir"
+            )
             raise Refused(403, message, code="lora_loading_off")
 
 
 class SnapshotRoutes:
-    """A tenant is known by its cache_salt, in the body or in the query: what another one has is not there for it."""
+    """A tenant is known by its cache_salt, in the body or in the query: what another one has is not there for
+    it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -300,7 +377,11 @@ class SnapshotRoutes:
             if request.method == "DELETE":
                 await self._answer(request, lambda snapshots: snapshots.begin_delete(name, salt))
                 return json_response({"id": name, "object": "snapshot", "deleted": True})
-            return json_response(_snapshot_card(await self._answer(request, lambda snapshots: snapshots.begin_find(name, salt))))
+            return json_response(
+                _snapshot_card(
+                    await self._answer(request, lambda snapshots: snapshots.begin_find(name, salt))
+                )
+            )
 
     async def collection(self, request: Request) -> Response:
         if request.method == "POST":
@@ -309,9 +390,15 @@ class SnapshotRoutes:
         with self._service.side.take(1):
             found = await self._answer(request, lambda snapshots: snapshots.begin_all(salt))
         pinned = {"tier": found.tier, "blocks": found.pinned_blocks, "max_blocks": found.pinned_blocks_max}
-        pinned = {**pinned, "bytes": found.pinned_blocks * found.block_bytes, "max_bytes": found.pinned_blocks_max * found.block_bytes}
+        pinned = {
+            **pinned,
+            "bytes": found.pinned_blocks * found.block_bytes,
+            "max_bytes": found.pinned_blocks_max * found.block_bytes,
+        }
         data = [_snapshot_card(one) for one in found.snapshots]
-        return json_response({"object": "list", "data": data, "complete": found.is_complete, "pinned": pinned})
+        return json_response(
+            {"object": "list", "data": data, "complete": found.is_complete, "pinned": pinned}
+        )
 
     async def _take(self, request: Request) -> Response:
         """Answers when its blocks and its manifest are where they outlive the process, where they can."""
@@ -319,7 +406,9 @@ class SnapshotRoutes:
             body, num_bytes = await self._service.body(request, schema.SnapshotBody)
             body.check()
             asked = await self._service.compute(lambda: self._asked(body), num_bytes)
-            return json_response(_snapshot_card(await self._answer(request, lambda snapshots: snapshots.begin_take(asked))))
+            return json_response(
+                _snapshot_card(await self._answer(request, lambda snapshots: snapshots.begin_take(asked)))
+            )
 
     async def _answer(self, request: Request, begin: Callable[[SnapshotStore], Future[T]]) -> T:
         """Until the client hangs up: what has not begun by then is not done."""
@@ -353,7 +442,9 @@ def _token_bytes(tokens: list[int]) -> bytes:
     try:
         return np.asarray(tokens, np.uint32).tobytes()
     except OverflowError:
-        raise InvalidRequest("token ids must not be below zero, nor above all that there are", "prompt") from None
+        raise InvalidRequest(
+            "token ids must not be below zero, nor above all that there are", "prompt"
+        ) from None
 
 
 def _snapshot_card(snapshot: Snapshot) -> dict[str, Any]:
@@ -373,4 +464,7 @@ def _snapshot_card(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _status(good: str, trouble: str | None) -> Response:
-    return json_response({"status": good} if trouble is None else {"status": "unavailable", "reason": trouble}, 503 if trouble else 200)
+    return json_response(
+        {"status": good} if trouble is None else {"status": "unavailable", "reason": trouble},
+        503 if trouble else 200,
+    )

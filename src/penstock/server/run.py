@@ -1,5 +1,5 @@
-"""A listening server: socket, signals, bounded shutdown; alone in its process with the engine, or one of several fronts of an engine in
-another. Owns the process's HTTP life; the engine's is its loop's."""
+"""A listening server: socket, signals, bounded shutdown; alone in its process with the engine, or one of
+several fronts of an engine in another. Owns the process's HTTP life; the engine's is its loop's."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ logger = logging.getLogger("penstock.server")
 BACKLOG = 2048  # connections that the kernel keeps while the event loop is busy
 YIELD_S = 0.002  # in which another front may take a connection
 OUT_OF_FILES_S = 1.0
-COLLECT_AFTER = (10_000, 50, 50)  # by generation: what a token makes is freed by counting, so that looking for cycles is mostly in vain
+# by generation: what a token makes is freed by counting, so that looking for cycles is mostly in vain
+COLLECT_AFTER = (10_000, 50, 50)
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are still there. `run` serves until
-    SIGTERM or SIGINT, then lets running requests end for `shutdown_s` at most; it starts and closes `loop`.
+    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are
+    still there. `run` serves until SIGTERM or SIGINT, then lets running requests end for `shutdown_s` at
+    most; it starts and closes `loop`.
 
     It has its port from construction on, so that one that is taken is known before anything is started.
     """
@@ -65,7 +67,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                # The engine loop ends every request at its own deadline, so that readers are told; this is for those who do not read.
+                # The engine loop ends every request at its own deadline, so that readers are told; this is
+                # for those who do not read.
                 timeout_graceful_shutdown=math.ceil(config.shutdown_s + CLOSE_GRACE_S),
             )
         )
@@ -91,11 +94,14 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A signal ends the server and is thereby dealt with: it is not raised again, so that the caller can clean up."""
+        """A signal ends the server and is thereby dealt with: it is not raised again, so that the caller can
+        clean up."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -115,7 +121,9 @@ def bind(config: ServerConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+        ) from None
     return listener
 
 
@@ -124,20 +132,27 @@ def url_of(host: str, listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-# --------------------------------------------------------------------------------------------------------- a front process
+# -------------------------------------------------------------------------------------------- a front process
 
 
 class FrontServer(HttpServer):
-    """Takes its share of the connections to a socket that all fronts listen on, and ends when the parent says so."""
+    """Takes its share of the connections to a socket that all fronts listen on, and ends when the parent says
+    so."""
 
     def __init__(
-        self, engine: RemoteEngine, config: ServerConfig, listener: socket.socket, fronts: Fronts, parent: Wire[FromParent]
+        self,
+        engine: RemoteEngine,
+        config: ServerConfig,
+        listener: socket.socket,
+        fronts: Fronts,
+        parent: Wire[FromParent],
     ) -> None:
         super().__init__(engine, engine, config, listener, fronts)
         engine.own_figures = self.service.figures
         self._fronts = fronts
         self._parent = parent
-        self._opening: set[asyncio.Task[object]] = set()  # connections that are taken and have no protocol yet
+        # connections that are taken and have no protocol yet
+        self._opening: set[asyncio.Task[object]] = set()
         self._has_waited = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
@@ -158,8 +173,8 @@ class FrontServer(HttpServer):
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        """One connection. A front that has more than another leaves it to that one for a moment: of a burst, who wakes up first would take
-        all."""
+        """One connection. A front that has more than another leaves it to that one for a moment: of a burst,
+        who wakes up first would take all."""
         loop = asyncio.get_running_loop()
         num_open = len(self.server_state.connections) + len(self._opening)
         if num_open > self._fronts.note_connections(num_open) and not self._has_waited:
@@ -214,11 +229,15 @@ class FrontServer(HttpServer):
         os._exit(1)  # the parent is gone, and so is whoever could start this again
 
 
-def run_front(setup: FrontSetup, parent: Wire[FromParent], engine: socket.socket, listener: socket.socket, seats_fd: int) -> None:
+def run_front(
+    setup: FrontSetup, parent: Wire[FromParent], engine: socket.socket, listener: socket.socket, seats_fd: int
+) -> None:
     """Blocks until the server ends."""
     remote = RemoteEngine(engine)
     config = unpacked(setup.server, ServerConfig)
     config = replace(config, max_concurrent=min(config.max_concurrent, remote.max_open))
     book = SeatBook(seats_fd, setup.num_fronts)
-    fronts = Fronts(book, setup.index, remote.started_s, remote.pid, remote.stats_and_figures, remote.responses)
+    fronts = Fronts(
+        book, setup.index, remote.started_s, remote.pid, remote.stats_and_figures, remote.responses
+    )
     FrontServer(remote, config, listener, fronts, parent).run()

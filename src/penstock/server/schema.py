@@ -1,4 +1,5 @@
-"""The JSON that clients send: strict types, no unknown fields, errors that name the field. Owns shapes, not their meaning to the engine."""
+"""The JSON that clients send: strict types, no unknown fields, errors that name the field. Owns shapes, not
+their meaning to the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ import msgspec
 from starlette.datastructures import QueryParams
 
 from penstock.config import MAX_SPANS, ResidencyName
-from penstock.contract import MAX_BIAS, MAX_LOGIT_BIAS, MAX_PRIORITY, MAX_RETAIN_S, MAX_SEED, CacheHint, SamplingParams, Weight
+from penstock.contract import (
+    MAX_BIAS,
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_RETAIN_S,
+    MAX_SEED,
+    CacheHint,
+    SamplingParams,
+    Weight,
+)
 from penstock.errors import InvalidRequest
 from penstock.server.thinking import Effort, Variables, check_variables
 from penstock.server.tools import (
@@ -51,7 +61,8 @@ Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 Bias = Annotated[float, msgspec.Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
 Biases = Annotated[dict[TokenId, Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)]
 Metadata = Annotated[  # with OpenAI's own limits
-    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=16)
+    dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
+    msgspec.Meta(max_length=16),
 ]
 Unsupported: TypeAlias = None  # a field that we know and cannot honour: only null is taken
 
@@ -63,7 +74,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "ign
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
-    include_obfuscation: bool | None = None  # OpenAI's: padding, so that the size of a chunk does not tell the length of its text
+    # OpenAI's: padding, so that the size of a chunk does not tell the length of its text
+    include_obfuscation: bool | None = None
 
 
 class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,7 +86,11 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
     release: bool | None = None
 
     def hint(self) -> CacheHint:
-        return CacheHint(self.retain_s, None if self.priority is None else Weight[self.priority.upper()], bool(self.release))
+        return CacheHint(
+            self.retain_s,
+            None if self.priority is None else Weight[self.priority.upper()],
+            bool(self.release),
+        )
 
 
 class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -95,7 +111,8 @@ def own_fields(body: msgspec.Struct) -> dict[str, Any]:
 
 
 class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
-    """Fields that both generating routes share. Null means absent, as clients that always send every field expect."""
+    """Fields that both generating routes share. Null means absent, as clients that always send every field
+    expect."""
 
     model: str
     n: Choices | None = None
@@ -135,7 +152,11 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def _params(
-        self, defaults: Mapping[str, Any], max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        defaults: Mapping[str, Any],
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return SamplingParams(
@@ -177,7 +198,11 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         if (name := names.get(error.param or "")) is not None:
-            error.args = (str(error).replace(f"{error.param}", name, 1) if str(error).startswith(f"{error.param}") else str(error),)
+            error.args = (
+                str(error).replace(f"{error.param}", name, 1)
+                if str(error).startswith(f"{error.param}")
+                else str(error),
+            )
             error.param = name
         raise
 
@@ -191,7 +216,8 @@ class CompletionBody(Generating, kw_only=True):
 
     @property
     def items(self) -> Sequence[Any]:
-        """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has items."""
+        """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has
+        items."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt
 
@@ -209,15 +235,24 @@ class CompletionBody(Generating, kw_only=True):
         if isinstance(self.prompt, list):
             kinds = set(map(type, self.prompt))
             if len(kinds) != 1:
-                what = "must not be empty" if not kinds else "must not mix strings, token ids and lists of token ids"
+                what = (
+                    ("must not be empty")
+                    if not kinds
+                    else ("must not mix strings, token ids and lists of token ids")
+                )
                 raise InvalidRequest(f"prompt {what}", "prompt")
         if self.snapshot is not None and self.echo:
-            raise InvalidRequest("echo and snapshot cannot be combined: the snapshot's text is not sent back", "echo")
+            raise InvalidRequest(
+                "echo and snapshot cannot be combined: the snapshot's text is not sent back", "echo"
+            )
         self.sampling(MAX_INT, {})
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`room`: tokens that fit the context behind the prompt. `defaults`: what the model states for fields that are not given."""
-        max_tokens = min(DEFAULT_COMPLETION_TOKENS, max(room, 1)) if self.max_tokens is None else self.max_tokens
+        """`room`: tokens that fit the context behind the prompt. `defaults`: what the model states for fields
+        that are not given."""
+        max_tokens = (
+            min(DEFAULT_COMPLETION_TOKENS, max(room, 1)) if self.max_tokens is None else self.max_tokens
+        )
         return self._params(defaults, max_tokens, self.num_logprobs, self.num_logprobs if self.echo else None)
 
 
@@ -290,7 +325,8 @@ class ChatBody(Generating, kw_only=True):
         return ToolRequest(self.tools or (), choice, self.parallel_tool_calls is not False)
 
     def asked(self) -> Asked | None:
-        """A call that has to be comes before a form. Of a model that may call, the form is that of an answer without calls."""
+        """A call that has to be comes before a form. Of a model that may call, the form is that of an answer
+        without calls."""
         return self.asking.asked() or super().asked()
 
     @property
@@ -302,21 +338,35 @@ class ChatBody(Generating, kw_only=True):
         self._check_shared()
         self.asking.check(self.tool_choice)
         if is_deep(self.chat_template_kwargs):
-            raise InvalidRequest(f"chat_template_kwargs is nested deeper than {MAX_DEPTH} lists and objects", "chat_template_kwargs")
+            raise InvalidRequest(
+                f"chat_template_kwargs is nested deeper than {MAX_DEPTH} lists and objects",
+                "chat_template_kwargs",
+            )
         check_variables(self.chat_template_kwargs or {})
         if self.continue_final_message:
             self._check_continued()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs is only allowed where logprobs is true", "top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens differ: give one of them", "max_tokens"
+            )
         with renamed({"logprobs": "top_logprobs"}):
             self.sampling(MAX_INT, {})
 
     def _check_continued(self) -> None:
         if self.add_generation_prompt:
             message = (
-                "continue_final_message and add_generation_prompt cannot both be true: the prompt ends with the last message, or behind it"
+                "continue_final_message and add_generation_prompt cannot both "
+                "be "
+                "true: "
+                "the "
+                "prompt "
+                "ends "
+                "with the last message, or behind it"
             )
             raise InvalidRequest(message, "continue_final_message")
         if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
@@ -324,7 +374,8 @@ class ChatBody(Generating, kw_only=True):
             raise InvalidRequest(message, "continue_final_message")
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less. `defaults`: as above."""
+        """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less.
+        `defaults`: as above."""
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return self._params(defaults, max(room, 1) if given is None else given, self.num_logprobs)
 
@@ -363,8 +414,10 @@ class SnapshotBody(PrefetchBody, forbid_unknown_fields=True, kw_only=True):
     """The same, and what is to become of it."""
 
     name: SnapshotName | None = None
-    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)] | None = None  # how much of it; all where it is left out
-    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None  # until it is deleted where it is left out
+    # how much of it; all where it is left out
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)] | None = None
+    # until it is deleted where it is left out
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
 
 
 class LoadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -385,7 +438,7 @@ def nth_seed(seed: int, i: int) -> int:
     return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
 
 
-# ------------------------------------------------------------------------------------------------------------- decoding
+# --------------------------------------------------------------------------------------------------- decoding
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -397,7 +450,8 @@ _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `
 
 @functools.cache
 def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
-    """Made once: working out what a type allows takes milliseconds. Generating routes make theirs before the first request."""
+    """Made once: working out what a type allows takes milliseconds. Generating routes make theirs before the
+    first request."""
     return msgspec.json.Decoder(kind)
 
 
@@ -437,12 +491,14 @@ def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
 
 
 def check_shape(data: bytes) -> None:
-    """The interpreter is held while a body is decoded. Text and numbers are done at once; a million small lists take a second. Here, the
-    brackets that are text are left out."""
+    """The interpreter is held while a body is decoded. Text and numbers are done at once; a million small
+    lists take a second. Here, the brackets that are text are left out."""
     if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
         return
-    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")  # without escapes every quote begins or ends a string
-    outside = b"".join(bare.split(b'"', 32 * MAX_CONTAINERS)[::2])  # more strings than that are more than any legal body has
+    # without escapes every quote begins or ends a string
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    # more strings than that are more than any legal body has
+    outside = b"".join(bare.split(b'"', 32 * MAX_CONTAINERS)[::2])
     if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:
         raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} lists and objects")
 
@@ -461,7 +517,11 @@ def _explain(text: str) -> InvalidRequest:
     what, path = (what, path.removeprefix(".").removesuffix("`")) if found else (text, "")
     if field := _FIELD.fullmatch(what):
         name = f"{path}.{field['field']}" if path else field["field"]
-        known = "is required and missing" if field["verb"].startswith("missing") else "is not a field that this server knows"
+        known = (
+            ("is required and missing")
+            if field["verb"].startswith("missing")
+            else ("is not a field that this server knows")
+        )
         return InvalidRequest(f"{name} {known}", name)
     if (kind := _KIND.fullmatch(what)) and (reason := _no_such(path)):
         return InvalidRequest(f"{path}: {kind['value']} is not supported here: {reason}", path)

@@ -1,5 +1,6 @@
-"""Seats for work in progress: what all clients may take at once. Counts are in memory that front processes share, so that a limit is the
-whole server's. Owns that memory, which has no name and ends with the last process that has it; owns no work."""
+"""Seats for work in progress: what all clients may take at once. Counts are in memory that front processes
+share, so that a limit is the whole server's. Owns that memory, which has no name and ends with the last
+process that has it; owns no work."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LOCK_S = 0.05  # it is held for microseconds
 
 
 class GateNumber(IntEnum):
-    """The gates of a server. Connections have no limit: they are counted so that fronts get equal shares of them."""
+    """The gates of a server. Connections have no limit: they are counted so that fronts get equal shares of
+    them."""
 
     GENERATIONS = 0
     SIDE = 1
@@ -29,8 +31,9 @@ class GateNumber(IntEnum):
 
 
 class SeatBook:
-    """One row of counts for each front process, one column for each gate. A front adds to its own row alone, while it has the lock. The
-    kernel takes the lock back from a process that ends: one that is killed leaves seats, never a lock."""
+    """One row of counts for each front process, one column for each gate. A front adds to its own row alone,
+    while it has the lock. The kernel takes the lock back from a process that ends: one that is killed leaves
+    seats, never a lock."""
 
     def __init__(self, fd: int, num_fronts: int) -> None:
         self.fd = fd
@@ -48,8 +51,8 @@ class SeatBook:
         return int(self._counts[:, gate].sum())
 
     def try_add(self, row: int, gate: GateNumber, num: int, limit: int) -> bool:
-        """A process that stands still while it has the lock must not stop the others: they go on without it. Two that look at once may then
-        take a seat too many."""
+        """A process that stands still while it has the lock must not stop the others: they go on without it.
+        Two that look at once may then take a seat too many."""
         by_s = time.monotonic() + LOCK_S
         while time.monotonic() < by_s:
             with contextlib.suppress(BlockingIOError, PermissionError):
@@ -74,7 +77,8 @@ class SeatBook:
         return int(self._counts[:, GateNumber.CONNECTIONS].min())
 
     def clear(self, row: int) -> None:
-        """Of a front process that is gone, once the engine has ended all that it asked for. Without the lock, as above."""
+        """Of a front process that is gone, once the engine has ended all that it asked for. Without the lock,
+        as above."""
         self._counts[row] = 0
 
 
@@ -82,9 +86,15 @@ class Gate:
     """Counts work in progress against a limit. Lives on the event loop's thread; says no rather than wait."""
 
     def __init__(
-        self, limit: int, what: str, book: SeatBook | None = None, row: int = 0, number: GateNumber = GateNumber.GENERATIONS
+        self,
+        limit: int,
+        what: str,
+        book: SeatBook | None = None,
+        row: int = 0,
+        number: GateNumber = GateNumber.GENERATIONS,
     ) -> None:
-        """`row`: of this front process in `book`, which all of a server's have. Without one, this process is all."""
+        """`row`: of this front process in `book`, which all of a server's have. Without one, this process is
+        all."""
         self.limit = limit
         self.what = what
         self.book = SeatBook.make(1) if book is None else book
@@ -95,7 +105,8 @@ class Gate:
         return self.book.total(self.number)
 
     def take(self, num: int) -> Seats:
-        """Seats that end with `give_back` or `with`; raises Overloaded and takes none where there are too few."""
+        """Seats that end with `give_back` or `with`; raises Overloaded and takes none where there are too
+        few."""
         seats = Seats(self)
         seats.widen(num)
         return seats
@@ -109,14 +120,19 @@ class Seats:
         self._gate = gate
 
     def widen(self, num: int) -> None:
-        """Hold `num` seats in all. More than the gate will ever have is the client's mistake, not a matter of time."""
+        """Hold `num` seats in all. More than the gate will ever have is the client's mistake, not a matter of
+        time."""
         gate = self._gate
         if num == self.num:
             return
         if num > gate.limit:
-            raise InvalidRequest(f"one request may ask for {gate.limit} generations at most, this one asks for {num}", "n")
+            raise InvalidRequest(
+                f"one request may ask for {gate.limit} generations at most, this one asks for {num}", "n"
+            )
         if not gate.book.try_add(gate.row, gate.number, num - self.num, gate.limit):
-            raise Overloaded(f"the server is at its limit of {gate.limit} concurrent {gate.what}; try again later")
+            raise Overloaded(
+                f"the server is at its limit of {gate.limit} concurrent {gate.what}; try again later"
+            )
         self.num = num
 
     def give_back(self, num: int) -> None:
@@ -126,5 +142,7 @@ class Seats:
     def __enter__(self) -> Seats:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.give_back(self.num)

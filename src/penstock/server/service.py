@@ -1,8 +1,9 @@
-"""What the routes share: the engine, its loop, the gates, how they start and stop together, and how token events get from the engine's
-thread to the event loop. Owns readiness and the ends of engine requests; owns no route, no text and no HTTP.
+"""What the routes share: the engine, its loop, the gates, how they start and stop together, and how token
+events get from the engine's thread to the event loop. Owns readiness and the ends of engine requests; owns no
+route, no text and no HTTP.
 
-What waits here for a slow reader is at most what its `max_tokens` allows: nothing is queued twice, and a reader that comes late takes
-everything at once.
+What waits here for a slow reader is at most what its `max_tokens` allows: nothing is queued twice, and a
+reader that comes late takes everything at once.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ class Bridge:
     """Carries events of all requests to the event loop with one wake-up for however many have gathered."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.readings: set[Generations] = set()  # whose requests the engine has not ended yet, or that are still read
+        # whose requests the engine has not ended yet, or that are still read
+        self.readings: set[Generations] = set()
         self._loop = loop
         self._inbox: deque[tuple[Generations, int, TokenEvent]] = deque()
         self._armed = False  # a wake-up is on its way and will see everything that is in the inbox by then
 
     def post(self, reading: Generations, index: int, event: TokenEvent) -> None:
-        """Called on the engine's thread. Append, then look: `_deliver` disarms first, so an event it misses arms it again."""
+        """Called on the engine's thread. Append, then look: `_deliver` disarms first, so an event it misses
+        arms it again."""
         self._inbox.append((reading, index, event))
         if not self._armed:
             self._armed = True
@@ -80,15 +83,18 @@ class Bridge:
             reading.deliver(index, event)
 
     def end_all(self, finish: FinishReason, error: str | None = None) -> None:
-        """The engine will say no more: end every request in its stead, so that nobody waits for it forever."""
+        """The engine will say no more: end every request in its stead, so that nobody waits for it
+        forever."""
         for reading in list(self.readings):
             reading.end_all(finish, error)
 
 
 class Generations:
-    """The generations of one HTTP request as one flow of events. Ends once, by `with`; what the engine still runs is cancelled then.
+    """The generations of one HTTP request as one flow of events. Ends once, by `with`; what the engine still
+    runs is cancelled then.
 
-    A seat is given back when its generation is over on both sides: read to the end or given up here, and ended by the engine.
+    A seat is given back when its generation is over on both sides: read to the end or given up here, and
+    ended by the engine.
     """
 
     def __init__(self, engine: EngineClient, bridge: Bridge, seats: Seats, unique: str | None = None) -> None:
@@ -105,8 +111,8 @@ class Generations:
         bridge.readings.add(self)
 
     def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
-        """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end, if not before. `options` are
-        those of the engine's `submit`."""
+        """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end,
+        if not before. `options` are those of the engine's `submit`."""
         if self._abandoned:
             raise Hangup
         request_id = self._id_of(index)
@@ -186,7 +192,9 @@ class Generations:
     def __enter__(self) -> Generations:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._closed = True
         self._events.clear()
         self.abandon()
@@ -198,7 +206,8 @@ logger = logging.getLogger("penstock.server")
 SEEN_S = 5.0  # for the engine to note what a client has seen, before the answer ends
 BEAT_LIMIT_S = 10.0  # a step takes seconds at worst; a loop that is silent for longer is wedged
 WATCH_S = 0.25  # how often a dead loop is looked for
-INLINE_BYTES = 16 << 10  # a body up to this size is tokenised where it is: a thread would take longer than the work
+# a body up to this size is tokenised where it is: a thread would take longer than the work
+INLINE_BYTES = 16 << 10
 NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
 NUM_SIDE = 32  # tokenise, detokenise and prefetch calls in progress
 NUM_LOADS = 8  # adapters that are loaded, or wait for their turn
@@ -215,9 +224,12 @@ T = TypeVar("T")
 
 
 class Service:
-    """One engine behind one event loop, or behind several in as many processes: `fronts` is what those share."""
+    """One engine behind one event loop, or behind several in as many processes: `fronts` is what those
+    share."""
 
-    def __init__(self, engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None) -> None:
+    def __init__(
+        self, engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None
+    ) -> None:
         self.engine = engine
         self.loop = loop
         self.config = config
@@ -247,7 +259,8 @@ class Service:
         self.loop.start()
 
     async def warm(self) -> None:
-        """What the first request would wait for otherwise: worker threads and what is imported with them, tokenizer and template."""
+        """What the first request would wait for otherwise: worker threads and what is imported with them,
+        tokenizer and template."""
         tokenizer = self.engine.tokenizer
 
         def work() -> None:
@@ -258,7 +271,8 @@ class Service:
         for num_bytes in (0, INLINE_BYTES + 1):
             try:
                 await self.compute(work, num_bytes)
-            except InvalidRequest as error:  # a template that takes no such conversation: its users will see the same
+            except InvalidRequest as error:
+                # a template that takes no such conversation: its users will see the same
                 logger.info("the chat template was not warmed up: %s", error)
 
     async def watch(self) -> None:
@@ -270,11 +284,13 @@ class Service:
         self._bridge.end_all(FinishReason.ERROR, "the engine has failed; the server's log says why")
 
     def stop(self) -> asyncio.Future[None]:
-        """Begin to close the engine loop, once; what still runs ends by itself or at the deadline, and its readers are told."""
+        """Begin to close the engine loop, once; what still runs ends by itself or at the deadline, and its
+        readers are told."""
         if self._stop is None:
             self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
             self._stop = _in_thread(lambda: self.loop.close(self.config.shutdown_s), "penstock-stop")
-            if (bridge := self._bridge) is not None:  # a request that slipped in while admission closed has nobody else to end it
+            # a request that slipped in while admission closed has nobody else to end it
+            if (bridge := self._bridge) is not None:
                 self._stop.add_done_callback(lambda _: bridge.end_all(FinishReason.CANCELLED))
         return self._stop
 
@@ -315,16 +331,20 @@ class Service:
 
     @property
     def side_rules(self) -> Rules:
-        """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded, too."""
+        """Of texts that are only to be cut into tokens or put together from them: a reply has to be bounded,
+        too."""
         return self.prompt_rules._replace(most=max(self.engine.max_model_len, SIDE_TOKENS))
 
     def open_reading(self, unique: str | None = None) -> Generations:
-        """Takes one seat, before the body is read: what waits in memory is bounded by seats, too. No two open ones have one `unique` id."""
+        """Takes one seat, before the body is read: what waits in memory is bounded by seats, too. No two open
+        ones have one `unique` id."""
         if self._bridge is None or self._stop is not None:
             raise EngineClosed("the server is not taking requests")
         return Generations(self.engine, self._bridge, self.generations.take(1), unique)
 
-    async def body(self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]) -> tuple[Any, int]:
+    async def body(
+        self, request: Request, kind: type[msgspec.Struct], **queries: tuple[str, ...]
+    ) -> tuple[Any, int]:
         """The body as `kind`, of a request whose query and model are known, and its length in bytes."""
         schema.check_query(request.query_params, **queries)
         data = await read_body(request.scope, request.receive, self.config)
@@ -340,7 +360,11 @@ class Service:
         for name in names:
             if name not in self._ignored and len(self._ignored) < MAX_LOGGED:
                 self._ignored.add(name)
-                logger.info("%s: %s has no effect here, and this is said once; docs/compatibility.md says why", exchange.path, name)
+                logger.info(
+                    "%s: %s has no effect here, and this is said once; docs/compatibility.md says why",
+                    exchange.path,
+                    name,
+                )
 
     def check_model(self, name: str | None) -> None:
         """Refuses a name that is neither the model's nor an adapter's."""
@@ -348,8 +372,8 @@ class Service:
             raise self._no_model(name)
 
     def hold_model(self, name: str) -> AbstractContextManager[Adapter | None]:
-        """The adapter that has the name now, or None for the model itself. While it is held, its content can still be submitted to,
-        whatever becomes of the name."""
+        """The adapter that has the name now, or None for the model itself. While it is held, its content can
+        still be submitted to, whatever becomes of the name."""
         if name in self.names:
             return contextlib.nullcontext()
         hold = self.engine.adapters.try_hold(name)
@@ -358,39 +382,57 @@ class Service:
         return hold
 
     def _no_model(self, name: str) -> Refused:
-        message = f"there is no model {name!r} here; this server has {self.names[0]!r} (GET /v1/models lists its adapters)"
+        message = (
+            f"there is no model {name!r} here; this "
+            f"server "
+            f"has "
+            f"{self.names[0]!r} "
+            f"(GET "
+            f"/v1/models "
+            f"lists its adapters)"
+        )
         return Refused(404, message, param="model", code="model_not_found")
 
     async def compute(self, work: Callable[[], T], num_bytes: int) -> T:
-        """Run `work`, which grows with `num_bytes`. A hang-up while it waits for a thread undoes it; once it runs, it ends first."""
+        """Run `work`, which grows with `num_bytes`. A hang-up while it waits for a thread undoes it; once it
+        runs, it ends first."""
         if num_bytes <= INLINE_BYTES:
             return work()
         return await anyio.to_thread.run_sync(work, limiter=self._workers)
 
     async def snapshot(self) -> tuple[EngineStats, RequestFigures]:
-        """How the engine is doing, and what all fronts have answered. It may have to be asked for, from another process."""
+        """How the engine is doing, and what all fronts have answered. It may have to be asked for, from
+        another process."""
         ask = self.fronts.stats or (lambda: (self.engine.stats(), []))
         stats, others = await anyio.to_thread.run_sync(ask, limiter=self._askers)
         return stats, self.figures.with_others(others)
 
     async def compile(self, asked: Asked) -> object:
-        """Have the form of an answer compiled by the engine. It is found again at no cost while the result is kept. A
-        hang-up ends it."""
+        """Have the form of an answer compiled by the engine. It is found again at no cost while the result is
+        kept. A hang-up ends it."""
         try:
             return await asyncio.wrap_future(self.engine.grammars.begin(asked.grammar))
         except InvalidRequest as error:
-            if error.param == "structured_outputs":  # the engine's one name for all of these fields; the client gave another
+            # the engine's one name for all of these fields; the client gave another
+            if error.param == "structured_outputs":
                 raise InvalidRequest(str(error), asked.field) from None
             raise
 
     async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
         """Evict idle blocks."""
-        late = DeadlineExceeded(f"the cache was not reset within {RESET_TIMEOUT_S:g} s; what is under way goes on")
+        late = DeadlineExceeded(
+            f"the cache was not reset within {RESET_TIMEOUT_S:g} s; what is under way goes on"
+        )
         return await self._alone("reset", lambda: self.engine.reset_cache(tiers), RESET_TIMEOUT_S, late)
 
     async def flush_cache(self, level: FlushLevel) -> None:
         late = EngineClosed("the engine loop did not come round to flush the cache")
-        await self._alone("flush", lambda: self.engine.wait_flushed(level, FLUSH_TIMEOUT_S), FLUSH_TIMEOUT_S + CLOSE_GRACE_S, late)
+        await self._alone(
+            "flush",
+            lambda: self.engine.wait_flushed(level, FLUSH_TIMEOUT_S),
+            FLUSH_TIMEOUT_S + CLOSE_GRACE_S,
+            late,
+        )
 
     async def _alone(self, what: str, work: Callable[[], T], timeout_s: float, late: Exception) -> T:
         """One of its kind at a time: each waits for the engine loop to come round."""
@@ -406,30 +448,39 @@ class Service:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begun), PREFETCH_TIMEOUT_S)
         except TimeoutError:
-            raise DeadlineExceeded(f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch") from None
+            raise DeadlineExceeded(
+                f"the engine loop did not come round within {PREFETCH_TIMEOUT_S:g} s to prefetch"
+            ) from None
 
     async def on_responses(self, work: Callable[[ResponseStore], Future[T]]) -> T:
         """What is kept of earlier answers, beside the engine."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(work(self.fronts.responses)), KEPT_TIMEOUT_S)
         except TimeoutError:
-            raise DeadlineExceeded(f"what is kept of earlier answers could not be looked at within {KEPT_TIMEOUT_S:g} s") from None
+            raise DeadlineExceeded(
+                f"what is kept of earlier answers could not be looked at within {KEPT_TIMEOUT_S:g} s"
+            ) from None
 
     async def on_snapshots(self, begin: Callable[[SnapshotStore], Future[T]]) -> T:
         """A disk or a store may have to be waited for. A wait that is cancelled leaves the line."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(begin(self.engine.snapshots)), SNAPSHOT_S)
         except TimeoutError:
-            raise DeadlineExceeded(f"the engine did not answer about snapshots within {SNAPSHOT_S:g} s") from None
+            raise DeadlineExceeded(
+                f"the engine did not answer about snapshots within {SNAPSHOT_S:g} s"
+            ) from None
 
     async def open_snapshot(self, body: CompletionBody | ChatBody, name: str) -> SnapshotContent:
         """What the request's prompts go on from."""
         with self.hold_model(body.model) as adapter:
-            return await self.on_snapshots(lambda snapshots: snapshots.begin_open(name, body.cache_salt or "", adapter))
+            return await self.on_snapshots(
+                lambda snapshots: snapshots.begin_open(name, body.cache_salt or "", adapter)
+            )
 
 
 def _in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` on a thread of its own that does not keep the process alive, should the engine never answer."""
+    """Run `work` on a thread of its own that does not keep the process alive, should the engine never
+    answer."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,7 +1,8 @@
-"""The parent of a server's processes: one for the engine, one or more that speak HTTP. Owns their start, their restart and their end;
-serves nothing itself.
+"""The parent of a server's processes: one for the engine, one or more that speak HTTP. Owns their start,
+their restart and their end; serves nothing itself.
 
-All sockets between them are made here and handed over: none has a name, so that nothing is left of them and nobody else can connect.
+All sockets between them are made here and handed over: none has a name, so that nothing is left of them and
+nobody else can connect.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from penstock.server.service import CLOSE_GRACE_S
 logger = logging.getLogger("penstock.serve")
 
 LINGER_S = 2.0  # in which fronts say that the engine is gone, to clients and probes, before they end as well
-ENGINE_CLOSE_S = 30.0  # that the engine may take beyond the time of its requests: transfers, lanes, saying goodbye
+# that the engine may take beyond the time of its requests: transfers, lanes, saying goodbye
+ENGINE_CLOSE_S = 30.0
 NOW_S = 10.0  # for everything to end once nobody's requests are waited for
 FRONT_END_S = 10.0  # for fronts to end when there is no engine any more
 MOST_RESTARTS = 5  # of fronts, within:
@@ -58,7 +60,11 @@ class Child:
     def ending(self) -> str:
         """How it ended. It is reaped by that."""
         code = self.process.wait()
-        return f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return (
+            (f"was ended by signal {signal.Signals(-code).name}")
+            if code < 0
+            else f"ended with exit code {code}"
+        )
 
     def kill(self) -> None:
         self.process.kill()
@@ -118,7 +124,7 @@ class Supervisor:
     def _children(self) -> list[Child]:
         return [*self._others, *self._fronts.values()]
 
-    # ------------------------------------------------------------------------------------------------------------- events
+    # ------------------------------------------------------------------------------------------------- events
 
     def _look(self, wakeup: socket.socket) -> None:
         """Wait for something to happen, and deal with it."""
@@ -135,7 +141,9 @@ class Supervisor:
             self._linger_until_s = float("inf")
             self._tell_all(boundary.Stop())
         if time.monotonic() >= self._deadline_s:
-            self._failure = self._failure or PenstockError("not everything ended in time; what was left was killed")
+            self._failure = self._failure or PenstockError(
+                "not everything ended in time; what was left was killed"
+            )
             for child in self._children():
                 child.process.kill()
             self._deadline_s = float("inf")
@@ -170,13 +178,17 @@ class Supervisor:
                 self._restart_gone()
             case boundary.Broken():
                 error = error_from(message.fault)
-                self._failure = self._failure or (error if isinstance(error, PenstockError) else PenstockError(str(error)))
+                self._failure = self._failure or (
+                    error if isinstance(error, PenstockError) else PenstockError(str(error))
+                )
 
     def _on_end(self, child: Child) -> None:
         how = child.ending()
         child.ended = True
         if child is self._engine and not self._stopping:
-            self._failure = self._failure or PenstockError(f"the engine process {how}; its open requests have ended with an error")
+            self._failure = self._failure or PenstockError(
+                f"the engine process {how}; its open requests have ended with an error"
+            )
             if self._announced:
                 logger.error("the engine process %s; the server ends", how)
             self._end_without_engine()
@@ -197,7 +209,7 @@ class Supervisor:
         self._linger_until_s = time.monotonic() + LINGER_S
         self._deadline_s = self._linger_until_s + FRONT_END_S
 
-    # ------------------------------------------------------------------------------------------------------------- fronts
+    # ------------------------------------------------------------------------------------------------- fronts
 
     def _num_fronts(self, device: str) -> int:
         if self.server.api_processes is not None:
@@ -212,7 +224,9 @@ class Supervisor:
     def _start_front(self, index: int) -> None:
         engine_end, front_end = socket.socketpair()
         with engine_end, front_end:
-            self._fronts[index] = child = self._spawn("front", [front_end.fileno(), self.listener.fileno(), self._seats.fd])
+            self._fronts[index] = child = self._spawn(
+                "front", [front_end.fileno(), self.listener.fileno(), self._seats.fd]
+            )
             self._engine.tell(boundary.Attach(index), [engine_end.fileno()])
         server = boundary.packed(self.server)
         child.tell(boundary.FrontSetup(boundary.VERSION, server, self.logs, index, self._seats.num_fronts))
@@ -220,7 +234,8 @@ class Supervisor:
     def _restart_gone(self) -> None:
         """Those that have ended and of which nothing is left: until then their seats are taken."""
         for index in sorted(self._detached) if not self._stopping else []:
-            if not self._fronts[index].ended:  # it was cut off, or is about to end: this comes again when its connection has
+            # it was cut off, or is about to end: this comes again when its connection has
+            if not self._fronts[index].ended:
                 self._fronts[index].process.kill()
                 continue
             self._detached.discard(index)
@@ -229,7 +244,15 @@ class Supervisor:
                 self._restarts.popleft()
             self._restarts.append(now)
             if len(self._restarts) > MOST_RESTARTS:
-                self._failure = PenstockError(f"front processes ended {len(self._restarts)} times within {RESTARTS_S:g} s; the server ends")
+                self._failure = PenstockError(
+                    f"front "
+                    f"processes "
+                    f"ended "
+                    f"{len(self._restarts)} "
+                    f"times "
+                    f"within "
+                    f"{RESTARTS_S:g} s; the server ends"
+                )
                 self._stop(now=True)
                 return
             self._fronts[index].wire.sock.close()
@@ -237,7 +260,7 @@ class Supervisor:
             self._start_front(index)
             logger.info("front process %d is started again", index)
 
-    # ---------------------------------------------------------------------------------------------------------- processes
+    # ---------------------------------------------------------------------------------------------- processes
 
     def _spawn(self, kind: str, fds: list[int]) -> Child:
         """A process of its own interpreter, not a copy of this one. Its first socket is the one to us."""
@@ -245,7 +268,9 @@ class Supervisor:
         with theirs:
             passed = [theirs.fileno(), *fds]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-            process = subprocess.Popen(self.command(kind, passed), pass_fds=passed, env=environment, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                self.command(kind, passed), pass_fds=passed, env=environment, stdin=subprocess.DEVNULL
+            )
         child = Child(kind, process, Wire(ours, ToParent))
         self._selector.register(ours, selectors.EVENT_READ, child)
         return child
@@ -260,7 +285,7 @@ class Supervisor:
                 child.kill()
             self._selector.close()
 
-    # ------------------------------------------------------------------------------------------------------------ signals
+    # ------------------------------------------------------------------------------------------------ signals
 
     @contextlib.contextmanager
     def _wakeups(self) -> Iterator[socket.socket]:
@@ -300,7 +325,8 @@ class Supervisor:
         self._tell_all(boundary.Stop(now))
 
     def _tell_all(self, message: boundary.Stop) -> None:
-        self.listener.close()  # once the last front has closed it as well, connections are refused instead of left waiting
+        # once the last front has closed it as well, connections are refused instead of left waiting
+        self.listener.close()
         for child in self._children():
             if child.process.poll() is None:
                 child.tell(message)

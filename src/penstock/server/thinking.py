@@ -1,5 +1,5 @@
-"""What a client asks of a model's reasoning, in the words of its chat template. Owns these fields and what they mean to a template; reads
-its source, and renders nothing."""
+"""What a client asks of a model's reasoning, in the words of its chat template. Owns these fields and what
+they mean to a template; reads its source, and renders nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Variables = dict[VariableName, Any]
 
 def check_variables(given: Variables) -> None:
     if len(msgspec.json.encode(given)) > MAX_VARIABLES_CHARS:
-        raise InvalidRequest(f"chat_template_kwargs has at most {MAX_VARIABLES_CHARS} bytes of JSON", "chat_template_kwargs")
+        raise InvalidRequest(
+            f"chat_template_kwargs has at most {MAX_VARIABLES_CHARS} bytes of JSON", "chat_template_kwargs"
+        )
 
 
 def switched(on: bool) -> Variables:
@@ -35,9 +37,12 @@ def switched(on: bool) -> Variables:
     return dict.fromkeys(SWITCHES, on)
 
 
-def variables_of(effort: Effort | None, given: Mapping[str, Any], template: ChatTemplate, reasons: bool) -> dict[str, Any]:
-    """What a template is given beside the messages. An effort is given to one that knows it; it turns reasoning on or off where a template
-    can; to others it is a hint. `reasons`: the model does, as far as is known."""
+def variables_of(
+    effort: Effort | None, given: Mapping[str, Any], template: ChatTemplate, reasons: bool
+) -> dict[str, Any]:
+    """What a template is given beside the messages. An effort is given to one that knows it; it turns
+    reasoning on or off where a template can; to others it is a hint. `reasons`: the model does, as far as is
+    known."""
     made: dict[str, Any] = {}
     if effort is not None:
         knows_effort = "reasoning_effort" in template.variables
@@ -46,11 +51,21 @@ def variables_of(effort: Effort | None, given: Mapping[str, Any], template: Chat
         if knows_effort:
             made["reasoning_effort"] = effort
         if other := next((name for name in made if name in given and given[name] != made[name]), None):
-            message = f"reasoning_effort is {effort!r}, and chat_template_kwargs sets {other} to something else: give one of them"
+            message = (
+                f"reasoning_effort is {effort!r}, and "
+                f"chat_template_kwargs "
+                f"sets "
+                f"{other} "
+                f"to "
+                f"something "
+                f"else: give one of them"
+            )
             raise InvalidRequest(message, "reasoning_effort")
     is_unwanted = effort == "none" or is_off(given)
     if is_unwanted and reasons and template.variables.isdisjoint((*SWITCHES, "reasoning_effort")):
-        message = "this model reasons before it answers, and its chat template has no variable to turn that off"
+        message = (
+            "this model reasons before it answers, and its chat template has no variable to turn that off"
+        )
         raise InvalidRequest(message, "reasoning_effort" if effort == "none" else "chat_template_kwargs")
     return {**made, **given}
 

@@ -1,8 +1,10 @@
-"""What a model wrote, taken apart as it comes: reasoning, content and calls of tools. Owns the formats of the models that are served.
+"""What a model wrote, taken apart as it comes: reasoning, content and calls of tools. Owns the formats of the
+models that are served.
 
-Text is read character by character, so that the same text gives the same parts however it was cut into tokens. A reader is a generator
-that is sent one character after another, and at last an empty one: where it stands is what it knows. It never takes back what it has given
-out: what may still turn out to be a marker or a call is held until that is known. Text that begins like a call and is none becomes content.
+Text is read character by character, so that the same text gives the same parts however it was cut into
+tokens. A reader is a generator that is sent one character after another, and at last an empty one: where it
+stands is what it knows. It never takes back what it has given out: what may still turn out to be a marker or
+a call is held until that is known. Text that begins like a call and is none becomes content.
 """
 
 from __future__ import annotations
@@ -21,11 +23,18 @@ HERMES = ("<tool_call>", "</tool_call>")
 LLAMA3 = "<|python_tag|>"
 MISTRAL, MISTRAL_ARGS = "[TOOL_CALLS]", "[ARGS]"
 THINK = THINK_MARKS
-MARKERS: dict[str, tuple[str, ...]] = {"hermes": HERMES, "llama3": (LLAMA3,), "mistral": (MISTRAL, MISTRAL_ARGS), "json": (), "none": ()}
+MARKERS: dict[str, tuple[str, ...]] = {
+    "hermes": HERMES,
+    "llama3": (LLAMA3,),
+    "mistral": (MISTRAL, MISTRAL_ARGS),
+    "json": (),
+    "none": (),
+}
 
 R = TypeVar("R")
 Reading = Generator[None, str, R]
-Part = tuple[Literal["reasoning", "text", "call", "arguments"], str]  # a call's name comes first and once, then pieces of its arguments
+# a call's name comes first and once, then pieces of its arguments
+Part = tuple[Literal["reasoning", "text", "call", "arguments"], str]
 
 
 class FedReading:
@@ -44,10 +53,12 @@ class FedReading:
 
 
 class MessageParser:
-    """One choice's message, as its text comes. Its reading says the parts of it, in the order in which they were written."""
+    """One choice's message, as its text comes. Its reading says the parts of it, in the order in which they
+    were written."""
 
     def __init__(self, most_calls: int | None = None, names: Collection[str] | None = None) -> None:
-        """Calls behind the first `most_calls` are dropped. `names`: only an object that names one of these is a call."""
+        """Calls behind the first `most_calls` are dropped. `names`: only an object that names one of these is
+        a call."""
         self.names = names
         self.num_calls = 0
         self.in_call = False  # the last call is not over
@@ -115,7 +126,7 @@ def _until(marker: str, say: Callable[[str], object], held: str = "") -> Reading
         held += character
 
 
-# ------------------------------------------------------------------------------------------------------------ calls in JSON
+# ---------------------------------------------------------------------------------------------- calls in JSON
 
 
 class Value:
@@ -150,12 +161,16 @@ def _loaded(text: str) -> str:
         value = json.loads(text)
     except ValueError:
         return ""
-    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") if isinstance(value, str) else ""
+    return (
+        value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        if isinstance(value, str)
+        else ""
+    )
 
 
 class JsonCall:
-    """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are given out as they come once the name
-    is known."""
+    """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are given
+    out as they come once the name is known."""
 
     def __init__(self, sink: MessageParser) -> None:
         self._sink = sink
@@ -174,7 +189,11 @@ class JsonCall:
             key = _loaded(quoted)
             if key in _ARGUMENTS and self._arguments is not None:
                 key = ""  # the first ones count
-            if not character or (yield from self._behind_blanks()) != ":" or not (first := (yield from self._behind_blanks())):
+            if (
+                not character
+                or (yield from self._behind_blanks()) != ":"
+                or not (first := (yield from self._behind_blanks()))
+            ):
                 break
             text, character = yield from self._value(first, streamed=key in _ARGUMENTS and self._named)
             if not character or not self._take(key, text.strip()):
@@ -231,8 +250,8 @@ class JsonCall:
 
 
 def json_calls(sink: MessageParser) -> Reading[None]:
-    """One or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them. What does not begin like that
-    is content."""
+    """One or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them.
+    What does not begin like that is content."""
     held = ""
     while character := (yield):
         held += character
@@ -252,7 +271,7 @@ def json_calls(sink: MessageParser) -> Reading[None]:
         sink.content(held)
 
 
-# ---------------------------------------------------------------------------------------------------------------- formats
+# ---------------------------------------------------------------------------------------------------- formats
 
 
 def content(sink: MessageParser) -> Reading[None]:
@@ -317,7 +336,8 @@ def llama3_calls(sink: MessageParser) -> Reading[None]:
 
 
 def mistral_calls(sink: MessageParser) -> Reading[None]:
-    """Calls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]` between them or without."""
+    """Calls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]`
+    between them or without."""
     if not (yield from _until(MISTRAL, sink.content)):
         return
     held = ""
@@ -352,11 +372,18 @@ READERS: dict[str, Callable[[MessageParser], Reading[None]]] = {
 }
 
 
-STARTS: dict[str, tuple[str, ...]] = {"hermes": HERMES[:1], "llama3": ("{", LLAMA3), "mistral": (MISTRAL,), "json": ("{", "["), "none": ()}
+STARTS: dict[str, tuple[str, ...]] = {
+    "hermes": HERMES[:1],
+    "llama3": ("{", LLAMA3),
+    "mistral": (MISTRAL,),
+    "json": ("{", "["),
+    "none": (),
+}
 
 
 def calls_or_content(sink: MessageParser, reader: str) -> Reading[None]:
-    """Calls, where the text begins as calls do. Else all of it is content, whatever it spells: a grammar has made it one or the other."""
+    """Calls, where the text begins as calls do. Else all of it is content, whatever it spells: a grammar has
+    made it one or the other."""
     held, core, starts = "", "", STARTS[reader]
     while core not in starts and any(start.startswith(core) for start in starts):
         if not (character := (yield)):
@@ -371,8 +398,8 @@ def calls_or_content(sink: MessageParser, reader: str) -> Reading[None]:
 
 
 def thinking(sink: MessageParser, rest: Reading[None], begun: bool) -> Reading[None]:
-    """Reasoning between `<think>` and `</think>` at the start, the rest to the reading behind it. `begun`: the prompt has opened it. Blanks
-    around reasoning are not part of it."""
+    """Reasoning between `<think>` and `</think>` at the start, the rest to the reading behind it. `begun`:
+    the prompt has opened it. Blanks around reasoning are not part of it."""
     held = ""
     while not begun:
         character = yield

@@ -1,6 +1,7 @@
-"""What a client says about its answer: the form that it is to have (OpenAI's `response_format`, vLLM's `structured_outputs` and its older
-spelling), and the tools that it may call. Owns those fields, the grammar that they stand for, what the model is told of tools, and how
-answers are read. The engine compiles grammars; the formats of calls are in `tool_parsers`."""
+"""What a client says about its answer: the form that it is to have (OpenAI's `response_format`, vLLM's
+`structured_outputs` and its older spelling), and the tools that it may call. Owns those fields, the grammar
+that they stand for, what the model is told of tools, and how answers are read. The engine compiles grammars;
+the formats of calls are in `tool_parsers`."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ Schema = dict[str, Any] | bool
 Text = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
 Words = Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}  # of a tool that says nothing of parameters
+# of a tool that says nothing of parameters
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
 CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -55,7 +57,8 @@ def is_deep(value: Any) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """JSON. Raises ValueError where it is none, is nested too deeply, or has half a surrogate pair, which nobody could write again."""
+    """JSON. Raises ValueError where it is none, is nested too deeply, or has half a surrogate pair, which
+    nobody could write again."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError:
@@ -65,7 +68,7 @@ def parsed(text: str) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------------- the form
+# --------------------------------------------------------------------------------------------------- the form
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -96,7 +99,15 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     json_object: bool | None = None
 
 
-ASKING = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")  # fields of a body
+# fields of a body
+ASKING = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 class Asked(NamedTuple):
@@ -130,11 +141,19 @@ def asked_of(body: Any) -> Asked | None:
             raise InvalidRequest(f"{field} is nested deeper than {MAX_DEPTH} lists and objects", field)
     found = [Asked(field, _grammar(kind, value)) for field, kind, value in fields if value is not None]
     if len(found) > 1:
-        raise InvalidRequest(f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them", found[1].field)
+        raise InvalidRequest(
+            f"{found[0].field} and {found[1].field} both say what the answer is to be: give one of them",
+            found[1].field,
+        )
     if body.structured_outputs is not None and not found:
-        raise InvalidRequest("structured_outputs needs one of json, regex, choice, grammar and json_object", "structured_outputs")
+        raise InvalidRequest(
+            "structured_outputs needs one of json, regex, choice, grammar and json_object",
+            "structured_outputs",
+        )
     if found and len(found[0].grammar.text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field)
+        raise InvalidRequest(
+            f"a schema or grammar has at most {MAX_GRAMMAR_CHARS} characters", found[0].field
+        )
     return found[0] if found else None
 
 
@@ -143,7 +162,7 @@ def _grammar(kind: Any, value: Schema | list[Any] | str) -> Grammar:
     return Grammar(kind, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
-# --------------------------------------------------------------------------------------------------------------- the tools
+# -------------------------------------------------------------------------------------------------- the tools
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -164,7 +183,11 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     def as_dict(self) -> dict[str, Any]:
         """What chat templates take."""
-        given = {name: value for name in ("name", "description", "parameters") if (value := getattr(self.function, name)) is not None}
+        given = {
+            name: value
+            for name in ("name", "description", "parameters")
+            if (value := getattr(self.function, name)) is not None
+        }
         return {"type": "function", "function": {"parameters": NO_ARGUMENTS, **given}}
 
 
@@ -206,7 +229,11 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             arguments = parsed(self.function.arguments or "{}")
         except ValueError:
             arguments = self.function.arguments
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
 
 
 class ToolRequest(NamedTuple):
@@ -226,12 +253,22 @@ class ToolRequest(NamedTuple):
         if len(set(names)) < len(names):
             raise InvalidRequest("two tools have the same name", "tools")
         if deep := next((tool for tool in self.tools if is_deep(tool.function.parameters)), None):
-            message = f"the parameters of {deep.function.name!r} are nested deeper than {MAX_DEPTH} lists and objects"
+            message = (
+                f"the parameters of {deep.function.name!r} are "
+                f"nested "
+                f"deeper "
+                f"than "
+                f"{MAX_DEPTH} "
+                f"lists "
+                f"and objects"
+            )
             raise InvalidRequest(message, "tools")
         if not self.tools and given not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice is only allowed where there are tools", "tool_choice")
         if isinstance(self.choice, NamedTool) and self.choice.function.name not in names:
-            raise InvalidRequest(f"tool_choice names {self.choice.function.name!r}, and no tool has that name", "tool_choice")
+            raise InvalidRequest(
+                f"tool_choice names {self.choice.function.name!r}, and no tool has that name", "tool_choice"
+            )
 
     def asked(self) -> Asked | None:
         """The grammar of a call that has to be."""
@@ -240,14 +277,22 @@ class ToolRequest(NamedTuple):
             schema = next((tool.arguments for tool in self.tools if tool.function.name == name), NO_ARGUMENTS)
             return Asked("tools", _grammar("json_schema", schema))
         if self.choice == "required":
-            return Asked("tools", _grammar("json_schema", _one_of(self.tools, MOST_CALLS if self.parallel else 1)))
+            return Asked(
+                "tools", _grammar("json_schema", _one_of(self.tools, MOST_CALLS if self.parallel else 1))
+            )
         return None
 
 
 def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
     """A list of calls."""
     call = _call_of(tools)
-    return {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, "maxItems": most, "$defs": call["$defs"]}
+    return {
+        "type": "array",
+        "items": {"anyOf": call["anyOf"]},
+        "minItems": 1,
+        "maxItems": most,
+        "$defs": call["$defs"],
+    }
 
 
 def _call_of(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, Any]:
@@ -257,12 +302,15 @@ def _call_of(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, A
         own = f"tool{number}"
         definitions[own] = _moved(tool.arguments, f"#/$defs/{own}")
         fields = {"name": {"const": tool.function.name}, arguments: {"$ref": f"#/$defs/{own}"}}
-        items.append({"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})
+        items.append(
+            {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+        )
     return {"anyOf": items, "$defs": definitions}
 
 
 def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: TextCodec) -> Asked:
-    """The grammar of an answer that calls tools in the reader's format, with arguments that fit, or is what `form` says."""
+    """The grammar of an answer that calls tools in the reader's format, with arguments that fit, or is what
+    `form` says."""
     if reader == "none":
         return form
 
@@ -272,7 +320,9 @@ def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: Text
         return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special(ids[0]) else json.dumps(text)
 
     tools, more = asking.tools, MOST_CALLS - 1 if asking.parallel else 0
-    calls = {"call": _grammar("json_schema", _call_of(tools, "parameters" if reader == "llama3" else "arguments"))}
+    calls = {
+        "call": _grammar("json_schema", _call_of(tools, "parameters" if reader == "llama3" else "arguments"))
+    }
     line = "/\\n?/"
 
     def many(first: str, next_one: str) -> str:
@@ -280,17 +330,32 @@ def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: Text
 
     match reader:
         case "hermes":
-            rule = f"calls: {many('one', f'{line} one')}\none: {mark(HERMES[0])} {line} @call {line} {mark(HERMES[1])}"
+            rule = (
+                f"calls: "
+                f"{many('one', f'{line} one')}\none: "
+                f"{mark(HERMES[0])} "
+                f"{line} "
+                f"@call "
+                f"{line} "
+                f"{mark(HERMES[1])}"
+            )
         case "llama3":
             rule = f"calls: {mark(LLAMA3)}? {many('@call', '/; ?/ @call')}"
         case "mistral" if MISTRAL_ARGS in _template_of(asking, tokenizer):
-            calls = {f"call{number}": _grammar("json_schema", tool.arguments) for number, tool in enumerate(tools)}
-            named = (f"{json.dumps(tool.function.name)} {mark(MISTRAL_ARGS)} @call{number}" for number, tool in enumerate(tools))
+            calls = {
+                f"call{number}": _grammar("json_schema", tool.arguments) for number, tool in enumerate(tools)
+            }
+            named = (
+                f"{json.dumps(tool.function.name)} {mark(MISTRAL_ARGS)} @call{number}"
+                for number, tool in enumerate(tools)
+            )
             rule = f"calls: {many('one', 'one')}\none: {mark(MISTRAL)} ({' | '.join(named)})"
         case _:  # a list; and one object, where nothing stands before it
             row = f'"[" {many("@call", "/, ?/ @call")} "]"'
             rule = f"calls: {mark(MISTRAL)} {row}" if reader == "mistral" else f"calls: @call | {row}"
-    asked = Asked(form.field, _grammar("parts", [f"start: @form | calls\n{rule}", {"form": form.grammar, **calls}]))
+    asked = Asked(
+        form.field, _grammar("parts", [f"start: @form | calls\n{rule}", {"form": form.grammar, **calls}])
+    )
     if len(asked.grammar.text) > MAX_GRAMMAR_CHARS:
         message = f"{form.field} and the tools beside it have at most {MAX_GRAMMAR_CHARS} characters together"
         raise InvalidRequest(message, form.field)
@@ -307,7 +372,7 @@ def _moved(schema: Any, to: str) -> Any:
     return [_moved(one, to) for one in schema] if isinstance(schema, list) else schema
 
 
-# ------------------------------------------------------------------------------------------------------------- the prompt
+# ------------------------------------------------------------------------------------------------- the prompt
 
 _ABOUT = """You may call functions to help with the user's request. Their signatures are between <tools> and </tools>:
 <tools>
@@ -316,12 +381,14 @@ _ABOUT = """You may call functions to help with the user's request. Their signat
 To call a function, answer with a JSON object of its name and arguments between <tool_call> and </tool_call>:
 <tool_call>
 {{"name": "function-name", "arguments": {{"argument": "value"}}}}
-</tool_call>"""
+</tool_call>"""  # noqa: E501
 
 
-def told(messages: Sequence[Fields], tools: Sequence[Tool], tokenizer: TextCodec) -> tuple[list[Fields], list[Fields] | None]:
-    """Messages and tools as the model's template takes them. One that knows no tools is told of them in the system message, in the words
-    of the Hermes format, and of calls and their results as text."""
+def told(
+    messages: Sequence[Fields], tools: Sequence[Tool], tokenizer: TextCodec
+) -> tuple[list[Fields], list[Fields] | None]:
+    """Messages and tools as the model's template takes them. One that knows no tools is told of them in the
+    system message, in the words of the Hermes format, and of calls and their results as text."""
     as_dicts = [tool.as_dict() for tool in tools]
     template = tokenizer.chat_template
     if template is not None and template.of(tools).takes_tools:
@@ -341,11 +408,14 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if "tool_calls" not in message:
         return message
-    calls = "\n".join(f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in message["tool_calls"])
+    calls = "\n".join(
+        f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+        for call in message["tool_calls"]
+    )
     return {"role": message["role"], "content": f"{message['content']}\n{calls}".strip()}
 
 
-# ------------------------------------------------------------------------------------------------------------- the answer
+# ------------------------------------------------------------------------------------------------- the answer
 
 
 class AnswerFormat(NamedTuple):
@@ -356,14 +426,17 @@ class AnswerFormat(NamedTuple):
     thinks: bool  # reasoning may come first
     begun: bool  # and the prompt has opened it
     most_calls: int | None
-    names: frozenset[str] | None = None  # of the tools, where a grammar makes the answer calls or content, and not both
+    # of the tools, where a grammar makes the answer calls or content, and not both
+    names: frozenset[str] | None = None
 
     def parser(self) -> MessageParser:
         parser = MessageParser(self.most_calls, self.names)
         if self.names is not None:
             reading = calls_or_content(parser, self.reader)
         else:
-            reading = named_call(parser, self.forced) if self.forced is not None else READERS[self.reader](parser)
+            reading = (
+                named_call(parser, self.forced) if self.forced is not None else READERS[self.reader](parser)
+            )
         parser.start(thinking(parser, reading, self.begun) if self.thinks else reading)
         return parser
 
@@ -376,14 +449,24 @@ PLAIN = AnswerFormat("none", None, False, False, None)  # all of it is content
 
 
 def format_of(
-    asking: ToolRequest, is_formed: bool, thinks: bool, tokenizer: TextCodec, reader: str, prompt: Sequence[int]
+    asking: ToolRequest,
+    is_formed: bool,
+    thinks: bool,
+    tokenizer: TextCodec,
+    reader: str,
+    prompt: Sequence[int],
 ) -> AnswerFormat | None:
-    """None: all of the answer is content. `is_formed`: a grammar says what it is. `thinks`: reasoning may come before."""
+    """None: all of the answer is content. `is_formed`: a grammar says what it is. `thinks`: reasoning may
+    come before."""
     forced = asking.choice.function.name if isinstance(asking.choice, NamedTool) else None
     if reader == "none" and forced is None and not thinks:
         return None
     begun = thinks and tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith(THINK[0])
-    names = frozenset(tool.function.name for tool in asking.tools) if is_formed and asking.choice == "auto" else None
+    names = (
+        frozenset(tool.function.name for tool in asking.tools)
+        if is_formed and asking.choice == "auto"
+        else None
+    )
     return AnswerFormat(reader, forced, thinks, begun, None if asking.parallel else 1, names)
 
 
@@ -398,7 +481,8 @@ def _template_of(asking: ToolRequest, tokenizer: TextCodec) -> str:
 
 
 def parser_name(chosen: str, template: str) -> str:
-    """The format that a template tells its model to write; of one that says nothing, the format that `told` asks for."""
+    """The format that a template tells its model to write; of one that says nothing, the format that `told`
+    asks for."""
     if chosen != "auto":
         return chosen
     marks = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>"))
@@ -407,7 +491,8 @@ def parser_name(chosen: str, template: str) -> str:
 
 
 class MarkedTokens(NamedTuple):
-    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them. Alone, all of them have."""
+    """A tokenizer whose markers have text, though they be special tokens: the parser has to see them. Alone,
+    all of them have."""
 
     token_bytes: Callable[..., bytes]
     errors: str
@@ -422,4 +507,9 @@ def showing(tokenizer: TextCodec, reading: AnswerFormat) -> MarkedTokens:
     """What the text of an answer in that format is made with."""
     marks = (*MARKERS[reading.reader], *(THINK if reading.thinks else ()))
     ids = [tokenizer.encode(mark, add_special=False) for mark in marks]
-    return MarkedTokens(tokenizer.token_bytes, tokenizer.errors, tokenizer.is_special, frozenset(some[0] for some in ids if len(some) == 1))
+    return MarkedTokens(
+        tokenizer.token_bytes,
+        tokenizer.errors,
+        tokenizer.is_special,
+        frozenset(some[0] for some in ids if len(some) == 1),
+    )

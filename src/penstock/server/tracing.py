@@ -1,5 +1,5 @@
-"""Spans of requests for OpenTelemetry, made when a request is over from the times that its exchange has. Owns names and attributes; only
-imported where `--otlp-endpoint` asks for it."""
+"""Spans of requests for OpenTelemetry, made when a request is over from the times that its exchange has. Owns
+names and attributes; only imported where `--otlp-endpoint` asks for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class TimeSpan(NamedTuple):
 
 
 class Tracing:
-    """One span per request, with its parts as children. The client's trace goes on where it sent a `traceparent`."""
+    """One span per request, with its parts as children. The client's trace goes on where it sent a
+    `traceparent`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -41,9 +42,12 @@ class Tracing:
         """The exchange is over. Spans are given to the provider, which sends them on a thread of its own."""
         epoch_s = time.time() - time.monotonic()
         context = self._parent(headers)
-        method = exchange.method if exchange.method in ("GET", "POST") else "other"  # what clients make up must not become names
+        # what clients make up must not become names
+        method = exchange.method if exchange.method in ("GET", "POST") else "other"
         start, end = _ns(epoch_s + exchange.started_s), _ns(epoch_s + exchange.ended_s)
-        span = self._tracer.start_span(f"{method} {exchange.route}", context, SpanKind.SERVER, _attributes(exchange), start_time=start)
+        span = self._tracer.start_span(
+            f"{method} {exchange.route}", context, SpanKind.SERVER, _attributes(exchange), start_time=start
+        )
         if exchange.error is not None or exchange.status >= 500:
             span.set_status(Status(StatusCode.ERROR, exchange.error))
         inside = set_span_in_context(span, context)
@@ -58,20 +62,27 @@ class Tracing:
         self._provider.shutdown()
 
     def _parent(self, headers: Iterable[tuple[bytes, bytes]]) -> Context:
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name in (b"traceparent", b"tracestate")}
+        carrier = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in headers
+            if name in (b"traceparent", b"tracestate")
+        }
         return self._propagator.extract(carrier, Context())
 
 
 def exporting(endpoint: str) -> TracerProvider:
     """Sends spans by OTLP over HTTP, in batches; what the collector does not take in time is dropped."""
     path = endpoint if endpoint.rstrip("/").endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
-    provider = TracerProvider(resource=Resource.create({"service.name": "penstock", "service.version": __version__}))
+    provider = TracerProvider(
+        resource=Resource.create({"service.name": "penstock", "service.version": __version__})
+    )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=path, timeout=CLOSE_S)))
     return provider
 
 
 def parts(exchange: Exchange) -> Iterator[TimeSpan]:
-    """How its time was spent, in order and without overlaps: looking its prompt up, in line, loading KV, computing the prompt, decoding."""
+    """How its time was spent, in order and without overlaps: looking its prompt up, in line, loading KV,
+    computing the prompt, decoding."""
     if not exchange.generating or not exchange.submitted_s:
         return
     submitted = exchange.submitted_s

@@ -1,1 +1,2 @@
-"""Speculative decoding: who proposes tokens, how many, and which of them are kept. Owns no step and no KV: the engine runs both."""
+"""Speculative decoding: who proposes tokens, how many, and which of them are kept. Owns no step and no KV:
+the engine runs both."""

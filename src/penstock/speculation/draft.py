@@ -1,7 +1,8 @@
-"""A smaller model that proposes tokens. Owns its pass over tokens, what it must have in common with the target, and where its KV lies.
+"""A smaller model that proposes tokens. Owns its pass over tokens, what it must have in common with the
+target, and where its KV lies.
 
-Its KV is further layers of every block, behind the target's. Its own layers have other sizes than the target's: they lie one behind the
-other in as many of the target's as they fill.
+Its KV is further layers of every block, behind the target's. Its own layers have other sizes than the
+target's: they lie one behind the other in as many of the target's as they fill.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class DraftModel:
         return self.model.digest + self.model.config.positions.encode()
 
     def step(self, tokens: Tensor, kv: PagedKv, at: slice) -> Tensor | None:
-        """KV of all `tokens` int32 [T]; logits [n, vocab] of those `at` these places, None where there are none."""
+        """KV of all `tokens` int32 [T]; logits [n, vocab] of those `at` these places, None where there are
+        none."""
         model = self.model
         own = model.config.vocab
         hidden, residual = model.embed(tokens if own >= self.vocab else tokens.clamp(max=own - 1)), None
@@ -41,16 +43,23 @@ class DraftModel:
         return model.head(hidden[..., at, :], residual[at])[:, : self.vocab]
 
 
-def check_draft(draft: Decoder, codec: TextCodec, target: Decoder, target_codec: TextCodec, max_model_len: int) -> None:
+def check_draft(
+    draft: Decoder, codec: TextCodec, target: Decoder, target_codec: TextCodec, max_model_len: int
+) -> None:
     """Raises ConfigError where the two do not speak of the same tokens, or not of as many positions."""
     vocab = max(draft.config.vocab, target.config.vocab)
     differing = [id for id in range(vocab) if _text(codec, draft, id) != _text(target_codec, target, id)]
     if differing:
-        named = (f"{id} is {_text(codec, draft, id)!r} and not {_text(target_codec, target, id)!r}" for id in differing[:_NAMED])
+        named = (
+            f"{id} is {_text(codec, draft, id)!r} and not {_text(target_codec, target, id)!r}"
+            for id in differing[:_NAMED]
+        )
         more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
         raise ConfigError(f"--speculate draft: its tokens are not the model's: {'; '.join(named)}{more}")
     if draft.config.max_position < max_model_len:
-        size = f"it has {draft.config.max_position} positions, and sequences have up to {max_model_len} tokens"
+        size = (
+            f"it has {draft.config.max_position} positions, and sequences have up to {max_model_len} tokens"
+        )
         raise ConfigError(f"--speculate draft: {size}; lower --max-model-len")
 
 
@@ -60,8 +69,8 @@ def _text(codec: TextCodec, model: Decoder, id: int) -> bytes:
 
 
 def num_draft_layers(target: ModelConfig, draft: ModelConfig) -> int:
-    """Of the target's size that hold the draft's KV. A few more than it fills where a slot would else be no whole number of its blocks: the
-    CPU reads an arena as one array of them."""
+    """Of the target's size that hold the draft's KV. A few more than it fills where a slot would else be no
+    whole number of its blocks: the CPU reads an arena as one array of them."""
     width, draft_width = (dims.num_kv_heads * dims.head_dim for dims in (target, draft))
     num = -(-draft.num_layers * draft_width // width)
     while 2 * (target.num_layers + num) * width % draft_width:
@@ -70,10 +79,13 @@ def num_draft_layers(target: ModelConfig, draft: ModelConfig) -> int:
 
 
 def draft_arena(arena: Tensor, target: ModelConfig, draft: ModelConfig) -> Tensor:
-    """[slots, layers, 2, block_tokens, kv_heads, head_dim] of the draft's, over the layers behind the target's of `arena`."""
+    """[slots, layers, 2, block_tokens, kv_heads, head_dim] of the draft's, over the layers behind the
+    target's of `arena`."""
     num_slots, block_tokens = arena.shape[0], arena.shape[3]
     width = draft.num_kv_heads * draft.head_dim
     part = block_tokens * width
     first = 2 * target.num_layers * block_tokens * target.num_kv_heads * target.head_dim
     shape = (num_slots, draft.num_layers, 2, block_tokens, draft.num_kv_heads, draft.head_dim)
-    return arena.as_strided(shape, (arena.stride(0), 2 * part, part, width, draft.head_dim, 1), arena.storage_offset() + first)
+    return arena.as_strided(
+        shape, (arena.stride(0), 2 * part, part, width, draft.head_dim, 1), arena.storage_offset() + first
+    )

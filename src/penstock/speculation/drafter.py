@@ -1,11 +1,13 @@
-"""Drafts for the requests of a step. Owns what is known of each request: its proposer, how its drafts fared, and its account.
+"""Drafts for the requests of a step. Owns what is known of each request: its proposer, how its drafts fared,
+and its account.
 
-While nothing is drafted, steps are planned ahead as they are without speculation, and what is done here takes a few microseconds of a step
-whatever the number of requests. Prompt lookup is then tried on one request after the other, within a small share of the time: what it would
-have proposed some tokens ago is compared with what came. So how many are kept is known before a step is spent on them. Drafts of the device
-cannot be had without its passes: a few steps show how they fare, when every account can pay for them. While drafts do not pay, or are far
-from being paid for, nothing passes over what is decoded. Passes begin some tokens before drafts do: what was said last matters most to a
-draft.
+While nothing is drafted, steps are planned ahead as they are without speculation, and what is done here takes
+a few microseconds of a step whatever the number of requests. Prompt lookup is then tried on one request after
+the other, within a small share of the time: what it would have proposed some tokens ago is compared with what
+came. So how many are kept is known before a step is spent on them. Drafts of the device cannot be had without
+its passes: a few steps show how they fare, when every account can pay for them. While drafts do not pay, or
+are far from being paid for, nothing passes over what is decoded. Passes begin some tokens before drafts do:
+what was said last matters most to a draft.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ log = logging.getLogger(__name__)
 
 LOOK_SHARE = 0.005  # of the time, for lookups that nobody verifies
 _SAVED_STEPS = 8  # whose share is saved up
-# Rates at which drafts are taken to be kept before any was. Looking shows the first, for nothing. The second is that of a good draft model:
-# what would not pay even then is not tried, and what is tried the accounts bound.
+# Rates at which drafts are taken to be kept before any was. Looking shows the first, for nothing. The second
+# is that of a good draft model: what would not pay even then is not tried, and what is tried the accounts
+# bound.
 _SEARCH_PRIOR, _DEVICE_PRIOR = 0.3, 0.8
 _TRUSTED = 64  # steps with drafts, after which what was tried in vain before says nothing any more
 _PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked up for a step
@@ -47,7 +50,8 @@ _FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be aga
 _MOST_VAIN = 31  # steps without lookups, after several that came to nothing
 _NEWEST = 0.1  # weight of the newest lookup
 _LEAD_TOKENS = 64  # behind those that were left out, before drafts are made of a request
-# Steps for which it is not asked again whether drafts pay, where nothing is learned meanwhile, and for which no text is searched.
+# Steps for which it is not asked again whether drafts pay, where nothing is learned meanwhile, and for which
+# no text is searched.
 _REST_STEPS, _SEARCH_REST_STEPS = 15, 7
 
 
@@ -75,9 +79,15 @@ class Speculation:
     """Implements `Drafter`: one kind of proposer for all requests."""
 
     def __init__(
-        self, max_drafts: int, max_step_drafts: int, costs: StepCosts, on_device: bool, clock: Callable[[], float] = time.perf_counter
+        self,
+        max_drafts: int,
+        max_step_drafts: int,
+        costs: StepCosts,
+        on_device: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are made there."""
+        """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are
+        made there."""
         self.books = Books(costs, on_device)
         self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
         self._on_device, self._clock = on_device, clock
@@ -90,9 +100,11 @@ class Speculation:
         self._look_s = 0.0  # left for looking
         self._search_s = 0.0  # that one lookup takes
         self._busy_s = 0.0  # that lookups took since a step was last read: no part of what steps take
-        self._num_skipped = self._num_vain = 0  # steps for which lookups wait, after those for a step came to nothing
+        # steps for which lookups wait, after those for a step came to nothing
+        self._num_skipped = self._num_vain = 0
         self._num_looks = 0
-        self._makes = self._was_made = False  # the step planned last leaves drafts on the device, and so did the one before
+        # the step planned last leaves drafts on the device, and so did the one before
+        self._makes = self._was_made = False
         self._has_drafts = False  # the step planned last verifies some
         self._room_s = 0.0  # that it may take longer than a plain one
         self._paid_at_s = 0.0  # on the clock of plain steps: before, some account cannot pay
@@ -103,7 +115,8 @@ class Speculation:
         self.leaves_out = on_device  # until drafts are near
         self._rested = _Rested()
         self._started_s = 0.0
-        self.has_failed: Callable[[], bool] = lambda: False  # what makes drafts on the device: then there are none any more
+        # what makes drafts on the device: then there are none any more
+        self.has_failed: Callable[[], bool] = lambda: False
         self.force: Callable[[int], int] | None = None  # for tests: drafts of a request, whatever they cost
 
     @property
@@ -163,7 +176,8 @@ class Speculation:
             return [drafts[: self.force(len(drafts))] for drafts in proposed]
         nums = [0] * len(requests)
         if any(proposed):
-            prior, depth = self._pool.rate(self._prior), self._depth(sum(map(bool, proposed)))  # who gets none pays all the same
+            # who gets none pays all the same
+            prior, depth = self._pool.rate(self._prior), self._depth(sum(map(bool, proposed)))
             rows = [
                 Row(self._of(one.track).record.survival(prior), min(depth, len(drafts)))
                 for one, drafts in zip(requests, proposed, strict=True)
@@ -187,13 +201,24 @@ class Speculation:
         self._learn(request, track, num_drafts, num_kept)
 
     def step_took(
-        self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False, leads: bool = False
+        self,
+        num_requests: int,
+        num_rows: int,
+        seconds: float,
+        num_ahead: int,
+        catches_up: bool = False,
+        leads: bool = False,
     ) -> None:
-        """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it, or a pass over what was decoded
-        before. `leads`: the next one has to do with drafts, and was launched in this time."""
+        """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it, or
+        a pass over what was decoded before. `leads`: the next one has to do with drafts, and was launched in
+        this time."""
         rested = self._rested
         seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
-        if self._num_resting and num_rows == rested.num_requests and not (num_ahead or catches_up or leads or self.books.is_drafting):
+        if (
+            self._num_resting
+            and num_rows == rested.num_requests
+            and not (num_ahead or catches_up or leads or self.books.is_drafting)
+        ):
             rested.num_steps += 1
             rested.seconds += min(seconds, rested.most_s)
             return
@@ -201,7 +226,8 @@ class Speculation:
         self.books.took(num_requests, num_rows, seconds, num_ahead, catches_up, leads)
 
     def step_had_prompts(self) -> None:
-        """A step that also computed prompts: what drafts took in it is not known, and taken to be the most."""
+        """A step that also computed prompts: what drafts took in it is not known, and taken to be the
+        most."""
         if self._makes or self._was_made or self._has_drafts:
             self.books.charge(self.books.estimate(max(1, len(self._requests))).most_extra_s)
 
@@ -214,17 +240,21 @@ class Speculation:
         if request.proposer is not None:
             request.proposer.end(track.tokens)
 
-    # ----------------------------------------------------------------------------------------------------- whether it pays
+    # ---------------------------------------------------------------------------------------- whether it pays
 
     def _pays(self, num_requests: int) -> bool:
-        """Whether steps with drafts are expected to give more tokens per second. What does not is tried again now and then, ever more
-        seldom: costs and texts change."""
+        """Whether steps with drafts are expected to give more tokens per second. What does not is tried again
+        now and then, ever more seldom: costs and texts change."""
         if not self.books.is_known(num_requests):
             return False
         plain_s, extra_s, _ = self.books.estimate(num_requests)
         depth = self._depth(num_requests)
         gain = sum(self._survival[:depth]) if self._on_device else min(depth, self._num_kept)
-        extra_s += self.books.rows_s(num_requests, num_requests * depth) if self._on_device else num_requests * self._search_s
+        extra_s += (
+            self.books.rows_s(num_requests, num_requests * depth)
+            if self._on_device
+            else num_requests * self._search_s
+        )
         if (1 + gain) * plain_s > LEAST_GAIN * (plain_s + extra_s):
             return True
         self.leaves_out = self._on_device
@@ -242,20 +272,23 @@ class Speculation:
         return False
 
     def _rest(self, num_requests: int, num_steps: int) -> None:
-        """For so many steps at most, drafts do not pay or cannot be paid. Until something is learned or somebody comes or leaves, asking
-        again would say the same."""
+        """For so many steps at most, drafts do not pay or cannot be paid. Until something is learned or
+        somebody comes or leaves, asking again would say the same."""
         self._num_resting = max(0, min(num_steps, _REST_STEPS if self._on_device else _SEARCH_REST_STEPS))
         self._rested = _Rested(num_requests, 2 * self.books.plain_step_s(num_requests))
 
     def _num_waiting(self, tracks: Sequence[Track]) -> int:
-        """Steps before the one with which passes begin, or by which the accounts have earned drafts and all has been passed over that has
-        to be."""
+        """Steps before the one with which passes begin, or by which the accounts have earned drafts and all
+        has been passed over that has to be."""
         until_s = min(self._paid_at_s, self._followed_from_s) if self.leaves_out else self._paid_at_s
-        num = math.ceil(min(1.0 + _REST_STEPS, (until_s - self.books.plain_s) / self.books.plain_step_s(len(tracks))))
+        num = math.ceil(
+            min(1.0 + _REST_STEPS, (until_s - self.books.plain_s) / self.books.plain_step_s(len(tracks)))
+        )
         return (num if self.leaves_out else max(num, *map(_num_lacking, tracks))) - 1
 
     def _end_rest(self) -> None:
-        """What was put off is done before anything else is: accounts begin where the clocks of the books are."""
+        """What was put off is done before anything else is: accounts begin where the clocks of the books
+        are."""
         self._num_resting, rested = 0, self._rested
         if rested.num_steps:
             step_s = rested.seconds / rested.num_steps
@@ -272,7 +305,8 @@ class Speculation:
         return max(1, min(self._max_drafts, self._max_step_drafts // num_requests))
 
     def _can_pay(self, tracks: Sequence[Track], wants: bool) -> bool:
-        """Whether every account can pay for the next step, and for the one that is not read yet, though all drafts fail."""
+        """Whether every account can pay for the next step, and for the one that is not read yet, though all
+        drafts fail."""
         if self.books.plain_s < self._paid_at_s and not self._was_made:
             return False
         num = len(tracks)
@@ -290,8 +324,9 @@ class Speculation:
         return wants and least_s >= (1 + self._was_made) * need_s
 
     def _when_paid(self, tracks: Sequence[Track], missing_s: float) -> tuple[float, float]:
-        """On the clock of plain steps: when every account has earned what is missing, and from when on what is decoded is passed over
-        until then. Passes cost as well. Where they cost more than they are worth, they begin as late as drafts allow."""
+        """On the clock of plain steps: when every account has earned what is missing, and from when on what
+        is decoded is passed over until then. Passes cost as well. Where they cost more than they are worth,
+        they begin as late as drafts allow."""
         books, num, now_s = self.books, len(tracks), self.books.plain_s
         share = books.earned_share(num)
         if share <= 0:
@@ -299,7 +334,8 @@ class Speculation:
         if not self._on_device:
             return now_s + missing_s / share, now_s
         step_s, follow_s = books.plain_step_s(num), SURE * books.follow_s(num)
-        wait_s, earned = step_s * max(map(_num_lacking, tracks)), share - follow_s / step_s  # of the time, while all is passed over
+        # of the time, while all is passed over
+        wait_s, earned = step_s * max(map(_num_lacking, tracks)), share - follow_s / step_s
         if earned > 0:
             wait_s = max(wait_s, missing_s / earned)
         elif wait_s * earned < missing_s:
@@ -317,7 +353,7 @@ class Speculation:
             request.is_promising = sum(request.record.survival(self._pool.rate(self._prior))) >= _PROMISING
             self._num_kept += _NEWEST * (num_kept - self._num_kept)
 
-    # ------------------------------------------------------------------------------------------------------------- lookups
+    # ------------------------------------------------------------------------------------------------ lookups
 
     def _look(self, tracks: Sequence[Track]) -> None:
         """Try the lookup on a few requests, as long as there is time for it."""
@@ -326,7 +362,10 @@ class Speculation:
                 return
             self._num_looks += 1
             track = tracks[self._num_looks % len(tracks)]
-            if len(track.tokens) < track.num_prompt + self._max_drafts or track.request.sampling.grammar is not None:
+            if (
+                len(track.tokens) < track.num_prompt + self._max_drafts
+                or track.request.sampling.grammar is not None
+            ):
                 return  # there is nothing to see; another has its turn with the next step
             started_s = self._clock()
             self._look_at(track)
@@ -341,7 +380,9 @@ class Speculation:
         num_kept = self._search(request, track, lambda proposer: proposer.hindsight(track.tokens, num))
         self._learn(request, track, *((1, 0) if num_kept is None else (num, num_kept)))
 
-    def _search(self, request: _Request, track: Track, look: Callable[[NgramProposer], _Found]) -> _Found | None:
+    def _search(
+        self, request: _Request, track: Track, look: Callable[[NgramProposer], _Found]
+    ) -> _Found | None:
         if request.proposer is None:
             return None
         try:
@@ -352,8 +393,8 @@ class Speculation:
             return None
 
     def _proposal(self, one: Decoding) -> tuple[int, ...]:
-        """Of what the device has drafted the host knows the number. A token that is being sampled comes first: what is proposed for its
-        place is left out."""
+        """Of what the device has drafted the host knows the number. A token that is being sampled comes
+        first: what is proposed for its place is left out."""
         most, track = min(one.most, self._max_drafts), one.track
         if self._on_device:
             return tuple(range(-2, -2 - min(most, one.num_pending), -1))
@@ -361,7 +402,9 @@ class Speculation:
         if self.force is None and not _is_looked_up(request, track):
             return ()
         num_unknown = track.num_expected - len(track.tokens)
-        found = self._search(request, track, lambda proposer: proposer.propose(track.tokens, most + num_unknown))
+        found = self._search(
+            request, track, lambda proposer: proposer.propose(track.tokens, most + num_unknown)
+        )
         drafts = (found or ())[num_unknown:]
         if not drafts and self.force is None:
             self._learn(request, track, 1, 0)
@@ -373,14 +416,19 @@ class Speculation:
             proposer: NgramProposer | None = None
             if not self._on_device:
                 prefix = track.request.prefix
-                proposer = NgramProposer(b"" if prefix is None else prefix.scope, None if prefix is None else self._shared)
-            found = _Request(proposer, DraftRecord(self._max_drafts), self.books.opened(), num_seen=len(track.tokens))
+                proposer = NgramProposer(
+                    b"" if prefix is None else prefix.scope, None if prefix is None else self._shared
+                )
+            found = _Request(
+                proposer, DraftRecord(self._max_drafts), self.books.opened(), num_seen=len(track.tokens)
+            )
             self._requests[track.request.id] = found
         return found
 
 
 def _num_lacking(track: Track) -> int:
-    """Tokens that what makes drafts has to pass over before it makes some: those before them were left out."""
+    """Tokens that what makes drafts has to pass over before it makes some: those before them were left
+    out."""
     return max(0, track.blank_to + _LEAD_TOKENS - track.num_planned) if track.blank_to else 0
 
 

@@ -1,14 +1,16 @@
-"""Whether drafts pay, and how many of each request a step verifies. Owns what was learned of steps and of requests, and the accounts that
-bound what a request can lose.
+"""Whether drafts pay, and how many of each request a step verifies. Owns what was learned of steps and of
+requests, and the accounts that bound what a request can lose.
 
-A draft is worth the probability that it and all before it survive. A step takes what the same step took without drafts, measured; what its
-further rows take, by a table; and what drafting itself takes, measured as well: passes that make drafts, or results that are read before
-the next step is planned. Drafts are taken by worth, and as many as give the most tokens per second.
+A draft is worth the probability that it and all before it survive. A step takes what the same step took
+without drafts, measured; what its further rows take, by a table; and what drafting itself takes, measured as
+well: passes that make drafts, or results that are read before the next step is planned. Drafts are taken by
+worth, and as many as give the most tokens per second.
 
-Estimates may be wrong, and a request's luck may turn. So each request has an account. It earns `MAX_LOSS` of the time that it decodes, and
-what its accepted drafts save. It pays what steps with drafts take longer, whoever the drafts are of, and in every step what keeping these
-books takes. A step has drafts only where every account of the batch could pay for it though all drafts failed. So a request is at no time
-more than `MAX_LOSS` behind plain decoding, as long as a step takes no longer than was expected of it.
+Estimates may be wrong, and a request's luck may turn. So each request has an account. It earns `MAX_LOSS` of
+the time that it decodes, and what its accepted drafts save. It pays what steps with drafts take longer,
+whoever the drafts are of, and in every step what keeping these books takes. A step has drafts only where
+every account of the batch could pay for it though all drafts failed. So a request is at no time more than
+`MAX_LOSS` behind plain decoding, as long as a step takes no longer than was expected of it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_LOSS = 0.025  # of a request's time, by drafts; looking for drafts that nobody verifies has a share of its own
+# of a request's time, by drafts; looking for drafts that nobody verifies has a share of its own
+MAX_LOSS = 0.025
 LEAST_GAIN = 1.05  # times as many tokens per second: less is within what estimates miss
 FIRST_PLAIN_STEPS = 4  # that are seen with so many requests before one has drafts, and again after
 STALE_STEPS = 256  # with drafts: what plain ones take is measured again
@@ -44,14 +47,19 @@ class StepCosts:
 
     sizes: tuple[int, ...]  # ascending
     seconds: tuple[float, ...]
-    ahead_s: float | None = None  # of making drafts on the device behind a step of one request; None: not measured, or not made there
+    # of making drafts on the device behind a step of one request; None: not measured, or not made there
+    ahead_s: float | None = None
     ahead_row_s: float = 0.0  # of each further request
     follow_s: float = 0.0  # of passing over a token of one request later, by what makes drafts
     follow_row_s: float = 0.0  # of each further request
     bookkeeping_s: float = 0.0  # of the engine's thread for all of this, whether there are drafts or not
 
     def __post_init__(self) -> None:
-        if not self.sizes or len(self.sizes) != len(self.seconds) or list(self.sizes) != sorted(set(self.sizes)):
+        if (
+            not self.sizes
+            or len(self.sizes) != len(self.seconds)
+            or list(self.sizes) != sorted(set(self.sizes))
+        ):
             raise ValueError("costs need one time for each of their ascending sizes")
 
     def of(self, num_tokens: int) -> float:
@@ -73,10 +81,14 @@ class DraftRecord:
         self.hits, self.tries = [0.0] * self.max_drafts, [0.0] * self.max_drafts
 
     def survival(self, prior: float) -> list[float]:
-        """For each place, the probability that it and all before it are kept. A place that was seldom reached is taken to be like the
-        average of all, and where nothing was seen each is kept at the rate `prior`."""
+        """For each place, the probability that it and all before it are kept. A place that was seldom reached
+        is taken to be like the average of all, and where nothing was seen each is kept at the rate
+        `prior`."""
         mean = self.rate(prior)
-        rates = ((hits + mean * _PRIOR_TRIES) / (tries + _PRIOR_TRIES) for hits, tries in zip(self.hits, self.tries, strict=True))
+        rates = (
+            (hits + mean * _PRIOR_TRIES) / (tries + _PRIOR_TRIES)
+            for hits, tries in zip(self.hits, self.tries, strict=True)
+        )
         return list(accumulate(rates, mul))
 
     def rate(self, prior: float) -> float:
@@ -104,7 +116,8 @@ class _Batch:
     num_plain: int = 0  # of these, since the last time that enough of them were seen
     num_drafting: int = STALE_STEPS  # steps with drafts since then
     is_new: bool = True
-    extras: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_EXTRAS))  # what drafting took, its rows aside
+    # what drafting took, its rows aside
+    extras: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_EXTRAS))
 
     @property
     def is_known(self) -> bool:
@@ -112,7 +125,8 @@ class _Batch:
         return self.num_drafting < STALE_STEPS
 
     def saw_plain(self, seconds: float) -> None:
-        """Of the first ones the least counts: they have to do with what came before. A step that took very long had another reason."""
+        """Of the first ones the least counts: they have to do with what came before. A step that took very
+        long had another reason."""
         before = self.plain_s
         if self.is_new:
             self.plain_s = min(seconds, before or seconds)
@@ -133,17 +147,19 @@ class Estimate(NamedTuple):
 
 
 class Books:
-    """What steps took with drafts and without, and two clocks that every account is read from: what all steps would have taken without
-    drafts, and what they took longer with them."""
+    """What steps took with drafts and without, and two clocks that every account is read from: what all steps
+    would have taken without drafts, and what they took longer with them."""
 
     def __init__(self, costs: StepCosts, on_device: bool) -> None:
-        """`on_device`: steps that make drafts are followed by those that verify them. Else drafting means to read results first."""
+        """`on_device`: steps that make drafts are followed by those that verify them. Else drafting means to
+        read results first."""
         self.costs = costs
         self._on_device = on_device
         self._batches: dict[int, _Batch] = {}
         self._plain_s = self._extra_s = 0.0  # the two clocks
         self.is_drafting = False  # the step read last had to do with drafts
-        self._burst_s, self._num_burst = 0.0, 0  # steps with drafts whose like are not known yet, and how many made some
+        # steps with drafts whose like are not known yet, and how many made some
+        self._burst_s, self._num_burst = 0.0, 0
 
     @property
     def plain_s(self) -> float:
@@ -175,8 +191,9 @@ class Books:
         return self.costs.follow_s + self.costs.follow_row_s * (num_requests - 1)
 
     def estimate(self, num_requests: int) -> Estimate:
-        """Where drafting was not measured yet: what warming up has measured of passes. To read results first takes at most as long as
-        the step, since host and device then wait for each other; how much less is worth finding out."""
+        """Where drafting was not measured yet: what warming up has measured of passes. To read results first
+        takes at most as long as the step, since host and device then wait for each other; how much less is
+        worth finding out."""
         batch, plain_s = self._batch(num_requests), self.plain_step_s(num_requests)
         if batch.extras:
             extra_s = statistics.median(batch.extras)
@@ -190,10 +207,19 @@ class Books:
         """What drafting takes may have changed."""
         self._batch(num_requests).extras.clear()
 
-    def took(self, num_requests: int, num_rows: int, seconds: float, num_ahead: int, catches_up: bool = False, leads: bool = False) -> None:
-        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has to fill the pipe again. So does
-        the one that `leads` to them: they are planned and launched while it runs, and where the host is what steps wait for, its time is
-        theirs. `catches_up`: what makes drafts has passed over tokens of earlier steps behind it."""
+    def took(
+        self,
+        num_requests: int,
+        num_rows: int,
+        seconds: float,
+        num_ahead: int,
+        catches_up: bool = False,
+        leads: bool = False,
+    ) -> None:
+        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has
+        to fill the pipe again. So does the one that `leads` to them: they are planned and launched while it
+        runs, and where the host is what steps wait for, its time is theirs. `catches_up`: what makes drafts
+        has passed over tokens of earlier steps behind it."""
         has_drafts = num_rows > num_requests or num_ahead > 0
         if not has_drafts and not catches_up and not leads and not self.is_drafting:
             self.took_plain(num_requests, seconds)
@@ -238,14 +264,15 @@ class Row(NamedTuple):
 
 
 def choose(rows: Sequence[Row], books: Books, budget: int, room_s: float, is_paid: bool = False) -> list[int]:
-    """Drafts for each row, `budget` in all at most. The step may take `room_s` longer than without any. `is_paid`: what drafting takes is
-    spent already, and drafts are there; what counts is the rows."""
+    """Drafts for each row, `budget` in all at most. The step may take `room_s` longer than without any.
+    `is_paid`: what drafting takes is spent already, and drafts are there; what counts is the rows."""
     num = len(rows)
     none = [0] * num
     if not rows or budget <= 0:
         return none
     worth = _worth(rows)
-    order = np.argsort(-worth, axis=None, kind="stable")  # of equal worth the lower place first, so that no place is skipped
+    # of equal worth the lower place first, so that no place is skipped
+    order = np.argsort(-worth, axis=None, kind="stable")
     order = order[worth.ravel()[order] >= _LEAST_WORTH][:budget]
     gains = np.cumsum(worth.ravel()[order])
     plain_s, extra_s, most_extra_s = books.estimate(num)
@@ -269,6 +296,7 @@ def _worth(rows: Sequence[Row]) -> NDArray[np.float64]:
 
 
 def _sizes(base: int, most: int, costs: StepCosts) -> list[int]:
-    """Numbers of drafts that fill a step up to a padded size, and all of them: between two of these a draft more costs nothing."""
+    """Numbers of drafts that fill a step up to a padded size, and all of them: between two of these a draft
+    more costs nothing."""
     filled = [size - base for size in costs.sizes if 0 < size - base < most]
     return [*filled, most] if most else []

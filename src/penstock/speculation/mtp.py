@@ -1,11 +1,14 @@
-"""A multi-token-prediction head: it guesses the target's next tokens from its last hidden state. Owns the head's weights and files.
+"""A multi-token-prediction head: it guesses the target's next tokens from its last hidden state. Owns the
+head's weights and files.
 
-    x = fc [norm(hidden), norm(embedding of the next token)]     hidden: the residual stream behind the target's last layer
+    x = fc [norm(hidden), norm(embedding of the next token)]     hidden: the residual stream behind the
+    target's last layer
     y = one decoder layer of the target's own shape, over x      with KV rows of its own
     logits = rows of the target's output matrix, by norm(y)      all of them, or those of the draft vocabulary
 
-The entry of token i takes the hidden state of token i - 1, and its logits are a guess at token i + 1. y stands for the hidden state of
-token i, so the same step with y and the guessed token guesses one token further.
+The entry of token i takes the hidden state of token i - 1, and its logits are a guess at token i + 1. y
+stands for the hidden state of token i, so the same step with y and the guessed token guesses one token
+further.
 """
 
 from __future__ import annotations
@@ -30,14 +33,23 @@ from penstock.models.fields import Fields
 from penstock.models.forms import Forms, Matrix
 from penstock.models.model import ModelConfig, PagedKv, Weight
 from penstock.models.registry import architecture_of
-from penstock.models.weights import empty_formed, empty_weight, put_rows, read_json, read_tensors, refuse_any, unusable_tensors
+from penstock.models.weights import (
+    empty_formed,
+    empty_weight,
+    put_rows,
+    read_json,
+    read_tensors,
+    refuse_any,
+    unusable_tensors,
+)
 from penstock.speculation.vocab import DraftVocab
 
 CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
 FORMAT, VERSION = "penstock-mtp", 1
 HEADS_PACKAGE = "penstock_heads"
 MAX_DEPTH = 16
-_SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")  # of the target
+# of the target
+_SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")
 _MAP_FORMS = ("absolute", "offset")
 
 
@@ -61,22 +73,35 @@ class MtpHead:
     """A head on the device of its target, whose embedding and output matrix it shares."""
 
     def __init__(
-        self, config: HeadConfig, weights: Mapping[str, Weight], vocab: DraftVocab | None, target: Decoder, digest: bytes = b""
+        self,
+        config: HeadConfig,
+        weights: Mapping[str, Weight],
+        vocab: DraftVocab | None,
+        target: Decoder,
+        digest: bytes = b"",
     ) -> None:
         self.config = config
         self.vocab = None if vocab is None else vocab.to(target.device)
         self.digest = digest  # of its file
         self._target = target
-        self._fc, self._hidden_norm, self._embed_norm = weights["fc"], weights["hidden_norm"], weights["embed_norm"]
+        self._fc, self._hidden_norm, self._embed_norm = (
+            weights["fc"],
+            weights["hidden_norm"],
+            weights["embed_norm"],
+        )
         output = target.output if self.vocab is None else rows_of(target.output, self.vocab.target_ids)
-        layer = {f"layers.0.{name.removeprefix('layer.')}": weight for name, weight in weights.items() if name.startswith("layer.")}
+        layer = {
+            f"layers.0.{name.removeprefix('layer.')}": weight
+            for name, weight in weights.items()
+            if name.startswith("layer.")
+        }
         inner = {**layer, "embed": target.embedding, "head": output, "norm": weights["norm"]}
         self._block = Decoder(head_dims(target.config), inner, target.ops, b"")
         self.dims, self.dtype = self._block.config, self._block.dtype
 
     def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv, at: Tensor | None = None) -> Guess:
-        """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as its layer 0. `at`: entries whose
-        guesses are wanted; None: all."""
+        """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as
+        its layer 0. `at`: entries whose guesses are wanted; None: all."""
         inner, residual = self._block.layer(0, self._joined(hidden, tokens), None, kv)
         if at is not None:
             inner, residual = inner[..., at, :], residual[at]
@@ -116,15 +141,22 @@ def rows_of(output: Weight, ids: Tensor) -> Weight:
     """The rows `ids` of an output matrix, in its own form."""
     if not isinstance(output, Matrix):
         return output.index_select(0, ids)
-    packed, scale, wide = (None if part is None else part.index_select(0, ids) for part in (output.packed, output.scale, output.wide))
+    packed, scale, wide = (
+        None if part is None else part.index_select(0, ids)
+        for part in (output.packed, output.scale, output.wide)
+    )
     return Matrix(packed, scale, wide, output.few_rows)
 
 
 def fingerprint(target: Decoder) -> str:
-    """Identity of a target's weights whatever they run in: its shape, and its norms, which every form holds alike, in bfloat16."""
+    """Identity of a target's weights whatever they run in: its shape, and its norms, which every form holds
+    alike, in bfloat16."""
     state = hashlib.blake2b(digest_size=16, person=b"penstock-mtp")
     state.update(json.dumps(target_shape(target.config)).encode())
-    for norm in (target.norm, *(norm for layer in target.layers for norm in (layer.attn_norm, layer.ffn_norm))):
+    for norm in (
+        target.norm,
+        *(norm for layer in target.layers for norm in (layer.attn_norm, layer.ffn_norm)),
+    ):
         state.update(norm.to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes())
     return state.hexdigest()
 
@@ -133,13 +165,19 @@ def target_shape(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _SHAPE}
 
 
-# -------------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------------ files
 
 
 def write_head(
-    directory: Path, tensors: Mapping[str, Tensor], vocab: DraftVocab | None, target: Decoder, depth: int, notes: Mapping[str, Any]
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    vocab: DraftVocab | None,
+    target: Decoder,
+    depth: int,
+    notes: Mapping[str, Any],
 ) -> None:
-    """`tensors` as `head_layout` names them, written in bfloat16. `notes` are for readers: how it was trained, what it reached."""
+    """`tensors` as `head_layout` names them, written in bfloat16. `notes` are for readers: how it was
+    trained, what it reached."""
     directory.mkdir(parents=True, exist_ok=True)
     stored = {name: tensor.detach().to(torch.bfloat16).contiguous().cpu() for name, tensor in tensors.items()}
     if vocab is not None:
@@ -165,7 +203,9 @@ def read_head(directory: Path, target: Decoder) -> MtpHead:
     tensors, data = read_tensors(directory / TENSORS_FILE)
     vocab = _vocab(tensors.pop("d2t", None), config, target.config.vocab, str(directory / TENSORS_FILE))
     _check_tensors(tensors, target.config, directory / TENSORS_FILE)
-    weights = {weight.name: _placed(weight, tensors[weight.name], target) for weight in head_layout(target.config)}
+    weights = {
+        weight.name: _placed(weight, tensors[weight.name], target) for weight in head_layout(target.config)
+    }
     return MtpHead(config, weights, vocab, target, hashlib.blake2b(data, digest_size=16).digest())
 
 
@@ -185,11 +225,23 @@ def installed_head(target: Decoder) -> MtpHead:
             return read_head(directory, target)
     if not heads:
         raise ModelError(
-            "--speculate mtp needs a head, and none is installed: run `pip install ./heads` in Penstock's repository, "
+            "--speculate mtp needs a head, and none is installed: run "
+            "`pip "
+            "install "
+            "./heads` "
+            "in "
+            "Penstock's "
+            "repository, "
             "or name one of your own: mtp:PATH"
         )
     raise ModelError(
-        "--speculate mtp: there is no head for this model; train one (docs/speculation.md, Train a head), and name it: mtp:PATH"
+        "--speculate mtp: there is no head for this model; train "
+        "one "
+        "(docs/speculation.md, "
+        "Train "
+        "a "
+        "head), "
+        "and name it: mtp:PATH"
     )
 
 
@@ -198,10 +250,17 @@ def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> Head
     fields.need(raw.get("format") == FORMAT, f"it is no {FORMAT} head, but {raw.get('format')!r}")
     fields.need(raw.get("version") == VERSION, f"version {raw.get('version')!r} is not known; {VERSION} is")
     stated, own = fields.section("target"), target_shape(target.config)
-    wrong = [f"{name} is {stated.get(name)!r}, not {value!r}" for name, value in own.items() if stated.get(name) != value]
+    wrong = [
+        f"{name} is {stated.get(name)!r}, not {value!r}"
+        for name, value in own.items()
+        if stated.get(name) != value
+    ]
     fields.need(not wrong, f"it was trained for another model: {'; '.join(wrong)}")
     found = raw.get("target_fingerprint")
-    fields.need(found == fingerprint(target), f"it was trained for other weights of the same shape (fingerprint {found})")
+    fields.need(
+        found == fingerprint(target),
+        f"it was trained for other weights of the same shape (fingerprint {found})",
+    )
     draft_vocab = 0 if raw.get("draft_vocab") == 0 else fields.count("draft_vocab", most=target.config.vocab)
     form = raw.get("d2t_form", "absolute")
     fields.need(form in _MAP_FORMS, f"d2t_form is {form!r}; known are {', '.join(_MAP_FORMS)}")
@@ -209,12 +268,19 @@ def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> Head
 
 
 def _vocab(d2t: Tensor | None, config: HeadConfig, vocab: int, where: str) -> DraftVocab | None:
-    """A smaller vocabulary without its map would be taken for the first ids, and nearly every draft rejected: it is refused."""
+    """A smaller vocabulary without its map would be taken for the first ids, and nearly every draft rejected:
+    it is refused."""
     if (d2t is None) != (config.draft_vocab == 0):
-        raise ModelError(f"{where}: draft_vocab is {config.draft_vocab}, and there is {'no' if d2t is None else 'a'} d2t")
+        raise ModelError(
+            f"{where}: draft_vocab is {config.draft_vocab}, and there is {'no' if d2t is None else 'a'} d2t"
+        )
     if d2t is None:
         return None
-    made = DraftVocab(d2t, vocab, where) if config.d2t_form == "absolute" else DraftVocab.of_offsets(d2t, vocab, where)
+    made = (
+        DraftVocab(d2t, vocab, where)
+        if config.d2t_form == "absolute"
+        else DraftVocab.of_offsets(d2t, vocab, where)
+    )
     if len(made) != config.draft_vocab:
         raise ModelError(f"{where}: d2t has {len(made)} entries, and draft_vocab is {config.draft_vocab}")
     return made

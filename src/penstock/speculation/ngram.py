@@ -1,8 +1,9 @@
-"""Prompt lookup: what followed the same tokens before, in the request itself or in recent requests of the same scope. Owns recent texts.
+"""Prompt lookup: what followed the same tokens before, in the request itself or in recent requests of the
+same scope. Owns recent texts.
 
-There is no index: a text of 32,768 tokens is searched by comparing it with the last token at once, which takes as long as a handful of
-dictionary operations, and costs nothing for prompts that never need it. The longest run of tokens that was seen before wins, and of equals
-the latest.
+There is no index: a text of 32,768 tokens is searched by comparing it with the last token at once, which
+takes as long as a handful of dictionary operations, and costs nothing for prompts that never need it. The
+longest run of tokens that was seen before wins, and of equals the latest.
 """
 
 from __future__ import annotations
@@ -45,18 +46,22 @@ def longest(text: Tokens, run: Tokens) -> _Match | None:
     place = int(places[-1])
     most = min(MOST, len(run), place)
     if length < most and len(places) == 1:
-        differ = np.flatnonzero(text[place - most : place - length] != run[len(run) - most : len(run) - length])
+        differ = np.flatnonzero(
+            text[place - most : place - length] != run[len(run) - most : len(run) - length]
+        )
         length = most - int(differ[-1]) - 1 if len(differ) else most
     return _Match(length, place)
 
 
 class SharedTexts:
-    """Recent texts by scope: tenant, adapter and whatever else keeps requests apart. A request finds texts of its own scope alone."""
+    """Recent texts by scope: tenant, adapter and whatever else keeps requests apart. A request finds texts of
+    its own scope alone."""
 
     def __init__(self, tokens_per_scope: int = 65536, max_scopes: int = 64) -> None:
         self._tokens_per_scope, self._max_scopes = tokens_per_scope, max_scopes
         self._scopes: OrderedDict[bytes, Tokens] = OrderedDict()  # used last at the end
-        self._new: dict[bytes, list[int]] = {}  # what is not in there yet: often nobody asks, and many requests end together
+        # what is not in there yet: often nobody asks, and many requests end together
+        self._new: dict[bytes, list[int]] = {}
 
     def add(self, scope: bytes, tokens: Sequence[int]) -> None:
         """A request has ended with these accepted tokens. Of a long one the end is kept."""
@@ -80,7 +85,9 @@ class SharedTexts:
     def _take_in(self, scope: bytes) -> None:
         new = self._new.pop(scope, None)
         if new:
-            self._scopes[scope] = np.concatenate([self._scopes[scope], np.array(new, np.int32)])[-self._tokens_per_scope - 1 :]
+            self._scopes[scope] = np.concatenate([self._scopes[scope], np.array(new, np.int32)])[
+                -self._tokens_per_scope - 1 :
+            ]
 
     @property
     def num_tokens(self) -> int:
@@ -96,15 +103,19 @@ class NgramProposer:
         self._num = 0
 
     def propose(self, history: Sequence[int], k: int) -> tuple[int, ...]:
-        """At most `k` tokens behind `history`, which is that of the last call with accepted tokens appended. May be fewer, or none."""
+        """At most `k` tokens behind `history`, which is that of the last call with accepted tokens appended.
+        May be fewer, or none."""
         self._extend(history)
         return self._continued(self._num, k)
 
     def hindsight(self, history: Sequence[int], k: int) -> int | None:
-        """How many of the last `k` tokens of `history` would have been proposed before they came; None: nothing would."""
+        """How many of the last `k` tokens of `history` would have been proposed before they came; None:
+        nothing would."""
         self._extend(history)
         proposed = self._continued(max(0, self._num - k), k)
-        agree = (at for at, (one, other) in enumerate(zip(proposed, history[-k:], strict=False)) if one != other)
+        agree = (
+            at for at, (one, other) in enumerate(zip(proposed, history[-k:], strict=False)) if one != other
+        )
         return next(agree, len(proposed)) if proposed else None
 
     def _continued(self, num: int, k: int) -> tuple[int, ...]:

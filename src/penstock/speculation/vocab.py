@@ -1,4 +1,5 @@
-"""The part of the target's vocabulary that a draft head covers. Owns the map from draft ids to target ids (d2t) and its checks."""
+"""The part of the target's vocabulary that a draft head covers. Owns the map from draft ids to target ids
+(d2t) and its checks."""
 
 from __future__ import annotations
 
@@ -14,15 +15,26 @@ class DraftVocab:
     """Draft id -> target id. A head without one covers the whole vocabulary, id by id."""
 
     def __init__(self, target_ids: Tensor, vocab: int, where: str) -> None:
-        """Raises ModelError where the map is none: proposals would be of other tokens, or of none, and nothing else would notice."""
+        """Raises ModelError where the map is none: proposals would be of other tokens, or of none, and
+        nothing else would notice."""
         if target_ids.dim() != 1 or target_ids.is_floating_point() or target_ids.dtype == torch.bool:
-            raise ModelError(f"{where}: d2t must be a list of whole numbers, got {target_ids.dtype} of shape {list(target_ids.shape)}")
+            raise ModelError(
+                f"{where}: d2t must be a list of "
+                f"whole "
+                f"numbers, "
+                f"got "
+                f"{target_ids.dtype} "
+                f"of "
+                f"shape {list(target_ids.shape)}"
+            )
         ids = target_ids.to(torch.int64)
         if not 0 < len(ids) <= vocab:
             raise ModelError(f"{where}: d2t has {len(ids)} entries; the target has {vocab} tokens")
         outside = ids[(ids < 0) | (ids >= vocab)]
         if len(outside):
-            raise ModelError(f"{where}: d2t names token {int(outside[0])}; the target's go from 0 to {vocab - 1}")
+            raise ModelError(
+                f"{where}: d2t names token {int(outside[0])}; the target's go from 0 to {vocab - 1}"
+            )
         repeated = (torch.bincount(ids, minlength=vocab) > 1).nonzero()
         if len(repeated):
             raise ModelError(f"{where}: d2t names token {int(repeated[0])} more than once")
@@ -34,11 +46,14 @@ class DraftVocab:
         """From a checkpoint that stores what is added to each draft id, as EAGLE's do."""
         if offsets.dim() != 1:
             raise ModelError(f"{where}: d2t must be a list of whole numbers, got shape {list(offsets.shape)}")
-        return cls(offsets + torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device), vocab, where)
+        return cls(
+            offsets + torch.arange(len(offsets), dtype=offsets.dtype, device=offsets.device), vocab, where
+        )
 
     @classmethod
     def most_frequent(cls, counts: Tensor, size: int, always: Sequence[int] = ()) -> DraftVocab:
-        """The `size` tokens that were counted most often, with those that are `always` in it; of equals the lower ids."""
+        """The `size` tokens that were counted most often, with those that are `always` in it; of equals the
+        lower ids."""
         ranked = counts.to(torch.int64).clone()
         ranked[list(always)] = int(ranked.max()) + 1
         ids = ranked.sort(descending=True, stable=True).indices[:size]

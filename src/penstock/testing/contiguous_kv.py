@@ -1,4 +1,5 @@
-"""A KV cache of one sequence in plain growing tensors: the readable double of the paged one. Owns no blocks and no batching."""
+"""A KV cache of one sequence in plain growing tensors: the readable double of the paged one. Owns no blocks
+and no batching."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from penstock.models.model import ModelConfig
 
 
 class ContiguousKv:
-    """Implements `PagedKv` for one sequence: `begin` binds it to a step's positions, which must go on where the last step ended."""
+    """Implements `PagedKv` for one sequence: `begin` binds it to a step's positions, which must go on where
+    the last step ended."""
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self._config, self._rope = config, rope
@@ -25,13 +27,17 @@ class ContiguousKv:
         self.num_tokens = 0
 
     def begin(self, positions: Tensor) -> None:
-        expected = torch.arange(self.num_tokens, self.num_tokens + len(positions), dtype=positions.dtype, device=positions.device)
+        expected = torch.arange(
+            self.num_tokens, self.num_tokens + len(positions), dtype=positions.dtype, device=positions.device
+        )
         if not torch.equal(positions, expected):
             raise ValueError(f"positions {positions.tolist()} do not go on from token {self.num_tokens}")
         self._positions = positions
         self.num_tokens += len(positions)
 
-    def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_and_write(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = split_norm_rotate(qkv, q_norm, k_norm, self._positions, self._rope, self._config)
         self._keys[layer] = torch.cat((self._keys[layer], k)) if layer in self._keys else k
         self._values[layer] = torch.cat((self._values[layer], v)) if layer in self._values else v
@@ -44,14 +50,18 @@ class ContiguousKv:
             visible &= torch.arange(len(keys), device=q.device)[None, :] > self._positions[:, None] - window
         group = self._config.num_heads // self._config.num_kv_heads
         keys, values = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (keys, values))
-        out = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=visible, scale=self._config.scale)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1), keys, values, attn_mask=visible, scale=self._config.scale
+        )
         return out.transpose(0, 1).reshape(len(q), -1)
 
 
 @torch.inference_mode()
 def forward(model: Decoder, kv: ContiguousKv, tokens: Sequence[int], lora: LoraRuns | None = None) -> Tensor:
     """One step of `tokens` behind what `kv` holds; logits of all of them, [T, vocab]."""
-    positions = torch.arange(kv.num_tokens, kv.num_tokens + len(tokens), dtype=torch.int32, device=model.device)
+    positions = torch.arange(
+        kv.num_tokens, kv.num_tokens + len(tokens), dtype=torch.int32, device=model.device
+    )
     kv.begin(positions)
     hidden, residual = model.embed(torch.tensor(tokens, dtype=torch.int32, device=model.device)), None
     for index in range(model.config.num_layers):

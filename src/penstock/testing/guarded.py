@@ -1,9 +1,11 @@
-"""Arenas that only declared work can touch: the pages of every slot are out of bounds except while an item runs that has declared them.
-Owns the protection of memory; what is declared, and whether in the right order, is the sanitizer's business.
+"""Arenas that only declared work can touch: the pages of every slot are out of bounds except while an item
+runs that has declared them. Owns the protection of memory; what is declared, and whether in the right order,
+is the sanitizer's business.
 
-An undeclared access ends the process where it happens, as any access to forbidden memory does; with `python -X faulthandler` the line is
-printed. So it catches whatever code makes the access, and belongs into a process of its own. For arenas in CPU memory, on CPU lanes,
-whose items say when they begin and end. Protection is by page: what shares a page with declared bytes is open, too.
+An undeclared access ends the process where it happens, as any access to forbidden memory does; with `python
+-X faulthandler` the line is printed. So it catches whatever code makes the access, and belongs into a process
+of its own. For arenas in CPU memory, on CPU lanes, whose items say when they begin and end. Protection is by
+page: what shares a page with declared bytes is open, too.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class GuardedSanitizer(Sanitizer):
     def __init__(self) -> None:
         super().__init__()
         self._guarded: dict[str, GuardedArena] = {}
-        self._declared: dict[tuple[str, int], list[Access]] = {}  # by item: what it may touch, from its submission to its end
+        # by item: what it may touch, from its submission to its end
+        self._declared: dict[tuple[str, int], list[Access]] = {}
         self._tiles = _Tiles()
 
     def guard(self, arena: GuardedArena) -> None:
@@ -72,7 +75,9 @@ class GuardedSanitizer(Sanitizer):
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         super().submitted(lane, ticket, label, accesses)
         # Arrays may be views of a buffer that is filled anew before the item has ended.
-        self._declared[lane, ticket] = [access._replace(slots=[int(slot) for slot in access.slots]) for access in accesses]
+        self._declared[lane, ticket] = [
+            access._replace(slots=[int(slot) for slot in access.slots]) for access in accesses
+        ]
 
     def started(self, lane: str, ticket: int) -> None:
         super().started(lane, ticket)
@@ -82,16 +87,23 @@ class GuardedSanitizer(Sanitizer):
         started = self._clocks.actor.item == (lane, ticket)  # not where it was skipped
         super().finished(lane, ticket, error)
         if started:
-            self._tiles.change(self._touched(lane, ticket, Mode.READ), self._touched(lane, ticket, Mode.WRITE), -1)
+            self._tiles.change(
+                self._touched(lane, ticket, Mode.READ), self._touched(lane, ticket, Mode.WRITE), -1
+            )
         del self._declared[lane, ticket]
 
     def _touched(self, lane: str, ticket: int, mode: Mode) -> set[int]:
-        accesses = [access for access in self._declared[lane, ticket] if access.mode is mode and access.arena in self._guarded]
+        accesses = [
+            access
+            for access in self._declared[lane, ticket]
+            if access.mode is mode and access.arena in self._guarded
+        ]
         return {tile for access in accesses for tile in self._guarded[access.arena].tiles(access)}
 
 
 class _Tiles:
-    """Who may touch which tile now. The system knows it by process, so a tile is open while anybody may touch it."""
+    """Who may touch which tile now. The system knows it by process, so a tile is open while anybody may touch
+    it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -138,5 +150,10 @@ class _Tiles:
         self._set(first, num, mode)
 
     def _set(self, first: int, num: int, mode: int) -> None:
-        if num and self._system.mprotect(ctypes.c_void_p(first * _TILE), ctypes.c_size_t(num * _TILE), mode) != 0:
-            raise ConfigError(f"{num} tiles at {first * _TILE:#x} cannot be guarded: {os.strerror(ctypes.get_errno())}")
+        if (
+            num
+            and self._system.mprotect(ctypes.c_void_p(first * _TILE), ctypes.c_size_t(num * _TILE), mode) != 0
+        ):
+            raise ConfigError(
+                f"{num} tiles at {first * _TILE:#x} cannot be guarded: {os.strerror(ctypes.get_errno())}"
+            )

@@ -1,12 +1,13 @@
-"""Every schedule of a program, one of each that differ only in the order of things that commute. Owns what commutes with what; running
-a schedule is the sequencer's work.
+"""Every schedule of a program, one of each that differ only in the order of things that commute. Owns what
+commutes with what; running a schedule is the sequencer's work.
 
-Two items on different lanes commute unless they touch the same bytes, one of them writing. What an item touches is what it declares; one
-that declares nothing is taken to touch everything. The program and launchers are code that declares nothing, so they never commute with
-each other, nor with such an item; with an item that declares what it touches they do, unless they look whether it is over.
+Two items on different lanes commute unless they touch the same bytes, one of them writing. What an item
+touches is what it declares; one that declares nothing is taken to touch everything. The program and launchers
+are code that declares nothing, so they never commute with each other, nor with such an item; with an item
+that declares what it touches they do, unless they look whether it is over.
 
-The search is dynamic partial-order reduction with sleep sets: a run shows which of its steps could have come the other way round and do
-not commute, and only for those the other way is tried.
+The search is dynamic partial-order reduction with sleep sets: a run shows which of its steps could have come
+the other way round and do not commute, and only for those the other way is tried.
 """
 
 from __future__ import annotations
@@ -90,11 +91,14 @@ def explore_all(program: Program, max_runs: int = 20_000) -> tuple[int, Failure 
 
 
 def _extended(path: list[_Node], sequencer: _Guided) -> list[_Node]:
-    """The nodes of the run just made: those it followed, the last of them with its new choice, and those it added."""
+    """The nodes of the run just made: those it followed, the last of them with its new choice, and those it
+    added."""
     nodes = path[: len(sequencer.decisions)]
     for node, decision in zip(nodes, sequencer.decisions, strict=False):
         node.decision = decision
-    for decision, asleep in zip(sequencer.decisions[len(nodes) :], sequencer.sleeping[len(nodes) :], strict=False):
+    for decision, asleep in zip(
+        sequencer.decisions[len(nodes) :], sequencer.sleeping[len(nodes) :], strict=False
+    ):
         nodes.append(_Node(decision, asleep))
     if nodes:
         nodes[-1].tried[nodes[-1].decision.chosen] = nodes[-1].decision
@@ -102,9 +106,11 @@ def _extended(path: list[_Node], sequencer: _Guided) -> list[_Node]:
 
 
 def _want_reversals(path: Sequence[_Node], code: frozenset[str]) -> None:
-    """For each two steps that do not commute, with nothing between that keeps their order: the later one, or what leads to it, first."""
+    """For each two steps that do not commute, with nothing between that keeps their order: the later one, or
+    what leads to it, first."""
     steps = [node.decision for node in path]
-    before: list[int] = []  # by step: the steps that come before it in every order that commutes with this one, as bits
+    # by step: the steps that come before it in every order that commutes with this one, as bits
+    before: list[int] = []
     for later, step in enumerate(steps):
         known = 0
         for earlier in range(later - 1, -1, -1):
@@ -114,7 +120,9 @@ def _want_reversals(path: Sequence[_Node], code: frozenset[str]) -> None:
             if enables or _depend(steps[earlier], step, code):
                 if not enables and steps[earlier].chosen != step.chosen:
                     leading = [k for k in range(earlier + 1, later) if known >> k & 1]
-                    first = [k for k in leading if not any(before[k] >> other & 1 for other in leading)] or [later]
+                    first = [k for k in leading if not any(before[k] >> other & 1 for other in leading)] or [
+                        later
+                    ]
                     _want(path[earlier], [steps[k].chosen for k in first])
                 known |= before[earlier] | 1 << earlier
         before.append(known)
@@ -127,13 +135,15 @@ def _want(node: _Node, first: Sequence[str]) -> None:
         node.wanted.update(possible[:1] or node.decision.options)
 
 
-# ------------------------------------------------------------------------------------------------------------------ commuting
+# -------------------------------------------------------------------------------------------------- commuting
 
 
 def _enables(first: Decision, second: Decision) -> bool:
     """Whether `second` could not have come before `first` was over."""
     a, b = first.effects, second.effects
-    return (b.begun is not None and b.begun in a.submitted) or (a.finished is not None and a.finished in b.after)
+    return (b.begun is not None and b.begun in a.submitted) or (
+        a.finished is not None and a.finished in b.after
+    )
 
 
 def _depend(first: Decision, second: Decision, code: frozenset[str]) -> bool:

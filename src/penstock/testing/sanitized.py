@@ -1,4 +1,5 @@
-"""Engines under the sanitizer: built with it listening, closed with nothing to report. Owns the pairing, not the engine."""
+"""Engines under the sanitizer: built with it listening, closed with nothing to report. Owns the pairing, not
+the engine."""
 
 from __future__ import annotations
 

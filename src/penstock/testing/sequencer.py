@@ -1,12 +1,15 @@
-"""Lanes whose interleaving is chosen, not left to chance: run one schedule, replay it, enumerate them, shrink a failing one. Owns time.
+"""Lanes whose interleaving is chosen, not left to chance: run one schedule, replay it, enumerate them, shrink
+a failing one. Owns time.
 
-A program is a function that gets a `Sequencer`, makes lanes of it and uses them as it would any lanes; it raises where something went
-wrong. Whenever the program calls a lane or a fence, the sequencer decides whether the program goes on or another thread does: a lane runs
-its next item, or a launcher, a lane whose work uses lanes, goes on from where it was left. When the program blocks, others run until it
-can go on. Only one of them runs at a time: launchers have threads, but they pass a baton.
+A program is a function that gets a `Sequencer`, makes lanes of it and uses them as it would any lanes; it
+raises where something went wrong. Whenever the program calls a lane or a fence, the sequencer decides whether
+the program goes on or another thread does: a lane runs its next item, or a launcher, a lane whose work uses
+lanes, goes on from where it was left. When the program blocks, others run until it can go on. Only one of
+them runs at a time: launchers have threads, but they pass a baton.
 
-A schedule is the list of those decisions that differ from the default, which is: a thread that was blocked and is no longer goes on, else the one that
-ran last, else the program, else the lanes by name. So few entries mean few preemptions, and a schedule says all there is to say.
+A schedule is the list of those decisions that differ from the default, which is: a thread that was blocked
+and is no longer goes on, else the one that ran last, else the program, else the lanes by name. So few entries
+mean few preemptions, and a schedule says all there is to say.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from penstock.lanes.lane import Capture, Op, Replay, Ticket
 from penstock.observe import LaneObserver
 
 HOST = "host"
-_PATIENCE_S = 60.0  # for the thread that has the baton; longer means that it blocks on something that is no lane
+# for the thread that has the baton; longer means that it blocks on something that is no lane
+_PATIENCE_S = 60.0
 
 Place = tuple[str, int]  # an item: its lane, and its number there
 Schedule = Mapping[int, str]  # by number of the decision: who runs, where it is not the default
@@ -61,10 +65,15 @@ class Decision(NamedTuple):
 
 
 class Sequencer:
-    """Decides who runs. With `rng` decisions are random and `schedule` says afterwards which they were. Closed after use, if it has
-    launchers: their threads end."""
+    """Decides who runs. With `rng` decisions are random and `schedule` says afterwards which they were.
+    Closed after use, if it has launchers: their threads end."""
 
-    def __init__(self, schedule: Schedule | None = None, rng: random.Random | None = None, observer: LaneObserver | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule | None = None,
+        rng: random.Random | None = None,
+        observer: LaneObserver | None = None,
+    ) -> None:
         self.schedule: dict[int, str] = {}  # as taken
         self.decisions: list[Decision] = []
         self.trace: list[str] = []
@@ -76,7 +85,7 @@ class Sequencer:
         self._lanes: dict[str, SequencedLane] = {}
         self._stage = _Stage()
 
-    # -------------------------------------------------------------------------------------------------------- for programs
+    # ------------------------------------------------------------------------------------------- for programs
 
     def lane(self, name: str) -> SequencedLane:
         """A lane whose work uses no lanes: each item runs at once."""
@@ -100,24 +109,27 @@ class Sequencer:
         """End the launchers' threads, wherever they are."""
         self._stage.close()
 
-    # ----------------------------------------------------------------------------------------------------------- for lanes
+    # ---------------------------------------------------------------------------------------------- for lanes
 
     def act(self, what: str) -> None:
         """The acting thread does `what`."""
         self.trace.append(f"{self._stage.acting}: {what}")
 
     def pause(self, what: str, until: Callable[[], bool] | None = None) -> None:
-        """The acting thread has done `what`; others may go on before it does. `until`: it cannot go on before."""
+        """The acting thread has done `what`; others may go on before it does. `until`: it cannot go on
+        before."""
         stage = self._stage
         if stage.inline is not None:
-            raise stage.give_up(InvariantBroken(f"work on lane {stage.inline} {what}: make that lane with Sequencer.launcher"))
+            raise stage.give_up(
+                InvariantBroken(f"work on lane {stage.inline} {what}: make that lane with Sequencer.launcher")
+            )
         me = stage.acting
         self.act(what)
         stage.until[me] = until
         self._let_go_on(me)
         del stage.until[me]
 
-    # ----------------------------------------------------------------------------------------------------------- decisions
+    # ---------------------------------------------------------------------------------------------- decisions
 
     def _let_go_on(self, me: str) -> None:
         """Run the chosen thread, until it is `me`."""
@@ -147,14 +159,20 @@ class Sequencer:
         return [
             name
             for name in names
-            if name != but and ((name in until and _holds(until[name])) or (name in self._lanes and self._lanes[name].can_begin()))
+            if name != but
+            and (
+                (name in until and _holds(until[name]))
+                or (name in self._lanes and self._lanes[name].can_begin())
+            )
         ]
 
     def _decide(self, me: str) -> str:
         stage = self._stage
         options = tuple(self._able())
         if not options:
-            raise stage.give_up(Deadlock("the program waits, and no lane can run:\n" + "\n".join(self.trace[-20:])), me)
+            raise stage.give_up(
+                Deadlock("the program waits, and no lane can run:\n" + "\n".join(self.trace[-20:])), me
+            )
         woken = [name for name in options if name in stage.blocked]
         stage.blocked = {name for name, until in stage.until.items() if not _holds(until)}
         default = woken[0] if woken else stage.last if stage.last in options else options[0]
@@ -171,7 +189,8 @@ class Sequencer:
         if self._rng is not None:
             return self._rng.choice(options)
         wanted = self._wanted.get(number, default)
-        return wanted if wanted in options else default  # a schedule of another program, or one that shrinking has cut
+        # a schedule of another program, or one that shrinking has cut
+        return wanted if wanted in options else default
 
     def _add(self, name: str, is_launcher: bool) -> SequencedLane:
         if name == HOST or name in self._lanes:
@@ -191,7 +210,8 @@ class _Stage:
         self.acting = HOST
         self.inline: str | None = None  # the plain lane whose item runs right now, on the thread that let it
         self.last = HOST
-        self.until: dict[str, Callable[[], bool] | None] = {}  # of those who stand at a call: until when they are blocked
+        # of those who stand at a call: until when they are blocked
+        self.until: dict[str, Callable[[], bool] | None] = {}
         self.blocked: set[str] = set()  # at the last decision
         self._failure: BaseException | None = None  # why the run cannot go on; raised on the program's thread
         self._batons: dict[str, threading.Semaphore] = {HOST: threading.Semaphore(0)}
@@ -199,17 +219,28 @@ class _Stage:
         self._is_over = False
 
     def hand_to(self, chosen: str, me: str, drive: Callable[[str], None] | None) -> None:
-        """`chosen` goes on, its thread made where it has none; `me` stands until another thread hands back."""
+        """`chosen` goes on, its thread made where it has none; `me` stands until another thread hands
+        back."""
         self.acting = chosen
         if chosen not in self._batons and drive is not None:
             self._batons[chosen] = threading.Semaphore(0)
-            thread = threading.Thread(target=self._drive, args=(chosen, drive), name=f"sequenced-{chosen}", daemon=True)
+            thread = threading.Thread(
+                target=self._drive, args=(chosen, drive), name=f"sequenced-{chosen}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         else:
             self._batons[chosen].release()
         if not self._batons[me].acquire(timeout=_PATIENCE_S):
-            raise Deadlock(f"{self.acting} has not come back: it blocks on something that is no lane, a lock that another one holds?")
+            raise Deadlock(
+                f"{self.acting} has not come back: it blocks on something "
+                f"that "
+                f"is "
+                f"no "
+                f"lane, "
+                f"a "
+                f"lock that another one holds?"
+            )
         if self._is_over:
             raise _Abandoned
         if me == HOST:
@@ -263,7 +294,9 @@ class Failure:
         return f"{type(self.error).__name__}: {self.error}\nschedule {self.schedule!r}:\n{steps}"
 
 
-def run(program: Program, schedule: Schedule | None = None, rng: random.Random | None = None) -> tuple[Sequencer, Failure | None]:
+def run(
+    program: Program, schedule: Schedule | None = None, rng: random.Random | None = None
+) -> tuple[Sequencer, Failure | None]:
     """One run. Lanes that still have work when the program returns run dry first."""
     return run_on(Sequencer(schedule, rng), program)
 
@@ -279,8 +312,9 @@ def run_on(sequencer: Sequencer, program: Program) -> tuple[Sequencer, Failure |
 
 
 def explore(program: Program, max_preemptions: int = 2, max_runs: int = 20_000) -> tuple[int, Failure | None]:
-    """Every schedule with at most so many decisions that differ from the default, fewest first. Returns the number of runs, and the
-    first failure, which has no superfluous decision since all shorter schedules were tried before it."""
+    """Every schedule with at most so many decisions that differ from the default, fewest first. Returns the
+    number of runs, and the first failure, which has no superfluous decision since all shorter schedules were
+    tried before it."""
     pending: deque[dict[int, str]] = deque([{}])
     num_runs = 0
     while pending and num_runs < max_runs:
@@ -293,7 +327,9 @@ def explore(program: Program, max_preemptions: int = 2, max_runs: int = 20_000) 
             continue
         first = max(schedule, default=-1) + 1
         for number, decision in enumerate(sequencer.decisions[first:], start=first):
-            pending.extend({**schedule, number: option} for option in decision.options if option != decision.chosen)
+            pending.extend(
+                {**schedule, number: option} for option in decision.options if option != decision.chosen
+            )
     return num_runs, None
 
 
@@ -308,7 +344,8 @@ def walk(program: Program, seed: int, num_runs: int = 1000) -> tuple[int, Failur
 
 
 def shrink(program: Program, failure: Failure) -> Failure:
-    """Leave out decisions as long as the program still fails, the last ones first: they depend on those before them."""
+    """Leave out decisions as long as the program still fails, the last ones first: they depend on those
+    before them."""
     smallest = run(program, failure.schedule)[1] or failure
     shrunk = True
     while shrunk:
@@ -321,7 +358,7 @@ def shrink(program: Program, failure: Failure) -> Failure:
     return smallest
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------- lanes
+# ------------------------------------------------------------------------------------------------------ lanes
 
 
 class SequencedFence:
@@ -347,8 +384,8 @@ class SequencedFence:
         return self.is_over() and self._lane.saw(self.number, 0)
 
     def wait_passed(self, timeout_s: float | None = None) -> None:
-        """Deadlines never come: there is no clock, and a wait that cannot end raises Deadlock. Each item that runs meanwhile is taken to
-        have lasted a second."""
+        """Deadlines never come: there is no clock, and a wait that cannot end raises Deadlock. Each item that
+        runs meanwhile is taken to have lasted a second."""
         sequencer = self._lane.sequencer
         before, blocks = sequencer.num_finished, not self.is_over()
         sequencer.pause(f"waits for fence {self.number} of {self.lane}", self.is_over)
@@ -386,13 +423,17 @@ class _SequencedItem:
 
 
 class SequencedLane:
-    """A lane with the rules of `lanes.lane`. The work of a launcher may itself use lanes, and can be left half-way at each such call."""
+    """A lane with the rules of `lanes.lane`. The work of a launcher may itself use lanes, and can be left
+    half-way at each such call."""
 
-    def __init__(self, name: str, sequencer: Sequencer, observer: LaneObserver | None, is_launcher: bool) -> None:
+    def __init__(
+        self, name: str, sequencer: Sequencer, observer: LaneObserver | None, is_launcher: bool
+    ) -> None:
         self.name = name
         self.sequencer = sequencer
         self.is_launcher = is_launcher
-        self.accesses: tuple[Access, ...] | None = None  # of the item that has begun and not ended; None: there is none
+        # of the item that has begun and not ended; None: there is none
+        self.accesses: tuple[Access, ...] | None = None
         self.num_finished = 0
         self._observer = observer
         self._queue: deque[_SequencedItem] = deque()
@@ -400,14 +441,18 @@ class SequencedLane:
         self._recording: Capture | None = None
         self._closed = False
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         if self._recording is not None:
             self._recording.ops.append(op)
             return SequencedTicket(self, 0, label)
         ticket = self._next_ticket(label)
         if self._observer is not None:
             self._observer.submitted(self.name, ticket.number, label, accesses)
-        return self._put(_SequencedItem(ticket, op, tuple(accesses), after), f"submits {label!r} to {self.name}")
+        return self._put(
+            _SequencedItem(ticket, op, tuple(accesses), after), f"submits {label!r} to {self.name}"
+        )
 
     def record(self) -> Fence:
         fence = SequencedFence(self, self._num_submitted)
@@ -417,7 +462,9 @@ class SequencedLane:
 
     def wait(self, fence: Fence) -> None:
         if not isinstance(fence, SequencedFence):
-            raise InvariantBroken(f"lane {self.name} cannot wait for {fence!r}: it is of another kind of lane")
+            raise InvariantBroken(
+                f"lane {self.name} cannot wait for {fence!r}: it is of another kind of lane"
+            )
         if self._recording is not None:
             if self._observer is not None:
                 self._observer.wait_ignored(self.name, fence.lane, fence.number)
@@ -427,7 +474,10 @@ class SequencedLane:
         ticket = self._next_ticket("wait")
         if self._observer is not None:
             self._observer.waited(self.name, fence.lane, fence.number)
-        self._put(_SequencedItem(ticket, fence=fence), f"lets {self.name} wait for fence {fence.number} of {fence.lane}")
+        self._put(
+            _SequencedItem(ticket, fence=fence),
+            f"lets {self.name} wait for fence {fence.number} of {fence.lane}",
+        )
 
     @contextmanager
     def capture(self, label: str) -> Iterator[Capture]:
@@ -438,7 +488,9 @@ class SequencedLane:
         finally:
             self._recording = None
 
-    def replay(self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None) -> Ticket:
+    def replay(
+        self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
+    ) -> Ticket:
         """One unit, as everywhere: nothing comes between its ops."""
         return self.submit(replay.run, accesses, label=replay.label, after=after)
 
@@ -456,7 +508,7 @@ class SequencedLane:
         self.drain()
         self._closed = True
 
-    # ------------------------------------------------------------------------------------------- for fences and sequencer
+    # ------------------------------------------------------------------------------- for fences and sequencer
 
     def saw(self, number: int, num_meanwhile: int) -> bool:
         if self._observer is not None:

@@ -1,5 +1,5 @@
-"""A store in a dictionary, that a test holds, breaks, empties and damages; and a clock that it moves. Owns those switches: everything
-else is as a real store does it, headers and checksums included."""
+"""A store in a dictionary, that a test holds, breaks, empties and damages; and a clock that it moves. Owns
+those switches: everything else is as a real store does it, headers and checksums included."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class StoreGate:
                 return
             self._num_came += 1
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: not self._holds(call) or self._num_allowed > 0, _DEADLINE_S):
+            if not self._changed.wait_for(
+                lambda: not self._holds(call) or self._num_allowed > 0, _DEADLINE_S
+            ):
                 raise TimeoutError(f"nobody let this {call} pass")
             if self._holds(call):
                 self._num_allowed -= 1
@@ -76,23 +78,29 @@ class MemoryStore:
     """Implements `BlockStore`. Stores made with the same `blocks` share them."""
 
     def __init__(
-        self, name: str = "remote", local: bool = False, space: bytes = bytes(SCOPE_BYTES), blocks: dict[bytes, bytearray] | None = None
+        self,
+        name: str = "remote",
+        local: bool = False,
+        space: bytes = bytes(SCOPE_BYTES),
+        blocks: dict[bytes, bytearray] | None = None,
     ) -> None:
         self.name = name
         self.local = local
         self.blocks: dict[bytes, bytearray] = {} if blocks is None else blocks  # header and payload by key
-        self.kept_manifests: dict[str, bytes] = {}  # by id; of two stores that share blocks, one's may be given to the other
+        # by id; of two stores that share blocks, one's may be given to the other
+        self.kept_manifests: dict[str, bytes] = {}
         self.gate = StoreGate()
         self.calls: list[str] = []  # that came to the store, in order
         self.raises: Exception | None = None  # what every call raises
         self.fails: set[bytes] = set()  # keys whose reads and writes fail singly
         self.max_blocks: int | None = None  # beyond which a write is FULL
-        self.on_call: Callable[[str], None] = lambda call: None  # once it has passed the gate; moves a clock, for one
+        # once it has passed the gate; moves a clock, for one
+        self.on_call: Callable[[str], None] = lambda call: None
         self.closed = False
         self._space = space
         self._lock = threading.Lock()
 
-    # ------------------------------------------------------------------------------------------------------------ switches
+    # ----------------------------------------------------------------------------------------------- switches
 
     def die(self, why: str = "nobody answers") -> None:
         """Every call raises, until `raises` is None again."""
@@ -109,7 +117,7 @@ class MemoryStore:
         with self._lock:
             self.blocks[key][at] ^= 1
 
-    # ---------------------------------------------------------------------------------------------------------- BlockStore
+    # --------------------------------------------------------------------------------------------- BlockStore
 
     def find(self, keys: Sequence[bytes]) -> int:
         self._enter("find")
@@ -123,10 +131,14 @@ class MemoryStore:
         with self._lock:
             return [self._read(key, buffer.cast("B")) for key, buffer in zip(keys, into, strict=True)]
 
-    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+    def write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
         self._enter("write")
         with self._lock:
-            return [self._write(key, bytes(block)) for key, _, block in zip(keys, depths, blocks, strict=True)]
+            return [
+                self._write(key, bytes(block)) for key, _, block in zip(keys, depths, blocks, strict=True)
+            ]
 
     def persist(self) -> None:
         self._enter("persist")
@@ -147,7 +159,7 @@ class MemoryStore:
         self._enter("close")
         self.closed = True
 
-    # ------------------------------------------------------------------------------------------------------- ManifestStore
+    # ------------------------------------------------------------------------------------------ ManifestStore
 
     def manifests(self, start: str = "") -> list[str]:
         self._enter("manifests")
@@ -157,7 +169,9 @@ class MemoryStore:
         self._enter("read_manifest")
         return self.kept_manifests.get(id)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+    def write_manifest(
+        self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
+    ) -> Written:
         self._enter("write_manifest")
         with self._lock:
             if self.kept_manifests.get(id) != instead_of:
@@ -171,7 +185,7 @@ class MemoryStore:
             if only is None or self.kept_manifests.get(id) == only:
                 self.kept_manifests.pop(id, None)
 
-    # ------------------------------------------------------------------------------------------------------------- private
+    # ------------------------------------------------------------------------------------------------ private
 
     def _enter(self, call: str) -> None:
         self.calls.append(call)
@@ -188,7 +202,13 @@ class MemoryStore:
             return Outcome.MISSING
         header, payload = unpack(bytes(stored[:HEADER_BYTES])), bytes(stored[HEADER_BYTES:])
         buffer[: len(payload)] = payload
-        if header is None or header.key != key or header.space != self._space or len(payload) != len(buffer) or not header.fits(payload):
+        if (
+            header is None
+            or header.key != key
+            or header.space != self._space
+            or len(payload) != len(buffer)
+            or not header.fits(payload)
+        ):
             del self.blocks[key]
             return Outcome.CORRUPT
         return Outcome.DONE

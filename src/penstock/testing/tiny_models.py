@@ -1,4 +1,5 @@
-"""Tiny random models on disk, as directories and as GGUF files, made without any other library's model code. For tests only."""
+"""Tiny random models on disk, as directories and as GGUF files, made without any other library's model code.
+For tests only."""
 
 from __future__ import annotations
 
@@ -22,10 +23,24 @@ from penstock.models.registry import architecture_of, layout
 from penstock.models.rotary import RopeScaling
 from penstock.models.weights import INDEX
 
-__all__ = ["CHAT_TEMPLATE", "TINY_LLAMA", "TINY_QWEN3", "tiny_tensors", "tiny_tokenizer", "write_tiny_gguf", "write_tiny_model"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "TINY_LLAMA",
+    "TINY_QWEN3",
+    "tiny_tensors",
+    "tiny_tokenizer",
+    "write_tiny_gguf",
+    "write_tiny_model",
+]
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' "
+    "+ "
+    "m['content'] "
+    "+ "
+    "'<|im_end|>\n' "
+    "}}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _NUMBERS = {  # of each rotary scheme that config.json states
@@ -43,27 +58,38 @@ keep, and the one who keeps it must know what has happened and not merely what w
 time, every copy has a source and a destination, and nobody reads what has not been written yet. for index in range(len(blocks)):
     if block.sealed and not block.pinned: return block.key
 The quick brown fox jumps over the lazy dog, and then the dog, who was not lazy at all but only patient, gets up and walks away.
-"""
+"""  # noqa: E501
 
 
 def tiny_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors under the names that safetensors files use. Norms differ from one, so that leaving one out shows."""
+    """Random tensors under the names that safetensors files use. Norms differ from one, so that leaving one
+    out shows."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for part in (part for weight in layout(config) for part in weight.parts):
         noise = torch.randn(part.shape, generator=generator)
         is_norm = len(part.shape) == 1 and not part.name.endswith(".bias")
-        tensors[part.name] = 1 + 0.3 * noise if is_norm else 0.3 * noise if len(part.shape) == 1 else noise * part.shape[-1] ** -0.5
+        tensors[part.name] = (
+            1 + 0.3 * noise
+            if is_norm
+            else 0.3 * noise
+            if len(part.shape) == 1
+            else noise * part.shape[-1] ** -0.5
+        )
     return tensors
 
 
 def tiny_tokenizer(vocab: int = 512) -> tokenizers.Tokenizer:
-    """A byte-level BPE with special tokens at ids 0 to 2, trained on a paragraph until it has `vocab` tokens."""
+    """A byte-level BPE with special tokens at ids 0 to 2, trained on a paragraph until it has `vocab`
+    tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, show_progress=False, special_tokens=list(_SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocab,
+        show_progress=False,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator([_CORPUS], trainer)
     return tokenizer
@@ -78,12 +104,17 @@ def write_tiny_model(
     tensors: Mapping[str, Tensor] | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
 ) -> Path:
-    """A model directory: config.json, tokenizer files and safetensors, in `shards` files with an index where there are several."""
+    """A model directory: config.json, tokenizer files and safetensors, in `shards` files with an index where
+    there are several."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = tiny_tensors(config, seed) if tensors is None else tensors
     _write_json(directory / "config.json", config_json(config))
     (tokenizer or tiny_tokenizer()).save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": _SPECIAL[0], "eos_token": {"content": _SPECIAL[2]}, "chat_template": CHAT_TEMPLATE}
+    settings = {
+        "bos_token": _SPECIAL[0],
+        "eos_token": {"content": _SPECIAL[2]},
+        "chat_template": CHAT_TEMPLATE,
+    }
     _write_json(directory / "tokenizer_config.json", settings)
     _write_json(directory / "generation_config.json", {"eos_token_id": [2, 0]})
     if shards == 1:
@@ -143,9 +174,14 @@ def _optional_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_scaling(scaling: RopeScaling) -> dict[str, Any]:
-    numbers = {name: value for name in _NUMBERS[scaling.kind] if (value := getattr(scaling, name)) is not None}
+    numbers = {
+        name: value for name in _NUMBERS[scaling.kind] if (value := getattr(scaling, name)) is not None
+    }
     renamed = {"short_factors": "short_factor", "long_factors": "long_factor"}
-    return {"rope_type": scaling.kind, **{renamed.get(k, k): list(v) if isinstance(v, tuple) else v for k, v in numbers.items()}}
+    return {
+        "rope_type": scaling.kind,
+        **{renamed.get(k, k): list(v) if isinstance(v, tuple) else v for k, v in numbers.items()},
+    }
 
 
 def write_tiny_gguf(
@@ -156,8 +192,8 @@ def write_tiny_gguf(
     metadata: Mapping[str, Any] | None = None,
     encoding_of: Callable[[str], str] = lambda name: "F32",
 ) -> Path:
-    """The same model as `write_tiny_model` as a GGUF file; `metadata` replaces or adds string entries. `encoding_of`: ggml's encoding of a
-    matrix by its name in safetensors files."""
+    """The same model as `write_tiny_model` as a GGUF file; `metadata` replaces or adds string entries.
+    `encoding_of`: ggml's encoding of a matrix by its name in safetensors files."""
     import gguf
 
     writer = gguf.GGUFWriter(path, config.architecture)
@@ -176,12 +212,17 @@ def write_tiny_gguf(
     for name, factors in _gguf_factors(config).items():
         writer.add_tensor(name, np.array(factors, np.float32))
     names = gguf.get_tensor_name_map(
-        next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture), config.num_layers
+        next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == config.architecture),
+        config.num_layers,
     ).mapping
     for name, tensor in tiny_tensors(config, seed).items():
         module, _, which = name.rpartition(".")
         kind = gguf.GGMLQuantizationType[encoding_of(name) if tensor.dim() == 2 else "F32"]
-        writer.add_tensor(f"{names[module][1]}.{which}", gguf.quantize(_gguf_rows(name, tensor, config), kind), raw_dtype=kind)
+        writer.add_tensor(
+            f"{names[module][1]}.{which}",
+            gguf.quantize(_gguf_rows(name, tensor, config), kind),
+            raw_dtype=kind,
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -210,12 +251,16 @@ def _add_gguf_optional(writer: Any, config: ModelConfig) -> None:
 
 
 def _gguf_factors(config: ModelConfig) -> dict[str, Sequence[float]]:
-    """The tensors that llama.cpp's converter writes for llama3 and longrope: what each pair's frequency is divided by."""
+    """The tensors that llama.cpp's converter writes for llama3 and longrope: what each pair's frequency is
+    divided by."""
     scaling = config.rope_scaling
     if scaling is None or scaling.kind not in ("llama3", "longrope"):
         return {}
     if scaling.kind == "longrope":
-        return {"rope_factors_long.weight": scaling.long_factors, "rope_factors_short.weight": scaling.short_factors}
+        return {
+            "rope_factors_long.weight": scaling.long_factors,
+            "rope_factors_short.weight": scaling.short_factors,
+        }
     factors = []
     for pair in range(config.head_dim // 2):
         waves = scaling.trained_len / (2 * math.pi * config.rope_theta ** (2 * pair / config.head_dim))
@@ -239,7 +284,8 @@ def _add_gguf_tokenizer(writer: Any, texts: Mapping[str, Any]) -> None:
 
 
 def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any, Any]:
-    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved: from the format, not from our description."""
+    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved: from the format,
+    not from our description."""
     rows = tensor.numpy()
     if config.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
         heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1] if rows.ndim > 1 else 1)

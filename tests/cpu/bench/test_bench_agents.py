@@ -1,4 +1,5 @@
-"""`bench agents`: recorded conversations keep their order, come back from where they were kept, and the figures add up."""
+"""`bench agents`: recorded conversations keep their order, come back from where they were kept, and the
+figures add up."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from penstock.bench.agents import ALL, FIRST, LATER, AgentsBench, overtaken, per
 from penstock.bench.agents_replay import Agenda, EngineReplay, Record, ServerAddress, UrlReplay, source_of
 from penstock.bench.trace_files import Asking, Question, User, read_conversations, reusable, select
 from penstock.cli import main
-from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig, SchedulingName, ServerConfig
+from penstock.config import (
+    Config,
+    EngineConfig,
+    KvConfig,
+    ModelSource,
+    OffloadConfig,
+    SchedulingName,
+    ServerConfig,
+)
 from penstock.contract import FinishReason, SamplingParams, StepFailure, TokenEvent
 from penstock.engine.build import build
 from penstock.engine.execution.running_step import RunningStep
@@ -31,7 +40,8 @@ from penstock.server.run import HttpServer
 EXCERPT = Path(__file__).resolve().parents[2] / "data" / "agentic-coding-excerpt.jsonl"
 USERS = 8
 NUM_REQUESTS = 46  # of those users, six each at most
-# Blocks of host memory: everything fits; less than half of the 304 different ones that the users ask for; a fifteenth of them.
+# Blocks of host memory: everything fits; less than half of the 304 different ones that the users ask for; a
+# fifteenth of them.
 ROOMY, TIGHT, SCARCE = 2000, 140, 20
 ASKING = Asking("excerpt", users=USERS, requests=6, scale=64)
 BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # of tiny-llama: tokens, layers, K and V, heads, width, float32
@@ -39,7 +49,9 @@ BLOCK_BYTES = 16 * 2 * 2 * 2 * 16 * 4  # of tiny-llama: tokens, layers, K and V,
 
 def bench(**changes) -> AgentsBench:
     asking = dataclasses.replace(ASKING, **changes)
-    return AgentsBench(asking, select(read_conversations(EXCERPT), asking.users, asking.context, asking.requests))
+    return AgentsBench(
+        asking, select(read_conversations(EXCERPT), asking.users, asking.context, asking.requests)
+    )
 
 
 def config_of(host_blocks: int, scheduling: SchedulingName = "cost") -> Config:
@@ -59,7 +71,7 @@ def roomy():
     engine.close(timeout_s=20.0)
 
 
-# ------------------------------------------------------------------------------------------------------- order and reuse
+# -------------------------------------------------------------------------------------------- order and reuse
 
 
 def try_next(agenda: Agenda) -> tuple[int, int] | None:
@@ -100,7 +112,9 @@ class OpenReplay(EngineReplay):
 
 
 @cache
-def replayed(host_blocks: int, scheduling: SchedulingName = "cost", replays: type[EngineReplay] = EngineReplay) -> list[Record]:
+def replayed(
+    host_blocks: int, scheduling: SchedulingName = "cost", replays: type[EngineReplay] = EngineReplay
+) -> list[Record]:
     """From one thread alone, so that who is asked when depends on nothing but steps."""
     engine = build(config_of(host_blocks, scheduling))
     chosen = select(read_conversations(EXCERPT), ASKING.users, ASKING.context, ASKING.requests)
@@ -118,7 +132,9 @@ def test_every_conversation_keeps_its_order_and_all_its_recorded_prompts_are_ans
     for conversation in chosen:
         mine = [record for record in records if record.conversation == conversation.id]
         assert [record.number for record in mine] == list(range(1, 1 + len(conversation.requests)))
-        assert [len(record.ask.prompt) for record in mine] == [one.num_tokens // 64 for one in conversation.requests]
+        assert [len(record.ask.prompt) for record in mine] == [
+            one.num_tokens // 64 for one in conversation.requests
+        ]
         for before, after in pairwise(mine):
             assert before.submit_s < before.first_s <= before.end_s <= after.submit_s
     for record in records:
@@ -138,7 +154,9 @@ def shares(records: list[Record]) -> tuple[float, float]:
     """Of all prompt tokens: how many were reused, and how many could have been."""
     reused = [len(record.ask.prompt) - record.source["computed"] for record in records]
     possible = reusable([record.ask.prompt for record in records], 16)
-    assert all(had <= could for had, could in zip(reused, possible, strict=True)), "reused what was never there"
+    assert all(had <= could for had, could in zip(reused, possible, strict=True)), (
+        "reused what was never there"
+    )
     num_tokens = sum(len(record.ask.prompt) for record in records)
     return sum(reused) / num_tokens, sum(possible) / num_tokens
 
@@ -156,7 +174,7 @@ def test_agents_that_allow_far_more_than_they_write_reuse_nearly_all_as_well():
     assert reused > 0.8 * possible
 
 
-# -------------------------------------------------------------------------------------------------------------- figures
+# ---------------------------------------------------------------------------------------------------- figures
 
 
 def test_a_measurement_reports_first_and_later_turns_apart_and_both_together(roomy):
@@ -164,17 +182,35 @@ def test_a_measurement_reports_first_and_later_turns_apart_and_both_together(roo
     assert results.skipped == []
     first, later, whole = results.rows
     assert [row["turns"] for row in results.rows] == [FIRST, LATER, ALL]
-    assert (first["done"], later["done"], whole["done"], whole["requests"]) == (USERS, NUM_REQUESTS - USERS, NUM_REQUESTS, NUM_REQUESTS)
-    assert first["reused"] == 0.0 and first["of_reusable"] is None and whole["of_reusable"] == later["of_reusable"] == 1.0
-    assert whole["prompt_tokens"] == first["prompt_tokens"] + later["prompt_tokens"] == sum(whole["source"].values())
+    assert (first["done"], later["done"], whole["done"], whole["requests"]) == (
+        USERS,
+        NUM_REQUESTS - USERS,
+        NUM_REQUESTS,
+        NUM_REQUESTS,
+    )
+    assert (
+        first["reused"] == 0.0
+        and first["of_reusable"] is None
+        and whole["of_reusable"] == later["of_reusable"] == 1.0
+    )
+    assert (
+        whole["prompt_tokens"]
+        == first["prompt_tokens"] + later["prompt_tokens"]
+        == sum(whole["source"].values())
+    )
     assert whole["reused"] == pytest.approx(1 - whole["source"]["computed"] / whole["prompt_tokens"])
     assert whole["output_tokens"] == sum(record["output_tokens"] for record in whole["records"])
     assert whole["overtaken_s"] == max(first["overtaken_s"], later["overtaken_s"])
     assert len(whole["records"]) == NUM_REQUESTS
     for record in whole["records"]:
-        assert record["submit_s"] <= record["start_s"] and record["first_s"] <= record["end_s"] <= whole["seconds"]
+        assert (
+            record["submit_s"] <= record["start_s"]
+            and record["first_s"] <= record["end_s"] <= whole["seconds"]
+        )
         assert sum(record["source"].values()) == record["prompt_tokens"]
-    assert sum(record["reusable_tokens"] for record in whole["records"]) == round(whole["reusable"] * whole["prompt_tokens"])
+    assert sum(record["reusable_tokens"] for record in whole["records"]) == round(
+        whole["reusable"] * whole["prompt_tokens"]
+    )
 
 
 def record_of(submit_s: float, first_s: float | None) -> Record:
@@ -230,7 +266,9 @@ def test_a_request_that_fails_ends_the_replay(roomy, monkeypatch):
 def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
     engine, config = roomy
     failure, result = StepFailure.of(RuntimeError("the device is gone")), RunningStep.wait_result
-    monkeypatch.setattr(RunningStep, "wait_result", lambda step: dataclasses.replace(result(step), error=failure))
+    monkeypatch.setattr(
+        RunningStep, "wait_result", lambda step: dataclasses.replace(result(step), error=failure)
+    )
     with pytest.raises(StepFailed, match="the device is gone"):
         bench().measure(engine, config, silent)
     chosen = select(read_conversations(EXCERPT), 1, ASKING.context, 1)
@@ -239,7 +277,7 @@ def test_a_step_that_fails_ends_the_replay(roomy, monkeypatch):
         run_by_hand(replay)
 
 
-# --------------------------------------------------------------------------------------------------------------- agenda
+# ----------------------------------------------------------------------------------------------------- agenda
 
 
 def test_the_next_request_is_due_after_the_answer_and_its_pause():
@@ -267,7 +305,7 @@ def test_an_agenda_that_has_ended_lets_nobody_ask():
     assert agenda.wait_next() is None
 
 
-# -------------------------------------------------------------------------------------------------------------- a server
+# --------------------------------------------------------------------------------------------------- a server
 
 
 @contextlib.contextmanager
@@ -292,7 +330,13 @@ def test_our_own_server_says_where_everything_came_from():
         refused = bench(users=2).measure_url(ServerAddress(url, engine.name, "wrong"), 512, 16, silent)
     whole = results.rows[-1]
     assert results.skipped == [] and whole["done"] == NUM_REQUESTS
-    assert whole["of_reusable"] == 1.0 and set(whole["source"]) == {"device", "host", "ssd", "remote", "computed"}
+    assert whole["of_reusable"] == 1.0 and set(whole["source"]) == {
+        "device",
+        "host",
+        "ssd",
+        "remote",
+        "computed",
+    }
     assert whole["waiting_s"] is None and whole["ttft_s"] is not None
     assert all(record["output_tokens"] >= 1 for record in whole["records"])
     for name in {record["conversation"] for record in whole["records"]}:
@@ -327,7 +371,9 @@ def stream_of(body) -> bytes:
     usage = {"completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
     events = [{"choices": [{"text": "a", "finish_reason": None}]}] * 2
     events += [{"choices": [{"text": "", "finish_reason": "length"}]}, {"choices": [], "usage": usage}]
-    return b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events) + b": a comment\n\ndata: [DONE]\n\n"
+    return b"".join((b"data: %s\n\n") % json.dumps(event).encode() for event in events) + (
+        b": a comment\n\ndata: [DONE]\n\n"
+    )
 
 
 @pytest.fixture
@@ -344,12 +390,18 @@ def foreign():
 
 
 def test_a_server_that_does_not_know_our_extension_is_asked_without_it(foreign):
-    results = bench(users=1, requests=3).measure_url(ServerAddress(foreign.url, "m", hints=True), 512, 16, silent)
+    results = bench(users=1, requests=3).measure_url(
+        ServerAddress(foreign.url, "m", hints=True), 512, 16, silent
+    )
     whole = results.rows[-1]
     assert results.skipped == [] and whole["done"] == 3
     assert ["ignore_eos" in body for _, body in foreign.bodies] == [True, False, False, False]
     path, body = foreign.bodies[1]
-    assert path == "/v1/completions" and body["stream"] is True and body["stream_options"] == {"include_usage": True}
+    assert (
+        path == "/v1/completions"
+        and body["stream"] is True
+        and body["stream_options"] == {"include_usage": True}
+    )
     assert body["session_id"] == body["prompt_cache_key"] == "trace_0002"
     assert all(isinstance(token, int) for token in body["prompt"]) and len(body["prompt"]) == 15818 // 64
     assert whole["source"]["cached"] == 15 and whole["source"]["computed"] == whole["prompt_tokens"] - 15
@@ -374,13 +426,19 @@ def test_an_answer_that_breaks_off_ends_that_conversation_and_is_reported(foreig
     foreign.stream = lambda body: stream_of(body) if len(body["prompt"]) < 16000 // 64 else content
     results = bench(users=1, requests=3).measure_url(ServerAddress(foreign.url, "m"), 512, 16, silent)
     assert results.rows[-1]["done"] == 1 and results.rows[-1]["failed"] == 1
-    assert len(results.skipped) == 1 and "its request 2 failed" in results.skipped[0] and said in results.skipped[0]
+    assert (
+        len(results.skipped) == 1
+        and ("its request 2 failed") in results.skipped[0]
+        and said in results.skipped[0]
+    )
 
 
 def test_nobody_there_is_reported_as_such():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Foreign)
     server.server_close()
-    results = bench(users=1).measure_url(ServerAddress(f"http://127.0.0.1:{server.server_port}/v1", "m"), 512, 16, silent)
+    results = bench(users=1).measure_url(
+        ServerAddress(f"http://127.0.0.1:{server.server_port}/v1", "m"), 512, 16, silent
+    )
     assert results.rows == [] and "refused" in results.skipped[0]
 
 
@@ -404,16 +462,28 @@ def test_usage_is_read_as_far_as_it_goes():
     assert source_of({"prompt_tokens_details": None}, 9) is None
     assert source_of({"prompt_tokens_details": {"audio_tokens": 1}}, 9) is None
     assert source_of({"prompt_tokens_details": {"cached_tokens": 4}}, 9) == {"cached": 4, "computed": 5}
-    assert source_of({"prompt_tokens_details": {"cached_tokens": 4, "kv_source": {"host": 4, "computed": 5}}}, 9) == {
+    assert source_of(
+        {"prompt_tokens_details": {"cached_tokens": 4, "kv_source": {"host": 4, "computed": 5}}}, 9
+    ) == {
         "host": 4,
         "computed": 5,
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------------------- command
 
 
-TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "400", "--no-kv-offload")
+TINY = (
+    "--model",
+    "tiny-llama",
+    "--load-format",
+    "dummy",
+    "--device",
+    "cpu",
+    "--device-kv-blocks",
+    "400",
+    "--no-kv-offload",
+)
 
 
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
@@ -432,7 +502,21 @@ def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys
 
 def test_the_command_asks_a_server(foreign, tmp_path, capsys):
     file = tmp_path / "agents.json"
-    argv = ["bench", "agents", str(EXCERPT), "--users", "1", "--requests", "3", "--url", foreign.url, "--model", "m", "--json", str(file)]
+    argv = [
+        "bench",
+        "agents",
+        str(EXCERPT),
+        "--users",
+        "1",
+        "--requests",
+        "3",
+        "--url",
+        foreign.url,
+        "--model",
+        "m",
+        "--json",
+        str(file),
+    ]
     assert main([*argv, "--vocab", "7", "--plot", str(tmp_path / "agents.svg")]) == 0
     assert f"m at {foreign.url}" in capsys.readouterr().out
     report = json.loads(file.read_text())

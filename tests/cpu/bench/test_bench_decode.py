@@ -16,11 +16,14 @@ TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "-
 
 
 def test_every_run_contributes_its_steady_steps(engine, config):
-    results = DecodeBench((1, 3), prompt_tokens=9, tokens=12, repeat=2, seed=0).measure(engine, config, silent)
+    results = DecodeBench((1, 3), prompt_tokens=9, tokens=12, repeat=2, seed=0).measure(
+        engine, config, silent
+    )
     assert results.skipped == []
     assert [row["batch"] for row in results.rows] == [1, 3]
     for row in results.rows:
-        # Of 12 tokens the first has no full step before it, and the last one's step finishes: 10 intervals a run.
+        # Of 12 tokens the first has no full step before it, and the last one's step finishes: 10 intervals a
+        # run.
         assert row["num_steps"] == 2 * 10
         step = row["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["p99"]
@@ -37,7 +40,9 @@ def test_every_run_contributes_its_steady_steps(engine, config):
         (8, 60, 3, "raise --tokens or --prefill-chunk"),
     ],
 )
-def test_a_size_that_cannot_be_measured_is_skipped_with_a_reason(engine, config, batch, prompt_tokens, tokens, said):
+def test_a_size_that_cannot_be_measured_is_skipped_with_a_reason(
+    engine, config, batch, prompt_tokens, tokens, said
+):
     results = DecodeBench((batch, 1), prompt_tokens, tokens, repeat=1, seed=0).measure(engine, config, silent)
     assert said in results.skipped[0] and results.skipped[0].startswith(f"batch {batch}: ")
     assert not engine.has_work()
@@ -50,13 +55,30 @@ def test_prompts_of_different_runs_share_nothing(engine, config):
 
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
     file, picture = tmp_path / "decode.json", tmp_path / "decode.png"
-    argv = ["--batch", "2,1,2,999", "--prompt-tokens", "8", "--tokens", "8", "--repeat", "1", "--json", str(file), "--plot", str(picture)]
+    argv = [
+        "--batch",
+        "2,1,2,999",
+        "--prompt-tokens",
+        "8",
+        "--tokens",
+        "8",
+        "--repeat",
+        "1",
+        "--json",
+        str(file),
+        "--plot",
+        str(picture),
+    ]
     assert main(["bench", "decode", *TINY, *argv]) == 0
     shown = capsys.readouterr()
     report = json.loads(file.read_text())
     assert set(report) >= {"machine", "config", "results", "skipped", "settings", "model", "device"}
     assert [row["batch"] for row in report["results"]] == [2, 1]
-    assert (report["model"], report["device"], report["config"]["kv"]["device_blocks"]) == ("tiny-llama", "cpu", 64)
+    assert (report["model"], report["device"], report["config"]["kv"]["device_blocks"]) == (
+        "tiny-llama",
+        "cpu",
+        64,
+    )
     assert report["settings"]["prompt_tokens"] == 8
     assert f"{report['results'][0]['step_ms']['median']:.3f}" in shown.out
     assert "skipped: batch 999" in shown.err
@@ -80,7 +102,10 @@ def test_a_models_name_is_no_markup(capsys):
     assert "a[/b][red]" in capsys.readouterr().out
 
 
-TITLES, LINES = ["way", *(f"figure {number}" for number in range(12))], [["from disk", *(f"{5510.25 + number}" for number in range(12))]]
+TITLES, LINES = (
+    ["way", *(f"figure {number}" for number in range(12))],
+    [["from disk", *(f"{5510.25 + number}" for number in range(12))]],
+)
 
 
 def test_a_table_that_is_piped_is_plain_text_with_every_figure(capsys, monkeypatch):

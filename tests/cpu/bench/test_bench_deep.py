@@ -9,15 +9,41 @@ import pytest
 
 from penstock.cli import main
 
-SIZES = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "40", "--kv-offload-host-gib", "0.05"]
+SIZES = [
+    "--model",
+    "tiny-qwen3",
+    "--load-format",
+    "dummy",
+    "--device",
+    "cpu",
+    "--device-kv-blocks",
+    "40",
+    "--kv-offload-host-gib",
+    "0.05",
+]
 
 
 def deep(tmp_path: Path, *more: str) -> tuple[int, list[dict[str, float]]]:
-    code = main(["bench", "deep", *SIZES, "--max-batch", "2", "--tokens", "4", "--json", str(tmp_path / "deep.json"), *more])
+    code = main(
+        [
+            "bench",
+            "deep",
+            *SIZES,
+            "--max-batch",
+            "2",
+            "--tokens",
+            "4",
+            "--json",
+            str(tmp_path / "deep.json"),
+            *more,
+        ]
+    )
     return code, json.loads((tmp_path / "deep.json").read_text())["results"]
 
 
-def test_long_sequences_are_measured_paged_out_and_where_they_fit_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_sequences_are_measured_paged_out_and_where_they_fit_in_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, rows = deep(tmp_path, "--lengths", "256,1024", "--kv-resident-tokens", "128")
     assert code == 0
     assert [(row["length"], row["resident"]) for row in rows] == [(256, 128), (1024, 128), (256, 256)]
@@ -28,12 +54,26 @@ def test_long_sequences_are_measured_paged_out_and_where_they_fit_in_full(tmp_pa
     assert "1024" in capsys.readouterr().out
 
 
-def test_what_is_pinned_while_parts_are_chosen_needs_no_pin_where_all_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_pinned_while_parts_are_chosen_needs_no_pin_where_all_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, rows = deep(
-        tmp_path, "--lengths", "416,1024", "--kv-resident-tokens", "384", "--kv-residency", "scored", "--kv-pin-spans", "0-64"
+        tmp_path,
+        "--lengths",
+        "416,1024",
+        "--kv-resident-tokens",
+        "384",
+        "--kv-residency",
+        "scored",
+        "--kv-pin-spans",
+        "0-64",
     )
     assert (code, capsys.readouterr().err.count("skipped")) == (0, 0)
-    assert [(row["length"], row["resident"]) for row in rows] == [*2 * [(416, 384)], *2 * [(1024, 384)], (416, 416)]
+    assert [(row["length"], row["resident"]) for row in rows] == [
+        *2 * [(416, 384)],
+        *2 * [(1024, 384)],
+        (416, 416),
+    ]
 
 
 def test_without_a_flag_what_does_not_fit_is_paged_out(tmp_path: Path) -> None:
@@ -52,8 +92,19 @@ def test_one_token_has_no_time_between_tokens(capsys: pytest.CaptureFixture[str]
     assert "--tokens of at least 2" in capsys.readouterr().err
 
 
-def test_scored_residency_is_measured_beside_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scored = "--kv-resident-tokens", "448", "--kv-residency", "scored", "--kv-pin-spans", "0-10", "--tokens", "24"
+def test_scored_residency_is_measured_beside_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scored = (
+        "--kv-resident-tokens",
+        "448",
+        "--kv-residency",
+        "scored",
+        "--kv-pin-spans",
+        "0-10",
+        "--tokens",
+        "24",
+    )
     code, rows = deep(tmp_path, "--lengths", "256,1024", *scored)
     assert code == 0
     assert [(row["mode"], row["length"], row["resident"]) for row in rows] == [

@@ -1,4 +1,5 @@
-"""The comparison with `transformers`: fair rounds and right arithmetic, on two sides whose times are known."""
+"""The comparison with `transformers`: fair rounds and right arithmetic, on two sides whose times are
+known."""
 
 from __future__ import annotations
 

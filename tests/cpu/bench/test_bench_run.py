@@ -1,4 +1,5 @@
-"""Driving an engine from one thread: everything ends, nothing is stuck unnoticed, and the cache can be emptied in between."""
+"""Driving an engine from one thread: everything ends, nothing is stuck unnoticed, and the cache can be
+emptied in between."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def test_host_memory_that_cannot_all_be_pinned_is_told(tiered_config, withheld, 
     monkeypatch.setattr(HostArena, "prepare", lambda arena, ready, progress, stop: ready(range(64)))
     engine = build(tiered_config)
     num_slots = engine.cache.host.num_slots
-    with pytest.raises(ConfigError, match=f"{num_slots - 64} of {num_slots} blocks of host memory cannot be pinned"):
+    with pytest.raises(
+        ConfigError, match=f"{num_slots - 64} of {num_slots} blocks of host memory cannot be pinned"
+    ):
         Driver(engine).wait_ready(lambda *told: None)
     engine.close(timeout_s=20.0)
 

@@ -29,7 +29,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_trouble, "COPY_STALLED", 0.0)
 
 
-def run(seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: int = 64, seen=lambda engine: True) -> Verdict:
+def run(
+    seconds: float = 1.0, adapters: int = 0, threads: int = 3, host_blocks: int = 64, seen=lambda engine: True
+) -> Verdict:
     config = tiny_config(blocks=24, host_blocks=host_blocks, overcommit=3.0, max_batch=12)
     config = replace(config, sanitize=SanitizeConfig("report"))
     return SoakBench(seconds, threads, adapters, seed=1).measure(config, silent, seen)
@@ -40,7 +42,14 @@ def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
     verdict = run(seconds=3.0, adapters=2, seen=_troubled)
     assert verdict.violations == []
     counts = verdict.counts
-    for what in ("requests", "cancelled", "retractions", "promoted blocks", "prompt tokens from host", "copies failed on purpose"):
+    for what in (
+        "requests",
+        "cancelled",
+        "retractions",
+        "promoted blocks",
+        "prompt tokens from host",
+        "copies failed on purpose",
+    ):
         assert counts[what] > 0, what
     assert counts["transfers seen to fail"] > 0
     assert counts["sanitizer reports"] == 0
@@ -48,7 +57,12 @@ def test_a_whole_engine_passes_and_was_really_troubled(monkeypatch):
 
 def _troubled(engine) -> bool:
     stats = engine.stats()
-    return bool(stats.retractions and stats.cache["promoted"] and stats.prompt_tokens["host"] and sum(stats.traffic.failures.values()))
+    return bool(
+        stats.retractions
+        and stats.cache["promoted"]
+        and stats.prompt_tokens["host"]
+        and sum(stats.traffic.failures.values())
+    )
 
 
 def test_what_is_larger_than_the_device_and_scored_is_soaked_too_but_not_compared():
@@ -56,7 +70,11 @@ def test_what_is_larger_than_the_device_and_scored_is_soaked_too_but_not_compare
     sizes = {"blocks": 160, "host_blocks": 600, "max_model_len": 4000, "positions": 4096, "max_batch": 8}
     config = tiny_config(resident_tokens=448, residency="scored", **sizes)
     bench = SoakBench(1.0, 3, 0, seed=1)
-    verdict = bench.measure(replace(config, sanitize=SanitizeConfig("report")), silent, lambda engine: engine.stats().host_steps > 20)
+    verdict = bench.measure(
+        replace(config, sanitize=SanitizeConfig("report")),
+        silent,
+        lambda engine: engine.stats().host_steps > 20,
+    )
     assert verdict.violations == [] and verdict.counts["scored answers, which are not compared"] > 0
 
 
@@ -71,12 +89,19 @@ def test_bytes_that_did_not_come_are_noticed_by_their_tokens(monkeypatch):
 
 def test_a_wait_that_is_left_out_is_noticed_by_the_sanitizer(monkeypatch):
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
-    monkeypatch.setattr(soak_trouble, "OPEN_PER_THREAD", 1)  # alone, a request is set off while its load is on its way
+    # alone, a request is set off while its load is on its way
+    monkeypatch.setattr(soak_trouble, "OPEN_PER_THREAD", 1)
     monkeypatch.setattr(soak_trouble, "CANCELLED", 0.0)
-    monkeypatch.setattr(soak, "random_asks", lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")])
+    monkeypatch.setattr(
+        soak,
+        "random_asks",
+        lambda *_: [Ask(tuple(range(100)), SamplingParams(max_tokens=1, temperature=0.0), "")],
+    )
     monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
     monkeypatch.setattr(Disturber, "_reset", lambda self: self._engine.reset_cache(("device",)))
-    assert any("the sanitizer reports" in violation for violation in run(threads=1, seen=_reported).violations)
+    assert any(
+        "the sanitizer reports" in violation for violation in run(threads=1, seen=_reported).violations
+    )
 
 
 def _reported(engine) -> bool:
@@ -144,7 +169,10 @@ class _NoReference:
 
 def test_without_a_tier_there_is_still_a_soak():
     verdict = run(host_blocks=0)
-    assert verdict.violations == [] and verdict.counts["copies failed on purpose"] == 0 == verdict.counts["promoted blocks"]
+    assert (
+        verdict.violations == []
+        and verdict.counts["copies failed on purpose"] == 0 == verdict.counts["promoted blocks"]
+    )
 
 
 def test_what_is_asked_fits_and_the_seed_decides_it():
@@ -161,8 +189,14 @@ def test_the_command_says_what_was_violated_and_fails(tmp_path, capsys, monkeypa
     shown = capsys.readouterr()
     assert "nothing was violated" in shown.out and "not asked for" in shown.out
     report = json.loads(file.read_text())
-    assert report["violations"] == [] and report["counts"]["requests"] > 0 and report["counts"]["adapter reloads"] > 0
-    monkeypatch.setattr(SoakBench, "measure", lambda self, config, progress: Verdict({"requests": 1}, ["the sky fell"]))
+    assert (
+        report["violations"] == []
+        and report["counts"]["requests"] > 0
+        and report["counts"]["adapter reloads"] > 0
+    )
+    monkeypatch.setattr(
+        SoakBench, "measure", lambda self, config, progress: Verdict({"requests": 1}, ["the sky fell"])
+    )
     assert main(argv) == 1
     assert "violated: the sky fell" in capsys.readouterr().out
     assert json.loads(file.read_text())["violations"] == ["the sky fell"]

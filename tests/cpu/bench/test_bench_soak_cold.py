@@ -1,4 +1,5 @@
-"""`bench soak` with a disk and a store behind host memory: both are troubled, and wrong bytes from them are in the verdict."""
+"""`bench soak` with a disk and a store behind host memory: both are troubled, and wrong bytes from them are
+in the verdict."""
 
 from __future__ import annotations
 
@@ -46,12 +47,19 @@ def run(tmp_path, seconds: float = 2.0, seen=lambda engine: True, **offload) -> 
 
 
 def test_a_disk_and_a_store_that_fail_in_every_way_change_no_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.kv.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest))
-    shares(monkeypatch, FAILED=0.15, SPOILED=0.3, EXAGGERATED=0.1)  # so often that each kind happens, however slow the machine
+    monkeypatch.setattr(
+        "penstock.kv.build.open_remote", lambda url, space, timeout_s: MemoryStore(space=space.digest)
+    )
+    # so often that each kind happens, however slow the machine
+    shares(monkeypatch, FAILED=0.15, SPOILED=0.3, EXAGGERATED=0.1)
     verdict = run(tmp_path, seconds=3.0, seen=_written, remote="valkey://elsewhere")
     assert verdict.violations == []
     assert verdict.counts["MB written to ssd"] > 0
-    for what in ("disk writes lost on purpose", "disk calls failed on purpose", "blocks of a store failed on purpose"):
+    for what in (
+        "disk writes lost on purpose",
+        "disk calls failed on purpose",
+        "blocks of a store failed on purpose",
+    ):
         assert verdict.counts[what] > 0, what
     assert verdict.counts["sanitizer reports"] == 0
 
@@ -62,12 +70,15 @@ def _written(engine) -> bool:
 
 def test_a_wrong_bit_that_nobody_checks_for_is_noticed_by_its_tokens(tmp_path, monkeypatch):
     shares(monkeypatch, SPOILED=1.0)
-    monkeypatch.setattr(UnreliableDisk, "pwritev", soak_trouble.DiskIo.pwritev)  # only what is read is spoiled, and in many places
+    # only what is read is spoiled, and in many places
+    monkeypatch.setattr(UnreliableDisk, "pwritev", soak_trouble.DiskIo.pwritev)
     monkeypatch.setattr(UnreliableDisk, "preadv", _read_wrong)
     monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
     monkeypatch.setattr(soak_trouble, "DISTURBED_S", 0.01)
     monkeypatch.setattr(soak_trouble.Disturber, "_flush", _persist)
-    monkeypatch.setattr(soak_trouble.Disturber, "_reset", lambda self: self._engine.reset_cache(("device", "host")))
+    monkeypatch.setattr(
+        soak_trouble.Disturber, "_reset", lambda self: self._engine.reset_cache(("device", "host"))
+    )
     assert any("differ from the" in violation for violation in run(tmp_path, seen=_read_from_disk).violations)
 
 
@@ -87,7 +98,7 @@ def _read_wrong(self, fd, buffers, offset):
     return num
 
 
-# ------------------------------------------------------------------------------------------------------------------ mischief
+# --------------------------------------------------------------------------------------------------- mischief
 
 
 def mischief() -> tuple[Mischief, Counter[str]]:
@@ -109,7 +120,10 @@ def test_a_disk_fails_spoils_and_loses_as_it_is_told(tmp_path, monkeypatch):
     for _ in range(8):
         assert disk.pwritev(fd, [memoryview(b"c" * 8), memoryview(b"d" * 8)], 16) == 16  # so it says
     shares(monkeypatch, FAILED=1.0)
-    for call in (lambda: disk.preadv(fd, [memoryview(buffer)], 0), lambda: disk.pwritev(fd, [memoryview(buffer)], 0)):
+    for call in (
+        lambda: disk.preadv(fd, [memoryview(buffer)], 0),
+        lambda: disk.pwritev(fd, [memoryview(buffer)], 0),
+    ):
         with pytest.raises(OSError, match="made to fail"):
             call()
     disk.close(fd)
@@ -147,7 +161,20 @@ def test_a_store_fails_and_exaggerates_but_never_calls_wrong_bytes_done(monkeypa
 def test_the_command_troubles_a_disk_in_a_directory_that_is_gone_afterwards(tmp_path, capsys):
     file, near = tmp_path / "soak.json", tmp_path / "cache"
     near.mkdir()
-    argv = ["bench", "soak", "--device", "cpu", "--seconds", "1", "--adapters", "0", "--kv-offload-ssd-dir", str(near), "--json", str(file)]
+    argv = [
+        "bench",
+        "soak",
+        "--device",
+        "cpu",
+        "--seconds",
+        "1",
+        "--adapters",
+        "0",
+        "--kv-offload-ssd-dir",
+        str(near),
+        "--json",
+        str(file),
+    ]
     assert main(argv) == 0
     assert "MB written to ssd" in capsys.readouterr().out
     report = json.loads(file.read_text())

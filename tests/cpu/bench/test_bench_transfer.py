@@ -42,7 +42,11 @@ def test_every_direction_is_measured_raw_and_in_blocks_whole_and_by_layers() -> 
 def test_each_row_is_compared_with_the_raw_copy_of_its_own_size_and_direction() -> None:
     rows = measured(blocks=(5, 2)).rows
     for row in rows:
-        (raw,) = [one for one in rows if one["way"] == "raw" and (one["direction"], one["blocks"]) == (row["direction"], row["blocks"])]
+        (raw,) = [
+            one
+            for one in rows
+            if one["way"] == "raw" and (one["direction"], one["blocks"]) == (row["direction"], row["blocks"])
+        ]
         assert row["percent_of_raw"] == pytest.approx(100 * row["gb_s"] / raw["gb_s"])
 
 
@@ -69,14 +73,18 @@ def test_a_copy_that_fails_ends_the_measurement(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.kv.memory.HostArena.prepare", lambda self, ready, progress, stop: ready(range(3)))
+    monkeypatch.setattr(
+        "penstock.kv.memory.HostArena.prepare", lambda self, ready, progress, stop: ready(range(3))
+    )
     with pytest.raises(ConfigError, match="lower --blocks"):
         measured()
 
 
 def test_the_two_directions_share_no_slot() -> None:
     with transfer_ways.HostRig(transfer.layout_of(TINY), 20, transfer.torch.device("cpu"), 0) as rig:
-        promoted, demoted = (rig.slots(direction, 20) for direction in (transfer_ways.PROMOTE, transfer_ways.DEMOTE))
+        promoted, demoted = (
+            rig.slots(direction, 20) for direction in (transfer_ways.PROMOTE, transfer_ways.DEMOTE)
+        )
         for one, other in ((promoted[0], demoted[1]), (promoted[1], demoted[0])):
             assert len({*one.tolist(), *other.tolist()}) == 40
 
@@ -84,8 +92,13 @@ def test_the_two_directions_share_no_slot() -> None:
 def test_sizes_that_do_not_fit_and_groups_that_do_not_exist_are_skipped_with_a_reason() -> None:
     results = measured(blocks=(1 << 40, 2), layers=(3, 7))
     assert "are free" in results.skipped[0] and results.skipped[0].startswith(f"{1 << 40} blocks: ")
-    assert results.skipped[1:] == ["groups of 3 layers: the model has 3", "groups of 7 layers: the model has 3"]
-    assert {row["blocks"] for row in results.rows} == {2} and {row["layers"] for row in results.rows} == {None}
+    assert results.skipped[1:] == [
+        "groups of 3 layers: the model has 3",
+        "groups of 7 layers: the model has 3",
+    ]
+    assert {row["blocks"] for row in results.rows} == {2} and {row["layers"] for row in results.rows} == {
+        None
+    }
 
 
 def test_dimensions_come_from_a_name_or_a_directory_and_no_weights_are_read(tmp_path: Path) -> None:
@@ -99,9 +112,24 @@ def test_dimensions_come_from_a_name_or_a_directory_and_no_weights_are_read(tmp_
 def test_the_command_needs_no_engine_and_writes_table_file_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.commands.bench.load_engine", lambda config: pytest.fail("an engine was loaded"))
+    monkeypatch.setattr(
+        "penstock.commands.bench.load_engine", lambda config: pytest.fail("an engine was loaded")
+    )
     file, picture = tmp_path / "transfer.json", tmp_path / "transfer.png"
-    argv = ["--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--blocks", "4", "--layers", "1,9", "--repeat", "1"]
+    argv = [
+        "--model",
+        "tiny-qwen3",
+        "--load-format",
+        "dummy",
+        "--device",
+        "cpu",
+        "--blocks",
+        "4",
+        "--layers",
+        "1,9",
+        "--repeat",
+        "1",
+    ]
     assert main(["bench", "transfer", *argv, "--json", str(file), "--plot", str(picture)]) == 0
     shown = capsys.readouterr()
     report = json.loads(file.read_text())

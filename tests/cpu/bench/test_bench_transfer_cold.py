@@ -1,4 +1,5 @@
-"""`bench transfer` behind host memory: what is compared with what, that bytes have arrived, and that nothing is left behind."""
+"""`bench transfer` behind host memory: what is compared with what, that bytes have arrived, and that nothing
+is left behind."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 from store_servers import valkey_or_skip
 
-SHAPE = TransferShape(layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0)
+SHAPE = TransferShape(
+    layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0
+)
 REMOTE = OffloadConfig(remote="valkey://elsewhere")
 
 
@@ -52,7 +55,10 @@ def test_the_disk_is_measured_both_ways_and_to_the_device_each_beside_raw(tmp_pa
         assert row["bytes"] == 5 * SHAPE.layout.block_bytes
         assert row["gb_s"] == pytest.approx(row["bytes"] / row["total_ms"]["median"] / 1e6)
         assert len(row["total_ms"]["all"]) == len(row["submit_ms"]["all"]) == 2
-    for way, beside in ((("ssd to device", "pipelined"), (read, "raw")), ((write, "tier, persisted"), (write, "raw, synced"))):
+    for way, beside in (
+        (("ssd to device", "pipelined"), (read, "raw")),
+        ((write, "tier, persisted"), (write, "raw, synced")),
+    ):
         assert of[way]["percent_of_raw"] == pytest.approx(100 * of[way]["gb_s"] / of[beside]["gb_s"])
     assert not (tmp_path / "raw").exists()
 
@@ -68,19 +74,25 @@ def _lie(self: Any, run: Any, keys: Any, into: Any) -> list[Outcome]:
     return [Outcome.DONE] * len(keys)
 
 
-def test_bytes_that_do_not_come_from_the_disk_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_do_not_come_from_the_disk_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SlotIo, "read", _lie)
     with pytest.raises(InvariantBroken, match="ssd to host, tier: block 0 is not what was written"):
         on_disk(tmp_path)
 
 
-def test_bytes_that_do_not_reach_the_device_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_do_not_reach_the_device_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CpuCopier, "copy", lambda self, source, dest, layers: None)
     with pytest.raises(InvariantBroken, match="ssd to device: block 0 is not what was written"):
         on_disk(tmp_path)
 
 
-def test_a_block_that_is_not_written_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_not_written_ends_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = SsdStore.write
     monkeypatch.setattr(SsdStore, "write", lambda self, *asked: [Outcome.FULL, *honest(self, *asked)[1:]])
     with pytest.raises(StoreFailed, match="1 of 5 blocks did not come across"):
@@ -91,12 +103,16 @@ def test_every_run_writes_everything_anew(tmp_path: Path, monkeypatch: pytest.Mo
     """What is there already would be written at any speed."""
     written: list[int] = []
     honest = SsdStore.write
-    monkeypatch.setattr(SsdStore, "write", lambda self, keys, *rest: written.append(len(keys)) or honest(self, keys, *rest))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        SsdStore, "write", lambda self, keys, *rest: written.append(len(keys)) or honest(self, keys, *rest)
+    )  # type: ignore[func-returns-value]
     on_disk(tmp_path)
     assert sum(written) == 5 * 2 * (1 + SHAPE.repeat)
 
 
-def test_a_file_system_without_direct_access_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_direct_access_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transfer_cold.os, "O_DIRECT", 0o100000000)  # a flag that no file system has
     honest = transfer_cold.os.open
 
@@ -109,7 +125,7 @@ def test_a_file_system_without_direct_access_is_named(tmp_path: Path, monkeypatc
     assert "figures are of memory" in on_disk(tmp_path).skipped[0]
 
 
-# ------------------------------------------------------------------------------------------------------------------- stores
+# ----------------------------------------------------------------------------------------------------- stores
 
 
 @pytest.fixture
@@ -126,7 +142,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
 
 def test_a_store_is_measured_both_ways_and_left_empty(store: MemoryStore) -> None:
     rows = measure_remote(REMOTE, (5,), SHAPE, silent).rows
-    assert [(row["direction"], row["way"]) for row in rows] == [("host to remote", "tier"), ("remote to host", "tier")]
+    assert [(row["direction"], row["way"]) for row in rows] == [
+        ("host to remote", "tier"),
+        ("remote to host", "tier"),
+    ]
     assert all(row["gb_s"] > 0 and row["percent_of_raw"] is None for row in rows)
     assert store.blocks == {} and store.closed
 
@@ -137,13 +156,22 @@ def test_a_store_that_is_down_is_a_clear_error(store: MemoryStore) -> None:
         measure_remote(REMOTE, (5,), SHAPE, silent)
 
 
-def test_the_command_measures_disk_and_a_real_store_and_shows_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_disk_and_a_real_store_and_shows_no_password(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, near = tmp_path / "transfer.json", tmp_path / "disk"
     near.mkdir()
     server = valkey_or_skip(password="sekret")
     try:
         argv = ["--model", "tiny-qwen3", "--device", "cpu", "--blocks", "4", "--layers", "1", "--repeat", "1"]
-        tiers = ["--kv-offload-ssd-dir", str(near), "--kv-offload-remote", server.url(), "--kv-offload-remote-timeout-s", "10"]
+        tiers = [
+            "--kv-offload-ssd-dir",
+            str(near),
+            "--kv-offload-remote",
+            server.url(),
+            "--kv-offload-remote-timeout-s",
+            "10",
+        ]
         assert main(["bench", "transfer", *argv, *tiers, "--json", str(file)]) == 0
         assert server.ask("DBSIZE") == b":0"
     finally:

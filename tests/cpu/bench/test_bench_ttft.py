@@ -37,8 +37,16 @@ def test_the_host_serves_what_the_device_has_forgotten(tiered_engine, tiered_con
     assert source["cold"] == asdict(KvSource(computed=length))
     assert source["device"] == asdict(KvSource(device=from_host, computed=length - from_host))
     assert source["host"] == asdict(KvSource(host=from_host, computed=length - from_host))
-    assert source["host_new"] == asdict(KvSource(host=16 * num_blocks, computed=length + NEW_TOKENS - 16 * num_blocks))
-    assert row["promoted_blocks"] == {"cold": 0, "device": 0, "device_new": 0, "host": num_blocks, "host_new": num_blocks}
+    assert source["host_new"] == asdict(
+        KvSource(host=16 * num_blocks, computed=length + NEW_TOKENS - 16 * num_blocks)
+    )
+    assert row["promoted_blocks"] == {
+        "cold": 0,
+        "device": 0,
+        "device_new": 0,
+        "host": num_blocks,
+        "host_new": num_blocks,
+    }
     assert row["ratio_host"] == row["ttft_ms"]["cold"]["median"] / row["ttft_ms"]["host"]["median"]
 
 
@@ -79,7 +87,9 @@ def test_a_host_hit_that_moved_no_block_is_noticed(tiered_engine, tiered_config,
 
 def test_a_cold_run_that_was_not_cold_is_noticed(engine, config, monkeypatch):
     monkeypatch.setattr(Driver, "reset_cache", lambda self, *tiers: 0)
-    monkeypatch.setattr("penstock.bench.ttft.random_prompts", lambda num, length, vocab, seed: [list(range(length))])
+    monkeypatch.setattr(
+        "penstock.bench.ttft.random_prompts", lambda num, length, vocab, seed: [list(range(length))]
+    )
     with pytest.raises(InvariantBroken, match="expected none"):
         TtftBench((64,), repeat=1, seed=0).measure(engine, config, silent)
 
@@ -102,17 +112,32 @@ def test_a_length_that_does_not_fit_is_skipped_with_a_reason(engine, config, len
     results = TtftBench((length, 32), repeat=1, seed=0).measure(engine, config, silent)
     (said,) = results.skipped
     blocks = -(-(length + NEW_TOKENS + 1) // 16)
-    assert said.startswith(f"{length} tokens: with 16 new ones and one to write they exceed the context of 1024; ")
-    assert said.endswith(f"they need {blocks} KV blocks on the device, which holds 64 (1024 tokens); --device-kv-blocks {blocks} would do")
+    assert said.startswith(
+        f"{length} tokens: with 16 new ones and one to write they exceed the context of 1024; "
+    )
+    assert said.endswith(
+        f"they need {blocks} KV blocks on the device, "
+        f"which "
+        f"holds "
+        f"64 "
+        f"(1024 "
+        f"tokens); "
+        f"--device-kv-blocks {blocks} would do"
+    )
     assert [row["tokens"] for row in results.rows] == [32]
 
 
 def with_host(config, block_bytes, num_blocks):
-    return dataclasses.replace(config, offload=OffloadConfig(host_gib=num_blocks * block_bytes / GIB, load_always=True))
+    return dataclasses.replace(
+        config, offload=OffloadConfig(host_gib=num_blocks * block_bytes / GIB, load_always=True)
+    )
 
 
-@pytest.mark.parametrize(("length", "blocks"), [(256, 18), (264, 18), (15, 2)])  # a block more for each case with new tokens
-def test_a_length_that_host_memory_does_not_hold_is_refused_before_anything_is_measured(tiered_engine, config, length, blocks):
+# a block more for each case with new tokens
+@pytest.mark.parametrize(("length", "blocks"), [(256, 18), (264, 18), (15, 2)])
+def test_a_length_that_host_memory_does_not_hold_is_refused_before_anything_is_measured(
+    tiered_engine, config, length, blocks
+):
     block_bytes, told = tiered_engine.cache.saves.layout.block_bytes, []
     small = with_host(config, block_bytes, blocks - 1)
     engine = build(small)
@@ -121,11 +146,19 @@ def test_a_length_that_host_memory_does_not_hold_is_refused_before_anything_is_m
     (said,) = results.skipped
     holds = f"which holds {blocks - 1} ({(blocks - 1) * 16} tokens)"
     assert results.rows == [] and told == []
-    assert said.startswith(f"{length} tokens: they need {blocks} KV blocks in host memory, {holds}; --kv-offload-host-gib ")
-    enough = dataclasses.replace(config, offload=OffloadConfig(host_gib=float(said.split()[-3]), load_always=True))
+    assert said.startswith(
+        f"{length} tokens: they need {blocks} KV blocks in host memory, {holds}; --kv-offload-host-gib "
+    )
+    enough = dataclasses.replace(
+        config, offload=OffloadConfig(host_gib=float(said.split()[-3]), load_always=True)
+    )
     engine = build(enough)
-    assert [row["tokens"] for row in TtftBench((length,), repeat=1, seed=0).measure(engine, enough, silent).rows] == [length]
-    assert blocks <= sum(engine.stats().kv_blocks["host"].values()) <= 1.01 * blocks + 1, "what it proposes is not much more than needed"
+    assert [
+        row["tokens"] for row in TtftBench((length,), repeat=1, seed=0).measure(engine, enough, silent).rows
+    ] == [length]
+    assert blocks <= sum(engine.stats().kv_blocks["host"].values()) <= 1.01 * blocks + 1, (
+        "what it proposes is not much more than needed"
+    )
     engine.close(timeout_s=20.0)
 
 
@@ -143,7 +176,19 @@ def test_the_command_says_what_would_do_and_measures_what_fits(capsys):
 def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys):
     file, picture = tmp_path / "ttft.json", tmp_path / "ttft.svg"
     tiny = ("--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--device-kv-blocks", "64")
-    argv = ["bench", "ttft", *tiny, "--tokens", "48,9999", "--repeat", "2", "--json", str(file), "--plot", str(picture)]
+    argv = [
+        "bench",
+        "ttft",
+        *tiny,
+        "--tokens",
+        "48,9999",
+        "--repeat",
+        "2",
+        "--json",
+        str(file),
+        "--plot",
+        str(picture),
+    ]
     assert main(argv) == 0
     shown = capsys.readouterr()
     report = json.loads(file.read_text())
@@ -170,7 +215,10 @@ def test_the_command_measures_the_host_alone_or_the_device_alone(tmp_path, capsy
         "--repeat",
         "1",
     )
-    for flags, cases in (("--no-prefix-cache", {"cold", "host", "host_new"}), ("--no-kv-offload", {"cold", "device", "device_new"})):
+    for flags, cases in (
+        ("--no-prefix-cache", {"cold", "host", "host_new"}),
+        ("--no-kv-offload", {"cold", "device", "device_new"}),
+    ):
         file = tmp_path / "ttft.json"
         assert main(["bench", "ttft", *tiny, flags, "--json", str(file)]) == 0
         (row,) = json.loads(file.read_text())["results"]

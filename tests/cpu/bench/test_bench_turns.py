@@ -16,7 +16,17 @@ from penstock.models.progress import silent
 
 
 def bench(**changes):
-    return TurnsBench(**{"conversations": 4, "turns": 3, "prompt_tokens": 40, "tokens": 8, "repeat": 2, "seed": 0, **changes})
+    return TurnsBench(
+        **{
+            "conversations": 4,
+            "turns": 3,
+            "prompt_tokens": 40,
+            "tokens": 8,
+            "repeat": 2,
+            "seed": 0,
+            **changes,
+        }
+    )
 
 
 def test_each_turn_reuses_what_was_said_before_and_computes_the_rest(engine, config):
@@ -24,15 +34,26 @@ def test_each_turn_reuses_what_was_said_before_and_computes_the_rest(engine, con
     assert results.skipped == []
     assert [row["turn"] for row in results.rows] == [1, 2, 3, ALL]
     for turn, row in enumerate(results.rows[:3], start=1):
-        before = 48 * (turn - 1)  # tokens of a conversation when the turn begins; the last of them was never fed back
+        # tokens of a conversation when the turn begins; the last of them was never fed back
+        before = 48 * (turn - 1)
         reused = max(0, before - 1) // 16 * 16
-        assert row["source"] == {"device": 4 * reused, "host": 0, "ssd": 0, "remote": 0, "computed": 4 * (before + 40 - reused)}
+        assert row["source"] == {
+            "device": 4 * reused,
+            "host": 0,
+            "ssd": 0,
+            "remote": 0,
+            "computed": 4 * (before + 40 - reused),
+        }
         assert row["generated_tokens"] == 4 * 8
         assert len(row["seconds"]["all"]) == 2
     whole = results.rows[3]
     assert whole["generated_tokens"] == 3 * 4 * 8
-    assert whole["source"] == {tier: sum(row["source"][tier] for row in results.rows[:3]) for tier in whole["source"]}
-    assert whole["seconds"]["all"][0] == pytest.approx(sum(row["seconds"]["all"][0] for row in results.rows[:3]))
+    assert whole["source"] == {
+        tier: sum(row["source"][tier] for row in results.rows[:3]) for tier in whole["source"]
+    }
+    assert whole["seconds"]["all"][0] == pytest.approx(
+        sum(row["seconds"]["all"][0] for row in results.rows[:3])
+    )
     assert whole["tokens_per_s"] == pytest.approx(whole["generated_tokens"] / whole["seconds"]["median"])
 
 
@@ -96,11 +117,31 @@ def test_the_command_prints_a_table_and_writes_file_and_picture(tmp_path, capsys
         "--kv-offload-host-gib",
         "0.05",
     )
-    sizes = ("--conversations", "6", "--turns", "2", "--prompt-tokens", "40", "--tokens", "8", "--json", str(file), "--plot", str(picture))
+    sizes = (
+        "--conversations",
+        "6",
+        "--turns",
+        "2",
+        "--prompt-tokens",
+        "40",
+        "--tokens",
+        "8",
+        "--json",
+        str(file),
+        "--plot",
+        str(picture),
+    )
     assert main(["bench", "turns", *tiny, *sizes]) == 0
     shown = capsys.readouterr()
     report = json.loads(file.read_text())
     assert [row["turn"] for row in report["results"]] == [1, 2, ALL]
-    assert report["settings"] == {"conversations": 6, "turns": 2, "prompt_tokens": 40, "tokens": 8, "repeat": 1, "seed": 0}
+    assert report["settings"] == {
+        "conversations": 6,
+        "turns": 2,
+        "prompt_tokens": 40,
+        "tokens": 8,
+        "repeat": 1,
+        "seed": 0,
+    }
     assert f"{report['results'][-1]['tokens_per_s']:.0f}" in shown.out
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,9 @@ from penstock.bench.run import random_prompts
 from penstock.errors import ConfigError
 
 
-@pytest.mark.parametrize(("num", "num_tokens", "vocab"), [(1, 1, 2), (256, 1, 512), (32, 7, 16), (8, 300, 49152)])
+@pytest.mark.parametrize(
+    ("num", "num_tokens", "vocab"), [(1, 1, 2), (256, 1, 512), (32, 7, 16), (8, 300, 49152)]
+)
 def test_prompts_are_different_and_of_the_length_asked_for(num, num_tokens, vocab):
     prompts = random_prompts(num, num_tokens, vocab, (0,))
     assert len({tuple(prompt) for prompt in prompts}) == num

@@ -25,12 +25,19 @@ def test_all_needles_are_found_at_every_length(tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "needles.json"
     needles.main([*OPTIONS, "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert [(row["tokens"], row["found"], row["asked"], row["asked_again"]) for row in rows] == [(1024, 16, 16, 0), (3000, 16, 16, 0)]
-    assert all(row["prefill_s"] > 0 and 0 < row["decode_ms"]["median"] <= row["decode_ms"]["max"] for row in rows)
+    assert [(row["tokens"], row["found"], row["asked"], row["asked_again"]) for row in rows] == [
+        (1024, 16, 16, 0),
+        (3000, 16, 16, 0),
+    ]
+    assert all(
+        row["prefill_s"] > 0 and 0 < row["decode_ms"]["median"] <= row["decode_ms"]["max"] for row in rows
+    )
     assert capsys.readouterr().out.count("16/16") == 2
 
 
-def test_a_needle_that_the_engine_loses_is_missing_in_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_needle_that_the_engine_loses_is_missing_in_the_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that reads a filler where the second needle was."""
     submit, model = Engine.submit, needles.Retrieval()
     lost = haystack(1024, 4).needles[1]

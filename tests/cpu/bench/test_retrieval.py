@@ -1,4 +1,5 @@
-"""The retrieval model: it finds every needle through the real engine, and none whose KV is not what was written."""
+"""The retrieval model: it finds every needle through the real engine, and none whose KV is not what was
+written."""
 
 from __future__ import annotations
 
@@ -40,12 +41,18 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_retrieval_model(tmp_path_factory.mktemp("models") / "retrieval", Retrieval(max_position=1 << 16))
+    return write_retrieval_model(
+        tmp_path_factory.mktemp("models") / "retrieval", Retrieval(max_position=1 << 16)
+    )
 
 
 def config_of(directory: Path, num_tokens: int, dtype: str = "float32") -> Config:
     source = ModelSource(model=str(directory), device="cpu", dtype=dtype)  # type: ignore[arg-type]
-    return Config(source, KvConfig(BLOCK, device_blocks=num_tokens // BLOCK + 64), EngineConfig(max_batch=4, prefill_chunk=CHUNK))
+    return Config(
+        source,
+        KvConfig(BLOCK, device_blocks=num_tokens // BLOCK + 64),
+        EngineConfig(max_batch=4, prefill_chunk=CHUNK),
+    )
 
 
 @pytest.fixture
@@ -61,17 +68,21 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 def ask_all(engine: Engine, stack: Haystack) -> Collected:
-    return generate(engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop}))
+    return generate(
+        engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop})
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------- recall
+# ----------------------------------------------------------------------------------------------------- recall
 
 
 def test_every_needle_is_found_by_decoding_behind_a_prompt_in_chunks(written: Path) -> None:
     num_tokens = 8192  # benchmarks/needles.py has longer ones
     engine, sanitizer = build_sanitized(config_of(written, num_tokens))
     stack = haystack(num_tokens, seed=num_tokens)
-    asked = submit(engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop}))
+    asked = submit(
+        engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop})
+    )
     assert run_all(engine) >= num_tokens // CHUNK + len(stack.output), "it was not computed in chunks"
     assert asked.finish is FinishReason.STOP
     assert asked.tokens[: len(stack.output)] == stack.output and stack.found(asked.tokens) == 16
@@ -90,8 +101,12 @@ def test_the_next_token_of_every_question_is_its_answer(written: Path, dtype: st
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_layers}x{s.num_heads}/{s.num_kv_heads}x{s.head_dim}")
-def test_every_shape_finds_every_needle_in_the_plain_reference(tmp_path: Path, shape: Retrieval, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda s: f"{s.num_layers}x{s.num_heads}/{s.num_kv_heads}x{s.head_dim}"
+)
+def test_every_shape_finds_every_needle_in_the_plain_reference(
+    tmp_path: Path, shape: Retrieval, dtype: torch.dtype
+) -> None:
     model = load(write_retrieval_model(tmp_path, shape), dtype).model
     stack = haystack(1024, min(16, shape.num_keys - 1), seed=5, model=shape)
     kv = ContiguousKv(model.config, model.rope)
@@ -100,7 +115,9 @@ def test_every_shape_finds_every_needle_in_the_plain_reference(tmp_path: Path, s
     assert outputs == [*stack.output, stack.stop]
 
 
-def test_the_engine_and_the_plain_reference_have_the_same_logits(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_and_the_plain_reference_have_the_same_logits(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build(config_of(written, 4096))
     logits = Logits(engine, monkeypatch)
     stack = haystack(4096, seed=2)
@@ -123,9 +140,12 @@ class SeenKv(ContiguousKv):
         return self.seen[layer]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.num_layers}x{s.num_heads}/{s.num_kv_heads}x{s.head_dim}")
+@pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda s: f"{s.num_layers}x{s.num_heads}/{s.num_kv_heads}x{s.head_dim}"
+)
 def test_a_needle_outweighs_a_million_tokens_of_any_other_kind(tmp_path: Path, shape: Retrieval) -> None:
-    """In every head of every layer. So recall does not depend on how long a haystack is, or on which fillers it is made of."""
+    """In every head of every layer. So recall does not depend on how long a haystack is, or on which fillers
+    it is made of."""
     model = load(write_retrieval_model(tmp_path, shape)).model
     key = 7
     others = [shape.filler(number) for number in range(shape.num_fillers)]
@@ -135,14 +155,20 @@ def test_a_needle_outweighs_a_million_tokens_of_any_other_kind(tmp_path: Path, s
     forward(model, kv, [shape.start, *others, shape.needle(key, 3), shape.ask(key)])
     group = shape.num_heads // shape.num_kv_heads
     for queries, keys, _ in kv.seen.values():
-        scores = torch.einsum("hd,thd->ht", queries[-1], keys.repeat_interleave(group, dim=1)) * model.config.scale
+        scores = (
+            torch.einsum("hd,thd->ht", queries[-1], keys.repeat_interleave(group, dim=1)) * model.config.scale
+        )
         sink, rest, needle = scores[:, 0], scores[:, 1:-2], scores[:, -2]
-        assert (needle - rest.amax(dim=1) > math.log(1 << 20) + 8).all(), "a million of these tokens have too much weight"
+        assert (needle - rest.amax(dim=1) > math.log(1 << 20) + 8).all(), (
+            "a million of these tokens have too much weight"
+        )
         assert (needle - sink > 8).all()
-        assert (sink - rest.amax(dim=1) > 4).all(), "without its needle a question would see something else than the sink"
+        assert (sink - rest.amax(dim=1) > 4).all(), (
+            "without its needle a question would see something else than the sink"
+        )
 
 
-# ----------------------------------------------------------------------------------------- blocks that are not what was written
+# ----------------------------------------------------------------------- blocks that are not what was written
 
 
 def lost_keys(blocks: Tensor, at: int, other: int, layer: int) -> None:
@@ -195,18 +221,24 @@ def slot_of(engine: Engine, stack: Haystack, needle: Needle) -> int:
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_needle_whose_block_is_damaged_in_one_layer_is_not_found(engine: Engine, damage: Callable[..., None], layer: int) -> None:
+def test_a_needle_whose_block_is_damaged_in_one_layer_is_not_found(
+    engine: Engine, damage: Callable[..., None], layer: int
+) -> None:
     stack = haystack(2048, 4, (0.2, 0.4, 0.6, 0.8), seed=1)
     (prompt, answer), *others = stack.questions()
     assert generate(engine, prompt, max_tokens=1).tokens == [answer]
     first, second = (slot_of(engine, stack, needle) for needle in stack.needles[:2])
     damage(engine.arena.tensor, first, second, layer)
     again = generate(engine, prompt, max_tokens=2)
-    assert again.source is not None and again.source.device >= 2032, "it was computed anew, so nothing was shown"
+    assert again.source is not None and again.source.device >= 2032, (
+        "it was computed anew, so nothing was shown"
+    )
     model, key = stack.model, stack.needles[0].key
     assert again.tokens == [model.ask(key, model.tries - 1), model.ask(key, model.tries - 2)], "it asks again"
     untouched = others[1:]
-    assert [generate(engine, one, max_tokens=1).tokens for one, _ in untouched] == [[right] for _, right in untouched]
+    assert [generate(engine, one, max_tokens=1).tokens for one, _ in untouched] == [
+        [right] for _, right in untouched
+    ]
 
 
 def test_a_needle_that_is_not_there_is_asked_for_as_often_as_there_are_tries(tmp_path: Path) -> None:
@@ -218,7 +250,13 @@ def test_a_needle_that_is_not_there_is_asked_for_as_often_as_there_are_tries(tmp
     tokens = ask_all(engine, stack).tokens
     before, _, after = (shape.answer(needle.key, needle.value) for needle in stack.needles)
     first, second, third = (needle.key for needle in stack.needles)
-    expected = [shape.ask(first), before, *(shape.ask(second, tries) for tries in (3, 2, 1)), shape.ask(third), after]
+    expected = [
+        shape.ask(first),
+        before,
+        *(shape.ask(second, tries) for tries in (3, 2, 1)),
+        shape.ask(third),
+        after,
+    ]
     assert tokens[: len(expected)] == expected and stack.found(tokens) == 2 and stack.asked(tokens) == 5
     engine.close(timeout_s=20.0)
 
@@ -227,21 +265,34 @@ def test_a_key_with_two_needles_has_an_answer_where_they_agree(engine: Engine) -
     stack = haystack(1024, 1, (0.5,), seed=6)
     model, needle = stack.model, stack.needles[0]
     ((prompt, answer),) = stack.questions()
-    for value, expected in ((needle.value, answer), ((needle.value + 9) % 64, model.ask(needle.key, model.tries - 1))):
+    for value, expected in (
+        (needle.value, answer),
+        ((needle.value + 9) % 64, model.ask(needle.key, model.tries - 1)),
+    ):
         prompt[700] = model.needle(needle.key, value)
         assert generate(engine, prompt, max_tokens=1).tokens == [expected]
 
 
-# ------------------------------------------------------------------------------------------------------------------ haystacks
+# -------------------------------------------------------------------------------------------------- haystacks
 
 
 def test_needles_lie_where_they_are_asked_to_and_follow_from_the_seed() -> None:
     stack = haystack(10_000, 16, (0.1, 0.5, 0.9), seed=8)
     assert len(stack.tokens) == 9_999 and len(stack.all_questions()) == 10_000
-    near = [[needle for needle in stack.needles if abs(needle.position / 10_000 - depth) <= 0.0251] for depth in (0.1, 0.5, 0.9)]
+    near = [
+        [needle for needle in stack.needles if abs(needle.position / 10_000 - depth) <= 0.0251]
+        for depth in (0.1, 0.5, 0.9)
+    ]
     assert [len(found) for found in near] == [6, 5, 5]
-    assert len({needle.position for needle in stack.needles}) == len({needle.value for needle in stack.needles}) == 16
-    assert all(stack.tokens[needle.position] == stack.model.needle(needle.key, needle.value) for needle in stack.needles)
+    assert (
+        len({needle.position for needle in stack.needles})
+        == len({needle.value for needle in stack.needles})
+        == 16
+    )
+    assert all(
+        stack.tokens[needle.position] == stack.model.needle(needle.key, needle.value)
+        for needle in stack.needles
+    )
     assert haystack(10_000, seed=8) == stack != haystack(10_000, seed=9)
 
 
@@ -250,7 +301,10 @@ def test_an_answer_counts_where_it_is_right_and_the_only_one() -> None:
     model, (first, second, _) = stack.model, stack.needles
     right, wrong = model.answer(first.key, first.value), model.answer(first.key, (first.value + 1) % 64)
     assert stack.found([]) == stack.found([wrong]) == stack.found([right, wrong]) == 0
-    assert stack.found([right, right, model.answer(second.key, second.value)]) == 2 and stack.found(stack.output) == 3
+    assert (
+        stack.found([right, right, model.answer(second.key, second.value)]) == 2
+        and stack.found(stack.output) == 3
+    )
 
 
 def test_what_cannot_be_made_is_refused() -> None:
@@ -271,4 +325,6 @@ def test_prompts_and_answers_can_be_written_as_text(written: Path) -> None:
     text = tokenizer.decode(stack.all_questions(), skip_special=False)
     assert text.endswith(f" go{needle.key}") and f" needle{needle.key}={needle.value} " in text
     assert tokenizer.encode(text) == stack.all_questions()
-    assert tokenizer.decode(stack.output) == f" ask{needle.key}/{model.tries} answer{needle.key}={needle.value}"
+    assert tokenizer.decode(stack.output) == (
+        f" ask{needle.key}/{model.tries} answer{needle.key}={needle.value}"
+    )

@@ -1,4 +1,5 @@
-"""`benchmarks/store_clients.py`: what is compared with what, that bytes have arrived, and that nothing is left behind."""
+"""`benchmarks/store_clients.py`: what is compared with what, that bytes have arrived, and that nothing is
+left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
 from store_servers import valkey_or_skip
 
-SHAPE = TransferShape(layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0)
+SHAPE = TransferShape(
+    layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0
+)
 REMOTE = OffloadConfig(remote="valkey://elsewhere")
 
 
@@ -65,7 +68,9 @@ def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     return client
 
 
-def test_a_store_is_measured_beside_its_own_client_and_left_empty(store: MemoryStore, client: FakeClient) -> None:
+def test_a_store_is_measured_beside_its_own_client_and_left_empty(
+    store: MemoryStore, client: FakeClient
+) -> None:
     results = store_clients.measure(REMOTE, (5,), SHAPE, silent)
     write, read = "host to remote", "remote to host"
     seen = [(row["direction"], row["way"]) for row in results.rows]
@@ -77,14 +82,18 @@ def test_a_store_is_measured_beside_its_own_client_and_left_empty(store: MemoryS
     assert client.values == {} and store.blocks == {} and client.closed and store.closed
 
 
-def test_other_bytes_than_were_written_are_noticed(store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bytes_than_were_written_are_noticed(
+    store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "read", lambda name: bytes(len(client.values[name])))
     with pytest.raises(InvariantBroken, match="remote to host, client, 1 thread: other bytes"):
         store_clients.measure(REMOTE, (5,), SHAPE, silent)
     assert client.values == {} and store.closed
 
 
-def test_a_client_that_fails_tells_none_of_its_settings(store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_fails_tells_none_of_its_settings(
+    store: MemoryStore, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(name: str) -> None:
         raise RuntimeError("password is sekret")
 
@@ -99,11 +108,23 @@ def test_a_kind_without_a_client_is_refused() -> None:
         store_clients.open_client("ftp://user:sekret@elsewhere", (1, 1))
 
 
-def test_the_script_measures_a_real_store_and_shows_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_measures_a_real_store_and_shows_no_password(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, server = tmp_path / "clients.json", valkey_or_skip(password="sekret")
     try:
         sizes = ["--model", "tiny-qwen3", "--device", "cpu", "--blocks", "4", "--repeat", "1"]
-        store_clients.main([*sizes, "--kv-offload-remote", server.url(), "--kv-offload-remote-timeout-s", "10", "--json", str(file)])
+        store_clients.main(
+            [
+                *sizes,
+                "--kv-offload-remote",
+                server.url(),
+                "--kv-offload-remote-timeout-s",
+                "10",
+                "--json",
+                str(file),
+            ]
+        )
         assert server.ask("DBSIZE") == b":0"
     finally:
         server.close()

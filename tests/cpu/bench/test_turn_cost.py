@@ -17,7 +17,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn_cost, "REQUESTS", (1, 3))
 
 
-def test_every_case_of_the_turn_cost_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_of_the_turn_cost_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["turn_cost.py", "--repeat", "1", "--json", str(found)])
     turn_cost.main()
@@ -25,6 +27,8 @@ def test_every_case_of_the_turn_cost_runs(tmp_path: Path, monkeypatch: pytest.Mo
     measured = {(row["what"], row["num_tokens"], row["num_requests"]) for row in rows}
     printed = capsys.readouterr().out
     for what, num_requests in turn_cost.DRAWN:
-        assert all((what, num_tokens, min(num_requests, 3)) in measured for num_tokens in (400, 800)), f"nothing was measured of {what}"
+        assert all((what, num_tokens, min(num_requests, 3)) in measured for num_tokens in (400, 800)), (
+            f"nothing was measured of {what}"
+        )
         assert what in printed
     assert all(0 <= row["ms"] <= row["most_ms"] for row in rows)

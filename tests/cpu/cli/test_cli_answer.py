@@ -18,7 +18,9 @@ from penstock.models.tokenizer import ByteTokenizer
 
 @pytest.fixture(scope="module")
 def engine():
-    with running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))) as engine:
+    with running_engine(
+        Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))
+    ) as engine:
         yield engine
 
 
@@ -95,7 +97,11 @@ def test_a_token_that_ends_the_answer_is_counted_and_timed_though_it_has_no_text
     answer = Answer(_Ending(*tokens), [1, 2], _greedy(5))
     assert "".join(answer.pieces()) == bytes(tokens).decode()
     figures = answer.figures()
-    assert (figures.generated_tokens, figures.finish, figures.kv_source) == (len(tokens) + 1, "stop", KvSource(computed=2))
+    assert (figures.generated_tokens, figures.finish, figures.kv_source) == (
+        len(tokens) + 1,
+        "stop",
+        KvSource(computed=2),
+    )
     assert (figures.first_token_s, figures.total_s) == (1.0, 2.0)
 
 
@@ -138,7 +144,8 @@ def test_a_failed_request_raises_after_the_text_it_had():
 
 
 class _Silent(_Failing):
-    """An engine that takes a request, and says no more than one token about it. `ends` is when it turns out to have ended."""
+    """An engine that takes a request, and says no more than one token about it. `ends` is when it turns out
+    to have ended."""
 
     def __init__(self, ends: int | None = None) -> None:
         self.num_looks = 0
@@ -182,7 +189,8 @@ def test_nobody_waits_for_an_engine_that_has_ended(monkeypatch):
 
 
 class _LastWords(_Silent):
-    """An engine that ends with the answer: its last event comes between a look for events and the look whether it has ended."""
+    """An engine that ends with the answer: its last event comes between a look for events and the look
+    whether it has ended."""
 
     def submit(self, prompt, sampling, listener, adapter=None):
         self._listener = listener
@@ -219,7 +227,9 @@ def test_an_engine_thread_that_dies_ends_the_answer_with_the_reason(monkeypatch,
     def burst(*_):
         raise RuntimeError("the device is gone")
 
-    with running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))) as engine:
+    with running_engine(
+        Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=256))
+    ) as engine:
         pieces = Answer(engine, list(b"hello"), _greedy(2000)).pieces()
         if when == "while":
             assert next(pieces)
@@ -233,13 +243,17 @@ def test_an_engine_thread_that_dies_ends_the_answer_with_the_reason(monkeypatch,
 
 
 def test_leaving_a_session_closes_its_engine():
-    with running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))) as engine:
+    with running_engine(
+        Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))
+    ) as engine:
         next(Answer(engine, [1, 2], _greedy(200)).pieces())  # still running when the block is left
     with pytest.raises(EngineClosed):
         engine.submit([1], _greedy(1), print)
 
 
-@pytest.mark.parametrize(("num", "said"), [(0, "0 tokens, first"), (1, "1 token, first"), (3, "3 tokens at 2.0 tok/s, first")])
+@pytest.mark.parametrize(
+    ("num", "said"), [(0, "0 tokens, first"), (1, "1 token, first"), (3, "3 tokens at 2.0 tok/s, first")]
+)
 def test_figures_read_well_for_any_number_of_tokens(num, said):
     assert said in Figures(10, KvSource(8, 2), num, 1.0, 2.0, "stop").line()
 
@@ -249,7 +263,10 @@ def test_figures_read_well_for_any_number_of_tokens(num, said):
     [
         (KvSource(8, computed=2), "8 from the device cache (stop)"),
         (KvSource(0, 8, computed=2), "0 from the device cache, 8 from host memory (stop)"),
-        (KvSource(1, 2, 3, 4), "1 from the device cache, 2 from host memory, 3 from disk, 4 from the shared store (stop)"),
+        (
+            KvSource(1, 2, 3, 4),
+            "1 from the device cache, 2 from host memory, 3 from disk, 4 from the shared store (stop)",
+        ),
     ],
 )
 def test_figures_say_which_tier_served_the_prompt(source, said):
@@ -260,7 +277,14 @@ def test_without_a_terminal_only_long_stages_are_spoken_of(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("penstock.commands.progress.time.monotonic", lambda: now[0])
     with ProgressBar() as bar:
-        for seconds, stage, done in ((0, "short", 0), (0.5, "short", 9), (0.6, "long", 0), (2, "long", 5), (3, "long", 6), (13, "long", 8)):
+        for seconds, stage, done in (
+            (0, "short", 0),
+            (0.5, "short", 9),
+            (0.6, "long", 0),
+            (2, "long", 5),
+            (3, "long", 6),
+            (13, "long", 8),
+        ):
             now[0] = seconds
             bar(stage, done, 10)
     assert capsys.readouterr().err.splitlines() == ["long: 50 %", "long: 80 %"]
@@ -271,7 +295,9 @@ def test_leaving_a_session_by_an_error_closes_its_engine(error):
     """What was computed is persisted by that, and the lock of a disk cache is given back."""
     with (
         pytest.raises(error),
-        running_engine(Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))) as engine,
+        running_engine(
+            Config(ModelSource("tiny-llama", "dummy", "cpu"), KvConfig(device_blocks=16))
+        ) as engine,
     ):
         raise error
     with pytest.raises(EngineClosed):

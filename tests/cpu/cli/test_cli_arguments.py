@@ -15,10 +15,26 @@ from penstock import cli
 from penstock.commands import vllm_flags
 from penstock.commands.arguments import config_of, sampling_of
 from penstock.commands.serve import LogSettings
-from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, SanitizeConfig, ServerConfig
+from penstock.config import (
+    Config,
+    EngineConfig,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+    SanitizeConfig,
+    ServerConfig,
+)
 from penstock.errors import IllegalTransition, Overloaded, StoreFailed
 
-WITH_ENGINE = (("serve",), ("generate",), ("chat",), ("bench", "decode"), ("bench", "ttft"), ("bench", "agents"))
+WITH_ENGINE = (
+    ("serve",),
+    ("generate",),
+    ("chat",),
+    ("bench", "decode"),
+    ("bench", "ttft"),
+    ("bench", "agents"),
+)
 COMMANDS = (*WITH_ENGINE, ("cache", "inspect"), ("cache", "verify"), ("cache", "clear"), ("doctor",))
 
 BAD = [
@@ -29,25 +45,46 @@ BAD = [
     (("generate", "x", "--kv-offload=yes"), "--kv-offload"),
     (("generate", "x", "--model", "~nobody-of-that-name/model"), "no model '~nobody-of-that-name/model'"),
     (("bench", "transfer", "--model", "~nobody-of-that-name/model"), "no model '~nobody-of-that-name/model'"),
-    (("generate", "x", "--no-kv-offload", "--kv-offload-host-gib", "1"), "--kv-offload-host-gib needs --kv-offload"),
+    (
+        ("generate", "x", "--no-kv-offload", "--kv-offload-host-gib", "1"),
+        "--kv-offload-host-gib needs --kv-offload",
+    ),
     (("generate", "x", "--kv-offload-host-gib", "0"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-host-gib", "-2"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-host-gib", "inf"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-host-gib", "nan"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-host-gib", "all"), "--kv-offload-host-gib"),
     (("generate", "x", "--kv-offload-ssd-dir", ""), "--kv-offload-ssd-dir"),
-    (("generate", "x", "--kv-offload-ssd-dir", "kv", "--no-kv-offload"), "--kv-offload-ssd-dir needs --kv-offload"),
+    (
+        ("generate", "x", "--kv-offload-ssd-dir", "kv", "--no-kv-offload"),
+        "--kv-offload-ssd-dir needs --kv-offload",
+    ),
     (("generate", "x", "--kv-offload-ssd-gib", "16"), "--kv-offload-ssd-gib needs --kv-offload-ssd-dir"),
     (("generate", "x", "--kv-offload-ssd-dir", "kv", "--kv-offload-ssd-gib", "0"), "--kv-offload-ssd-gib"),
     (("generate", "x", "--kv-offload-ssd-dir", "kv", "--kv-offload-ssd-gib", "nan"), "--kv-offload-ssd-gib"),
-    (("generate", "x", "--kv-offload-ssd-admission", "always"), "--kv-offload-ssd-admission needs --kv-offload-ssd-dir"),
-    (("generate", "x", "--kv-offload-ssd-dir", "kv", "--kv-offload-ssd-admission", "never"), "--kv-offload-ssd-admission"),
-    (("generate", "x", "--kv-offload-remote", "valkey://h", "--no-kv-offload"), "--kv-offload-remote needs --kv-offload"),
+    (
+        ("generate", "x", "--kv-offload-ssd-admission", "always"),
+        "--kv-offload-ssd-admission needs --kv-offload-ssd-dir",
+    ),
+    (
+        ("generate", "x", "--kv-offload-ssd-dir", "kv", "--kv-offload-ssd-admission", "never"),
+        "--kv-offload-ssd-admission",
+    ),
+    (
+        ("generate", "x", "--kv-offload-remote", "valkey://h", "--no-kv-offload"),
+        "--kv-offload-remote needs --kv-offload",
+    ),
     (("generate", "x", "--kv-offload-remote", "memcached://h"), "--kv-offload-remote"),
     (("generate", "x", "--kv-offload-remote", "valkey://"), "--kv-offload-remote"),
     (("generate", "x", "--kv-offload-remote", "host:6379"), "--kv-offload-remote"),
-    (("generate", "x", "--kv-offload-remote-timeout-s", "1"), "--kv-offload-remote-timeout-s needs --kv-offload-remote"),
-    (("generate", "x", "--kv-offload-remote", "s3://b", "--kv-offload-remote-timeout-s", "99"), "--kv-offload-remote-timeout-s"),
+    (
+        ("generate", "x", "--kv-offload-remote-timeout-s", "1"),
+        "--kv-offload-remote-timeout-s needs --kv-offload-remote",
+    ),
+    (
+        ("generate", "x", "--kv-offload-remote", "s3://b", "--kv-offload-remote-timeout-s", "99"),
+        "--kv-offload-remote-timeout-s",
+    ),
     (("generate", "x", "--eviction", "fifo"), "--eviction"),
     (("generate", "x", "--no-kv-offload", "--eviction", "cost"), "--eviction"),
     (("generate", "x", "--load-format", "gguf"), "--load-format"),
@@ -111,23 +148,35 @@ def test_a_command_that_needs_another_word_shows_its_help(penstock, command):
     [
         (("serve", "--prot", "80"), "did you mean --port?", "penstock serve --help"),
         (("bench", "decode", "--batc=3"), "did you mean --batch?", "penstock bench decode --help"),
-        (("cache", "inspect", "--kv-offload-ssd-dir", "x", "--jsn", "y"), "did you mean --json?", "penstock cache inspect --help"),
+        (
+            ("cache", "inspect", "--kv-offload-ssd-dir", "x", "--jsn", "y"),
+            "did you mean --json?",
+            "penstock cache inspect --help",
+        ),
         (
             ("serve", "m", "--tensor-parallel-size", "2"),
             "--tensor-parallel-size is vLLM's; here: none: one device",
             "penstock serve --help",
         ),
         (("serve", "--gpu_memory_utilization=0.9"), "here: --device-kv-gib", "penstock serve --help"),
-        (("serve", "--max-num-seqs", "4", "--port", "1"), "--max-num-seqs is vLLM's; here: --max-batch", "penstock serve --help"),
+        (
+            ("serve", "--max-num-seqs", "4", "--port", "1"),
+            "--max-num-seqs is vLLM's; here: --max-batch",
+            "penstock serve --help",
+        ),
     ],
 )
-def test_a_flag_that_is_mistyped_or_vllms_leads_to_ours_and_to_the_commands_own_help(penstock, argv, hint, page):
+def test_a_flag_that_is_mistyped_or_vllms_leads_to_ours_and_to_the_commands_own_help(
+    penstock, argv, hint, page
+):
     ran = penstock(*argv)
     assert ran.code == 2 and hint in ran.err and f"(see `{page}`)" in ran.err
 
 
 def test_a_flag_like_none_of_ours_gets_no_suggestion(penstock):
-    assert penstock("serve", "--xyzzy").err == "penstock: error: unrecognized arguments: --xyzzy (see `penstock serve --help`)\n"
+    assert penstock("serve", "--xyzzy").err == (
+        "penstock: error: unrecognized arguments: --xyzzy (see `penstock serve --help`)\n"
+    )
 
 
 def test_the_page_on_vllm_has_the_table_that_the_messages_come_from():
@@ -196,12 +245,36 @@ def test_defaults_are_those_of_the_config():
 
 def test_every_engine_flag_reaches_the_config():
     argv = (
-        "serve --model m --load-format dummy --device cpu --dtype bfloat16 --seed 7 --block-tokens 32 --device-kv-gib 0.5 "
-        "--no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 --prefill-chunk-ms 80 --overcommit 2 --no-capture "
+        "serve --model m --load-format dummy --device cpu --dtype "
+        "bfloat16 "
+        "--seed "
+        "7 "
+        "--block-tokens "
+        "32 "
+        "--device-kv-gib 0.5 "
+        "--no-prefix-cache --max-model-len 100 --max-batch "
+        "3 "
+        "--prefill-chunk "
+        "64 "
+        "--prefill-chunk-ms "
+        "80 "
+        "--overcommit 2 --no-capture "
         "--scheduling fifo --max-overtaken-s 5 "
-        "--kv-offload-host-gib 2.5 --eviction cost --kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 --kv-offload-ssd-admission reuse "
+        "--kv-offload-host-gib 2.5 --eviction "
+        "cost "
+        "--kv-offload-ssd-dir "
+        "kv "
+        "--kv-offload-ssd-gib "
+        "7 "
+        "--kv-offload-ssd-admission reuse "
         "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 "
-        "--sanitize strict --sanitize-json findings.json --sanitize-bytes --lora a=one --lora b=two --lora-dir adapters"
+        "--sanitize strict --sanitize-json findings.json "
+        "--sanitize-bytes "
+        "--lora "
+        "a=one "
+        "--lora "
+        "b=two "
+        "--lora-dir adapters"
     )
     assert config_of(cli.make_parser().parse_args(argv.split())) == Config(
         ModelSource("m", "dummy", "cpu", "bfloat16", 7, positions=100),
@@ -223,7 +296,9 @@ def test_every_engine_flag_reaches_the_config():
     assert config_of(cli.make_parser().parse_args(["chat", "--device-kv-blocks", "9"])).kv.device_blocks == 9
 
 
-@pytest.mark.parametrize(("given", "enabled"), [((), True), (("--kv-offload",), True), (("--no-kv-offload",), False)])
+@pytest.mark.parametrize(
+    ("given", "enabled"), [((), True), (("--kv-offload",), True), (("--no-kv-offload",), False)]
+)
 def test_offload_is_on_unless_it_is_turned_off(given, enabled):
     assert config_of(cli.make_parser().parse_args(["chat", *given])).offload == OffloadConfig(enabled)
 
@@ -269,13 +344,25 @@ def test_an_error_that_repeats_the_url_is_shown_without_its_password(penstock, m
 
 def test_no_source_file_writes_out_a_config_but_as_it_may_be_shown():
     sources = (Path(cli.__file__).parent).rglob("*.py")
-    found = [str(path) for path in sources if re.search(r"asdict\((self\.)?_?config\)", path.read_text()) and "models" not in path.parts]
+    found = [
+        str(path)
+        for path in sources
+        if re.search(r"asdict\((self\.)?_?config\)", path.read_text()) and "models" not in path.parts
+    ]
     assert found == []
 
 
 def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults():
     parser = cli.make_parser()
-    given = "generate x --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --stop a --stop b --ignore-eos"
+    given = (
+        "generate x --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 "
+        "--min-p "
+        "0.1 "
+        "--stop "
+        "a "
+        "--stop "
+        "b --ignore-eos"
+    )
     sampling = sampling_of(parser.parse_args(given.split()))
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.5, 0.9, 4)
     assert (sampling.min_p, sampling.stop, sampling.ignore_eos) == (0.1, ("a", "b"), True)
@@ -284,10 +371,15 @@ def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults()
     assert sampling_of(parser.parse_args(["generate", "x"])).stop == ()
 
 
-@pytest.mark.parametrize(("given", "variable", "key"), [(None, "fromenv", "fromenv"), ("flag", "fromenv", "flag"), (None, None, None)])
+@pytest.mark.parametrize(
+    ("given", "variable", "key"),
+    [(None, "fromenv", "fromenv"), ("flag", "fromenv", "flag"), (None, None, None)],
+)
 def test_the_api_key_comes_from_its_flag_or_the_environment(monkeypatch, given, variable, key):
     seen = []
-    monkeypatch.setattr("penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0)
+    monkeypatch.setattr(
+        "penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0
+    )
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
     if variable is not None:
         monkeypatch.setenv("PENSTOCK_API_KEY", variable)
@@ -299,9 +391,17 @@ def test_the_api_key_comes_from_its_flag_or_the_environment(monkeypatch, given, 
     ("error", "code", "said"),
     [
         (Overloaded("too\nmany"), 1, "penstock: error: too many\n"),
-        (IllegalTransition("slot", "free", "seal"), 1, "penstock: error: slot: seal is not legal in state free\n"),
+        (
+            IllegalTransition("slot", "free", "seal"),
+            1,
+            "penstock: error: slot: seal is not legal in state free\n",
+        ),
         (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
-        (ModuleNotFoundError("x", name="psutil"), 1, "penstock: error: this command needs the package psutil, which is not installed\n"),
+        (
+            ModuleNotFoundError("x", name="psutil"),
+            1,
+            "penstock: error: this command needs the package psutil, which is not installed\n",
+        ),
     ],
 )
 def test_what_a_command_raises_becomes_a_line_and_an_exit_code(penstock, monkeypatch, error, code, said):
@@ -325,14 +425,30 @@ def test_a_defect_in_penstock_itself_is_not_hidden(monkeypatch):
 def test_help_and_argument_errors_need_no_torch():
     script = (
         "import sys; from penstock.cli import main; assert main(['generate', 'x', '--top-p', '2']) == 2\n"
-        "try: main(['serve', '--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'uvicorn' in sys.modules)"
+        "try: main(['serve', '--help'])\nexcept "
+        "SystemExit: "
+        "pass\nprint('torch' "
+        "in "
+        "sys.modules, "
+        "'uvicorn' "
+        "in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.splitlines()[-1] == "False False"
 
 
 def test_serving_without_its_packages_says_what_to_install():
-    script = "import sys; sys.modules['uvicorn'] = None; from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = (
+        "import sys; sys.modules['uvicorn'] = "
+        "None; "
+        "from "
+        "penstock.cli "
+        "import "
+        "main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
     argv = [sys.executable, "-c", script, "serve", "--model", "tiny-llama", "--load-format", "dummy"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
@@ -342,13 +458,29 @@ def test_serving_without_its_packages_says_what_to_install():
 def test_every_server_flag_reaches_the_config(monkeypatch):
     """Each with a number of its own: two that are swapped would both be taken."""
     seen = []
-    monkeypatch.setattr("penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0)
+    monkeypatch.setattr(
+        "penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0
+    )
     given = (
-        "serve --host 127.0.0.9 --port 81 --api-key k --max-body-bytes 2048 --max-concurrent 3 --shutdown-s 4 --read-timeout-s 5 "
-        "--write-timeout-s 6 --allow-special-tokens-in-text --log-level error --log-format json --served-model-name a b/c --public-metrics "
+        "serve --host 127.0.0.9 --port 81 --api-key "
+        "k "
+        "--max-body-bytes "
+        "2048 "
+        "--max-concurrent "
+        "3 "
+        "--shutdown-s 4 --read-timeout-s 5 "
+        "--write-timeout-s 6 "
+        "--allow-special-tokens-in-text "
+        "--log-level "
+        "error "
+        "--log-format "
+        "json "
+        "--served-model-name a b/c --public-metrics "
         "--cors-origin http://a --cors-origin https://b:1 --api-processes 7"
     )
     assert cli.main(given.split()) == 0
     names, origins = ("a", "b/c"), ("http://a", "https://b:1")
-    server = ServerConfig("127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True, names, origins, True, api_processes=7)
+    server = ServerConfig(
+        "127.0.0.9", 81, "k", 2048, 3, 4.0, 5.0, 6.0, True, names, origins, True, api_processes=7
+    )
     assert seen == [(server, LogSettings("error", "json"))]

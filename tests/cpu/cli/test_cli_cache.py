@@ -1,5 +1,5 @@
-"""`penstock cache` on directories that real engines have written: what it says, what it finds, what it removes. And the flags that fill
-such a directory."""
+"""`penstock cache` on directories that real engines have written: what it says, what it finds, what it
+removes. And the flags that fill such a directory."""
 
 from __future__ import annotations
 
@@ -41,14 +41,26 @@ def open_and_scan(*arguments: Any) -> SsdStore:
 
 
 @pytest.fixture
-def generate(penstock: Callable, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
+def generate(
+    penstock: Callable, tiny: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable:
     """One answer by an engine with a disk, which is closed in the end."""
     monkeypatch.setattr("penstock.kv.build.open_ssd", open_and_scan)
 
     def run(*flags: str):
         disk = ("--kv-offload-ssd-dir", str(tmp_path / "kv"), "--kv-offload-ssd-gib", "0.01")
         ran = penstock(
-            "generate", PROMPT, "--raw", "--max-tokens", "1", "--ignore-eos", *tiny, "--kv-offload-host-gib", "0.01", *disk, *flags
+            "generate",
+            PROMPT,
+            "--raw",
+            "--max-tokens",
+            "1",
+            "--ignore-eos",
+            *tiny,
+            "--kv-offload-host-gib",
+            "0.01",
+            *disk,
+            *flags,
         )
         assert ran.code == 0, ran.err
         return ran
@@ -82,7 +94,7 @@ def spoil(folder: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-# -------------------------------------------------------------------------------------------------------- filled by the flags
+# ---------------------------------------------------------------------------------------- filled by the flags
 
 
 def test_what_one_process_has_computed_the_next_reads_from_disk(generate: Callable, tmp_path: Path) -> None:
@@ -93,23 +105,36 @@ def test_what_one_process_has_computed_the_next_reads_from_disk(generate: Callab
     assert json.loads((tmp_path / "answer.json").read_text())["kv_source"]["ssd"] == 32
 
 
-def test_a_directory_that_is_in_use_is_refused(cached: Path, penstock: Callable, tiny: tuple[str, ...]) -> None:
+def test_a_directory_that_is_in_use_is_refused(
+    cached: Path, penstock: Callable, tiny: tuple[str, ...]
+) -> None:
     with contextlib.closing(make_directory(cached)):
-        for argv in (("generate", "x", *tiny), ("cache", "inspect"), ("cache", "verify"), ("cache", "clear", "--yes")):
+        for argv in (
+            ("generate", "x", *tiny),
+            ("cache", "inspect"),
+            ("cache", "verify"),
+            ("cache", "clear", "--yes"),
+        ):
             ran = penstock(*argv, "--kv-offload-ssd-dir", str(cached))
             assert ran.code == 2 and f"in use by process {os.getpid()}" in ran.err
     assert inspect(cached).num_blocks == 2
 
 
-# ------------------------------------------------------------------------------------------------------------ inspect, verify
+# -------------------------------------------------------------------------------------------- inspect, verify
 
 
-def test_inspect_says_what_is_there_and_changes_nothing(cached: Path, penstock: Callable, tmp_path: Path) -> None:
+def test_inspect_says_what_is_there_and_changes_nothing(
+    cached: Path, penstock: Callable, tmp_path: Path
+) -> None:
     before = {path.name: path.read_bytes() for path in cached.glob("*.kv")}
-    ran = penstock("cache", "inspect", "--kv-offload-ssd-dir", str(cached), "--json", str(tmp_path / "found.json"))
+    ran = penstock(
+        "cache", "inspect", "--kv-offload-ssd-dir", str(cached), "--json", str(tmp_path / "found.json")
+    )
     assert (ran.code, ran.err) == (0, "")
     found = cells(ran.out)
-    assert (found["files"], found["blocks"], found["damaged files"]) == ("1", "2", "0") and "whole blocks" not in found
+    assert (found["files"], found["blocks"], found["damaged files"]) == ("1", "2", "0") and (
+        "whole blocks"
+    ) not in found
     written = json.loads((tmp_path / "found.json").read_text())
     assert (written["action"], written["num_blocks"], written["num_good"]) == ("inspect", 2, None)
     (digest,) = written["spaces"]
@@ -118,9 +143,13 @@ def test_inspect_says_what_is_there_and_changes_nothing(cached: Path, penstock: 
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify", "clear"])
-def test_each_says_how_far_it_is(cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch, action: str) -> None:
+def test_each_says_how_far_it_is(
+    cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
     told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr("penstock.commands.progress.ProgressBar.__call__", lambda bar, *said: told.append(said))
+    monkeypatch.setattr(
+        "penstock.commands.progress.ProgressBar.__call__", lambda bar, *said: told.append(said)
+    )
     flags = ("--yes",) if action == "clear" else ()
     assert penstock("cache", action, "--kv-offload-ssd-dir", str(cached), *flags).code == 0
     assert told and all(stage == action and done <= total for stage, done, total in told)
@@ -138,7 +167,9 @@ def test_verify_finds_one_flipped_bit_and_says_so_with_its_exit_code(
     cached: Path, penstock: Callable, tmp_path: Path, offset: int, what: str
 ) -> None:
     spoil(cached, offset)
-    ran = penstock("cache", "verify", "--kv-offload-ssd-dir", str(cached), "--json", str(tmp_path / "found.json"))
+    ran = penstock(
+        "cache", "verify", "--kv-offload-ssd-dir", str(cached), "--json", str(tmp_path / "found.json")
+    )
     assert ran.code == 1 and ran.out.count("damaged: penstock-") == 1
     assert (cells(ran.out)[what], cells(ran.out)["whole blocks"]) == ("1", "1")
     written = json.loads((tmp_path / "found.json").read_text())
@@ -152,7 +183,9 @@ def test_of_much_damage_the_first_lines_are_shown_and_all_are_kept(
     slot_bytes = min(cached.glob("*.kv")).stat().st_size // inspect(cached).num_slots // SECTOR * SECTOR
     for slot in range(2):
         spoil(cached, slot * slot_bytes + SECTOR)
-    ran = penstock("cache", "verify", "--kv-offload-ssd-dir", str(cached), "--json", str(tmp_path / "found.json"))
+    ran = penstock(
+        "cache", "verify", "--kv-offload-ssd-dir", str(cached), "--json", str(tmp_path / "found.json")
+    )
     assert ran.out.count("damaged: ") == 1 and "and 1 more; --json FILE keeps all of them" in ran.out
     assert len(json.loads((tmp_path / "found.json").read_text())["torn"]) == 2
 
@@ -163,35 +196,48 @@ def test_a_damaged_block_is_computed_by_the_next_engine(cached: Path, generate: 
     assert "32 from disk" in generate().err, "it was written anew"
 
 
-# ---------------------------------------------------------------------------------------------------------------------- clear
+# ------------------------------------------------------------------------------------------------------ clear
 
 
-@pytest.mark.parametrize(("typed", "cleared"), [("y\n", True), ("Yes\n", True), ("n\n", False), ("\n", False), ("", False)])
-def test_clear_asks_on_a_terminal(cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch, typed: str, cleared: bool) -> None:
+@pytest.mark.parametrize(
+    ("typed", "cleared"), [("y\n", True), ("Yes\n", True), ("n\n", False), ("\n", False), ("", False)]
+)
+def test_clear_asks_on_a_terminal(
+    cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch, typed: str, cleared: bool
+) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(typed))
     ran = penstock("cache", "clear", "--kv-offload-ssd-dir", str(cached))
     assert "with 2 blocks from" in ran.err and "[y/N]" in ran.err
-    assert ran.code == (0 if cleared else 1) and ("removed 1 file" if cleared else "nothing was removed") in ran.out
+    assert (
+        ran.code == (0 if cleared else 1)
+        and ("removed 1 file" if cleared else "nothing was removed") in ran.out
+    )
     assert bool(list(cached.glob("*.kv"))) is not cleared
     assert (cached / "notes.txt").read_text() == "mine"
 
 
-def test_clear_removes_nothing_where_nobody_can_be_asked(cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clear_removes_nothing_where_nobody_can_be_asked(
+    cached: Path, penstock: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     ran = penstock("cache", "clear", "--kv-offload-ssd-dir", str(cached))
     assert ran.code == 2 and "--yes" in ran.err
     assert list(cached.glob("*.kv"))
 
 
-def test_a_cleared_directory_is_empty_and_can_be_used_again(cached: Path, penstock: Callable, generate: Callable, tmp_path: Path) -> None:
-    ran = penstock("cache", "clear", "--kv-offload-ssd-dir", str(cached), "--yes", "--json", str(tmp_path / "found.json"))
+def test_a_cleared_directory_is_empty_and_can_be_used_again(
+    cached: Path, penstock: Callable, generate: Callable, tmp_path: Path
+) -> None:
+    ran = penstock(
+        "cache", "clear", "--kv-offload-ssd-dir", str(cached), "--yes", "--json", str(tmp_path / "found.json")
+    )
     assert ran.code == 0 and json.loads((tmp_path / "found.json").read_text())["num_segments"] == 1
     assert cells(penstock("cache", "inspect", "--kv-offload-ssd-dir", str(cached)).out)["blocks"] == "0"
     assert "from disk" not in generate().err
     assert "32 from disk" in generate().err
 
 
-# -------------------------------------------------------------------------------------------------------------------- refused
+# ---------------------------------------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize("action", ["inspect", "verify", "clear"])
@@ -205,10 +251,17 @@ def test_a_directory_that_is_no_cache_is_left_alone(penstock: Callable, tmp_path
     assert missing.code == 2 and "does not exist" in missing.err and not (tmp_path / "none").exists()
 
 
-def test_a_directory_that_others_may_write_is_refused_by_every_command(cached: Path, penstock: Callable, tiny: tuple[str, ...]) -> None:
+def test_a_directory_that_others_may_write_is_refused_by_every_command(
+    cached: Path, penstock: Callable, tiny: tuple[str, ...]
+) -> None:
     before = {path.name: path.read_bytes() for path in cached.iterdir()}
     cached.chmod(0o777)
-    for argv in (("generate", "x", *tiny), ("cache", "inspect"), ("cache", "verify"), ("cache", "clear", "--yes")):
+    for argv in (
+        ("generate", "x", *tiny),
+        ("cache", "inspect"),
+        ("cache", "verify"),
+        ("cache", "clear", "--yes"),
+    ):
         ran = penstock(*argv, "--kv-offload-ssd-dir", str(cached))
         assert (ran.code, ran.out) == (2, "") and f"chmod go-w {cached}" in ran.err and "mode 0777" in ran.err
     assert {path.name: path.read_bytes() for path in cached.iterdir()} == before
@@ -232,7 +285,15 @@ def test_wrong_arguments_are_refused_by_name(penstock: Callable, argv: tuple[str
 
 
 def test_looking_into_a_directory_needs_no_torch(cached: Path) -> None:
-    script = "import sys; from penstock.cli import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
+    script = (
+        "import sys; from penstock.cli import main; "
+        "code "
+        "= "
+        "main(sys.argv[1:]); "
+        "print('torch' "
+        "in "
+        "sys.modules, code)"
+    )
     argv = [sys.executable, "-c", script, "cache", "verify", "--kv-offload-ssd-dir", str(cached)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False 0"
@@ -240,7 +301,12 @@ def test_looking_into_a_directory_needs_no_torch(cached: Path) -> None:
 
 @pytest.mark.parametrize(
     ("nanoseconds", "said"),
-    [(0, "1970-01-01 00:00"), (1_700_000_000 * 10**9, "2023-11-14 22:13"), (2**63, "2262-04-11 23:47"), (2**80, "?")],
+    [
+        (0, "1970-01-01 00:00"),
+        (1_700_000_000 * 10**9, "2023-11-14 22:13"),
+        (2**63, "2262-04-11 23:47"),
+        (2**80, "?"),
+    ],
 )
 def test_times_are_those_of_the_clock_that_wrote_them(nanoseconds: int, said: str) -> None:
     assert cache._time(nanoseconds) == said
@@ -248,21 +314,33 @@ def test_times_are_those_of_the_clock_that_wrote_them(nanoseconds: int, said: st
 
 @pytest.mark.parametrize(
     ("num_bytes", "said"),
-    [(1023, "1023 bytes"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), ((1 << 30) - 1, "1024.0 MiB"), (3 << 29, "1.5 GiB")],
+    [
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1 << 20, "1.0 MiB"),
+        ((1 << 30) - 1, "1024.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+    ],
 )
 def test_sizes_have_the_largest_unit_that_they_reach(num_bytes: int, said: str) -> None:
     assert cache._size(num_bytes) == said
 
 
-# ------------------------------------------------------------------------------------------------------------------ snapshots
+# -------------------------------------------------------------------------------------------------- snapshots
 
 
 @pytest.fixture
 def snapshots(tmp_path: Path) -> Path:
     """A directory with two snapshots, taken by a real engine."""
     folder, prompt = tmp_path / "snapshots", list(range(40))
-    options: dict[str, Any] = {"kv_offload_ssd_dir": str(folder), "kv_offload_ssd_gib": 0.01, "kv_offload_host_gib": 0.01}
-    with LLM("tiny-llama", load_format="dummy", device="cpu", device_kv_blocks=64, show_progress=False, **options) as llm:
+    options: dict[str, Any] = {
+        "kv_offload_ssd_dir": str(folder),
+        "kv_offload_ssd_gib": 0.01,
+        "kv_offload_host_gib": 0.01,
+    }
+    with LLM(
+        "tiny-llama", load_format="dummy", device="cpu", device_kv_blocks=64, show_progress=False, **options
+    ) as llm:
         llm.generate(prompt, SamplingParams(max_tokens=1))
         llm.take_snapshot(prompt, "first")
         llm.take_snapshot(prompt, "second", tokens=16, ttl_s=3600)
@@ -270,12 +348,22 @@ def snapshots(tmp_path: Path) -> Path:
 
 
 def test_snapshots_are_listed_and_counted(snapshots: Path, penstock: Callable, tmp_path: Path) -> None:
-    ran = penstock("cache", "inspect", "--kv-offload-ssd-dir", str(snapshots), "--json", str(tmp_path / "found.json"))
+    ran = penstock(
+        "cache", "inspect", "--kv-offload-ssd-dir", str(snapshots), "--json", str(tmp_path / "found.json")
+    )
     assert ran.code == 0 and cells(ran.out)["snapshots"] == "2"
     assert {"first", "second"} <= set(cells(ran.out)) and "never" in ran.out
     found = {one["name"]: one for one in json.loads((tmp_path / "found.json").read_text())["snapshots"]}
-    assert (found["first"]["num_tokens"], found["first"]["num_blocks"], found["first"]["num_found"]) == (40, 2, 2)
-    assert (found["second"]["num_tokens"], found["second"]["num_blocks"], found["second"]["expires_s"] > 1e9) == (16, 1, True)
+    assert (found["first"]["num_tokens"], found["first"]["num_blocks"], found["first"]["num_found"]) == (
+        40,
+        2,
+        2,
+    )
+    assert (
+        found["second"]["num_tokens"],
+        found["second"]["num_blocks"],
+        found["second"]["expires_s"] > 1e9,
+    ) == (16, 1, True)
     assert penstock("cache", "verify", "--kv-offload-ssd-dir", str(snapshots)).code == 0
 
 
@@ -285,7 +373,11 @@ def test_a_damaged_snapshot_is_named_with_the_reason(snapshots: Path, penstock: 
     second.rename(second.with_name(f"penstock-{'f' * 32}-{'f' * 32}.snapshot"))
     ran = penstock("cache", "verify", "--kv-offload-ssd-dir", str(snapshots))
     flat = " ".join(ran.out.split())
-    assert ran.code == 1 and f"{first.name}: the manifest is truncated" in flat and "another snapshot's name" in flat
+    assert (
+        ran.code == 1
+        and (f"{first.name}: the manifest is truncated") in flat
+        and "another snapshot's name" in flat
+    )
 
 
 def test_clear_takes_snapshots_along(snapshots: Path, penstock: Callable) -> None:

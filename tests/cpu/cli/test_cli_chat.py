@@ -1,4 +1,5 @@
-"""`chat`: turns, commands, a context that fills up, and an interrupt that ends an answer and not the program."""
+"""`chat`: turns, commands, a context that fills up, and an interrupt that ends an answer and not the
+program."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_the_oldest_turns_are_forgotten_aloud_when_the_context_is_full(talk):
     assert "the context is full: the oldest 1 " in ran.err
 
 
-# ------------------------------------------------------------------------------------------------------- conversation
+# ----------------------------------------------------------------------------------------------- conversation
 
 
 def test_a_prompt_and_its_answer_always_fit_the_context():
@@ -82,7 +83,8 @@ def test_a_prompt_and_its_answer_always_fit_the_context():
 
 
 def test_no_more_turns_are_forgotten_than_make_room():
-    """Three turns of the same length; the question is longer by one character from step to step, and each turn goes when it must."""
+    """Three turns of the same length; the question is longer by one character from step to step, and each
+    turn goes when it must."""
     each = len("user: q\nassistant: a\n")
     for extra in range(3 * each + 1):
         conversation = Conversation(ByteTokenizer(512), context=200, max_tokens=8)
@@ -113,7 +115,7 @@ def test_a_model_without_a_chat_template_cannot_chat():
         Conversation(Plain(512), context=200, max_tokens=64)
 
 
-# ----------------------------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------------------------- processes
 
 
 def _chat_argv(tiny) -> list[str]:
@@ -135,7 +137,8 @@ def test_an_interrupt_ends_the_answer_and_the_next_line_is_answered(tiny):
 
 
 def _interruptible() -> None:
-    """A test run in the background is started with the interrupt ignored, and its children would inherit that."""
+    """A test run in the background is started with the interrupt ignored, and its children would inherit
+    that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -167,7 +170,11 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_control_d_leaves(tiny):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
     pipes = {"stdin": slave, "stdout": slave, "stderr": slave}
     running = subprocess.Popen(
-        [*_chat_argv(tiny), "--max-tokens", "6"], **pipes, env=env, preexec_fn=_interruptible, start_new_session=True
+        [*_chat_argv(tiny), "--max-tokens", "6"],
+        **pipes,
+        env=env,
+        preexec_fn=_interruptible,
+        start_new_session=True,
     )
     try:
         os.close(slave)
@@ -175,7 +182,8 @@ def test_at_a_terminal_an_interrupt_drops_the_line_and_control_d_leaves(tiny):
         assert b"context of" in terminal.wait_for(b"> ")
         terminal.type(b"typed but dropped")
         terminal.wait_for(b"dropped")
-        # Python's line editor misses an interrupt that comes between two keystrokes, as a person's hardly ever does.
+        # Python's line editor misses an interrupt that comes between two keystrokes, as a person's hardly
+        # ever does.
         terminal.wait_for(b"> ", nudge=lambda: running.send_signal(signal.SIGINT))
         terminal.type(b"hello\n")
         assert b"6 tokens" in terminal.wait_for(b"device cache")

@@ -16,7 +16,13 @@ from penstock.config import GIB, Config, EngineConfig, KvConfig, ModelSource
 from penstock.models.hashed_file import WeightFile
 from penstock.models.registry import layout
 from penstock.models.rotary import RopeScaling
-from penstock.testing.tiny_models import TINY_LLAMA, config_json, tiny_tensors, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import (
+    TINY_LLAMA,
+    config_json,
+    tiny_tensors,
+    write_tiny_gguf,
+    write_tiny_model,
+)
 
 
 def _checks(file) -> dict[str, dict[str, str]]:
@@ -28,21 +34,47 @@ def test_a_machine_that_can_run_it_gets_a_zero_and_a_file(penstock, tmp_path):
     ran = penstock("doctor", "--model", "tiny-llama", "--device", "cpu", "--json", str(file))
     assert ran.code == 0, ran.out
     checks = _checks(file)
-    assert {"python", "torch", "threads", "device", "memory", "model", "weights", "KV", "cache folder", "generation"} <= set(checks)
-    assert checks["generation"]["status"] == "ok" and "32 prompt tokens reused" in checks["generation"]["detail"]
+    assert {
+        "python",
+        "torch",
+        "threads",
+        "device",
+        "memory",
+        "model",
+        "weights",
+        "KV",
+        "cache folder",
+        "generation",
+    } <= set(checks)
+    assert (
+        checks["generation"]["status"] == "ok"
+        and ("32 prompt tokens reused") in checks["generation"]["detail"]
+    )
     assert all(name in ran.out for name in checks)
     assert checks["python"]["hint"] == ""
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_beside_busy_processes_there_are_fewer_threads_than_cores(tmp_path):
-    """A process of its own: torch reads the number of threads that the environment has when it is imported."""
+    """A process of its own: torch reads the number of threads that the environment has when it is
+    imported."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     cores = sorted(os.sched_getaffinity(0))
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
     try:
         file = tmp_path / "doctor.json"
-        argv = [sys.executable, "-m", "penstock", "doctor", "--model", "tiny-llama", "--device", "cpu", "--json", str(file)]
+        argv = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "doctor",
+            "--model",
+            "tiny-llama",
+            "--device",
+            "cpu",
+            "--json",
+            str(file),
+        ]
         subprocess.run(argv, env=environment, capture_output=True, timeout=300, check=True)
     finally:
         for process in busy:
@@ -63,7 +95,8 @@ def test_a_missing_model_and_an_unwritable_cache_fail_with_hints(penstock, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("missing", "hint"), [("gguf", "pip install gguf"), ("uvicorn", "penstock[server]"), ("matplotlib", "penstock[plots]")]
+    ("missing", "hint"),
+    [("gguf", "pip install gguf"), ("uvicorn", "penstock[server]"), ("matplotlib", "penstock[plots]")],
 )
 def test_a_missing_optional_package_is_a_warning_that_says_what_it_is_for(monkeypatch, missing, hint):
     monkeypatch.setattr(doctor, "installed_version", lambda package: None if package == missing else "1.0")
@@ -100,7 +133,7 @@ def test_little_memory_is_a_warning_that_says_what_to_do(monkeypatch, available_
     assert check.detail == f"{available_gib:.1f} of 256.0 GiB available"
 
 
-# ---------------------------------------------------------------------------------------------------------- a model by its path
+# ---------------------------------------------------------------------------------------- a model by its path
 
 
 def model_checks(config: Config) -> dict[str, doctor.Check]:
@@ -143,10 +176,22 @@ def test_a_model_is_judged_by_its_headers_alone(kind, tmp_path, monkeypatch):
     parameters = sum(weight.numel for weight in layout(config))
     assert 0 < sum(reads) < sum(file.stat().st_size for file in files) - 4 * parameters + 64
     assert [check.status for check in checks.values()] == [doctor.Status.OK] * 3, checks
-    assert "qwen2, 2 layers, 4 heads over 2 for KV, width 64, context 8192, yarn positions up to 8192" in checks["model"].detail
+    assert (
+        "qwen2, 2 layers, 4 heads over 2 for KV, width 64, context 8192, yarn positions up to 8192"
+    ) in checks["model"].detail
     assert ("a window of 40 in 1 layers" in checks["model"].detail) == (kind != "gguf")
-    assert f"{parameters / 1e6:.1f} million parameters, {4 * parameters / GIB:.2f} GiB in float32" in checks["weights"].detail
-    assert "512 bytes per token in float32, 2097152 tokens per GiB; 0.50 GiB (--device-kv-gib) hold 1048576 tokens" in checks["KV"].detail
+    assert (
+        f"{parameters / 1e6:.1f} million parameters, {4 * parameters / GIB:.2f} GiB in float32"
+    ) in checks["weights"].detail
+    assert (
+        "512 bytes per token in float32, 2097152 tokens per "
+        "GiB; "
+        "0.50 "
+        "GiB "
+        "(--device-kv-gib) "
+        "hold "
+        "1048576 tokens"
+    ) in checks["KV"].detail
 
 
 def test_a_model_that_would_not_load_fails_for_the_reason_that_a_load_gives(tmp_path, penstock):
@@ -155,7 +200,10 @@ def test_a_model_that_would_not_load_fails_for_the_reason_that_a_load_gives(tmp_
     tensors.pop("model.norm.weight")
     write_tiny_model(path, tensors=tensors)
     checks = model_checks(Config(ModelSource(str(path), device="cpu")))
-    assert checks["model"].status is doctor.Status.FAIL and "missing tensors: model.norm.weight" in checks["model"].detail
+    assert (
+        checks["model"].status is doctor.Status.FAIL
+        and ("missing tensors: model.norm.weight") in checks["model"].detail
+    )
     write_tiny_model(path)
     (path / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), "hidden_act": "gelu"}))
     checks = model_checks(Config(ModelSource(str(path), device="cpu")))
@@ -164,19 +212,33 @@ def test_a_model_that_would_not_load_fails_for_the_reason_that_a_load_gives(tmp_
 
 
 def test_4_bits_are_shown_where_the_file_has_them_and_fail_where_it_does_not(tmp_path, penstock):
-    path = write_tiny_gguf(tmp_path / "four.gguf", encoding_of=lambda name: "Q4_0" if ".layers." in name else "Q8_0")
-    four, eight = (model_checks(Config(ModelSource(str(path), device="cpu", weights=weights))) for weights in ("int4", "int8"))
+    path = write_tiny_gguf(
+        tmp_path / "four.gguf", encoding_of=lambda name: "Q4_0" if ".layers." in name else "Q8_0"
+    )
+    four, eight = (
+        model_checks(Config(ModelSource(str(path), device="cpu", weights=weights)))
+        for weights in ("int4", "int8")
+    )
     assert "in int4 for up to 8 rows and int8 for up to 8 rows, bfloat16 for more" in four["weights"].detail
     assert "in int8 for up to 8 rows, bfloat16 for more" in eight["weights"].detail
     plain = write_tiny_model(tmp_path / "plain")
     failed = model_checks(Config(ModelSource(str(plain), device="cpu", weights="int4")))["weights"]
-    assert failed.status is doctor.Status.FAIL and "needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K" in failed.detail
+    assert (
+        failed.status is doctor.Status.FAIL
+        and ("needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K") in failed.detail
+    )
     assert penstock("doctor", "--model", str(plain), "--device", "cpu", "--weights", "int4").code == 1
 
 
 def test_half_the_dtype_is_half_the_memory():
-    single, half = (model_checks(Config(ModelSource("qwen3-0.6b", device="cpu", dtype=dtype))) for dtype in ("float32", "bfloat16"))
-    assert ("2.22 GiB in float32" in single["weights"].detail, "1.11 GiB in bfloat16" in half["weights"].detail) == (True, True)
+    single, half = (
+        model_checks(Config(ModelSource("qwen3-0.6b", device="cpu", dtype=dtype)))
+        for dtype in ("float32", "bfloat16")
+    )
+    assert (
+        "2.22 GiB in float32" in single["weights"].detail,
+        "1.11 GiB in bfloat16" in half["weights"].detail,
+    ) == (True, True)
     assert "229376 bytes per token" in single["KV"].detail and "114688 bytes per token" in half["KV"].detail
 
 
@@ -195,6 +257,8 @@ def test_half_the_dtype_is_half_the_memory():
 )
 def test_sizes_are_held_against_what_is_free(monkeypatch, free_gib, given_gib, max_model_len, weights, kv):
     monkeypatch.setattr(doctor, "_free_bytes", lambda device: free_gib * GIB)
-    config = Config(ModelSource("qwen3-0.6b", device="cpu"), KvConfig(device_gib=given_gib), EngineConfig(max_model_len))
+    config = Config(
+        ModelSource("qwen3-0.6b", device="cpu"), KvConfig(device_gib=given_gib), EngineConfig(max_model_len)
+    )
     checks = model_checks(config)
     assert (checks["weights"].status, checks["KV"].status) == (weights, kv)

@@ -16,7 +16,8 @@ from tokenizers import decoders, models, normalizers
 
 from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, write_tiny_model
 
-ABSENT = ("gguf", "msgspec", "starlette", "uvicorn", "transformers", "httpx")  # what the machine with the GPU does not have
+# what the machine with the GPU does not have
+ABSENT = ("gguf", "msgspec", "starlette", "uvicorn", "transformers", "httpx")
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr_and_into_the_file(penstock, tiny, tmp_path):
@@ -27,7 +28,13 @@ def test_text_goes_to_stdout_and_figures_to_stderr_and_into_the_file(penstock, t
     assert ran.out == figures["text"] + "\n"
     assert "8 tokens" in ran.err and "first after" in ran.err
     assert (figures["generated_tokens"], figures["finish"], figures["model"]) == (8, "length", "tiny-llama")
-    assert figures["kv_source"] == {"device": 0, "host": 0, "ssd": 0, "remote": 0, "computed": figures["prompt_tokens"]}
+    assert figures["kv_source"] == {
+        "device": 0,
+        "host": 0,
+        "ssd": 0,
+        "remote": 0,
+        "computed": figures["prompt_tokens"],
+    }
     assert 0 < figures["first_token_s"] <= figures["total_s"]
     assert figures["config"]["source"]["load_format"] == "dummy"
 
@@ -44,15 +51,30 @@ def test_the_chat_template_is_used_unless_raw_is_asked_for(penstock, tiny, tmp_p
 def test_an_answer_in_a_chat_begins_a_text_and_a_raw_one_goes_on_with_its_prompt(penstock, tmp_path):
     """A real model whose every token is the first one: its last norm leaves nothing of what it computed."""
     names = ["▁the", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-    vocabulary = tokenizers.Tokenizer(models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[], byte_fallback=True))
+    vocabulary = tokenizers.Tokenizer(
+        models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[], byte_fallback=True)
+    )
     vocabulary.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     vocabulary.decoder = decoders.Sequence(steps)
     tensors = tiny_tensors(TINY_LLAMA)
-    directory = write_tiny_model(tmp_path / "model", tensors={**tensors, "model.norm.weight": torch.zeros(TINY_LLAMA.hidden)})
+    directory = write_tiny_model(
+        tmp_path / "model", tensors={**tensors, "model.norm.weight": torch.zeros(TINY_LLAMA.hidden)}
+    )
     vocabulary.save(str(directory / "tokenizer.json"))
     (directory / "generation_config.json").write_text('{"eos_token_id": 2}')
-    given = ("--model", str(directory), "--device", "cpu", "--device-kv-blocks", "64", "--temperature", "0", "--max-tokens", "3")
+    given = (
+        "--model",
+        str(directory),
+        "--device",
+        "cpu",
+        "--device-kv-blocks",
+        "64",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "3",
+    )
     assert penstock("generate", "hello", *given).out == "the the the\n"
     assert penstock("generate", "hello", *given, "--raw").out == " the the the\n"
 
@@ -65,10 +87,14 @@ def test_an_answer_in_a_chat_begins_a_text_and_a_raw_one_goes_on_with_its_prompt
     ],
     ids=["generate", "bench"],
 )
-def test_a_store_that_is_down_costs_no_answer_and_its_password_is_nowhere(penstock, tiny, tmp_path, caplog, argv):
+def test_a_store_that_is_down_costs_no_answer_and_its_password_is_nowhere(
+    penstock, tiny, tmp_path, caplog, argv
+):
     caplog.set_level("DEBUG")
     report = tmp_path / "report.json"
-    ran = penstock(*argv, *tiny, "--kv-offload-remote", "valkey://me:pa55word@127.0.0.1:1/0", "--json", str(report))
+    ran = penstock(
+        *argv, *tiny, "--kv-offload-remote", "valkey://me:pa55word@127.0.0.1:1/0", "--json", str(report)
+    )
     assert ran.code == 0, ran.err
     assert json.loads(report.read_text())["config"]["offload"]["remote"] == "valkey://127.0.0.1:1"
     assert "pa55" not in ran.out + ran.err + caplog.text + report.read_text()
@@ -91,7 +117,9 @@ def test_a_stop_string_ends_the_text_before_it(penstock, tiny, tmp_path):
 
 def test_a_seed_decides_what_is_sampled(penstock, tiny):
     def sampled(seed: str) -> str:
-        return penstock("generate", "hello", *tiny, "--max-tokens", "12", "--temperature", "1.5", "--seed", seed).out
+        return penstock(
+            "generate", "hello", *tiny, "--max-tokens", "12", "--temperature", "1.5", "--seed", seed
+        ).out
 
     assert sampled("1") == sampled("1")
     assert sampled("1") != sampled("2")
@@ -110,13 +138,37 @@ def test_a_default_length_yields_to_the_context_but_a_given_one_is_refused(penst
     ("argv", "said"),
     [
         (("generate", ""), "PROMPT is empty"),
-        (("generate", "x" * 5000, "--model", "tiny-llama", "--load-format", "dummy"), "maximum context length"),
+        (
+            ("generate", "x" * 5000, "--model", "tiny-llama", "--load-format", "dummy"),
+            "maximum context length",
+        ),
         (("generate", "x", "--model", "/no/such/model"), "/no/such/model"),
         (
-            ("generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--kv-offload-host-gib", "1e6"),
+            (
+                "generate",
+                "x",
+                "--model",
+                "tiny-llama",
+                "--load-format",
+                "dummy",
+                "--kv-offload-host-gib",
+                "1e6",
+            ),
             "lower --kv-offload-host-gib",
         ),
-        (("generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--kv-offload-host-gib", "1e-7"), "holds no KV block"),
+        (
+            (
+                "generate",
+                "x",
+                "--model",
+                "tiny-llama",
+                "--load-format",
+                "dummy",
+                "--kv-offload-host-gib",
+                "1e-7",
+            ),
+            "holds no KV block",
+        ),
         (("generate", "x", "--model", "qwen3-4b"), "--load-format dummy"),
         (("generate", "\udcff", "--model", "tiny-llama", "--load-format", "dummy"), "Unicode"),
     ],
@@ -139,20 +191,37 @@ codes.append(main(["bench", "ttft", "--tokens", "32", "--repeat", "1", *tiny]))
 assert codes == [0, 0, 0], codes
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
 
 
 def _interruptible() -> None:
-    """A test run in the background is started with the interrupt ignored, and its children would inherit that."""
+    """A test run in the background is started with the interrupt ignored, and its children would inherit
+    that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_an_interrupt_ends_it_with_130_and_without_a_traceback(tiny):
-    argv = [sys.executable, "-m", "penstock", "generate", "hello", *tiny, "--max-tokens", "1800", "--ignore-eos"]
+    argv = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "generate",
+        "hello",
+        *tiny,
+        "--max-tokens",
+        "1800",
+        "--ignore-eos",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(argv, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=_interruptible) as running:
+    with subprocess.Popen(
+        argv, **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=_interruptible
+    ) as running:
         assert running.stdout.read(1)  # it writes, so it is under way
         running.send_signal(signal.SIGINT)
         _, err = running.communicate(timeout=120)
@@ -161,8 +230,20 @@ def test_an_interrupt_ends_it_with_130_and_without_a_traceback(tiny):
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tiny):
-    argv = [sys.executable, "-m", "penstock", "generate", "hello", *tiny, "--max-tokens", "1800", "--ignore-eos"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as running:
+    argv = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "generate",
+        "hello",
+        *tiny,
+        "--max-tokens",
+        "1800",
+        "--ignore-eos",
+    ]
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as running:
         assert running.stdout.read(1)
         running.stdout.close()
         err = running.stderr.read()
@@ -174,7 +255,14 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny):
 def test_a_model_without_a_draft_head_says_how_to_get_one(penstock, monkeypatch):
     command = ("generate", "x", "--model", "tiny-llama", "--load-format", "dummy", "--speculate", "mtp")
     other = penstock(*command)
-    assert other.code == 2 and "there is no head for this model; train one with `penstock train-mtp`" in other.err
+    assert (
+        other.code == 2
+        and ("there is no head for this model; train one with `penstock train-mtp`") in other.err
+    )
     monkeypatch.setattr("penstock.speculation.mtp.installed_heads", list)
     none = penstock(*command)
-    assert none.code == 2 and "none is installed: run `pip install ./heads`" in none.err and none.err.strip().count("\n") <= 1
+    assert (
+        none.code == 2
+        and ("none is installed: run `pip install ./heads`") in none.err
+        and none.err.strip().count("\n") <= 1
+    )

@@ -1,4 +1,5 @@
-"""`--lora` on the command line: one adapter answers where one model does, a server takes several, and everything else is refused."""
+"""`--lora` on the command line: one adapter answers where one model does, a server takes several, and
+everything else is refused."""
 
 from __future__ import annotations
 
@@ -38,18 +39,25 @@ def test_a_wrong_use_is_refused_before_anything_is_loaded(penstock, argv, said):
 
 def test_adapters_and_their_directory_reach_the_config():
     argv = ["serve", "--lora", "a=one", "--lora", "org/b=two=2", "--lora-dir", "all"]
-    assert config_of(cli.make_parser().parse_args(argv)).lora == LoraConfig((("a", "one"), ("org/b", "two=2")), "all")
+    assert config_of(cli.make_parser().parse_args(argv)).lora == LoraConfig(
+        (("a", "one"), ("org/b", "two=2")), "all"
+    )
     assert config_of(cli.make_parser().parse_args(["bench", "ttft"])).lora == LoraConfig()
 
 
 def test_generate_answers_with_the_adapter_that_it_is_given(penstock, tiny, tmp_path):
     adapter, file = write_random_adapter(tmp_path / "adapter", TINY_LLAMA, seed=1), tmp_path / "figures.json"
     plain = penstock("generate", "hello", *tiny, "--max-tokens", "8")
-    tuned = penstock("generate", "hello", *tiny, "--max-tokens", "8", "--lora", f"tuned={adapter}", "--json", str(file))
+    tuned = penstock(
+        "generate", "hello", *tiny, "--max-tokens", "8", "--lora", f"tuned={adapter}", "--json", str(file)
+    )
     assert tuned.code == 0 and tuned.out != plain.out
     figures = json.loads(file.read_text())
     assert figures["model"] == "tuned" and figures["config"]["lora"]["adapters"] == [["tuned", str(adapter)]]
-    assert penstock("generate", "hello", *tiny, "--max-tokens", "8", "--lora", f"tuned={adapter}").out == tuned.out
+    assert (
+        penstock("generate", "hello", *tiny, "--max-tokens", "8", "--lora", f"tuned={adapter}").out
+        == tuned.out
+    )
 
 
 def test_chat_answers_with_the_adapter_that_it_is_given(penstock, tiny, tmp_path, monkeypatch):
@@ -65,5 +73,11 @@ def test_an_adapter_that_cannot_be_loaded_is_one_line(penstock, tiny, tmp_path):
     ran = penstock("generate", "hello", *tiny, "--lora", f"tuned={tmp_path / 'nowhere'}")
     assert ran.code == 2
     assert "--lora tuned=" in ran.err and "is no directory" in ran.err
-    ran = penstock("generate", "hello", *tiny, "--lora", f"tiny-llama={write_random_adapter(tmp_path / 'a', TINY_LLAMA, 1)}")
+    ran = penstock(
+        "generate",
+        "hello",
+        *tiny,
+        "--lora",
+        f"tiny-llama={write_random_adapter(tmp_path / 'a', TINY_LLAMA, 1)}",
+    )
     assert ran.code == 2 and "the name of the model itself" in ran.err

@@ -1,5 +1,5 @@
-"""Parts of the commands by themselves: what a chat keeps of an answer, what a terminal is shown, what the doctor says of a machine that
-is not this one."""
+"""Parts of the commands by themselves: what a chat keeps of an answer, what a terminal is shown, what the
+doctor says of a machine that is not this one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.models import embedded, loader
 from penstock.models.tokenizer import ByteTokenizer
 from support.scripted_engine import ScriptedEngine
 
-# ---------------------------------------------------------------------------------------------------------------------- chat
+# ------------------------------------------------------------------------------------------------------- chat
 
 
 class _Answered:
@@ -45,7 +45,9 @@ class _Answered:
 
 def a_chat(context: int = 200, max_tokens: int = 40) -> Chat:
     engine = ScriptedEngine()
-    return Chat(engine, Conversation(ByteTokenizer(512), context, max_tokens), SamplingParams(max_tokens=max_tokens))  # type: ignore[arg-type]
+    return Chat(
+        engine, Conversation(ByteTokenizer(512), context, max_tokens), SamplingParams(max_tokens=max_tokens)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("finish", ["stop", "length", "cancelled"])
@@ -96,20 +98,23 @@ def test_an_answer_on_another_thread_leaves_the_handlers_of_signals_alone() -> N
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_terminal_is_not_driven_by_what_a_model_writes_and_a_pipe_gets_it_all(is_terminal: bool) -> None:
     talk, out = a_chat(), io.StringIO()
-    talk._out = Console(file=out, force_terminal=is_terminal, soft_wrap=True, highlight=False, markup=False, color_system=None)
+    talk._out = Console(
+        file=out, force_terminal=is_terminal, soft_wrap=True, highlight=False, markup=False, color_system=None
+    )
     written = "a b\x1b[2J\x07\x08\x7f\x9bc\r\nd"
     talk._show(written)
     assert out.getvalue() == ("a b[2Jc\nd" if is_terminal else written)
 
 
 @pytest.mark.parametrize(
-    ("is_default", "room", "max_tokens"), [(True, 5, 5), (True, 10, 10), (True, 11, 10), (True, 1, 1), (True, 0, 10), (False, 5, 10)]
+    ("is_default", "room", "max_tokens"),
+    [(True, 5, 5), (True, 10, 10), (True, 11, 10), (True, 1, 1), (True, 0, 10), (False, 5, 10)],
 )
 def test_only_a_default_yields_to_the_context(is_default: bool, room: int, max_tokens: int) -> None:
     assert _fitting(SamplingParams(max_tokens=10), is_default, room).max_tokens == max_tokens
 
 
-# ------------------------------------------------------------------------------------------------------------------ progress
+# --------------------------------------------------------------------------------------------------- progress
 
 
 def test_a_terminal_has_one_bar_for_the_stage_that_is_under_way() -> None:
@@ -141,12 +146,14 @@ def test_a_stage_that_is_over_is_not_spoken_of(monkeypatch: pytest.MonkeyPatch) 
     assert out.getvalue().splitlines() == ["long: 40 %", "long: 80 %"]
 
 
-# --------------------------------------------------------------------------------------------------------------------- cache
+# ------------------------------------------------------------------------------------------------------ cache
 
 
 @pytest.mark.parametrize("which", ["damaged", "corrupt", "torn"])
 @pytest.mark.parametrize("num", [0, 1, cache.MOST_LINES, cache.MOST_LINES + 3])
-def test_whatever_is_damaged_is_named_and_verify_ends_with_it(capsys: pytest.CaptureFixture[str], which: str, num: int) -> None:
+def test_whatever_is_damaged_is_named_and_verify_ends_with_it(
+    capsys: pytest.CaptureFixture[str], which: str, num: int
+) -> None:
     found = Survey(Path("/kv"), num_segments=1, num_good=7)
     getattr(found, which).extend(f"place {i}" for i in range(num))
     for action, code in (("inspect", 0), ("verify", int(num > 0))):
@@ -156,40 +163,67 @@ def test_whatever_is_damaged_is_named_and_verify_ends_with_it(capsys: pytest.Cap
         assert ("and 3 more" in said) == (num > cache.MOST_LINES)
         assert ("nothing is damaged" in said) == (action == "verify" and not num)
     shown = {"damaged": "damaged files", "corrupt": "damaged heads", "torn": "torn blocks"}
-    assert dict(cache._counts(found))[shown[which]] == str(num) and dict(cache._counts(found))["whole blocks"] == "7"
+    assert (
+        dict(cache._counts(found))[shown[which]] == str(num)
+        and dict(cache._counts(found))["whole blocks"] == "7"
+    )
 
 
 def test_the_largest_space_is_shown_first_with_its_times(capsys: pytest.CaptureFixture[str]) -> None:
     day = 86_400 * 10**9
-    found = Survey(Path("/kv"), spaces={"a" * 64: SpaceSurvey(1, 10, 0, day), "b" * 64: SpaceSurvey(3, 3 << 20, day, 2 * day)})
+    found = Survey(
+        Path("/kv"),
+        spaces={"a" * 64: SpaceSurvey(1, 10, 0, day), "b" * 64: SpaceSurvey(3, 3 << 20, day, 2 * day)},
+    )
     cache._show(found, verified=False)
     large, small = [line for line in capsys.readouterr().out.splitlines() if "aaaa" in line or "bbbb" in line]
-    assert "b" * cache.NUM_DIGITS in large and "3.0 MiB" in large and "1970-01-02" in large and "1970-01-03" in large
+    assert (
+        "b" * cache.NUM_DIGITS in large
+        and ("3.0 MiB") in large
+        and "1970-01-02" in large
+        and "1970-01-03" in large
+    )
     assert "a" * cache.NUM_DIGITS in small and "10 bytes" in small and "1970-01-01" in small
     assert found.num_blocks == 4
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "told"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"), (3 << 29, "1.5 GiB"), (1 << 30, "1.0 GiB")],
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1 << 20, "1.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 30, "1.0 GiB"),
+    ],
 )
 def test_sizes_read_well(num_bytes: int, told: str) -> None:
     assert cache._size(num_bytes) == told
 
 
-# -------------------------------------------------------------------------------------------------------------------- doctor
+# ----------------------------------------------------------------------------------------------------- doctor
 
 
-def test_a_built_in_name_is_known_and_an_embedded_model_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_built_in_name_is_known_and_an_embedded_model_that_is_missing_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     named = {check.name: check for check in doctor._model(Config(ModelSource("tiny-llama", device="cpu")))}
-    assert named["model"].status is named["weights"].status is doctor.Status.OK and "dummy" in named["weights"].hint
+    assert (
+        named["model"].status is named["weights"].status is doctor.Status.OK
+        and "dummy" in named["weights"].hint
+    )
 
     def missing() -> Path:
         raise ModelError("they are not in this package")
 
     monkeypatch.setattr(loader, "embedded_file", missing)
     (check,) = doctor._model(Config(ModelSource(embedded.NAME, device="cpu")))
-    assert (check.name, check.status, check.detail) == ("model", doctor.Status.WARN, "they are not in this package")
+    assert (check.name, check.status, check.detail) == (
+        "model",
+        doctor.Status.WARN,
+        "they are not in this package",
+    )
 
 
 def test_a_machine_with_a_gpu_is_asked_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,11 +232,16 @@ def test_a_machine_with_a_gpu_is_asked_for_its_kernels(monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "device_of", lambda config: "cuda")
     config = Config(ModelSource("tiny-llama"))
     check = doctor._device(config)
-    assert (check.status, check.detail) == (doctor.Status.OK, "cuda; GPUs: H200, 130.5 of 139.8 GiB free, capability 9.0")
+    assert (check.status, check.detail) == (
+        doctor.Status.OK,
+        "cuda; GPUs: H200, 130.5 of 139.8 GiB free, capability 9.0",
+    )
     for version, status in ((None, doctor.Status.FAIL), ("3.4", doctor.Status.OK)):
         monkeypatch.setattr(doctor, "installed_version", lambda package, version=version: version)
         assert doctor._triton().status is status
-    monkeypatch.setattr(doctor, "_tiny_generation", lambda device: doctor.Check("generation", doctor.Status.OK, device))
+    monkeypatch.setattr(
+        doctor, "_tiny_generation", lambda device: doctor.Check("generation", doctor.Status.OK, device)
+    )
     names = [check.name for check in doctor._checks(config)]
     assert names[:5] == ["python", "torch", "threads", "device", "triton"] and names[-1] == "generation"
     monkeypatch.setattr(doctor, "device_of", lambda config: "cpu")
@@ -214,17 +253,31 @@ def test_what_breaks_in_a_check_is_what_it_found() -> None:
         raise ZeroDivisionError("out of order")
 
     check = doctor._attempt("generation", broken)
-    assert (check.name, check.status, check.detail) == ("generation", doctor.Status.FAIL, "ZeroDivisionError: out of order")
+    assert (check.name, check.status, check.detail) == (
+        "generation",
+        doctor.Status.FAIL,
+        "ZeroDivisionError: out of order",
+    )
     assert "--json" in check.hint
 
 
 @pytest.mark.parametrize(
-    ("statuses", "code"), [(("ok", "ok"), 0), (("ok", "warn"), 0), (("ok", "fail"), 1), (("fail", "warn"), 1), (("fail", "fail"), 1)]
+    ("statuses", "code"),
+    [
+        (("ok", "ok"), 0),
+        (("ok", "warn"), 0),
+        (("ok", "fail"), 1),
+        (("fail", "warn"), 1),
+        (("fail", "fail"), 1),
+    ],
 )
 def test_the_exit_code_says_whether_anything_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], statuses: tuple[str, ...], code: int
 ) -> None:
-    checks = [doctor.Check(f"check {i}", doctor.Status(status), "found", "do this") for i, status in enumerate(statuses)]
+    checks = [
+        doctor.Check(f"check {i}", doctor.Status(status), "found", "do this")
+        for i, status in enumerate(statuses)
+    ]
     monkeypatch.setattr(doctor, "_checks", lambda config: iter(checks))
     assert doctor.doctor(Config(ModelSource("tiny-llama", device="cpu")), None) == code
     shown = capsys.readouterr().out

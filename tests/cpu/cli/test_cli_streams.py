@@ -1,4 +1,5 @@
-"""Where commands read and write: streams that are closed, full, without a reader, or of another encoding; and a process that is ended."""
+"""Where commands read and write: streams that are closed, full, without a reader, or of another encoding; and
+a process that is ended."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import pytest
 
 import penstock
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}  # what is tested, wherever it is installed
+# what is tested, wherever it is installed
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
 PENSTOCK = (sys.executable, "-m", "penstock")
 GENERATE = ("generate", "hi", "--max-tokens", "4")
 DECODE = ("bench", "decode", "--batch", "1", "--prompt-tokens", "8", "--tokens", "4", "--repeat", "1")
@@ -23,7 +25,11 @@ DECODE = ("bench", "decode", "--batch", "1", "--prompt-tokens", "8", "--tokens",
 
 def run(command: str, *argv: str, **more: str) -> subprocess.CompletedProcess[bytes]:
     """By a shell, which redirects."""
-    return subprocess.run(["bash", "-c", f'"$@" {command}', "bash", *PENSTOCK, *argv], capture_output=True, env=ENVIRONMENT | more)
+    return subprocess.run(
+        ["bash", "-c", f'"$@" {command}', "bash", *PENSTOCK, *argv],
+        capture_output=True,
+        env=ENVIRONMENT | more,
+    )
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
@@ -41,7 +47,12 @@ def test_without_stdin_nothing_is_asked_and_nothing_answered(tiny):
 def test_a_directory_whose_name_the_terminal_does_not_have_is_looked_into(tmp_path, tiny):
     folder = tmp_path / "kvü"
     folder.mkdir(mode=0o700)
-    assert run("", *GENERATE, *tiny, "--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.01").returncode == 0
+    assert (
+        run(
+            "", *GENERATE, *tiny, "--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.01"
+        ).returncode
+        == 0
+    )
     ran = run("", "cache", "inspect", "--kv-offload-ssd-dir", str(folder), PYTHONIOENCODING="ascii")
     assert ran.returncode == 0 and b"kv?" in ran.stdout
 
@@ -68,7 +79,20 @@ def test_a_measurement_that_is_ended_leaves_nothing_on_the_disk(tmp_path, tiny):
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
     disk = ("--kv-offload-ssd-dir", str(folder), "--kv-offload-ssd-gib", "0.05")
-    argv = ("bench", "turns", "--conversations", "4", "--turns", "20", "--repeat", "10000", "--prompt-tokens", "32", "--tokens", "8")
+    argv = (
+        "bench",
+        "turns",
+        "--conversations",
+        "4",
+        "--turns",
+        "20",
+        "--repeat",
+        "10000",
+        "--prompt-tokens",
+        "32",
+        "--tokens",
+        "8",
+    )
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([*PENSTOCK, *argv, *tiny, *disk], env=ENVIRONMENT, **quiet) as process:
         while not list(folder.glob("penstock-bench-*/*")):
@@ -98,10 +122,18 @@ def test_ctrl_c_ends_both_processes_of_a_restart_in_one_line(tiny):
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     # A shell that runs these tests in the background has SIGINT ignored, and so would the process.
     with subprocess.Popen(
-        argv, **streams, env=ENVIRONMENT, start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        argv,
+        **streams,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         while b"before the restart" not in (line := process.stderr.readline()):
             assert line
         os.killpg(process.pid, signal.SIGINT)
         said = process.communicate()[1]
-    assert process.returncode == 130 and said.splitlines()[-1] == b"penstock: interrupted" and b"Traceback" not in said
+    assert (
+        process.returncode == 130
+        and said.splitlines()[-1] == (b"penstock: interrupted")
+        and b"Traceback" not in said
+    )

@@ -20,8 +20,8 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def make_engine() -> Iterator[Callable[..., Engine]]:
-    """Builds tiny engines under the sanitizer. Closing them at the end proves that nothing leaked, since `close` raises where a slot is
-    still held, and that nothing was touched out of order."""
+    """Builds tiny engines under the sanitizer. Closing them at the end proves that nothing leaked, since
+    `close` raises where a slot is still held, and that nothing was touched out of order."""
     made: list[tuple[Engine, Sanitizer]] = []
 
     def make(model: str = "tiny-qwen3", **settings: Any) -> Engine:

@@ -1,4 +1,5 @@
-"""The store of adapters by itself: names, what may be loaded from where, and weights that live as long as somebody uses them."""
+"""The store of adapters by itself: names, what may be loaded from where, and weights that live as long as
+somebody uses them."""
 
 from __future__ import annotations
 
@@ -48,21 +49,46 @@ def test_only_what_lies_inside_the_directory_is_loaded_from_it(tmp_path: Path) -
         (borrowed / name).unlink()
         (borrowed / name).symlink_to(outside / name)
     store = store_in(root.resolve())
-    for path in ("group/inside", str(inside), "good-link", "group/../group/inside", f"{tmp_path}/outside/../allowed/good-link"):
+    for path in (
+        "group/inside",
+        str(inside),
+        "good-link",
+        "group/../group/inside",
+        f"{tmp_path}/outside/../allowed/good-link",
+    ):
         assert store.load_inside("a", path).root == path
-    escapes = ["../outside", str(outside), "link", "group/../../outside", "../allowed-not", "/", "..", "/etc", "loop", "a\0b"]
-    escapes += ["borrowed-adapter_config.json", "borrowed-adapter_model.safetensors", str(tmp_path / "nowhere")]
+    escapes = [
+        "../outside",
+        str(outside),
+        "link",
+        "group/../../outside",
+        "../allowed-not",
+        "/",
+        "..",
+        "/etc",
+        "loop",
+        "a\0b",
+    ]
+    escapes += [
+        "borrowed-adapter_config.json",
+        "borrowed-adapter_model.safetensors",
+        str(tmp_path / "nowhere"),
+    ]
     before = store.all()
     for path in escapes:
         with pytest.raises(InvalidRequest) as refused:
             store.load_inside("b", path)
         assert refused.value.param == "lora_path"
-        assert str(refused.value) == "lora_path must lie inside the directory that the server was given as --lora-dir"
+        assert str(refused.value) == (
+            "lora_path must lie inside the directory that the server was given as --lora-dir"
+        )
     assert store.all() == before
 
 
 @pytest.mark.parametrize("path", ["link", "borrowed"])
-def test_links_that_are_not_followed_before_the_check_lead_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_links_that_are_not_followed_before_the_check_lead_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     """The fault behind the test above: a check of the path as it is written."""
     root, outside = folder(tmp_path / "allowed"), folder(tmp_path / "outside")
     (root / "link").symlink_to(outside)
@@ -119,7 +145,7 @@ def test_names_are_bounded(tmp_path: Path) -> None:
     store.load("one-more", directory)
 
 
-# ------------------------------------------------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------------------------------------- weights
 
 
 def test_weights_live_while_they_are_named_or_held(tmp_path: Path) -> None:
@@ -138,7 +164,9 @@ def test_weights_live_while_they_are_named_or_held(tmp_path: Path) -> None:
         store.hold(first)
 
 
-def test_without_counting_holds_a_reload_takes_the_weights_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_counting_holds_a_reload_takes_the_weights_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault behind the test above."""
     monkeypatch.setattr(AdapterStore, "_hold", lambda self, adapter: AdapterHold(self, adapter))
     store = store_in(None)
@@ -223,10 +251,12 @@ def test_what_had_a_name_before_another_content_is_gone_once_nobody_uses_it(tmp_
         store.load("a", folder(tmp_path / str(number), str(number)))
 
 
-# --------------------------------------------------------------------------------------------------------- as it is configured
+# ---------------------------------------------------------------------------------------- as it is configured
 
 
-def test_the_directory_may_be_written_as_a_home_a_relative_path_or_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_directory_may_be_written_as_a_home_a_relative_path_or_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What clients may load lies inside it all the same."""
     folder(tmp_path / "adapters" / "a")
     folder(tmp_path / "outside")
@@ -249,7 +279,13 @@ def test_adapters_of_the_configuration_are_loaded_in_order_and_what_is_wrong_nam
     folder(tmp_path / "y", "y")
     monkeypatch.setenv("HOME", str(tmp_path))
     store = opened(LoraConfig(adapters=(("one", "~/x"), ("two", str(tmp_path / "y")))))
-    assert [(loaded.adapter.name, loaded.root) for loaded in store.all()] == [("one", "~/x"), ("two", str(tmp_path / "y"))]
-    for name, path, why in (("one", "~/nowhere", "is no directory"), ("base", "~/x", "is the name of the model itself")):
+    assert [(loaded.adapter.name, loaded.root) for loaded in store.all()] == [
+        ("one", "~/x"),
+        ("two", str(tmp_path / "y")),
+    ]
+    for name, path, why in (
+        ("one", "~/nowhere", "is no directory"),
+        ("base", "~/x", "is the name of the model itself"),
+    ):
         with pytest.raises(ConfigError, match=f"^--lora {name}={path}: .*{why}"):
             opened(LoraConfig(adapters=((name, path),)))

@@ -1,5 +1,5 @@
-"""Adapters in a running engine: whatever shares a step with them, each request gets the tokens of its own content, before and after a
-reload; KV of one content is never taken for another's."""
+"""Adapters in a running engine: whatever shares a step with them, each request gets the tokens of its own
+content, before and after a reload; KV of one content is never taken for another's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def load(tmp_path: Path) -> Load:
 
 @pytest.fixture
 def expected(make_engine: MakeEngine, load: Load) -> Callable[..., list[int]]:
-    """What an engine that has seen nothing else says to `prompt` under content `seed`; None: the base model."""
+    """What an engine that has seen nothing else says to `prompt` under content `seed`; None: the base
+    model."""
 
     def tokens(prompt: list[int], seed: int | None, **settings: Any) -> list[int]:
         engine = make_engine(prefix_cache=False)
@@ -65,12 +66,17 @@ def check_nothing_held(engine: Engine) -> None:
     assert weights_kept(engine) == {loaded.adapter.digest for loaded in engine.adapters.all()}
 
 
-# -------------------------------------------------------------------------------------------------------------- tokens
+# ----------------------------------------------------------------------------------------------------- tokens
 
 
 @pytest.mark.parametrize(("model", "config"), [("tiny-qwen3", TINY_QWEN3), ("tiny-llama", TINY_LLAMA)])
 def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
-    make_engine: MakeEngine, prompts: Prompts, load: Load, model: str, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    load: Load,
+    model: str,
+    config: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone, together = make_engine(model, prefix_cache=False), make_engine(model)
     work = [(n, which) for n in (1, 16, 30, 70, 130) for which in ("base", "one", "two")]
@@ -94,7 +100,9 @@ def test_base_and_adapters_in_one_batch_get_the_tokens_they_get_alone(
     run_all(together)
     assert [c.tokens for c in found] == right
     assert max(map(len, mixtures)) == 3, "no step had all three"
-    assert len({tuple(tokens) for tokens in right}) == len(right), "an adapter that changes nothing proves nothing"
+    assert len({tuple(tokens) for tokens in right}) == len(right), (
+        "an adapter that changes nothing proves nothing"
+    )
     check_nothing_held(together)
 
 
@@ -106,7 +114,9 @@ def make_from_files() -> Iterator[Callable[..., Engine]]:
     def make(directory: Path, **lora: Any) -> Engine:
         kv, steps = KvConfig(device_blocks=64), EngineConfig(max_batch=4, prefill_chunk=16)
         source = ModelSource(str(directory), device="cpu", dtype="float32")
-        made.append(build_sanitized(Config(source, kv, steps, OffloadConfig(enabled=False), lora=LoraConfig(**lora))))
+        made.append(
+            build_sanitized(Config(source, kv, steps, OffloadConfig(enabled=False), lora=LoraConfig(**lora)))
+        )
         return made[-1][0]
 
     yield make
@@ -117,12 +127,18 @@ def make_from_files() -> Iterator[Callable[..., Engine]]:
 
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
 def test_an_adapter_says_what_merged_weights_say(
-    tmp_path: Path, make_from_files: Callable[..., Engine], prompts: Prompts, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    make_from_files: Callable[..., Engine],
+    prompts: Prompts,
+    config: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     base, tensors = tiny_tensors(config), adapter_tensors(config, seed=5)
     directory = write_adapter(tmp_path / "adapter", tensors, lora_alpha=8)
-    engine = make_from_files(write_tiny_model(tmp_path / "base", config, tensors=base), adapters=(("tuned", str(directory)),))
+    engine = make_from_files(
+        write_tiny_model(tmp_path / "base", config, tensors=base), adapters=(("tuned", str(directory)),)
+    )
     dense = make_from_files(write_tiny_model(tmp_path / "merged", config, tensors=merged(base, tensors, 2.0)))
     (tuned,) = engine.adapters.all()
     for n, settings in ((50, {}), (40, {"prompt_logprobs": 2, "logprobs": 2})):
@@ -133,7 +149,9 @@ def test_an_adapter_says_what_merged_weights_say(
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
-def test_steps_without_adapters_are_replayed_and_those_with_are_not(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+def test_steps_without_adapters_are_replayed_and_those_with_are_not(
+    make_engine: MakeEngine, prompts: Prompts, load: Load
+) -> None:
     engine = make_engine()
     replays = engine._parts.executor._replays
     adapter = load(engine, "one", 1)
@@ -143,22 +161,29 @@ def test_steps_without_adapters_are_replayed_and_those_with_are_not(make_engine:
     assert replays._captured
 
 
-def test_a_retracted_request_resumes_on_its_own_content(make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any) -> None:
+def test_a_retracted_request_resumes_on_its_own_content(
+    make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any
+) -> None:
     """Promises exceed memory, requests are pushed out, and the adapters are reloaded meanwhile."""
     engine = make_engine(blocks=14, overcommit=4.0)
     adapters = [load(engine, "one", 1), None, load(engine, "two", 2), load(engine, "one-again", 1)]
-    found = [submit(engine, prompts(30, seed=i), adapter=adapter, max_tokens=60) for i, adapter in enumerate(adapters)]
+    found = [
+        submit(engine, prompts(30, seed=i), adapter=adapter, max_tokens=60)
+        for i, adapter in enumerate(adapters)
+    ]
     for _ in range(25):
         engine.step()
     load(engine, "one", 7)
     engine.adapters.unload("two")
     run_all(engine)
     assert engine.stats().retractions > 0
-    assert [c.tokens for c in found] == [expected(prompts(30, seed=i), seed, max_tokens=60) for i, seed in enumerate((1, None, 2, 1))]
+    assert [c.tokens for c in found] == [
+        expected(prompts(30, seed=i), seed, max_tokens=60) for i, seed in enumerate((1, None, 2, 1))
+    ]
     check_nothing_held(engine)
 
 
-# ----------------------------------------------------------------------------------------------------- identity of KV
+# --------------------------------------------------------------------------------------------- identity of KV
 
 
 def check_reload(engine: Engine, prompt: list[int], load: Load, expected: Any) -> None:
@@ -167,11 +192,15 @@ def check_reload(engine: Engine, prompt: list[int], load: Load, expected: Any) -
     again = generate(engine, prompt, adapter=engine.adapters.find("tuned").adapter)  # type: ignore[union-attr]
     second = generate(engine, prompt, adapter=load(engine, "tuned", 2))
     back = generate(engine, prompt, adapter=load(engine, "tuned", 1))
-    assert again.source is not None and again.source.device == 32, "what was computed under one content is found under it"
+    assert again.source is not None and again.source.device == 32, (
+        "what was computed under one content is found under it"
+    )
     assert second.source is not None and second.source.device == 0
     assert first.tokens == again.tokens == back.tokens == expected(prompt, 1)
     assert second.tokens == expected(prompt, 2) != first.tokens
-    assert back.source is not None and back.source.device == 32, "the same content is the same adapter, whenever it was loaded"
+    assert back.source is not None and back.source.device == 32, (
+        "the same content is the same adapter, whenever it was loaded"
+    )
 
 
 # Holds invariant 13: the version of an adapter is part of a key.
@@ -183,9 +212,16 @@ def test_an_adapter_reloaded_under_the_same_name_never_hits_stale_kv(
 
 @pytest.mark.parametrize("fault", ["no version", "the name for a version", "no adapter at all"])
 def test_the_reload_test_turns_red_with(
-    make_engine: MakeEngine, prompts: Prompts, load: Load, expected: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine,
+    prompts: Prompts,
+    load: Load,
+    expected: Any,
+    fault: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def prefix_of(self: KvCache, tokens: list[int], salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
+    def prefix_of(
+        self: KvCache, tokens: list[int], salt: str = "", adapter: Adapter | None = None
+    ) -> Prefix | None:
         kept = {"no version": "", "the name for a version": "" if adapter is None else adapter.name}
         scope = self.scope
         if adapter is not None and fault in kept:
@@ -200,7 +236,9 @@ def test_the_reload_test_turns_red_with(
 
 
 # Holds invariant 13: no two scopes read the same.
-def test_salts_adapters_and_their_names_never_collide(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+def test_salts_adapters_and_their_names_never_collide(
+    make_engine: MakeEngine, prompts: Prompts, load: Load
+) -> None:
     engine = make_engine(blocks=512)
     prompt = prompts(40)
     x, tenant = load(engine, "x", 1), load(engine, "tenant", 2)
@@ -212,7 +250,9 @@ def test_salts_adapters_and_their_names_never_collide(make_engine: MakeEngine, p
             assert source is not None and source.device == cached, (salt, adapter)
 
 
-def test_equal_content_under_two_names_shares_weights_and_kv(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+def test_equal_content_under_two_names_shares_weights_and_kv(
+    make_engine: MakeEngine, prompts: Prompts, load: Load
+) -> None:
     engine = make_engine()
     one, twin = load(engine, "one", 1), load(engine, "twin", 1)
     assert one.digest == twin.digest and len(weights_kept(engine)) == 1
@@ -243,7 +283,7 @@ def test_content_that_has_left_the_device_is_found_in_host_memory_under_its_own_
         assert found.tokens == (first.tokens if seed == 1 else expected(prompt, seed))
 
 
-# ------------------------------------------------------------------------------------------------------------ lifetime
+# --------------------------------------------------------------------------------------------------- lifetime
 
 
 @pytest.mark.parametrize("change", ["reload", "unload"])
@@ -268,7 +308,9 @@ def test_a_request_finishes_on_the_content_it_began_with(
     check_nothing_held(engine)
 
 
-def test_weights_go_when_the_last_step_that_reads_them_has_been_read(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+def test_weights_go_when_the_last_step_that_reads_them_has_been_read(
+    make_engine: MakeEngine, prompts: Prompts, load: Load
+) -> None:
     engine = make_engine()
     adapter = load(engine, "tuned", 1)
     alive = weakref.ref(engine.adapters.weights_of(adapter).layers[0]["qkv"].a)
@@ -279,14 +321,18 @@ def test_weights_go_when_the_last_step_that_reads_them_has_been_read(make_engine
     engine._inbox.run_all()
     assert running.finish is FinishReason.CANCELLED and weights_kept(engine) == set()
     step = engine._running
-    assert step is not None and step.outputs.lora is not None and alive() is not None, "the step that still runs keeps them"
+    assert step is not None and step.outputs.lora is not None and alive() is not None, (
+        "the step that still runs keeps them"
+    )
     del step
     generate(engine, prompts(20))  # of the step read last, a lane may keep the op that it ran last
     gc.collect()
     assert alive() is None
 
 
-def test_every_way_in_which_a_request_ends_lets_go_of_its_adapter(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+def test_every_way_in_which_a_request_ends_lets_go_of_its_adapter(
+    make_engine: MakeEngine, prompts: Prompts, load: Load
+) -> None:
     engine = make_engine(max_batch=1)
     adapter = load(engine, "tuned", 1)
     finished, cancelled, waiting = (submit(engine, prompts(20, seed), adapter=adapter) for seed in range(3))
@@ -310,7 +356,9 @@ def test_every_way_in_which_a_request_ends_lets_go_of_its_adapter(make_engine: M
     check_nothing_held(engine)
 
 
-def test_content_that_is_gone_is_refused_and_changes_nothing(make_engine: MakeEngine, prompts: Prompts, load: Load) -> None:
+def test_content_that_is_gone_is_refused_and_changes_nothing(
+    make_engine: MakeEngine, prompts: Prompts, load: Load
+) -> None:
     engine = make_engine()
     old = load(engine, "tuned", 1)
     load(engine, "tuned", 2)
@@ -345,7 +393,8 @@ def reload_until(stop: threading.Event, store: AdapterStore, directories: list[P
 
 
 def test_adapters_come_and_go_while_requests_stream(prompts: Prompts, tmp_path: Path, expected: Any) -> None:
-    """A thread reloads one name with three contents in turn; whoever asks for the name gets the tokens of the content it was given."""
+    """A thread reloads one name with three contents in turn; whoever asks for the name gets the tokens of the
+    content it was given."""
     directories = [write_random_adapter(tmp_path / f"content-{seed}", TINY_QWEN3, seed) for seed in (1, 2, 3)]
     prompt = prompts(24)
     engine = build(tiny_config())
@@ -361,7 +410,9 @@ def test_adapters_come_and_go_while_requests_stream(prompts: Prompts, tmp_path: 
             if (hold := engine.adapters.try_hold("tuned")) is not None:
                 told = Told()
                 with hold as adapter:
-                    engine.submit(prompt, SamplingParams(8, temperature=0.0, ignore_eos=True), told, adapter=adapter)
+                    engine.submit(
+                        prompt, SamplingParams(8, temperature=0.0, ignore_eos=True), told, adapter=adapter
+                    )
                 assert told.done.wait(60)
                 found.append((adapter.digest, told.tokens))
     finally:
@@ -373,7 +424,7 @@ def test_adapters_come_and_go_while_requests_stream(prompts: Prompts, tmp_path: 
     check_nothing_held(engine)
 
 
-# ------------------------------------------------------------------------------------------------------- configuration
+# ---------------------------------------------------------------------------------------------- configuration
 
 
 def built(**lora: Any) -> Engine:
@@ -381,9 +432,15 @@ def built(**lora: Any) -> Engine:
 
 
 def test_adapters_of_the_configuration_are_there_from_the_start(tmp_path: Path) -> None:
-    one, two = (str(write_random_adapter(tmp_path / name, TINY_QWEN3, seed)) for seed, name in enumerate(("one", "two")))
+    one, two = (
+        str(write_random_adapter(tmp_path / name, TINY_QWEN3, seed))
+        for seed, name in enumerate(("one", "two"))
+    )
     engine = built(adapters=(("a", one), ("org/b", two)), dir=str(tmp_path))
-    assert [(loaded.adapter.name, loaded.root) for loaded in engine.adapters.all()] == [("a", one), ("org/b", two)]
+    assert [(loaded.adapter.name, loaded.root) for loaded in engine.adapters.all()] == [
+        ("a", one),
+        ("org/b", two),
+    ]
     assert engine.adapters.root == tmp_path.resolve()
     engine.close(timeout_s=20.0)
 

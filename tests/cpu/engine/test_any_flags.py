@@ -1,5 +1,6 @@
-"""Flags together: with every two of their values an engine gets warm, and its requests have the tokens of an engine without any of them,
-under the strict sanitizer, also when the same prompts come again and after a restart."""
+"""Flags together: with every two of their values an engine gets warm, and its requests have the tokens of an
+engine without any of them, under the strict sanitizer, also when the same prompts come again and after a
+restart."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ MAX_MODEL_LEN, NUM_TOKENS = 400, 20
 
 def prompts() -> list[list[int]]:
     chooser = random.Random(0)
-    long, short = ([chooser.randrange(1, 500) for _ in range(num)] for num in (MAX_MODEL_LEN - NUM_TOKENS, 90))
+    long, short = (
+        [chooser.randrange(1, 500) for _ in range(num)] for num in (MAX_MODEL_LEN - NUM_TOKENS, 90)
+    )
     return [short, long, short[:40], [7] * 30]
 
 
@@ -54,7 +57,10 @@ def flags_of(case: Case, head: Path, disk: Path) -> list[str]:
     elif case["--speculate"] == "mtp":
         given["--speculate"] = f"mtp:{head}"
     block = case["--block-tokens"]
-    has_tiers, is_deep = case["tiers"] != "none", case["deep"] and case["tiers"] != "none" and case["--no-prefix-cache"] is None
+    has_tiers, is_deep = (
+        case["tiers"] != "none",
+        case["deep"] and case["tiers"] != "none" and case["--no-prefix-cache"] is None,
+    )
     if not has_tiers and case["--eviction"] not in DEVICE_EVICTIONS:
         del given["--eviction"]
     num_blocks = -(-MAX_MODEL_LEN // block) + 1
@@ -64,8 +70,17 @@ def flags_of(case: Case, head: Path, disk: Path) -> list[str]:
     flags = [*MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--sanitize", "strict"]
     flags += ["--kv-offload-host-gib", "0.01"] if has_tiers else ["--no-kv-offload"]
     if case["tiers"] in ADMISSIONS:
-        flags += ["--kv-offload-ssd-dir", str(disk), "--kv-offload-ssd-gib", "0.02", "--kv-offload-ssd-admission", case["tiers"]]
-    return flags + [str(part) for name, value in given.items() for part in ((name, value) if value != "" else (name,))]
+        flags += [
+            "--kv-offload-ssd-dir",
+            str(disk),
+            "--kv-offload-ssd-gib",
+            "0.02",
+            "--kv-offload-ssd-admission",
+            case["tiers"],
+        ]
+    return flags + [
+        str(part) for name, value in given.items() for part in ((name, value) if value != "" else (name,))
+    ]
 
 
 def parsed(flags: list[str]) -> Config:
@@ -82,7 +97,11 @@ def answers(engine: Engine) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[tuple[int, ...]], Path]]:
     """What an engine without any of the flags says, and a head for its model."""
-    engine = build(parsed([*MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--device-kv-blocks", "256", "--no-kv-offload"]))
+    engine = build(
+        parsed(
+            [*MODEL, "--max-model-len", str(MAX_MODEL_LEN), "--device-kv-blocks", "256", "--no-kv-offload"]
+        )
+    )
     head = write_random_head(tmp_path_factory.mktemp("any flags") / "head", model_of(engine))
     yield answers(engine), head
     engine.close(timeout_s=20.0)

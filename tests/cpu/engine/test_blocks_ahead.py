@@ -1,5 +1,5 @@
-"""Blocks copied to the device for a request that waits for room: real bytes, real lanes, under the sanitizer. The tokens are those of a
-request alone."""
+"""Blocks copied to the device for a request that waits for room: real bytes, real lanes, under the sanitizer.
+The tokens are those of a request alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ RUNNING = 460  # tokens of whoever runs, which is promised 30 blocks: 20 are nob
 
 
 def crowded(make_engine: MakeEngine, prompts: Prompts) -> tuple[Engine, GatedCopier, list[int]]:
-    """An engine whose host memory has a prompt, and what that is answered with. Copies to the device are held."""
+    """An engine whose host memory has a prompt, and what that is answered with. Copies to the device are
+    held."""
     engine = make_engine(blocks=BLOCKS, host_blocks=128, prefill_chunk=512)
     expected = generate(engine, prompts(LENGTH)).tokens
     forget(engine)
@@ -57,7 +58,9 @@ def waiting(engine: Engine, prompts: Prompts) -> tuple[Collected, Collected, Blo
     return running, behind, ahead
 
 
-def test_a_request_that_waits_for_room_finds_its_blocks_on_the_device(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_request_that_waits_for_room_finds_its_blocks_on_the_device(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine, load, expected = crowded(make_engine, prompts)
     running, behind, ahead = waiting(engine, prompts)
     load.let()
@@ -68,7 +71,9 @@ def test_a_request_that_waits_for_room_finds_its_blocks_on_the_device(make_engin
     run_all(engine)
     assert behind.tokens == expected and behind.source == KvSource(host=399, computed=1)
     assert engine.stats().prompt_tokens["host"] == 399 and engine.stats().prompt_tokens["device"] == 0
-    assert [len(sources) for sources, _, layers in load.passed if layers[0] == 0] == [20, 5], "each block once"
+    assert [len(sources) for sources, _, layers in load.passed if layers[0] == 0] == [20, 5], (
+        "each block once"
+    )
     settle_all(engine)
     check_at_rest(engine)
 
@@ -99,7 +104,9 @@ def test_the_engine_looks_at_a_copy_that_is_all_there_is_to_do(
     engine.cancel(running.request_id)
     until(engine, lambda: states(engine) == {"waiting": 1})
     turn(engine, 3)
-    assert engine.has_work() and states(engine) == {"waiting": 1}, "its blocks are on their way: nobody needs to be told"
+    assert engine.has_work() and states(engine) == {"waiting": 1}, (
+        "its blocks are on their way: nobody needs to be told"
+    )
     waits: list[float] = []
     wait = engine._inbox.wait
     monkeypatch.setattr(engine._inbox, "wait", lambda timeout_s: waits.append(timeout_s) or wait(timeout_s))
@@ -127,7 +134,9 @@ def test_a_loop_of_its_own_brings_it_to_its_end(make_engine: MakeEngine, prompts
     def ask(events: list[TokenEvent]) -> None:
         """The other one has set off: now there is no room for this one."""
         if len(events) == 1:
-            engine.submit(prompts(LENGTH), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), listen)
+            engine.submit(
+                prompts(LENGTH), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True), listen
+            )
 
     others: list[TokenEvent] = []
     params = SamplingParams(max_tokens=RUNNING, temperature=0.0, ignore_eos=True)
@@ -144,7 +153,8 @@ def test_a_loop_of_its_own_brings_it_to_its_end(make_engine: MakeEngine, prompts
 def test_a_copy_waits_for_a_step_that_still_uses_its_slots(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request is cancelled while a step of it is under way, and its last slot is among those that are filled ahead."""
+    """A request is cancelled while a step of it is under way, and its last slot is among those that are
+    filled ahead."""
     engine, load, expected = crowded(make_engine, prompts)
     load.let()
     running = submit(engine, prompts(20, seed=9), max_tokens=RUNNING)
@@ -195,7 +205,9 @@ def test_a_copy_that_fails_costs_nothing_but_time(make_engine: MakeEngine, promp
 
 
 @pytest.mark.parametrize("what", ["cancel", "reset", "close"])
-def test_whatever_comes_between_leaves_nothing_behind(make_engine: MakeEngine, prompts: Prompts, what: str) -> None:
+def test_whatever_comes_between_leaves_nothing_behind(
+    make_engine: MakeEngine, prompts: Prompts, what: str
+) -> None:
     engine, load, expected = crowded(make_engine, prompts)
     running, behind, ahead = waiting(engine, prompts)
     if what == "close":

@@ -1,4 +1,5 @@
-"""What the configuration says reaches the part that it is for: each setting has a number of its own, so that no two can be mixed up."""
+"""What the configuration says reaches the part that it is for: each setting has a number of its own, so that
+no two can be mixed up."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ from support.driving import tiny_config
 MakeEngine = Callable[..., Engine]
 
 
-def test_the_settings_of_colder_tiers_reach_them(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_colder_tiers_reach_them(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[tuple[Any, ...]] = []
 
     def recorded(name: str) -> None:
         opens = getattr(storage, name)
-        monkeypatch.setattr(storage, name, lambda place, *args: opened.append((place, *args)) or opens(place, *args))
+        monkeypatch.setattr(
+            storage, name, lambda place, *args: opened.append((place, *args)) or opens(place, *args)
+        )
 
     recorded("open_ssd")
     recorded("open_remote")
@@ -56,9 +61,12 @@ def test_by_default_a_lease_outlasts_a_load_and_a_load_an_exchange_with_a_store(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "most", "why"), [(256, TINY_QWEN3.max_position, "positions of the model"), (8, 128, "does not fit into 8 KV blocks")]
+    ("blocks", "most", "why"),
+    [(256, TINY_QWEN3.max_position, "positions of the model"), (8, 128, "does not fit into 8 KV blocks")],
 )
-def test_a_context_of_exactly_what_there_is_is_taken_and_one_more_is_not(make_engine: MakeEngine, blocks: int, most: int, why: str) -> None:
+def test_a_context_of_exactly_what_there_is_is_taken_and_one_more_is_not(
+    make_engine: MakeEngine, blocks: int, most: int, why: str
+) -> None:
     assert make_engine(blocks=blocks, max_model_len=most).max_model_len == most
     assert make_engine(blocks=blocks).max_model_len == most, "where none is given it is that"
     with pytest.raises(ConfigError, match=why):
@@ -66,10 +74,15 @@ def test_a_context_of_exactly_what_there_is_is_taken_and_one_more_is_not(make_en
 
 
 @pytest.mark.parametrize(("dtype", "block_tokens"), [("float32", 16), ("bfloat16", 8)])
-def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(dtype: str, block_tokens: int) -> None:
-    """Holds invariant 13: a scope says everything that makes the bytes of two blocks differ, and each part of it is the engine's own."""
+def test_keys_cover_the_weights_and_the_kind_of_block_that_an_engine_has(
+    dtype: str, block_tokens: int
+) -> None:
+    """Holds invariant 13: a scope says everything that makes the bytes of two blocks differ, and each part of
+    it is the engine's own."""
     config = tiny_config(block_tokens=block_tokens)
-    engine = building.build(dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype)))  # type: ignore[arg-type]
+    engine = building.build(
+        dataclasses.replace(config, source=dataclasses.replace(config.source, dtype=dtype))
+    )  # type: ignore[arg-type]
     model, layout = engine._parts.executor._forward.model, engine._parts.arena.layout
     positions = f"rope half-rotation theta={TINY_QWEN3.rope_theta!r}"
     assert engine.cache.scope == Scope(model.digest, dtype, layout.fingerprint(), block_tokens, positions)

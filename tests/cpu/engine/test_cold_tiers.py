@@ -1,4 +1,5 @@
-"""The engine with tiers behind host memory: an SSD for real, and a shared store whose troubles are the test's."""
+"""The engine with tiers behind host memory: an SSD for real, and a shared store whose troubles are the
+test's."""
 
 from __future__ import annotations
 
@@ -82,7 +83,9 @@ def test_a_prefix_comes_back_from_the_ssd_with_the_same_tokens(
     engine.check()
 
 
-def test_what_was_persisted_survives_the_engine(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
+def test_what_was_persisted_survives_the_engine(
+    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
+) -> None:
     first = make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
     cold = generate(first, prompts(200))
     flush(first)
@@ -93,7 +96,9 @@ def test_what_was_persisted_survives_the_engine(make_engine: MakeEngine, prompts
     assert warm.source == KvSource(ssd=192, computed=8) and warm.tokens == cold.tokens
 
 
-def test_an_engine_that_cannot_be_built_leaves_its_directory_to_the_next(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_built_leaves_its_directory_to_the_next(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="--kv-offload-remote"):
         make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05, remote="gopher://nowhere")
     make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
@@ -117,7 +122,9 @@ def test_device_host_ssd_and_store_stack_at_the_right_offsets(
     assert split.tokens == cold.tokens
 
 
-def test_what_one_engine_computes_another_serves(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_what_one_engine_computes_another_serves(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     one, other = (make_engine(host_blocks=64, remote="memory://") for _ in range(2))
     cold = generate(one, prompts(100))
     settle_all(one)
@@ -160,13 +167,16 @@ def test_a_store_in_trouble_means_computing(
     assert (traffic.checksum_failures.get("remote", 0) > 0) is (trouble is damages)
 
 
-def test_a_load_that_ends_short_keeps_what_came(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_load_that_ends_short_keeps_what_came(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine = make_engine(host_blocks=64, remote="memory://")
     prompt = prompts(16 * 40 + 5)
     cold = generate(engine, prompt)
     only_colder(engine)
     keys = engine.cache.prefix_of(prompt).keys  # type: ignore[union-attr]
-    shared.on_call = lambda call: shared.lose(keys[30]) if call == "read" else None  # between the question and the reading
+    # between the question and the reading
+    shared.on_call = lambda call: shared.lose(keys[30]) if call == "read" else None
     warm = generate(engine, prompt)
     assert warm.tokens == cold.tokens
     assert warm.source is not None and 0 < warm.source.remote < 16 * 40
@@ -176,7 +186,9 @@ def test_a_load_that_ends_short_keeps_what_came(make_engine: MakeEngine, prompts
 
 
 # Holds invariant 6: the engine thread waits for no store.
-def test_others_run_while_blocks_are_read(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_others_run_while_blocks_are_read(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine = make_engine(host_blocks=64, remote="memory://")
     cold = generate(engine, prompts(100))
     only_colder(engine)
@@ -213,10 +225,14 @@ def test_a_cancel_during_a_read_returns_at_once_and_the_slots_stay_with_it(
         assert kv["host"]["reserved"] == 6, "a read under way keeps what it writes"
     settle_all(engine)
     assert engine.stats().kv_blocks["host"]["reserved"] == 0
-    assert generate(engine, prompts(100)).source == KvSource(host=96, computed=4), "and what it has read can be found"
+    assert generate(engine, prompts(100)).source == KvSource(host=96, computed=4), (
+        "and what it has read can be found"
+    )
 
 
-def test_a_read_that_takes_too_long_is_not_waited_for(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_read_that_takes_too_long_is_not_waited_for(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine = make_engine(host_blocks=64, remote="memory://", load_deadline_s=0.05)
     cold = generate(engine, prompts(100))
     only_colder(engine)
@@ -227,7 +243,9 @@ def test_a_read_that_takes_too_long_is_not_waited_for(make_engine: MakeEngine, p
     engine.check()
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine = make_engine(host_blocks=64, remote="memory://")
     cold = generate(engine, prompts(100))
     only_colder(engine)
@@ -241,7 +259,8 @@ def test_a_store_that_does_not_answer_is_not_waited_for(make_engine: MakeEngine,
 def test_a_call_that_has_time_left_makes_no_store_unusable(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, timeout_s: float, patient_s: float
 ) -> None:
-    """A store far away was given more time. One that does not end its calls in time is left alone all the same."""
+    """A store far away was given more time. One that does not end its calls in time is left alone all the
+    same."""
     engine = make_engine(host_blocks=64, remote="memory://", remote_timeout_s=timeout_s)
     tier, clock = engine.cache.cold_tiers["remote"], HandClock()
     tier.calls.breaker.clock = clock
@@ -260,7 +279,9 @@ def test_a_call_that_has_time_left_makes_no_store_unusable(
 def test_a_store_is_asked_once_for_each_request(
     make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore, tmp_path: Path, disk: bool
 ) -> None:
-    engine = make_engine(host_blocks=64, remote="memory://", **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if disk else {}))
+    engine = make_engine(
+        host_blocks=64, remote="memory://", **({"ssd_dir": str(tmp_path), "ssd_gib": 0.05} if disk else {})
+    )
     generate(engine, prompts(100))
     assert shared.calls.count("find") == 1, "it has nothing, and that is an answer"
     only_colder(engine)
@@ -276,7 +297,9 @@ def test_a_store_is_asked_once_for_each_request(
     settle_all(engine)
 
 
-def test_no_room_in_host_memory_means_computing_the_rest(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_no_room_in_host_memory_means_computing_the_rest(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine = make_engine(host_blocks=4, remote="memory://")
     cold = generate(engine, prompts(200))
     settle_all(engine)
@@ -288,7 +311,9 @@ def test_no_room_in_host_memory_means_computing_the_rest(make_engine: MakeEngine
     engine.check()
 
 
-def test_a_flush_says_what_could_not_be_persisted(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_flush_says_what_could_not_be_persisted(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine = make_engine(host_blocks=64, remote="memory://")
     shared.die()
     generate(engine, prompts(100))
@@ -305,7 +330,9 @@ def test_without_a_tier_that_outlives_the_process_nothing_is_persisted(make_engi
         make_engine(host_blocks=16).wait_flushed("persisted", 1.0)
 
 
-@pytest.mark.parametrize(("admission", "after_one", "after_two"), [("always", 6, 6), ("reuse", 0, 6), ("evict", 0, 0)])
+@pytest.mark.parametrize(
+    ("admission", "after_one", "after_two"), [("always", 6, 6), ("reuse", 0, 6), ("evict", 0, 0)]
+)
 def test_admission_decides_what_is_written_to_the_disk(
     make_engine: MakeEngine, prompts: Prompts, tmp_path: Path, admission: str, after_one: int, after_two: int
 ) -> None:
@@ -319,7 +346,9 @@ def test_admission_decides_what_is_written_to_the_disk(
     assert engine.stats().kv_blocks["ssd"]["used"] == after_two
 
 
-def test_blocks_that_are_about_to_leave_host_memory_are_written_first(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
+def test_blocks_that_are_about_to_leave_host_memory_are_written_first(
+    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
+) -> None:
     engine = make_engine(host_blocks=32, ssd_dir=str(tmp_path), ssd_gib=0.05, ssd_admission="evict")
     first = generate(engine, prompts(100))
     for seed in range(1, 12):

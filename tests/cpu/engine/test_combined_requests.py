@@ -1,4 +1,5 @@
-"""Requests that ask for several things at once, beside others that ask for something else: each gets what it gets alone."""
+"""Requests that ask for several things at once, beside others that ask for something else: each gets what it
+gets alone."""
 
 from __future__ import annotations
 
@@ -23,23 +24,35 @@ def assert_same_scores(ours: Any, theirs: Any) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
         if isinstance(one, TokenLogprob):
-            assert (one.token, one.rank, [token for token, _ in one.top]) == (other.token, other.rank, [token for token, _ in other.top])
+            assert (one.token, one.rank, [token for token, _ in one.top]) == (
+                other.token,
+                other.rank,
+                [token for token, _ in other.top],
+            )
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def test_a_prompt_is_scored_whole_however_many_positions_are_scored_at_once(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """The first token has no score, so a prompt of n tokens has n - 1 that are computed in slices of so many."""
+def test_a_prompt_is_scored_whole_however_many_positions_are_scored_at_once(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    """The first token has no score, so a prompt of n tokens has n - 1 that are computed in slices of so
+    many."""
     small, large = make_engine(prefill_chunk=16), make_engine(prefill_chunk=512)
     for num_tokens in (_LOGPROB_ROWS, _LOGPROB_ROWS + 1, _LOGPROB_ROWS + 2, 2 * _LOGPROB_ROWS + 2):
         asked = {"prompt_logprobs": 2, "max_tokens": 0}
-        expected, found = (generate(engine, prompts(num_tokens), **asked).prompt_logprobs for engine in (small, large))
+        expected, found = (
+            generate(engine, prompts(num_tokens), **asked).prompt_logprobs for engine in (small, large)
+        )
         assert expected is not None and len(expected) == num_tokens
         assert_same_scores(found, expected)
 
 
-def test_prompts_that_are_scored_beside_others_in_one_step_get_their_own_scores(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_prompts_that_are_scored_beside_others_in_one_step_get_their_own_scores(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     settings: list[dict[str, Any]] = [
-        {}, {"prompt_logprobs": 3, "logprobs": 1}, {"logprobs": 4}, {"prompt_logprobs": 0, "max_tokens": 0}, {"prompt_logprobs": 1},
+        {}, {"prompt_logprobs": 3, "logprobs": 1}, {"logprobs": 4}, {"prompt_logprobs": 0, "max_tokens": 0},
+        {"prompt_logprobs": 1},
     ]  # fmt: skip
     alone = make_engine(prefill_chunk=512, prefix_cache=False)
     expected = [generate(alone, prompts(30 + n, n), **asked) for n, asked in enumerate(settings)]
@@ -61,7 +74,9 @@ def num_alternatives(found: Collected) -> list[int]:
     return [len(entry.top) for entry in found.logprobs]
 
 
-def test_each_request_of_a_step_gets_as_many_alternatives_as_it_asked_for(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_each_request_of_a_step_gets_as_many_alternatives_as_it_asked_for(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     asked = (5, 0, None, 2, 20)
     found = [submit(engine, prompts(12, n), logprobs=num, max_tokens=4) for n, num in enumerate(asked)]
@@ -80,20 +95,29 @@ def test_scores_end_with_the_text_where_a_token_stops_it(make_engine: MakeEngine
     assert engine.stats().generated_tokens - before == place + 1
 
 
-def test_ignoring_the_end_of_text_ignores_no_other_stop_token(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_ignoring_the_end_of_text_ignores_no_other_stop_token(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     asked: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
     whole = generate(engine, prompts(12), **asked).tokens
     first, second = [n for n in range(2, 12) if whole[n] not in whole[:n]][:2]
     engine._parts.scheduler._events.stop_ids = frozenset({whole[first]})
     listed = (whole[second],)
-    for ignore_eos, stop_ids, length in ((True, (), 12), (True, listed, second), (False, listed, first), (False, (), first)):
+    for ignore_eos, stop_ids, length in (
+        (True, (), 12),
+        (True, listed, second),
+        (False, listed, first),
+        (False, (), first),
+    ):
         found = generate(engine, prompts(12), ignore_eos=ignore_eos, stop_token_ids=stop_ids, **asked)
         assert found.tokens == whole[:length]
         assert found.finish is (FinishReason.LENGTH if length == 12 else FinishReason.STOP)
 
 
-def test_a_stop_token_at_the_last_place_is_a_stop_and_not_a_length(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_stop_token_at_the_last_place_is_a_stop_and_not_a_length(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     whole = generate(engine, prompts(12), max_tokens=12).tokens
     place = next(n for n in range(2, 12) if whole[n] not in whole[:n])
@@ -101,7 +125,9 @@ def test_a_stop_token_at_the_last_place_is_a_stop_and_not_a_length(make_engine: 
     assert (found.tokens, found.finish) == (whole[:place], FinishReason.STOP)
 
 
-@pytest.mark.parametrize("penalty", [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 3.0}])
+@pytest.mark.parametrize(
+    "penalty", [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 3.0}]
+)
 def test_a_row_that_others_had_before_penalises_nothing_of_theirs(
     make_engine: MakeEngine, prompts: Prompts, penalty: dict[str, float]
 ) -> None:
@@ -112,14 +138,16 @@ def test_a_row_that_others_had_before_penalises_nothing_of_theirs(
     settings: list[dict[str, Any]] = [penalty, {}, {**penalty, "temperature": 1.0, "seed": 3}]
     for n, (engine, extra) in enumerate(zip(fresh, settings, strict=True)):
         assert (
-            generate(used, prompts(9, n), max_tokens=20, **extra).tokens == generate(engine, prompts(9, n), max_tokens=20, **extra).tokens
+            generate(used, prompts(9, n), max_tokens=20, **extra).tokens
+            == generate(engine, prompts(9, n), max_tokens=20, **extra).tokens
         )
 
 
 def test_only_tokens_that_were_generated_count_towards_penalties(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk that is not a prompt's last is sampled as well where its step is padded to a captured shape, into nobody's row."""
+    """A chunk that is not a prompt's last is sampled as well where its step is padded to a captured shape,
+    into nobody's row."""
     eager = make_engine(capture=False, prefix_cache=False)
     monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
     padded = make_engine(max_batch=32, prefix_cache=False)
@@ -129,11 +157,16 @@ def test_only_tokens_that_were_generated_count_towards_penalties(
         assert found.tokens == generate(eager, prompts(64 + 64 + 20), **asked).tokens
         counts = padded._parts.executor._sampler._counts
         assert counts is not None
-        assert int(counts[:-1].sum()) == len(found.tokens), "the last row is that of padding, which nobody reads"
+        assert int(counts[:-1].sum()) == len(found.tokens), (
+            "the last row is that of padding, which nobody reads"
+        )
 
 
-def test_a_token_whose_id_is_zero_is_a_token_like_any_other(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """At the beginning of a prompt, of a chunk and of a step beside others, in rows whose last request ended with another token."""
+def test_a_token_whose_id_is_zero_is_a_token_like_any_other(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    """At the beginning of a prompt, of a chunk and of a step beside others, in rows whose last request ended
+    with another token."""
     zeros = ([0], [0, 5, 9], [*prompts(8), 0, *prompts(7), 0], [0] * 20)
     fresh = [make_engine(prefill_chunk=8, prefix_cache=False) for _ in zeros]
     expected = [generate(engine, prompt).tokens for engine, prompt in zip(fresh, zeros, strict=True)]

@@ -1,5 +1,6 @@
-"""Sequences larger than what they may have on the device: the first blocks are paged out to host memory, and every token attends to all
-of them all the same. Everything runs under the sanitizer, with its checks of bytes where the test says so."""
+"""Sequences larger than what they may have on the device: the first blocks are paged out to host memory, and
+every token attends to all of them all the same. Everything runs under the sanitizer, with its checks of bytes
+where the test says so."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def assert_same(deep: Collected, full: Collected) -> None:
 
 
 @pytest.mark.parametrize("share", [4, 8])
-def test_a_sequence_larger_than_its_room_gives_what_the_full_cache_gives(share: int, make_engine: Make, prompts: Prompts) -> None:
+def test_a_sequence_larger_than_its_room_gives_what_the_full_cache_gives(
+    share: int, make_engine: Make, prompts: Prompts
+) -> None:
     prompt = prompts(LONG)
     full = generate(full_engine(make_engine), prompt, max_tokens=40, logprobs=3)
     engine = deep_engine(make_engine, LONG // share)
@@ -64,8 +67,12 @@ def test_over_subscription_makes_no_difference(share: int, make_engine: Make, pr
     length, blocks = 64 * share, 8
     settings = {"block_tokens": 8, "max_model_len": length + 64, "positions": 8192, "max_batch": 2}
     prompt = prompts(length, seed=share)
-    full = generate(make_engine(blocks=length // 8 + 16, host_blocks=16, **settings), prompt, max_tokens=9, logprobs=2)
-    engine = make_engine(blocks=blocks, host_blocks=length // 8 + length // 32, resident_tokens=8 * blocks, **settings)
+    full = generate(
+        make_engine(blocks=length // 8 + 16, host_blocks=16, **settings), prompt, max_tokens=9, logprobs=2
+    )
+    engine = make_engine(
+        blocks=blocks, host_blocks=length // 8 + length // 32, resident_tokens=8 * blocks, **settings
+    )
     assert_same(generate(engine, prompt, max_tokens=9, logprobs=2), full)
 
 
@@ -83,7 +90,13 @@ def test_only_its_last_blocks_are_on_the_device(make_engine: Make, prompts: Prom
 
 
 def test_deep_requests_and_others_share_steps(make_engine: Make, prompts: Prompts) -> None:
-    asked = [(prompts(LONG, 1), 30), (prompts(50, 2), 60), (prompts(700, 3), 20), (prompts(90, 4), 50), (prompts(600, 5), 10)]
+    asked = [
+        (prompts(LONG, 1), 30),
+        (prompts(50, 2), 60),
+        (prompts(700, 3), 20),
+        (prompts(90, 4), 50),
+        (prompts(600, 5), 10),
+    ]
     full = full_engine(make_engine)
     alone = [generate(full, prompt, max_tokens=num, logprobs=1) for prompt, num in asked]
     engine = deep_engine(make_engine, 256)
@@ -93,10 +106,15 @@ def test_deep_requests_and_others_share_steps(make_engine: Make, prompts: Prompt
         assert_same(ours, theirs)
 
 
-def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_engine: Make, prompts: Prompts) -> None:
+def test_others_have_steps_of_their_own_between_two_that_read_host_memory(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine = deep_engine(make_engine, 256)
     with recorded(engine) as run:
-        deep, other = submit(engine, prompts(LONG), max_tokens=20), submit(engine, prompts(30, 2), max_tokens=200)
+        deep, other = (
+            submit(engine, prompts(LONG), max_tokens=20),
+            submit(engine, prompts(30, 2), max_tokens=200),
+        )
         run_all(engine)
     plans = run.plans
     assert len(deep.tokens) == 20 and len(other.tokens) == 200
@@ -104,7 +122,9 @@ def test_others_have_steps_of_their_own_between_two_that_read_host_memory(make_e
     reads = [any(chunk.num_paged for chunk in plan.chunks) for plan in both]
     assert sum(reads) > 3 and not any(one and next_one for one, next_one in itertools.pairwise(reads))
     alone = [plan for plan in plans if plan not in both]
-    assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), "nobody waits for nobody"
+    assert all(any(chunk.num_paged for chunk in plan.chunks) for plan in alone[20:]), (
+        "nobody waits for nobody"
+    )
 
 
 def test_others_have_as_much_time_as_steps_that_read_host_memory(
@@ -112,7 +132,9 @@ def test_others_have_as_much_time_as_steps_that_read_host_memory(
 ) -> None:
     """A step takes a second, and ten where it reads host memory."""
     engine, now_s, reads = deep_engine(make_engine, 256), 0.0, []
-    monkeypatch.setattr(engine_module, "time", types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep))
+    monkeypatch.setattr(
+        engine_module, "time", types.SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
+    )
     launch, read = engine._launch, engine._read
 
     def launched(plan: StepPlan) -> RunningStep:
@@ -133,7 +155,9 @@ def test_others_have_as_much_time_as_steps_that_read_host_memory(
     while deep.finish is None:
         if not engine.step():
             engine.wait_work(0.01)
-    between = [len(list(others)) for is_host, others in itertools.groupby(reads[reads.index(True) :]) if not is_host]
+    between = [
+        len(list(others)) for is_host, others in itertools.groupby(reads[reads.index(True) :]) if not is_host
+    ]
     assert len(between) > 2 and min(between[:-1]) >= 10, between
     run_all(engine)
 
@@ -157,7 +181,8 @@ def test_alone_it_has_every_step(make_engine: Make, prompts: Prompts) -> None:
 def test_a_token_never_waits_for_the_launch_of_a_step_that_reads_host_memory(
     make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU such a launch takes as long as the link. Steps without a token to tell are launched ahead all the same."""
+    """On a GPU such a launch takes as long as the link. Steps without a token to tell are launched ahead all
+    the same."""
     engine = deep_engine(make_engine, 256)
     executor, read = engine._parts.executor, engine._read
     launch, unread, behind = executor.launch, dict[int, bool](), list[bool]()
@@ -208,14 +233,21 @@ def test_what_fitted_on_the_device_may_grow_beyond_its_room(make_engine: Make, p
 
 def test_a_prompt_is_scored_as_with_the_full_cache(make_engine: Make, prompts: Prompts) -> None:
     prompt = prompts(600)
-    scored = [generate(one, prompt, max_tokens=1, prompt_logprobs=0) for one in (deep_engine(make_engine, 128), full_engine(make_engine))]
-    ours, theirs = ([entry.logprob for entry in (one.prompt_logprobs or ()) if entry is not None] for one in scored)
+    scored = [
+        generate(one, prompt, max_tokens=1, prompt_logprobs=0)
+        for one in (deep_engine(make_engine, 128), full_engine(make_engine))
+    ]
+    ours, theirs = (
+        [entry.logprob for entry in (one.prompt_logprobs or ()) if entry is not None] for one in scored
+    )
     assert len(ours) == 599
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.parametrize("turns", [1, 3, 6, 10, 30])
-def test_cancelled_in_the_middle_it_leaves_nothing_behind(turns: int, make_engine: Make, prompts: Prompts) -> None:
+def test_cancelled_in_the_middle_it_leaves_nothing_behind(
+    turns: int, make_engine: Make, prompts: Prompts
+) -> None:
     engine = deep_engine(make_engine, 256)
     deep = submit(engine, prompts(LONG), max_tokens=100)
     for _ in range(turns):
@@ -241,7 +273,9 @@ def test_an_engine_closed_in_the_middle_leaves_nothing_behind(make_engine: Make,
     assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
 
 
-def test_two_that_host_memory_cannot_take_together_run_one_after_the_other(make_engine: Make, prompts: Prompts) -> None:
+def test_two_that_host_memory_cannot_take_together_run_one_after_the_other(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine, full = deep_engine(make_engine, 256, host_blocks=96, max_model_len=1200), full_engine(make_engine)
     asked = [prompts(LONG, seed) for seed in (1, 2)]
     deep = [submit(engine, prompt, max_tokens=20, logprobs=1) for prompt in asked]
@@ -255,7 +289,9 @@ def test_host_memory_full_of_others_makes_way(make_engine: Make, prompts: Prompt
     for seed in range(8):
         generate(engine, prompts(250, 100 + seed), max_tokens=1)
     prompt = prompts(LONG)
-    assert_same(generate(engine, prompt, max_tokens=20, logprobs=1), generate(full, prompt, max_tokens=20, logprobs=1))
+    assert_same(
+        generate(engine, prompt, max_tokens=20, logprobs=1), generate(full, prompt, max_tokens=20, logprobs=1)
+    )
 
 
 def test_under_retraction_it_gives_the_same(make_engine: Make, prompts: Prompts) -> None:
@@ -284,11 +320,14 @@ def test_after_a_restart_it_goes_on_from_disk(make_engine: Make, prompts: Prompt
     ours = generate(engine, prompt, max_tokens=20, logprobs=1)
     assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
     assert ours.source is not None and ours.source.computed <= 60 + 16, ours.source
-    assert ours.source == KvSource(ssd=len(prompt) - ours.source.computed, computed=ours.source.computed), "not the tier it was read into"
+    assert ours.source == KvSource(ssd=len(prompt) - ours.source.computed, computed=ours.source.computed), (
+        "not the tier it was read into"
+    )
 
 
 def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prompts: Prompts) -> None:
-    """Blocks of a returning conversation are promoted into other slots where they fit, and are the same to the bit."""
+    """Blocks of a returning conversation are promoted into other slots where they fit, and are the same to
+    the bit."""
     engine = deep_engine(make_engine, 256, blocks=128)
     prompt = prompts(LONG)
     generate(engine, prompt, max_tokens=1)
@@ -298,16 +337,61 @@ def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prom
 
 
 def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-resident-tokens 100: what is computed and what is being saved take at least 128 tokens"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--kv-resident-tokens 100: what is "
+        r"computed "
+        r"and "
+        r"what "
+        r"is "
+        r"being "
+        r"saved take at least 128 tokens",
+    ):
         tiny_config(resident_tokens=100)
-    with pytest.raises(ConfigError, match=r"--max-model-len 2048 does not fit into 64 KV blocks .*host memory takes 224 tokens of it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--max-model-len 2048 does not fit "
+        r"into "
+        r"64 "
+        r"KV "
+        r"blocks "
+        r".*host "
+        r"memory takes 224 tokens of it",
+    ):
         make_engine(blocks=64, host_blocks=16, max_model_len=2048)
-    with pytest.raises(ConfigError, match=r"does not fit into 64 KV blocks .*let it be paged out with --kv-offload"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not fit into 64 KV blocks .*let "
+        r"it "
+        r"be "
+        r"paged "
+        r"out "
+        r"with "
+        r"--kv-offload",
+    ):
         make_engine(blocks=64, max_model_len=2048)
-    with pytest.raises(ConfigError, match=r"--max-model-len 1024 exceeds --kv-resident-tokens 256, .*host memory takes 224 tokens of it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--max-model-len "
+        r"1024 "
+        r"exceeds "
+        r"--kv-resident-tokens "
+        r"256, "
+        r".*host "
+        r"memory takes 224 tokens of it",
+    ):
         make_engine(blocks=64, host_blocks=16, max_model_len=1024, resident_tokens=256)
     for settings in [{"host_blocks": 0}, {"host_blocks": 64, "prefix_cache": False}]:
-        with pytest.raises(ConfigError, match=r"--kv-resident-tokens 256: what is not there needs --kv-offload and a prefix cache"):
+        with pytest.raises(
+            ConfigError,
+            match=r"--kv-resident-tokens 256: "
+            r"what "
+            r"is "
+            r"not "
+            r"there "
+            r"needs "
+            r"--kv-offload and a prefix cache",
+        ):
             make_engine(blocks=64, resident_tokens=256, **settings)
     engine = deep_engine(make_engine, 256)
     windowed = dataclasses.replace(engine._parts.executor._forward.model.config, windows=(64, 0))
@@ -322,9 +406,12 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
 
 
 @pytest.mark.parametrize(("host_blocks", "most"), [(16, 256), (40, 560)])
-def test_the_longest_sequence_that_is_accepted_runs(make_engine: Make, prompts: Prompts, host_blocks: int, most: int) -> None:
-    """It fits on the device, and may not be there as a whole: then host memory has to take it, or it would wait for ever, and all others
-    behind it. Where nobody says how long sequences are, they are as long as has room."""
+def test_the_longest_sequence_that_is_accepted_runs(
+    make_engine: Make, prompts: Prompts, host_blocks: int, most: int
+) -> None:
+    """It fits on the device, and may not be there as a whole: then host memory has to take it, or it would
+    wait for ever, and all others behind it. Where nobody says how long sequences are, they are as long as has
+    room."""
     engine = make_engine(blocks=64, host_blocks=host_blocks, resident_tokens=256)
     assert engine.max_model_len == most
     assert generate(engine, prompts(most - 2), max_tokens=2).finish is FinishReason.LENGTH
@@ -361,7 +448,9 @@ def test_what_a_deep_step_is_the_first_to_write_is_spoilt_before(make_engine: Ma
     assert len(spoilt) == -(-(LONG + 19) // 16)
 
 
-def test_a_long_sequence_is_read_in_several_pieces(make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_sequence_is_read_in_several_pieces(
+    make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build_module, "_CPU_PIECE_TOKENS", 128)
     prompt = prompts(LONG)
     ours = generate(deep_engine(make_engine, 256), prompt, max_tokens=20, logprobs=1)
@@ -385,7 +474,9 @@ def test_a_copy_to_host_memory_that_fails_is_made_again(make_engine: Make, promp
     assert_same(ours, generate(full_engine(make_engine), prompt, max_tokens=20, logprobs=1))
 
 
-def test_a_piece_that_cannot_be_fetched_ends_its_request_and_no_other(make_engine: Make, prompts: Prompts) -> None:
+def test_a_piece_that_cannot_be_fetched_ends_its_request_and_no_other(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine = deep_engine(make_engine, 256)
     attention = engine._parts.executor._forward.attention
     fetch, failures = attention.fetch, []
@@ -439,7 +530,9 @@ def test_blocks_stay_on_the_device_until_all_that_is_saved_with_them_has_landed(
     assert_same(deep, generate(full_engine(make_engine), prompt, max_tokens=5, logprobs=1))
 
 
-def test_a_returning_deep_conversation_is_known_and_costs_what_it_lacks(make_engine: Make, prompts: Prompts) -> None:
+def test_a_returning_deep_conversation_is_known_and_costs_what_it_lacks(
+    make_engine: Make, prompts: Prompts
+) -> None:
     """In line it is somebody who goes on, not somebody who begins."""
     engine = deep_engine(make_engine, 256)
     prompt = prompts(LONG)

@@ -1,4 +1,5 @@
-"""`--deterministic`: answers are the same bits, whether a prompt was computed or reused, alone or in a batch; and what it does not take."""
+"""`--deterministic`: answers are the same bits, whether a prompt was computed or reused, alone or in a batch;
+and what it does not take."""
 
 from __future__ import annotations
 
@@ -21,17 +22,25 @@ TINY = ("tiny-llama", "tiny-qwen3")
 def config_of(model: str, weights: WeightsName, deterministic: bool = True, host_blocks: int = 256) -> Config:
     config = tiny_config(model if model in TINY else "tiny-llama", host_blocks=host_blocks, max_model_len=400)
     source = dataclasses.replace(config.source, model=model, weights=weights, deterministic=deterministic)
-    return dataclasses.replace(config, source=source if model in TINY else dataclasses.replace(source, load_format="auto"))
+    return dataclasses.replace(
+        config, source=source if model in TINY else dataclasses.replace(source, load_format="auto")
+    )
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("model", TINY)
-def test_answers_are_the_same_bits_wherever_kv_comes_from(tmp_path: Path, model: str, weights: WeightsName) -> None:
+def test_answers_are_the_same_bits_wherever_kv_comes_from(
+    tmp_path: Path, model: str, weights: WeightsName
+) -> None:
     assert differing(config_of(model, weights), tmp_path) == []
 
 
 def in_4_bits(folder: Path) -> str:
-    return str(write_tiny_gguf(folder / "tiny.gguf", encoding_of=lambda name: "Q4_1" if ".layers." in name else "Q8_0"))
+    return str(
+        write_tiny_gguf(
+            folder / "tiny.gguf", encoding_of=lambda name: "Q4_1" if ".layers." in name else "Q8_0"
+        )
+    )
 
 
 def test_answers_of_a_file_in_4_bits_are_the_same_bits(tmp_path: Path) -> None:
@@ -47,7 +56,11 @@ def test_kv_of_both_modes_has_keys_of_its_own(tmp_path: Path) -> None:
     prompt, folder = list(range(3, 100)), str(tmp_path)
     for deterministic in (True, False):
         config = config_of("tiny-llama", "int8", deterministic)
-        engine = build(dataclasses.replace(config, offload=dataclasses.replace(config.offload, ssd_dir=folder, ssd_gib=0.1)))
+        engine = build(
+            dataclasses.replace(
+                config, offload=dataclasses.replace(config.offload, ssd_dir=folder, ssd_gib=0.1)
+            )
+        )
         found = generate(engine, prompt, max_tokens=2)
         assert found.source is not None and found.source.computed == len(prompt)
         engine.cache.persist()
@@ -57,7 +70,10 @@ def test_kv_of_both_modes_has_keys_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"source": ModelSource("tiny-llama", "dummy", "cpu", "bfloat16", deterministic=True)}, "needs --device cpu and --dtype float32"),
+        (
+            {"source": ModelSource("tiny-llama", "dummy", "cpu", "bfloat16", deterministic=True)},
+            "needs --device cpu and --dtype float32",
+        ),
         ({"lora": LoraConfig((("a", "/nowhere"),))}, "adapters are not covered"),
         ({"speculation": SpeculationConfig("mtp")}, "--speculate mtp is not covered"),
         ({"kv": KvConfig(device_blocks=64, resident_tokens=256)}, "fit on the device"),
@@ -71,7 +87,9 @@ def test_what_would_not_be_the_same_bits_is_refused(change: dict[str, object], m
 
 
 def test_a_start_refuses_it_before_any_weights_are_read(tmp_path: Path) -> None:
-    config = dataclasses.replace(config_of(str(tmp_path / "none.gguf"), "int8"), lora=LoraConfig((("a", "/nowhere"),)))
+    config = dataclasses.replace(
+        config_of(str(tmp_path / "none.gguf"), "int8"), lora=LoraConfig((("a", "/nowhere"),))
+    )
     with pytest.raises(ConfigError, match="adapters are not covered"):
         check_ahead(config)
 
@@ -82,7 +100,9 @@ def test_the_number_of_threads_changes_no_bit(tmp_path: Path) -> None:
     for threads in (1, 2):
         engine = build(config_of("tiny-qwen3", "int8"))
         engine._parts.lanes[0].submit(lambda num=threads: torch.set_num_threads(num), label="threads")  # type: ignore[misc]
-        answer = generate(engine, [7 * i % 500 + 3 for i in range(300)], max_tokens=20, logprobs=4, ignore_eos=True)
+        answer = generate(
+            engine, [7 * i % 500 + 3 for i in range(300)], max_tokens=20, logprobs=4, ignore_eos=True
+        )
         found.append((answer.tokens, answer.logprobs))
         engine.close(timeout_s=20.0)
     assert found[0] == found[1]

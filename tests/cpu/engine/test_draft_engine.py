@@ -1,5 +1,6 @@
-"""A smaller model that proposes, in the engine: it never changes an answer, and where it is the target itself all that it drafts is kept.
-That holds only where its KV is complete wherever a request goes on from: computed, found on the device, in host memory, on disk."""
+"""A smaller model that proposes, in the engine: it never changes an answer, and where it is the target itself
+all that it drafts is kept. That holds only where its KV is complete wherever a request goes on from:
+computed, found on the device, in host memory, on disk."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def assert_all_kept(found: Collected) -> None:
 
 
 def assert_follows(engine: Engine, found: Collected) -> None:
-    """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may look."""
+    """Of a draft that is the target: its KV of a request that runs is the target's own, wherever drafts may
+    look."""
     engine._parts.lanes[0].drain()
     track = engine._parts.scheduler._tracks[found.request_id]
     num, layers = min(track.num_committed, track.num_followed), BUILT_IN[TARGET].num_layers
@@ -102,7 +104,7 @@ def assert_follows(engine: Engine, found: Collected) -> None:
     torch.testing.assert_close(rows[:, :layers], rows[:, layers : 2 * layers], rtol=1e-4, atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------- never changes an answer
+# ------------------------------------------------------------------------------------ never changes an answer
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "greedy")
@@ -118,7 +120,9 @@ def test_a_draft_model_changes_no_answer(options: dict[str, Any], make: Any, pro
 
 
 @pytest.mark.parametrize("draft", [TARGET, OTHER])
-def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(draft: str, make: Any, prompts: Prompts) -> None:
+def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(
+    draft: str, make: Any, prompts: Prompts
+) -> None:
     sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
     plain, engine = make(None, **sizes), make(draft, **sizes)
     pairs = []
@@ -137,16 +141,22 @@ def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(dr
 
 FORMS = (
     *(None, None, None),
-    *(Grammar("regex", "([a-f]{3}[0-9]){9}"), Grammar("choice", '["yes", "no, not at all"]'), Grammar("regex", "[a-z]{60}")),
+    *(
+        Grammar("regex", "([a-f]{3}[0-9]){9}"),
+        Grammar("choice", '["yes", "no, not at all"]'),
+        Grammar("regex", "[a-z]{60}"),
+    ),
 )
-UNFILTERED = (*OPTIONS[:2], SAMPLED, OPTIONS[3])  # with random weights top-k and top-p cut between tokens that are equal but for rounding
+# with random weights top-k and top-p cut between tokens that are equal but for rounding
+UNFILTERED = (*OPTIONS[:2], SAMPLED, OPTIONS[3])
 
 
 @pytest.mark.parametrize(("draft", "seed"), [(TARGET, 0), (OTHER, 1)])
 def test_crowds_with_grammars_stops_and_cancels_among_them_get_what_each_gets_alone(
     draft: str, seed: int, make: Any, prompts: Prompts
 ) -> None:
-    """Masks come late, and drafts behind them: those who end, are pushed out or cancelled meanwhile give back nothing too early."""
+    """Masks come late, and drafts behind them: those who end, are pushed out or cancelled meanwhile give back
+    nothing too early."""
     pytest.importorskip("llguidance", reason="structured output is an extra")
     sizes = {"blocks": 26, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
     rng, alone, engine = random.Random(seed), make(None, **{**sizes, "overcommit": 1.0}), make(draft, **sizes)
@@ -155,7 +165,12 @@ def test_crowds_with_grammars_stops_and_cancels_among_them_get_what_each_gets_al
     while len(asked) < 14 or engine.has_work():
         if len(asked) < 14 and rng.random() < 0.4:
             form, prompt = rng.choice(FORMS), prompts(rng.randrange(1, 60), seed=rng.randrange(3))
-            options = {"grammar": form, "ignore_eos": form is None, **rng.choice(UNFILTERED), "max_tokens": rng.randrange(1, 70)}
+            options = {
+                "grammar": form,
+                "ignore_eos": form is None,
+                **rng.choice(UNFILTERED),
+                "max_tokens": rng.randrange(1, 70),
+            }
             right = generate(alone, prompt, **options)
             if form is None and rng.random() < 0.5:
                 options["stop_token_ids"] = frozenset({rng.choice(right.tokens)})
@@ -176,11 +191,16 @@ def test_crowds_with_grammars_stops_and_cancels_among_them_get_what_each_gets_al
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_slots_of_an_answer_with_a_grammar_are_given_back_behind_its_drafts(is_cancelled: bool, make: Any, prompts: Prompts) -> None:
-    """Its sampling waits for a mask, and drafts of all requests are made behind that: the sanitizer sees whose slots are free before."""
+def test_slots_of_an_answer_with_a_grammar_are_given_back_behind_its_drafts(
+    is_cancelled: bool, make: Any, prompts: Prompts
+) -> None:
+    """Its sampling waits for a mask, and drafts of all requests are made behind that: the sanitizer sees
+    whose slots are free before."""
     pytest.importorskip("llguidance", reason="structured output is an extra")
     engine = make(TARGET)
-    found = submit(engine, prompts(20), grammar=Grammar("choice", '["abcdefgh"]'), ignore_eos=False, max_tokens=40)
+    found = submit(
+        engine, prompts(20), grammar=Grammar("choice", '["abcdefgh"]'), ignore_eos=False, max_tokens=40
+    )
     if is_cancelled:
         for _ in range(3):
             engine.step()
@@ -189,13 +209,18 @@ def test_slots_of_an_answer_with_a_grammar_are_given_back_behind_its_drafts(is_c
     assert found.finish is (FinishReason.CANCELLED if is_cancelled else FinishReason.STOP)
 
 
-def test_slots_of_who_ends_beside_a_grammar_are_given_back_behind_the_drafts(make: Any, prompts: Prompts) -> None:
-    """Its last token is read when the next step, in which it still has a row, is launched and its drafts are not."""
+def test_slots_of_who_ends_beside_a_grammar_are_given_back_behind_the_drafts(
+    make: Any, prompts: Prompts
+) -> None:
+    """Its last token is read when the next step, in which it still has a row, is launched and its drafts are
+    not."""
     pytest.importorskip("llguidance", reason="structured output is an extra")
     engine = make(TARGET)
     words = generate(engine, prompts(18), max_tokens=12).tokens
     last = next(place for place in range(3, 12) if words[place] not in words[:place])
-    formed = submit(engine, prompts(20), grammar=Grammar("regex", "[a-z]{40}"), ignore_eos=False, max_tokens=12)
+    formed = submit(
+        engine, prompts(20), grammar=Grammar("regex", "[a-z]{40}"), ignore_eos=False, max_tokens=12
+    )
     found = submit(engine, prompts(18), max_tokens=12, stop_token_ids=frozenset({words[last]}))
     run_all(engine)
     assert found.finish is FinishReason.STOP and formed.finish is FinishReason.LENGTH
@@ -228,11 +253,20 @@ def test_stop_strings_and_several_answers_to_one_prompt_are_the_same() -> None:
     """Texts end where a stop string begins, though the drafts that it is in were kept."""
     answers = []
     for speculate in (None, f"draft:{OTHER}"):
-        options = {"load_format": "dummy", "device": "cpu", "device_kv_blocks": 256, "kv_offload": False, "show_progress": False}
+        options = {
+            "load_format": "dummy",
+            "device": "cpu",
+            "device_kv_blocks": 256,
+            "kv_offload": False,
+            "show_progress": False,
+        }
         with LLM(OTHER, **options, **({} if speculate is None else {"speculate": speculate})) as llm:
             if (speculation := llm._engine._parts.speculation) is not None:
                 speculation.force = lambda most: most
-            sampled = [SamplingParams(max_tokens=40, temperature=0.9, seed=seed, ignore_eos=True) for seed in range(3)]
+            sampled = [
+                SamplingParams(max_tokens=40, temperature=0.9, seed=seed, ignore_eos=True)
+                for seed in range(3)
+            ]
             texts = [llm.generate("hello", one).text for one in sampled]
             middle = texts[0][len(texts[0]) // 2 :][:3]
             stopped = llm.generate("hello", replace(sampled[0], stop=(middle,)))
@@ -242,7 +276,9 @@ def test_stop_strings_and_several_answers_to_one_prompt_are_the_same() -> None:
     assert answers[0] == answers[1] and len(set(answers[0][:3])) == 3
 
 
-def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(make: Any, prompts: Prompts) -> None:
+def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(
+    make: Any, prompts: Prompts
+) -> None:
     sizes = {"blocks": 64, "host_blocks": 512, "max_model_len": 2048, "resident_tokens": 256}
     plain, engine = make(None, **sizes), make(TARGET, **sizes)
     right = [generate(plain, prompts(length, seed=length), max_tokens=20) for length in (900, 60)]
@@ -284,7 +320,7 @@ def test_beside_a_sequence_that_does_not_fit_no_step_is_passed_over_while_nothin
         assert_same(one, wanted)
 
 
-# ------------------------------------------------------------------------------------------------- a draft that is the target
+# --------------------------------------------------------------------------------- a draft that is the target
 
 
 @pytest.mark.parametrize("drafts", [1, 4, 16])
@@ -307,7 +343,9 @@ DRAWN: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("options", DRAWN, ids=lambda options: ",".join(options))
-def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(options: dict[str, Any], make: Any, prompts: Prompts) -> None:
+def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(
+    options: dict[str, Any], make: Any, prompts: Prompts
+) -> None:
     """Both draw with the same noise: that of the request's seed, of the place and of the token."""
     plain, engine = make(None), make(TARGET)
     for length in (1, 100):
@@ -321,17 +359,28 @@ def test_of_a_draft_that_is_the_target_all_is_kept_where_tokens_are_drawn(option
 def test_of_a_draft_that_is_the_target_with_fewer_tokens_exactly_those_that_it_has_are_kept(
     share: float, options: dict[str, Any], make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a head over a part of the vocabulary: a draft is kept where the target's token is in that part, and all before it were."""
+    """As a head over a part of the vocabulary: a draft is kept where the target's token is in that part, and
+    all before it were."""
     plain, engine = make(None), make(TARGET)
     needs_eager_passes(engine)
     vocab = BUILT_IN[TARGET].vocab
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[: int(share * vocab)]
-    guesser, speculation, seen = engine._parts.executor.ahead.guesser, engine._parts.speculation, list[tuple[int, int, int]]()
+    guesser, speculation, seen = (
+        engine._parts.executor.ahead.guesser,
+        engine._parts.speculation,
+        list[tuple[int, int, int]](),
+    )
     run = guesser._run
     monkeypatch.setattr(guesser, "target_ids", ids)
-    monkeypatch.setattr(guesser, "_run", lambda inputs, at: None if (logits := run(inputs, at)) is None else logits[:, ids])
     monkeypatch.setattr(
-        speculation, "saw", lambda track, drafts, kept: seen.append((len(track.tokens) - track.num_prompt - kept - 1, drafts, kept))
+        guesser, "_run", lambda inputs, at: None if (logits := run(inputs, at)) is None else logits[:, ids]
+    )
+    monkeypatch.setattr(
+        speculation,
+        "saw",
+        lambda track, drafts, kept: seen.append(
+            (len(track.tokens) - track.num_prompt - kept - 1, drafts, kept)
+        ),
     )
     covered = set(ids.tolist())
     for length in (15, 100):
@@ -349,14 +398,18 @@ def test_greedy_and_drawn_requests_share_steps_and_rows(make: Any, prompts: Prom
     """A row that somebody who samples has left is a greedy request's as any other."""
     engine = make(TARGET, max_batch=3)
     options = (*DRAWN, {}, {}, {})
-    found = [submit(engine, prompts(10 + n, seed=n), max_tokens=20 + 3 * n, **options[n]) for n in (0, 6, 2, 7, 3, 8, 5, 1, 4)]
+    found = [
+        submit(engine, prompts(10 + n, seed=n), max_tokens=20 + 3 * n, **options[n])
+        for n in (0, 6, 2, 7, 3, 8, 5, 1, 4)
+    ]
     run_all(engine)
     for one in found:
         assert_all_kept(one)
 
 
 def test_a_greedy_request_that_comes_last_drafts_as_no_other_drew(make: Any, prompts: Prompts) -> None:
-    """It takes the row of one that was sampled, beside another that still is. Nobody who samples comes after it."""
+    """It takes the row of one that was sampled, beside another that still is. Nobody who samples comes after
+    it."""
     engine = make(TARGET, max_batch=2)
     sampled = {"temperature": 1.5, "seed": 3}
     found = [submit(engine, prompts(10, seed=n), max_tokens=num, **sampled) for n, num in enumerate((90, 12))]
@@ -375,9 +428,16 @@ def test_many_requests_at_once_keep_all(make: Any, prompts: Prompts) -> None:
         assert_all_kept(one)
 
 
-def test_what_pads_a_step_drafts_for_nobody(make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes as on CUDA. Who comes last of a step's prompts has padding behind it, and its drafts are its own."""
-    monkeypatch.setattr(build_module, "_buckets", lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk))
+def test_what_pads_a_step_drafts_for_nobody(
+    make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes as on CUDA. Who comes last of a step's prompts has padding behind it, and its drafts are its
+    own."""
+    monkeypatch.setattr(
+        build_module,
+        "_buckets",
+        lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk),
+    )
     engine = make(TARGET, 8)
     found = [submit(engine, prompts(24, seed=n), max_tokens=40, temperature=1.5, seed=n) for n in range(6)]
     run_all(engine)
@@ -399,7 +459,9 @@ def test_its_kv_is_the_targets_own_whatever_steps_are_made_of(make: Any, prompts
     run_all(engine)
 
 
-def test_requests_that_come_to_the_end_of_a_block_together_do_not_share_what_lies_behind_it(make: Any, prompts: Prompts) -> None:
+def test_requests_that_come_to_the_end_of_a_block_together_do_not_share_what_lies_behind_it(
+    make: Any, prompts: Prompts
+) -> None:
     """Each has slots of its own there."""
     engine = make(TARGET, 8)
     found = [submit(engine, prompts(24, seed=n), max_tokens=64, temperature=1.5, seed=n) for n in range(6)]
@@ -433,7 +495,11 @@ def test_its_kv_is_found_again_on_the_device_and_in_host_memory(make: Any, promp
 def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Prompts, tmp_path: Path) -> None:
     """And that of another draft model with the same shape is not."""
     dims, sources = BUILT_IN[TARGET], []
-    shape = {"num_key_value_heads": dims.num_kv_heads, "head_dim": dims.head_dim, "num_hidden_layers": dims.num_layers}
+    shape = {
+        "num_key_value_heads": dims.num_kv_heads,
+        "head_dim": dims.head_dim,
+        "num_hidden_layers": dims.num_layers,
+    }
     other = write_shape(tmp_path / "other", **shape)
     for draft in (TARGET, TARGET, other):
         engine = make(draft, host_blocks=128, ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05)
@@ -451,7 +517,7 @@ def test_its_kv_is_found_again_on_disk_after_a_restart(make: Any, prompts: Promp
     assert sources[0] == 0 and sources[1] >= 80 and sources[2] == 0
 
 
-# ------------------------------------------------------------------------------------------------------- while nothing is drafted
+# ----------------------------------------------------------------------------------- while nothing is drafted
 
 
 def needs_eager_passes(engine: Engine) -> None:
@@ -496,7 +562,9 @@ def test_what_was_missed_while_nothing_was_drafted_is_caught_up_with(
 
 
 @pytest.mark.parametrize("num_off", [1, 3, 7])
-def test_rejected_drafts_before_nothing_was_drafted_leave_nothing_behind(num_off: int, make: Any, prompts: Prompts) -> None:
+def test_rejected_drafts_before_nothing_was_drafted_leave_nothing_behind(
+    num_off: int, make: Any, prompts: Prompts
+) -> None:
     """What the draft model has passed over ends where the request does, not where its drafts would have."""
     engine = make(TARGET)
     needs_eager_passes(engine)
@@ -524,7 +592,9 @@ def test_rejected_drafts_before_nothing_was_drafted_leave_nothing_behind(num_off
 
 
 @pytest.mark.parametrize("length", [30, 32])
-def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(length: int, make: Any, prompts: Prompts) -> None:
+def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_drafts_kv(
+    length: int, make: Any, prompts: Prompts
+) -> None:
     """A key promises what is in its block: no block gets one before the draft model has passed over it. Where
     the prompt fills its last block, that is when the next one ends."""
     engine = make(TARGET, host_blocks=128)
@@ -543,7 +613,9 @@ def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_dr
     assert_all_kept(third)
 
 
-def test_a_request_that_was_retracted_while_nothing_was_drafted_goes_on_with_right_drafts(make: Any, prompts: Prompts) -> None:
+def test_a_request_that_was_retracted_while_nothing_was_drafted_goes_on_with_right_drafts(
+    make: Any, prompts: Prompts
+) -> None:
     sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
     plain, engine = make(None, **sizes), make(TARGET, **sizes)
     speculation = switched(engine)
@@ -564,14 +636,21 @@ def draft_rows(engine: Engine, found: Collected) -> torch.Tensor:
     """The draft's keys and values of a request that runs, by token."""
     engine._parts.lanes[0].drain()
     track = engine._parts.scheduler._tracks[found.request_id]
-    pages = engine._parts.arena.tensor[torch.from_numpy(track.held_table().slots(track.num_committed).astype("int64"))]
-    return pages.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[: track.num_committed, BUILT_IN[TARGET].num_layers :].flatten(1)
+    pages = engine._parts.arena.tensor[
+        torch.from_numpy(track.held_table().slots(track.num_committed).astype("int64"))
+    ]
+    return (
+        pages.permute(0, 3, 1, 2, 4, 5)
+        .flatten(0, 1)[: track.num_committed, BUILT_IN[TARGET].num_layers :]
+        .flatten(1)
+    )
 
 
 def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answer(
     make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No pass runs for it. Its KV is blank, the prompt's is not, and drafts that begin later have KV from then on."""
+    """No pass runs for it. Its KV is blank, the prompt's is not, and drafts that begin later have KV from
+    then on."""
     plain, engine, sizes = make(None), make(TARGET, host_blocks=128), counted_passes(monkeypatch)
     engine._parts.arena.tensor.fill_(0.5)  # as if others had used it before
     speculation = switched(engine)
@@ -584,7 +663,9 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
     blank = [(draft_rows(engine, one) == 0).all(dim=1) for one in found]
     for n, (one, rows) in enumerate(zip(found, blank, strict=True)):
         beside = 20 + 5 * n + 3  # tokens that were decoded beside prompts
-        assert not rows[: beside - 3].any() and rows[beside:].all() and len(rows) >= beside + len(one.tokens) - 5
+        assert (
+            not rows[: beside - 3].any() and rows[beside:].all() and len(rows) >= beside + len(one.tokens) - 5
+        )
     if not engine._parts.arena.tensor.is_cuda:
         assert num_passes <= 3, "those of prompts"
     speculation.leaves_out, speculation.is_on = False, True
@@ -602,9 +683,11 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_changes_no_answ
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_drafts_that_come_and_go_with_little_memory_change_no_answer(seed: int, make: Any, prompts: Prompts) -> None:
-    """Drafts begin and end in any step, and what is decoded meanwhile is left out or not; requests are retracted, go on, and come again as
-    longer ones."""
+def test_drafts_that_come_and_go_with_little_memory_change_no_answer(
+    seed: int, make: Any, prompts: Prompts
+) -> None:
+    """Drafts begin and end in any step, and what is decoded meanwhile is left out or not; requests are
+    retracted, go on, and come again as longer ones."""
     chooser = random.Random(seed)
     sizes = {"blocks": 22, "host_blocks": 800, "overcommit": 3.0, "max_batch": 6, "max_model_len": 256}
     plain, engine = make(None, **sizes), make(TARGET if seed % 2 else OTHER, **sizes)
@@ -626,8 +709,9 @@ def test_drafts_that_come_and_go_with_little_memory_change_no_answer(seed: int, 
 
 
 def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Prompts) -> None:
-    """The same bytes in every layer, the draft model's blank ones too, and the same answer. The number of kept drafts may differ:
-    the second request computes fewer tokens of its prompt, so a GPU takes other kernels, and few visible keys mean near ties."""
+    """The same bytes in every layer, the draft model's blank ones too, and the same answer. The number of
+    kept drafts may differ: the second request computes fewer tokens of its prompt, so a GPU takes other
+    kernels, and few visible keys mean near ties."""
     engine = make(TARGET, host_blocks=128)
     speculation = switched(engine)
     speculation.leaves_out = True
@@ -645,7 +729,8 @@ def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Pr
         found.append(again)
         engine.cache.reset(("device",))
         run_all(engine)
-        arena[: engine.cache.num_blocks].fill_(float("nan"))  # what does not come back cannot be right by chance
+        # what does not come back cannot be right by chance
+        arena[: engine.cache.num_blocks].fill_(float("nan"))
     assert len(pages[0]) == 5 and torch.equal(*pages)
     drafts = pages[0][:, BUILT_IN[TARGET].num_layers :].permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(1)
     blank = (drafts == 0).all(dim=1)
@@ -663,7 +748,8 @@ def test_blocks_that_were_left_out_come_back_as_they_were(make: Any, prompts: Pr
 def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(
     captured: bool, is_on: bool, make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the end of the step at the latest: whoever passes over its tokens later has nothing to wait for. The sanitizer sees it."""
+    """By the end of the step at the latest: whoever passes over its tokens later has nothing to wait for. The
+    sanitizer sees it."""
     engine = make(TARGET, host_blocks=64)
     speculation = switched(engine)
     speculation.is_on = is_on
@@ -691,10 +777,12 @@ def test_a_step_launched_over_a_load_waits_for_the_drafts_layers_too(
     assert_all_kept(returning)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
-def test_a_pass_that_fails_costs_nobody_an_answer(make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_costs_nobody_an_answer(
+    make: Any, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those that run and those that come later decode as without drafts."""
     plain, engine = make(None), make(TARGET)
     needs_eager_passes(engine)
@@ -718,7 +806,16 @@ def test_a_pass_that_fails_costs_nobody_an_answer(make: Any, prompts: Prompts, m
 
 
 def test_other_tokens_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"draft: its tokens are not the model's: 512 is b'<512>' and not b''.*and 48637 more"):
+    with pytest.raises(
+        ConfigError,
+        match=r"draft: its tokens are not the model's: "
+        r"512 "
+        r"is "
+        r"b'<512>' "
+        r"and "
+        r"not "
+        r"b''.*and 48637 more",
+    ):
         build(drafting(tiny_config(), "smollm2-135m"))
     with pytest.raises(ConfigError, match="draft needs a model: draft:PATH"):
         SpeculationConfig("draft")
@@ -727,8 +824,20 @@ def test_other_tokens_are_refused_by_name() -> None:
 def write_shape(directory: Path, **fields: Any) -> str:
     """The config.json of a tiny Llama, for random weights."""
     directory.mkdir()
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes = {"intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    shape = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    sizes = {
+        "intermediate_size": 96,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
     stated = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape, **sizes, **fields}
     (directory / "config.json").write_text(json.dumps(stated))
     return str(directory)
@@ -736,7 +845,9 @@ def write_shape(directory: Path, **fields: Any) -> str:
 
 def test_fewer_positions_are_refused_where_more_are_asked_for(make: Any, tmp_path: Path) -> None:
     short = write_shape(tmp_path / "short", max_position_embeddings=512)
-    with pytest.raises(ConfigError, match="it has 512 positions, and sequences have up to 513 tokens; lower --max-model-len"):
+    with pytest.raises(
+        ConfigError, match="it has 512 positions, and sequences have up to 513 tokens; lower --max-model-len"
+    ):
         build(drafting(tiny_config(max_model_len=513), short))
     assert make(short).max_model_len == 512
 
@@ -754,10 +865,22 @@ def test_drafts_that_would_lie_behind_its_last_position_are_made_all_the_same(
     assert drafted(generate(engine, prompts(20), max_tokens=20))[0] > 0
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "layers"), [(1, 16, 1), (4, 48, 2), (3, 32, 3)], ids=["narrower", "wider", "of odd width"])
-def test_kv_of_any_width_finds_room(heads: int, head_dim: int, layers: int, make: Any, prompts: Prompts, tmp_path: Path) -> None:
-    """As many layers of a block as it fills, and fewer than it is wide more, so that a slot is a whole number of its blocks."""
-    shape = {"num_key_value_heads": heads, "num_attention_heads": 2 * heads, "head_dim": head_dim, "num_hidden_layers": layers}
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "layers"),
+    [(1, 16, 1), (4, 48, 2), (3, 32, 3)],
+    ids=["narrower", "wider", "of odd width"],
+)
+def test_kv_of_any_width_finds_room(
+    heads: int, head_dim: int, layers: int, make: Any, prompts: Prompts, tmp_path: Path
+) -> None:
+    """As many layers of a block as it fills, and fewer than it is wide more, so that a slot is a whole number
+    of its blocks."""
+    shape = {
+        "num_key_value_heads": heads,
+        "num_attention_heads": 2 * heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": layers,
+    }
     draft = write_shape(tmp_path / "draft", **shape)
     dims, config = BUILT_IN[TARGET], tiny_config()
     width = dims.num_kv_heads * dims.head_dim
@@ -776,9 +899,13 @@ def test_kv_of_any_width_finds_room(heads: int, head_dim: int, layers: int, make
 
 
 def test_its_kv_lies_in_its_own_layers_alone(tmp_path: Path, prompts: Prompts) -> None:
-    """What it writes is seen by the target as little as what the target writes by it: drafts do not depend on the target's KV."""
+    """What it writes is seen by the target as little as what the target writes by it: drafts do not depend on
+    the target's KV."""
     arena = torch.zeros(5, 7, 2, 4, 2, 8)
-    target, draft = (replace(BUILT_IN[TARGET], num_layers=n, num_kv_heads=h, head_dim=d) for n, h, d in ((3, 2, 8), (2, 3, 8)))
+    target, draft = (
+        replace(BUILT_IN[TARGET], num_layers=n, num_kv_heads=h, head_dim=d)
+        for n, h, d in ((3, 2, 8), (2, 3, 8))
+    )
     part = draft_arena(arena, target, draft)
     part.fill_(1.0)
     assert arena[:, :3].sum() == 0 and arena.sum() == part.numel() == 5 * 2 * 2 * 4 * 24

@@ -1,4 +1,5 @@
-"""The engine as a whole on tiny random models: whatever shares a step, a block or a replay, the tokens are those of a request alone."""
+"""The engine as a whole on tiny random models: whatever shares a step, a block or a replay, the tokens are
+those of a request alone."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def check_at_rest(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-llama"])
-def test_requests_in_one_batch_get_the_tokens_they_get_alone(make_engine: MakeEngine, prompts: Prompts, model: str) -> None:
+def test_requests_in_one_batch_get_the_tokens_they_get_alone(
+    make_engine: MakeEngine, prompts: Prompts, model: str
+) -> None:
     lengths = [1, 5, 15, 16, 17, 40, 64, 65, 130]
     alone = make_engine(model, prefix_cache=False)
     expected = [generate(alone, prompts(n, seed=n)).tokens for n in lengths]
@@ -41,19 +44,26 @@ def test_requests_in_one_batch_get_the_tokens_they_get_alone(make_engine: MakeEn
     run_all(together)
     assert [c.tokens for c in found] == expected
     assert all(len(tokens) == 8 for tokens in expected)
-    assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model that says the same to every prompt proves nothing"
+    assert len({tuple(tokens) for tokens in expected}) == len(expected), (
+        "a model that says the same to every prompt proves nothing"
+    )
     check_at_rest(together)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, 512])
-def test_the_prefill_chunk_does_not_change_the_tokens(make_engine: MakeEngine, prompts: Prompts, chunk: int) -> None:
+def test_the_prefill_chunk_does_not_change_the_tokens(
+    make_engine: MakeEngine, prompts: Prompts, chunk: int
+) -> None:
     prompt = prompts(100)
     expected = generate(make_engine(prefill_chunk=128), prompt).tokens
     assert generate(make_engine(prefill_chunk=chunk), prompt).tokens == expected
 
 
-def test_chunks_sized_by_time_do_not_change_the_tokens(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So short a time that prompts get the least chunk there is as soon as somebody decodes; alone one gets the whole chunk."""
+def test_chunks_sized_by_time_do_not_change_the_tokens(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So short a time that prompts get the least chunk there is as soon as somebody decodes; alone one gets
+    the whole chunk."""
     monkeypatch.setattr("penstock.engine.build._CUDA_MIN_CHUNK", 64)  # as on the CPU
     alone = make_engine(prefill_chunk=512, prefix_cache=False)
     expected = [generate(alone, prompts(num, num), max_tokens=20).tokens for num in (200, 300, 70)]
@@ -79,17 +89,27 @@ def test_chunks_sized_by_time_do_not_change_the_tokens(make_engine: MakeEngine, 
 
 
 @pytest.mark.parametrize("block_tokens", [8, 32])
-def test_the_block_size_does_not_change_the_tokens(make_engine: MakeEngine, prompts: Prompts, block_tokens: int) -> None:
+def test_the_block_size_does_not_change_the_tokens(
+    make_engine: MakeEngine, prompts: Prompts, block_tokens: int
+) -> None:
     prompt = prompts(70)
-    assert generate(make_engine(block_tokens=block_tokens), prompt).tokens == generate(make_engine(), prompt).tokens
+    assert (
+        generate(make_engine(block_tokens=block_tokens), prompt).tokens
+        == generate(make_engine(), prompt).tokens
+    )
 
 
-def test_captured_steps_and_eager_steps_give_the_same_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_captured_steps_and_eager_steps_give_the_same_tokens(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     captured, eager = make_engine(), make_engine(capture=False)
     for engine in (captured, eager):
         for seed in range(3):
             submit(engine, prompts(20 + seed, seed))
-    runs = [[submit(engine, prompts(30 + 9 * seed, seed), max_tokens=20) for seed in range(5)] for engine in (captured, eager)]
+    runs = [
+        [submit(engine, prompts(30 + 9 * seed, seed), max_tokens=20) for seed in range(5)]
+        for engine in (captured, eager)
+    ]
     run_all(captured)
     run_all(eager)
     assert [c.tokens for c in runs[0]] == [c.tokens for c in runs[1]]
@@ -99,7 +119,8 @@ def test_captured_steps_and_eager_steps_give_the_same_tokens(make_engine: MakeEn
 def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shapes as on CUDA: decodes padded to a batch size, short prompts alone or beside decodes padded to a number of tokens."""
+    """Shapes as on CUDA: decodes padded to a batch size, short prompts alone or beside decodes padded to a
+    number of tokens."""
     eager = make_engine(capture=False, prefix_cache=False)
     monkeypatch.setattr(build, "_buckets", lambda *_: cuda_buckets(32, 64))
     padded = make_engine(max_batch=32)
@@ -118,14 +139,20 @@ def test_prompts_in_padded_replays_get_the_tokens_of_eager_steps(
             found.append(submit(padded, prompts(n, n), **extra))
             padded.step()
         run_all(padded)
-        expected = [generate(eager, prompts(n, n), **extra) for n, extra in zip(lengths, settings, strict=True)]
+        expected = [
+            generate(eager, prompts(n, n), **extra) for n, extra in zip(lengths, settings, strict=True)
+        ]
         assert [c.tokens for c in found] == [c.tokens for c in expected], f"turn {turn}"
     shapes = padded._parts.executor._replays._captured
-    assert any(s.num_chunks == 1 and s.num_tokens > 1 for s in shapes) and any(s.num_beside > 0 for s in shapes)
+    assert any(s.num_chunks == 1 and s.num_tokens > 1 for s in shapes) and any(
+        s.num_beside > 0 for s in shapes
+    )
     check_at_rest(padded)
 
 
-def test_a_returning_prefix_is_taken_from_the_device_and_gives_the_same_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_returning_prefix_is_taken_from_the_device_and_gives_the_same_tokens(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     prompt = prompts(50)
     cold, warm = generate(engine, prompt), generate(engine, prompt)
@@ -135,7 +162,8 @@ def test_a_returning_prefix_is_taken_from_the_device_and_gives_the_same_tokens(m
 
 
 def test_damage_to_a_cached_block_shows_in_the_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """The fault behind the test above: if warm requests did not read cached blocks, destroying them would change nothing."""
+    """The fault behind the test above: if warm requests did not read cached blocks, destroying them would
+    change nothing."""
     engine = make_engine()
     prompt = prompts(50)
     cold = generate(engine, prompt)
@@ -144,7 +172,9 @@ def test_damage_to_a_cached_block_shows_in_the_tokens(make_engine: MakeEngine, p
 
 
 # Holds invariant 14: no byte of a shared block changes.
-def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     prompt = prompts(48)
     cold = generate(engine, prompt, max_tokens=1)
@@ -156,17 +186,22 @@ def test_a_page_aligned_full_match_computes_exactly_one_token_and_writes_nothing
     assert bool((blocks == before).all())
 
 
-def test_tokens_that_continue_a_conversation_reuse_generated_blocks(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_tokens_that_continue_a_conversation_reuse_generated_blocks(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     prompt = prompts(20)
     first = generate(engine, prompt, max_tokens=30)
     turn = prompt + first.tokens + prompts(10, seed=5)
     second = generate(engine, turn)
-    assert second.source is not None and second.source.device == 48  # 49 tokens are computed: the last one is never fed back
+    # 49 tokens are computed: the last one is never fed back
+    assert second.source is not None and second.source.device == 48
     assert second.tokens == generate(make_engine(prefix_cache=False), turn).tokens
 
 
-def test_requests_that_arrive_together_share_a_common_prefix(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_requests_that_arrive_together_share_a_common_prefix(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     shared = prompts(64)
     several = [submit(engine, shared + prompts(5, seed)) for seed in range(4)]
@@ -177,7 +212,12 @@ def test_requests_that_arrive_together_share_a_common_prefix(make_engine: MakeEn
 def test_salts_keep_tenants_apart(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine()
     prompt = prompts(40)
-    assert [generate(engine, prompt, salt=salt).source.device for salt in ("a", "b", "", "a")] == [0, 0, 0, 32]  # type: ignore[union-attr]
+    assert [generate(engine, prompt, salt=salt).source.device for salt in ("a", "b", "", "a")] == [
+        0,
+        0,
+        0,
+        32,
+    ]  # type: ignore[union-attr]
 
 
 def test_without_prefix_cache_nothing_is_reused(make_engine: MakeEngine, prompts: Prompts) -> None:
@@ -197,14 +237,16 @@ def test_reset_forgets_what_nobody_holds(make_engine: MakeEngine, prompts: Promp
     assert again.source is not None and again.source.device == 0
 
 
-# ------------------------------------------------------------------------------------------------------------------ pressure
+# --------------------------------------------------------------------------------------------------- pressure
 
 
 def test_a_small_arena_queues_requests_and_serves_them_all(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine, free = make_engine(blocks=8), make_engine(prefix_cache=False)
     found = [submit(engine, prompts(40, seed), max_tokens=20) for seed in range(6)]
     run_all(engine)
-    assert [c.tokens for c in found] == [generate(free, prompts(40, seed), max_tokens=20).tokens for seed in range(6)]
+    assert [c.tokens for c in found] == [
+        generate(free, prompts(40, seed), max_tokens=20).tokens for seed in range(6)
+    ]
     assert engine.stats().retractions == 0
     check_at_rest(engine)
 
@@ -218,25 +260,38 @@ def test_an_overcommitted_engine_retracts_and_resumes_with_the_same_tokens(
     found = [submit(engine, prompts(20 + seed, seed), max_tokens=60) for seed in range(5)]
     run_all(engine)
     assert engine.stats().retractions > 0
-    assert [c.tokens for c in found] == [generate(free, prompts(20 + seed, seed), max_tokens=60).tokens for seed in range(5)]
+    assert [c.tokens for c in found] == [
+        generate(free, prompts(20 + seed, seed), max_tokens=60).tokens for seed in range(5)
+    ]
     check_at_rest(engine)
 
 
-def test_random_requests_resume_with_the_tokens_of_an_unpressured_run(make_engine: MakeEngine, prompts: Prompts) -> None:
-    hot: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5}
+def test_random_requests_resume_with_the_tokens_of_an_unpressured_run(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    hot: dict[str, Any] = {
+        "max_tokens": 60,
+        "temperature": 1.0,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+    }
     engine, free = make_engine(blocks=12, overcommit=4.0), make_engine(prefix_cache=False)
     found = [submit(engine, prompts(20 + seed, seed), seed=seed, **hot) for seed in range(5)]
     run_all(engine)
     assert engine.stats().retractions > 0
-    assert [c.tokens for c in found] == [generate(free, prompts(20 + s, s), seed=s, **hot).tokens for s in range(5)]
+    assert [c.tokens for c in found] == [
+        generate(free, prompts(20 + s, s), seed=s, **hot).tokens for s in range(5)
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------- cancel and failure
+# ----------------------------------------------------------------------------------------- cancel and failure
 
 
 # Holds invariant 20: a cancel at any moment gives everything back.
 @pytest.mark.parametrize("turns", range(12))
-def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(make_engine: MakeEngine, prompts: Prompts, turns: int) -> None:
+def test_a_cancel_at_any_moment_ends_the_request_and_leaks_nothing(
+    make_engine: MakeEngine, prompts: Prompts, turns: int
+) -> None:
     engine = make_engine(blocks=12, prefill_chunk=16)
     other = submit(engine, prompts(20, 1))
     found = submit(engine, prompts(70))
@@ -286,12 +341,16 @@ def test_a_step_that_fails_ends_its_requests_with_the_error_and_no_others(
     assert failed.error is not None and "the layer burst" in failed.error
     broken[0] = False
     good = generate(engine, prompt)
-    assert good.source == KvSource(device=0, computed=40), "a failed step must not leave blocks behind that look computed"
+    assert good.source == KvSource(device=0, computed=40), (
+        "a failed step must not leave blocks behind that look computed"
+    )
     assert good.tokens == generate(make_engine(), prompt).tokens
     check_at_rest(engine)
 
 
-def test_a_listener_that_raises_does_not_disturb_the_engine(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_listener_that_raises_does_not_disturb_the_engine(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
 
     def listener(event: object) -> None:
@@ -303,7 +362,7 @@ def test_a_listener_that_raises_does_not_disturb_the_engine(make_engine: MakeEng
     check_at_rest(engine)
 
 
-# ------------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -350,10 +409,12 @@ def test_a_closed_engine_says_so(make_engine: MakeEngine, prompts: Prompts) -> N
         submit(engine, prompts(4))
 
 
-# -------------------------------------------------------------------------------------------------------------------- stopping
+# --------------------------------------------------------------------------------------------------- stopping
 
 
-def test_a_stop_token_ends_the_request_and_is_not_part_of_its_tokens(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_stop_token_ends_the_request_and_is_not_part_of_its_tokens(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     whole = generate(engine, prompts(12), max_tokens=12).tokens
     stop = whole[5]
@@ -366,7 +427,10 @@ def test_the_end_of_text_token_stops_unless_ignored(make_engine: MakeEngine, pro
     engine = make_engine()
     whole = generate(engine, prompts(12), max_tokens=12).tokens
     engine._parts.scheduler._events.stop_ids = frozenset({whole[3]})
-    assert generate(engine, prompts(12), max_tokens=12, ignore_eos=False).tokens == whole[: whole.index(whole[3])]
+    assert (
+        generate(engine, prompts(12), max_tokens=12, ignore_eos=False).tokens
+        == whole[: whole.index(whole[3])]
+    )
     assert generate(engine, prompts(12), max_tokens=12, ignore_eos=True).tokens == whole
 
 
@@ -380,7 +444,7 @@ def test_max_tokens_is_exact(make_engine: MakeEngine, prompts: Prompts, max_toke
     check_at_rest(engine)
 
 
-# -------------------------------------------------------------------------------------------------------------------- sampling
+# --------------------------------------------------------------------------------------------------- sampling
 
 
 def test_a_seed_decides_the_tokens_whatever_else_runs(make_engine: MakeEngine, prompts: Prompts) -> None:
@@ -388,7 +452,10 @@ def test_a_seed_decides_the_tokens_whatever_else_runs(make_engine: MakeEngine, p
     engine = make_engine()
     hot: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
     expected = generate(engine, prompts(10), seed=0, **hot).tokens
-    crowd = [submit(engine, prompts(10, s), seed=s, top_p=0.7, top_k=9, presence_penalty=1.0, **hot) for s in range(4)]
+    crowd = [
+        submit(engine, prompts(10, s), seed=s, top_p=0.7, top_k=9, presence_penalty=1.0, **hot)
+        for s in range(4)
+    ]
     found = submit(engine, prompts(10), seed=0, **hot)
     run_all(engine)
     assert found.tokens == expected
@@ -396,9 +463,14 @@ def test_a_seed_decides_the_tokens_whatever_else_runs(make_engine: MakeEngine, p
     assert len({tuple(c.tokens) for c in crowd}) == 4
 
 
-def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     hot: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
-    runs = [[generate(engine, prompts(10), **hot).tokens for _ in range(2)] for engine in (make_engine(seed=1), make_engine(seed=1))]
+    runs = [
+        [generate(engine, prompts(10), **hot).tokens for _ in range(2)]
+        for engine in (make_engine(seed=1), make_engine(seed=1))
+    ]
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]
 
@@ -420,7 +492,8 @@ def test_logprobs_are_those_of_the_models_distribution(make_engine: MakeEngine, 
 def test_logprobs_of_a_prompt_are_made_by_whoever_reads_them(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of thousands of tokens has hundreds of thousands of numbers: the engine thread only passes them on."""
+    """A prompt of thousands of tokens has hundreds of thousands of numbers: the engine thread only passes
+    them on."""
     num_made = 0
 
     class Counted(TokenLogprob):
@@ -438,7 +511,9 @@ def test_logprobs_of_a_prompt_are_made_by_whoever_reads_them(
     assert all(len(entry.top) == 5 for entry in echoed.prompt_logprobs[1:]) and num_made == 199, "made once"
 
 
-def test_logprobs_of_a_prompt_that_are_read_late_are_its_own(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_logprobs_of_a_prompt_that_are_read_late_are_its_own(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """They come through a buffer that later steps fill again."""
     engine = make_engine()
     late = generate(engine, prompts(30), prompt_logprobs=2, max_tokens=1)
@@ -449,7 +524,9 @@ def test_logprobs_of_a_prompt_that_are_read_late_are_its_own(make_engine: MakeEn
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(make_engine: MakeEngine, prompts: Prompts, chunk: int) -> None:
+def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(
+    make_engine: MakeEngine, prompts: Prompts, chunk: int
+) -> None:
     engine = make_engine(prefill_chunk=chunk)
     prompt = prompts(20)
     generated = generate(engine, prompt, logprobs=3, max_tokens=10)
@@ -466,7 +543,14 @@ def test_prompt_logprobs_equal_those_of_generating_the_same_tokens(make_engine: 
 def test_penalties_forbid_repetition(make_engine: MakeEngine, prompts: Prompts) -> None:
     engine = make_engine()
     free = generate(engine, prompts(10), max_tokens=40).tokens
-    held = generate(engine, prompts(10), max_tokens=40, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=5.0).tokens
+    held = generate(
+        engine,
+        prompts(10),
+        max_tokens=40,
+        presence_penalty=2.0,
+        frequency_penalty=2.0,
+        repetition_penalty=5.0,
+    ).tokens
     assert len(set(free)) < 40
     assert len(set(held)) > len(set(free))
 

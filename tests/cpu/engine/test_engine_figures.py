@@ -17,8 +17,11 @@ MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
 
-def test_hits_misses_evictions_and_duplicates_are_told_apart(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """Eight slots; prompts of whole blocks, of which the last token is computed again where all of it is found."""
+def test_hits_misses_evictions_and_duplicates_are_told_apart(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    """Eight slots; prompts of whole blocks, of which the last token is computed again where all of it is
+    found."""
     engine = make_engine(blocks=8)
     found: list[tuple[int, int, int, int]] = []
 

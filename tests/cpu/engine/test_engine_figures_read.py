@@ -27,12 +27,16 @@ def test_figures_that_were_read_stay_as_they_were(make_engine: MakeEngine, promp
     assert repr(figures) == before and repr(engine.stats()) != before
 
 
-def test_a_request_without_a_token_has_no_time_to_its_first(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_request_without_a_token_has_no_time_to_its_first(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     cancelled = submit(engine, prompts(20))
     engine.cancel(cancelled.request_id)
     run_all(engine)
-    assert cancelled.source is None and sum(engine.stats().prompt_tokens.values()) == 0, "nothing of its prompt was found or computed"
+    assert cancelled.source is None and sum(engine.stats().prompt_tokens.values()) == 0, (
+        "nothing of its prompt was found or computed"
+    )
     scored = generate(engine, prompts(20), max_tokens=0, prompt_logprobs=0)
     assert (cancelled.finish, scored.finish) == (FinishReason.CANCELLED, FinishReason.LENGTH)
     assert sum(engine.stats().ttft.counts) == 0
@@ -40,7 +44,9 @@ def test_a_request_without_a_token_has_no_time_to_its_first(make_engine: MakeEng
     assert sum(engine.stats().ttft.counts) == 1
 
 
-def test_only_a_wait_for_a_load_is_exposed(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_wait_for_a_load_is_exposed(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An engine that has nothing to do but to see a save end keeps nobody waiting."""
     engine = make_engine(host_blocks=64)
     _, save = gates(engine)
@@ -50,7 +56,8 @@ def test_only_a_wait_for_a_load_is_exposed(make_engine: MakeEngine, prompts: Pro
         assert engine.is_transferring()
         engine.wait_work(0.001)
         assert engine.stats().load_exposed_s == 0.0
-        with monkeypatch.context() as patched:  # a load that somebody waits for is over before a test could be sure of it
+        # a load that somebody waits for is over before a test could be sure of it
+        with monkeypatch.context() as patched:
             patched.setattr(type(engine._parts.scheduler), "awaits_load", True)
             engine.wait_work(0.001)
         assert engine.stats().load_exposed_s > 0.0
@@ -60,7 +67,9 @@ def test_only_a_wait_for_a_load_is_exposed(make_engine: MakeEngine, prompts: Pro
 
 
 @pytest.mark.parametrize("name", ["_num_flying", "_num_cold"])
-def test_a_wait_for_transfers_of_any_kind_is_short_and_exposed(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_wait_for_transfers_of_any_kind_is_short_and_exposed(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     engine, waits = make_engine(host_blocks=8), list[float]()
     monkeypatch.setattr(engine._inbox, "wait", waits.append)
     monkeypatch.setattr(type(engine._parts.scheduler), "awaits_load", True)
@@ -72,7 +81,9 @@ def test_a_wait_for_transfers_of_any_kind_is_short_and_exposed(make_engine: Make
     monkeypatch.undo()
 
 
-def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_close_waits_for_a_stuck_lane_no_longer_than_it_was_given(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """Its cache has nothing under way: only the compute lane does not end."""
     engine = make_engine()
     generate(engine, prompts(20))

@@ -1,4 +1,5 @@
-"""What one request asks for is none of its neighbours' business, nor lost when it has to make room for them."""
+"""What one request asks for is none of its neighbours' business, nor lost when it has to make room for
+them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
 
-def test_each_request_gets_as_many_alternatives_as_it_asked_for(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_each_request_gets_as_many_alternatives_as_it_asked_for(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """A step computes as many as the greediest of them wants."""
     engine = make_engine()
     wanted = (None, 0, 1, 5)
@@ -26,7 +29,9 @@ def test_each_request_gets_as_many_alternatives_as_it_asked_for(make_engine: Mak
         assert [len(entry.top) for entry in one.logprobs] == ([] if num is None else [num] * 8)
 
 
-@pytest.mark.parametrize("penalty", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize(
+    "penalty", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.3}], ids=str
+)
 def test_a_penalty_counts_what_was_generated_before_a_retraction(
     make_engine: MakeEngine, prompts: Prompts, penalty: dict[str, Any]
 ) -> None:
@@ -40,7 +45,9 @@ def test_a_penalty_counts_what_was_generated_before_a_retraction(
     assert expected[1] != generate(alone, asked[1], max_tokens=30).tokens, "the penalty changes something"
 
 
-def test_a_token_that_ends_a_request_is_one_that_was_generated(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_token_that_ends_a_request_is_one_that_was_generated(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     (first,) = generate(engine, prompts(20), max_tokens=1).tokens
     stopped = generate(engine, prompts(20), stop_token_ids=frozenset({first}))

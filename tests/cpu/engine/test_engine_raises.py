@@ -1,4 +1,5 @@
-"""Where something in the middle of an engine raises: what had been taken goes back, and whoever waits is told what it was."""
+"""Where something in the middle of an engine raises: what had been taken goes back, and whoever waits is told
+what it was."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def burst(*_: Any, **__: Any) -> Any:
 
 
 def nothing_held(engine: Engine) -> bool:
-    return all(counts["free"] + counts["idle"] == sum(counts.values()) for counts in engine.stats().kv_blocks.values())
+    return all(
+        counts["free"] + counts["idle"] == sum(counts.values())
+        for counts in engine.stats().kv_blocks.values()
+    )
 
 
 @pytest.mark.parametrize("part", ["warm", "launch"])
@@ -46,7 +50,9 @@ def test_a_warm_up_that_fails_gives_back_its_block_and_the_adapters(
     assert nothing_held(engine) and executor._weights_of == weights_of
 
 
-def test_a_warm_up_goes_without_a_block_where_there_is_none(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_goes_without_a_block_where_there_is_none(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     monkeypatch.setattr(BlockTable, "try_extend", lambda table, num: False)
     monkeypatch.setattr(engine._parts.executor, "warm", burst)
@@ -68,22 +74,28 @@ def test_a_submission_that_fails_on_its_way_is_nobodys(
     assert len(generate(engine, prompts(40)).tokens) == 8
 
 
-def test_a_name_that_is_in_use_is_refused_and_its_first_owner_goes_on(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_name_that_is_in_use_is_refused_and_its_first_owner_goes_on(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=16)
     generate(engine, prompts(40))
     settle_all(engine)
     engine.cache.reset(["device"])
     first, second = list[TokenEvent](), list[TokenEvent]()
     for listener in (first, second):
-        engine.submit(prompts(40), SamplingParams(max_tokens=3, ignore_eos=True), listener.append, request_id="same")
+        engine.submit(
+            prompts(40), SamplingParams(max_tokens=3, ignore_eos=True), listener.append, request_id="same"
+        )
     cache = engine.cache
     assert cache.saves.host.num_leases == 2, "each has what host memory has of its prompt"
     run_all(engine)
-    assert [event.finish for event in second] == [FinishReason.ERROR] and second[0].error == "request id same is in use"
+    assert [event.finish for event in second] == [FinishReason.ERROR] and second[0].error == (
+        "request id same is in use"
+    )
     assert first[-1].finish is FinishReason.LENGTH and cache.saves.host.num_leases == 0
 
 
-# --------------------------------------------------------------------------------------------------------- whoever waits
+# ---------------------------------------------------------------------------------------------- whoever waits
 
 
 @contextmanager
@@ -113,7 +125,9 @@ def asked(call: Callable[[], object]) -> Iterator[list[Any]]:
     ],
     ids=["a reset", "a flush", "a prefetch"],
 )
-def test_whoever_waits_for_the_engine_thread_is_told_when_it_ends(make_engine: MakeEngine, call: Callable[[Engine], object]) -> None:
+def test_whoever_waits_for_the_engine_thread_is_told_when_it_ends(
+    make_engine: MakeEngine, call: Callable[[Engine], object]
+) -> None:
     engine = make_engine(host_blocks=16)
     with asked(lambda: call(engine)) as came:
         while not engine.has_work():
@@ -130,7 +144,10 @@ def test_a_reset_and_a_flush_that_take_too_long_say_which_and_for_how_long(
     """Nobody runs the engine."""
     engine = make_engine(host_blocks=16)
     monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.001)
-    with pytest.raises(DeadlineExceeded, match=r"the cache was not reset within 0\.001 s; what is under way goes on"):
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"the cache was not reset within " r"0\.001 " r"s; " r"what " r"is " r"under " r"way goes on",
+    ):
         engine.reset_cache()
     for level in ("captured", "visible"):
         with pytest.raises(DeadlineExceeded, match=rf"the cache was not {level} within 0\.002 s"):
@@ -139,14 +156,17 @@ def test_a_reset_and_a_flush_that_take_too_long_say_which_and_for_how_long(
     assert not engine._flushes
 
 
-def test_what_can_be_waited_for_depends_on_the_tiers(make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_be_waited_for_depends_on_the_tiers(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(host_blocks=16)
     with pytest.raises(InvalidRequest, match="nothing outlives this process"):
         engine.wait_flushed("persisted", 1.0)
     durable = make_engine(host_blocks=16, ssd_dir=str(tmp_path / "kv"), ssd_gib=0.1)
     begun: list[str] = []
     for name in ("persist", "submit_saves"):
-        monkeypatch.setattr(durable.cache, name, lambda name=name: begun.append(name))  # None: there is nothing to wait for
+        # None: there is nothing to wait for
+        monkeypatch.setattr(durable.cache, name, lambda name=name: begun.append(name))
     loop = EngineLoop(durable)
     loop.start()
     for level in ("captured", "visible", "persisted"):

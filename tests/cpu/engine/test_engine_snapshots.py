@@ -1,4 +1,5 @@
-"""Snapshots of a real engine, under the sanitizer: what protects them while they are taken, beside deep requests, and at the end."""
+"""Snapshots of a real engine, under the sanitizer: what protects them while they are taken, beside deep
+requests, and at the end."""
 
 from __future__ import annotations
 
@@ -92,7 +93,10 @@ def test_an_adapter_other_than_its_own_cannot_continue_it(make_engine: Make, pro
     with running(engine):
         engine.snapshots.take(request(prompts(70)))
     assert len(engine.snapshots.open("talk").tokens) == 4 * 70
-    with pytest.raises(SnapshotRefused, match=r"adapter is none and here lora, adapter_version is none and here abc"):
+    with pytest.raises(
+        SnapshotRefused,
+        match=r"adapter is none and here " r"lora, " r"adapter_version " r"is " r"none " r"and " r"here abc",
+    ):
         engine.snapshots.open("talk", "", Adapter("a", "abc"))
     with pytest.raises(SnapshotMissing):
         engine.snapshots.open("talk", "another")
@@ -109,7 +113,13 @@ def test_a_session_has_all_that_was_said(make_engine: Make, prompts: Prompts) ->
             if event.finish is not None:
                 done.set()
 
-        engine.submit(prompt, SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True), hear, session="agent", cache_salt="s")
+        engine.submit(
+            prompt,
+            SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True),
+            hear,
+            session="agent",
+            cache_salt="s",
+        )
         assert done.wait(60.0)
         taken = engine.snapshots.take(SnapshotRequest("talk", session="agent", cache_salt="s"))
         with pytest.raises(SessionMissing):
@@ -142,8 +152,11 @@ def test_of_an_engine_that_is_closed_no_session_is_asked_for(make_engine: Make, 
         engine.snapshots.take(SnapshotRequest("talk", session="agent"))
 
 
-def test_what_is_being_taken_is_pinned_from_the_first_moment(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
-    """Between the look at what is there and the manifest, others may write more than the disk has room for."""
+def test_what_is_being_taken_is_pinned_from_the_first_moment(
+    make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
+    """Between the look at what is there and the manifest, others may write more than the disk has room
+    for."""
     engine = make_engine(blocks=32, host_blocks=16, ssd_dir=tmp_path, ssd_gib=0.0012)
     generate(engine, prompts(70))
     settle_all(engine)
@@ -163,7 +176,9 @@ def test_what_is_being_taken_is_pinned_from_the_first_moment(make_engine: Make, 
     assert engine.cache.cold_tiers["ssd"].calls.store.find(keys) == 4
 
 
-def test_blocks_are_safe_on_disk_before_the_manifest_names_them(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_blocks_are_safe_on_disk_before_the_manifest_names_them(
+    make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
     engine = make_engine(blocks=64, host_blocks=64, ssd_dir=tmp_path, ssd_gib=0.01, ssd_admission="evict")
     generate(engine, prompts(70))
     store: Any = engine.cache.cold_tiers["ssd"].calls.store
@@ -180,8 +195,11 @@ def test_blocks_are_safe_on_disk_before_the_manifest_names_them(make_engine: Mak
     assert done[0] == "write" and done[-2:] == ["persist", "write_manifest"], done
 
 
-def test_blocks_that_the_disk_has_evicted_are_written_again_for_it(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
-    """Host memory still has them, and they count as written: a snapshot of them outlives the process all the same."""
+def test_blocks_that_the_disk_has_evicted_are_written_again_for_it(
+    make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
+    """Host memory still has them, and they count as written: a snapshot of them outlives the process all the
+    same."""
     disk = {"ssd_dir": tmp_path, "ssd_gib": 0.0012}
     engine = make_engine(blocks=32, host_blocks=600, **disk)
     whole = generate(engine, prompts(70), max_tokens=4)
@@ -200,7 +218,9 @@ def test_blocks_that_the_disk_has_evicted_are_written_again_for_it(make_engine: 
     assert found.tokens == whole.tokens and found.source is not None and found.source.ssd == 64
 
 
-def test_what_a_snapshot_keeps_is_what_the_disk_has(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_what_a_snapshot_keeps_is_what_the_disk_has(
+    make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
     """Host memory has all of it, until the process ends."""
     engine = make_engine(blocks=64, host_blocks=64, ssd_dir=tmp_path, ssd_gib=0.01)
     generate(engine, prompts(70))
@@ -214,7 +234,8 @@ def test_what_a_snapshot_keeps_is_what_the_disk_has(make_engine: Make, prompts: 
 
 
 def test_blocks_that_only_the_device_has_are_saved_for_it(make_engine: Make, prompts: Prompts) -> None:
-    """Where host memory is full, blocks stay on the device until their room is needed. A snapshot is kept in host memory."""
+    """Where host memory is full, blocks stay on the device until their room is needed. A snapshot is kept in
+    host memory."""
     engine = make_engine(blocks=64, host_blocks=16)
     fill(engine, prompts, 12)
     whole = generate(engine, prompts(70), max_tokens=4)
@@ -245,14 +266,19 @@ def test_a_block_that_lands_in_host_memory_later_is_pinned_there(make_engine: Ma
     assert host.slots.pinned == 0
 
 
-def test_host_memory_that_is_promised_to_deep_requests_is_not_pinned(make_engine: Make, prompts: Prompts) -> None:
-    """One slot in eight is promised to nobody: so many may be pinned where sequences are paged out to host memory."""
+def test_host_memory_that_is_promised_to_deep_requests_is_not_pinned(
+    make_engine: Make, prompts: Prompts
+) -> None:
+    """One slot in eight is promised to nobody: so many may be pinned where sequences are paged out to host
+    memory."""
     engine = make_engine(blocks=64, host_blocks=256, max_model_len=2048, resident_tokens=256)
     assert engine.stats().snapshots.pinned_blocks_max == 32
     first = generate(engine, prompts(1024), max_tokens=4)
     settle_all(engine)
     with running(engine):
-        with pytest.raises(SnapshotSpace, match="64 more blocks: 0 of the 256 in the host tier are pinned, and 32 may be"):
+        with pytest.raises(
+            SnapshotSpace, match="64 more blocks: 0 of the 256 in the host tier are pinned, and 32 may be"
+        ):
             engine.snapshots.take(request(prompts(1024)))
         engine.snapshots.take(request(prompts(1024), num_tokens=512))
     deep = generate(engine, prompts(1900, 1), max_tokens=4)
@@ -262,7 +288,9 @@ def test_host_memory_that_is_promised_to_deep_requests_is_not_pinned(make_engine
     assert again.tokens == first.tokens and again.source is not None and again.source.host >= 512
 
 
-def test_a_cancel_while_it_is_continued_leaves_the_snapshot(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_a_cancel_while_it_is_continued_leaves_the_snapshot(
+    make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
     engine = make_engine(blocks=32, host_blocks=16, ssd_dir=tmp_path, ssd_gib=0.01)
     whole = generate(engine, [*prompts(150), 5, 6], max_tokens=4)
     settle_all(engine)
@@ -287,8 +315,11 @@ def test_a_cancel_while_it_is_continued_leaves_the_snapshot(make_engine: Make, p
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["host", "disk"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_books_hold_in_any_order(make_engine: Make, prompts: Prompts, tmp_path: Path, seed: int, on_disk: bool) -> None:
-    """Against a model: which names there are, what they pin together, and that all of it is there whatever else is computed."""
+def test_the_books_hold_in_any_order(
+    make_engine: Make, prompts: Prompts, tmp_path: Path, seed: int, on_disk: bool
+) -> None:
+    """Against a model: which names there are, what they pin together, and that all of it is there whatever
+    else is computed."""
     rng = random.Random(seed)
     disk = {"ssd_dir": tmp_path, "ssd_gib": 0.0015} if on_disk else {}
     engine = make_engine(blocks=40, host_blocks=56, **disk)
@@ -320,7 +351,11 @@ def test_the_books_hold_in_any_order(make_engine: Make, prompts: Prompts, tmp_pa
                     take(engine, asked)
                     alive[name, salt] = tokens, None if ttl_s is None else clock() + ttl_s
             case "delete":
-                with contextlib.nullcontext() if alive.pop((name, salt), None) else pytest.raises(SnapshotMissing):
+                with (
+                    contextlib.nullcontext()
+                    if alive.pop((name, salt), None)
+                    else pytest.raises(SnapshotMissing)
+                ):
                     engine.snapshots.delete(name, salt)
             case "later":
                 clock.advance(rng.choice([1.0, 60.0]))
@@ -328,7 +363,9 @@ def test_the_books_hold_in_any_order(make_engine: Make, prompts: Prompts, tmp_pa
                 engine.step()
             case "others":
                 fill(engine, prompts, 6)
-        found = {(one.name, salt): one for salt in ("", "other") for one in engine.snapshots.all(salt).snapshots}
+        found = {
+            (one.name, salt): one for salt in ("", "other") for one in engine.snapshots.all(salt).snapshots
+        }
         assert set(found) == set(alive), step
         pinned = set[bytes]().union(*(keys(tokens, salt) for (_, salt), (tokens, _) in alive.items()))
         assert engine.stats().snapshots.pinned_blocks == len(pinned) <= most
@@ -351,7 +388,8 @@ def take(engine: Engine, asked: SnapshotRequest) -> None:
 def test_a_take_that_is_not_answered_in_time_leaves_neither_pins_nor_its_name(
     make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tier that does not answer holds the lane. What was asked for meanwhile is done later, when nobody waits for it any more."""
+    """A tier that does not answer holds the lane. What was asked for meanwhile is done later, when nobody
+    waits for it any more."""
     engine = make_engine(blocks=64, host_blocks=64)
     generate(engine, prompts(70))
     settle_all(engine)
@@ -387,7 +425,9 @@ def test_blocks_that_only_the_device_has_are_saved_under_whose_they_are(
     keys = engine.cache.prefix_of(prompts(70), salt, adapter).keys  # type: ignore[union-attr]
     assert engine.cache.loads.host.num_leading(keys) == 0
     with running(engine):
-        taken = engine.snapshots.take(SnapshotRequest("talk", session="agent", cache_salt=salt, num_tokens=70))
+        taken = engine.snapshots.take(
+            SnapshotRequest("talk", session="agent", cache_salt=salt, num_tokens=70)
+        )
     assert (taken.kept_tokens, taken.adapter) == (64, "" if adapter is None else "a")
     assert engine.cache.loads.host.num_leading(keys) == 4
 

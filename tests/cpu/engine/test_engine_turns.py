@@ -1,4 +1,5 @@
-"""What an engine says of its turns: how long it was kept by what, whether there is more to do, and what it hands on to whom."""
+"""What an engine says of its turns: how long it was kept by what, whether there is more to do, and what it
+hands on to whom."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from support.driving import generate, run_all, submit
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-# ------------------------------------------------------------------------------------------------------------------ figures
+# ---------------------------------------------------------------------------------------------------- figures
 
 
 def test_what_keeps_the_engine_is_timed_for_each_of_its_causes(
@@ -42,7 +43,9 @@ def test_what_keeps_the_engine_is_timed_for_each_of_its_causes(
         return timed
 
     cache = engine.cache
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(
+        engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    )
     monkeypatch.setattr(RunningStep, "wait_result", takes("result", 1.0, RunningStep.wait_result))
     monkeypatch.setattr(cache, "submit_saves", takes("save", 100.0, cache.submit_saves))
     monkeypatch.setattr(cache, "settle", takes("settle", 10_000.0, cache.settle))
@@ -50,7 +53,12 @@ def test_what_keeps_the_engine_is_timed_for_each_of_its_causes(
     generate(engine, prompts(40, seed=1), max_tokens=4)
     after = engine.stats().blocked_s
     took = {name: after[name] - before[name] for name in after}
-    expected = {"result": calls["result"], "mask": 0.0, "save": 100.0 * calls["save"], "settle": 10_000.0 * calls["settle"]}
+    expected = {
+        "result": calls["result"],
+        "mask": 0.0,
+        "save": 100.0 * calls["save"],
+        "settle": 10_000.0 * calls["settle"],
+    }
     assert took == pytest.approx(expected)
     assert calls["result"] == calls["save"] == 4 and calls["settle"] > 4
 
@@ -60,17 +68,31 @@ def test_every_count_of_a_snapshot_is_a_copy(make_engine: MakeEngine, prompts: P
     engine = make_engine(host_blocks=16)
     generate(engine, prompts(20))
     stats = engine.stats()
-    for kept in (stats.requests, stats.prompt_tokens, stats.blocked_s, stats.cache, stats.sanitizer, *stats.kv_blocks.values()):
+    for kept in (
+        stats.requests,
+        stats.prompt_tokens,
+        stats.blocked_s,
+        stats.cache,
+        stats.sanitizer,
+        *stats.kv_blocks.values(),
+    ):
         kept["what a reader adds"] = 7
     for histogram in (stats.ttft, stats.inter_token, stats.resume):
         histogram.add(0.001, times=1000)
     again = engine.stats()
-    for kept in (again.requests, again.prompt_tokens, again.blocked_s, again.cache, again.sanitizer, *again.kv_blocks.values()):
+    for kept in (
+        again.requests,
+        again.prompt_tokens,
+        again.blocked_s,
+        again.cache,
+        again.sanitizer,
+        *again.kv_blocks.values(),
+    ):
         assert "what a reader adds" not in kept
     assert [sum(histogram.counts) for histogram in (again.ttft, again.inter_token, again.resume)] == [1, 7, 0]
 
 
-# -------------------------------------------------------------------------------------------------------------------- turns
+# ------------------------------------------------------------------------------------------------------ turns
 
 
 def test_a_turn_in_which_anything_was_done_is_followed_by_another_at_once(
@@ -101,7 +123,9 @@ def test_a_request_is_work_from_its_submission_on(make_engine: MakeEngine, promp
     assert one.finish is FinishReason.LENGTH and not engine.has_work()
 
 
-def test_transfers_of_every_kind_count_as_transfers(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_of_every_kind_count_as_transfers(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     for in_flight, cold in ((0, 0), (1, 0), (0, 1)):
         with monkeypatch.context() as patched:
@@ -110,7 +134,7 @@ def test_transfers_of_every_kind_count_as_transfers(make_engine: MakeEngine, mon
             assert engine.is_transferring() == bool(in_flight + cold)
 
 
-# --------------------------------------------------------------------------------------------------------------- handed on
+# -------------------------------------------------------------------------------------------------- handed on
 
 
 def test_everything_about_a_request_reaches_the_scheduler_and_the_sessions(
@@ -123,7 +147,16 @@ def test_everything_about_a_request_reaches_the_scheduler_and_the_sessions(
     hint, heard = CacheHint(retain_s=5.0), list[TokenEvent]()
     params = SamplingParams(max_tokens=3, seed=11, repetition_penalty=1.5)
     prompt = [*prompts(20), *prompts(20)]
-    name = engine.submit(prompt, params, heard.append, cache_salt="salt", request_id="mine", priority=-7, session="chat", hint=hint)
+    name = engine.submit(
+        prompt,
+        params,
+        heard.append,
+        cache_salt="salt",
+        request_id="mine",
+        priority=-7,
+        session="chat",
+        hint=hint,
+    )
     engine._inbox.run_some()
     request = engine._parts.scheduler._tracks["mine"].request
     assert (name, request.id, request.prompt, request.sampling) == ("mine", "mine", prompt, params)
@@ -168,9 +201,16 @@ def test_a_reset_is_of_device_and_host_memory_unless_said_otherwise(
     assert asked == [("device", "host"), ("device",)]
 
 
-def test_who_asks_too_much_is_told_which_of_both_numbers_is_too_large(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_who_asks_too_much_is_told_which_of_both_numbers_is_too_large(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(blocks=8, max_model_len=100)
-    for num_prompt, max_tokens, param in ((99, 2, "max_tokens"), (100, 1, "prompt"), (101, 0, "prompt"), (50, 51, "max_tokens")):
+    for num_prompt, max_tokens, param in (
+        (99, 2, "max_tokens"),
+        (100, 1, "prompt"),
+        (101, 0, "prompt"),
+        (50, 51, "max_tokens"),
+    ):
         with pytest.raises(InvalidRequest) as refused:
             submit(engine, prompts(num_prompt), max_tokens=max_tokens)
         assert refused.value.param == param, (num_prompt, max_tokens)
@@ -183,7 +223,7 @@ def test_a_request_of_all_the_memory_that_there_is_runs(make_engine: MakeEngine,
     assert len(generate(engine, prompts(60), max_tokens=4).tokens) == 4
 
 
-# ----------------------------------------------------------------------------------------------------------------- the loop
+# --------------------------------------------------------------------------------------------------- the loop
 
 
 def test_a_loop_that_failed_says_so_before_anybody_is_told(
@@ -205,7 +245,9 @@ def test_a_loop_that_failed_says_so_before_anybody_is_told(
     assert len(seen) == 1 and isinstance(seen[0], RuntimeError)
 
 
-def test_a_loop_gives_its_engine_so_long_to_close_and_waits_longer_itself(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_gives_its_engine_so_long_to_close_and_waits_longer_itself(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     closed: list[float | None] = []
     close = engine.close

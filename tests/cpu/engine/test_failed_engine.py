@@ -1,8 +1,8 @@
-"""An engine that cannot go on, or that closes while something hangs: everybody who waits is told, exactly once and
-with the reason, and nobody's wait outlasts it.
+"""An engine that cannot go on, or that closes while something hangs: everybody who waits is told, exactly
+once and with the reason, and nobody's wait outlasts it.
 
-Holds invariant 25: an exception of the engine thread reaches everybody who waits for it.
-Holds invariant 27: closing is bounded whatever hangs."""
+Holds invariant 25: an exception of the engine thread reaches everybody who waits for it. Holds invariant 27:
+closing is bounded whatever hangs."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ class Raising:
         raise self._error
 
 
-# ------------------------------------------------------------------------------------------------------------------ the loop fails
+# --------------------------------------------------------------------------------------------- the loop fails
 
 
-def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build(host_blocks=64)
     _, save = gates(engine)
     save.hold()
@@ -105,11 +107,15 @@ def test_a_failed_engine_tells_everybody_though_its_inbox_raises_as_well(prompts
         assert [event.finish for event in one.events if event.finish is not None] == [FinishReason.ERROR]
         assert "the device is gone" in str(one.error)
     for answer in (flush, reset, late_flush):
-        assert isinstance(failure_of(answer), EngineClosed) and "the device is gone" in str(failure_of(answer))
+        assert isinstance(failure_of(answer), EngineClosed) and ("the device is gone") in str(
+            failure_of(answer)
+        )
     save.let()
 
 
-def test_a_loop_whose_inbox_raises_ends_and_tells_everybody(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_whose_inbox_raises_ends_and_tells_everybody(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build()
     loop = EngineLoop(engine)
     last = threading.Event()
@@ -175,7 +181,11 @@ def test_a_request_that_the_scheduler_does_not_take_is_told_once_and_leaves_no_l
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.step()
     engine.fail_all(RuntimeError("the device is gone"))
-    assert len(found.events) == 1 and found.finish is FinishReason.ERROR and "the device is gone" in str(found.error)
+    assert (
+        len(found.events) == 1
+        and found.finish is FinishReason.ERROR
+        and ("the device is gone") in str(found.error)
+    )
     assert engine.cache.saves.host.num_leases == 0
     engine.close(20.0)
 
@@ -189,7 +199,9 @@ def test_a_listener_that_raises_about_an_id_in_use_disturbs_nobody(prompts: Prom
     engine.close(20.0)
 
 
-def test_a_reset_that_raises_ends_with_what_it_raised_and_so_does_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_raises_ends_with_what_it_raised_and_so_does_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = build()
     monkeypatch.setattr(engine.cache, "reset", burst)
     loop = EngineLoop(engine)
@@ -199,7 +211,7 @@ def test_a_reset_that_raises_ends_with_what_it_raised_and_so_does_the_loop(monke
     assert isinstance(loop.failed(), RuntimeError)
 
 
-# --------------------------------------------------------------------------------------------------------------- closing is bounded
+# ----------------------------------------------------------------------------------------- closing is bounded
 
 
 class Turns:
@@ -230,7 +242,10 @@ class Turns:
         return self._bell.acquire(timeout=timeout)
 
 
-def test_a_loop_that_closes_with_transfers_under_way_waits_between_its_turns(prompts: Prompts, shared: MemoryStore) -> None:  # noqa: F811
+def test_a_loop_that_closes_with_transfers_under_way_waits_between_its_turns(
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
     engine = build(host_blocks=64, remote="memory://")
     generate(engine, prompts(100))
     only_colder(engine)
@@ -294,12 +309,18 @@ def test_closing_is_bounded_though_a_save_hangs_and_requests_are_told(prompts: P
     until(engine, lambda: len(running.tokens) > 2)
     with pytest.raises(DeadlineExceeded):
         engine.close(0.2)
-    assert running.finish is FinishReason.CANCELLED and sum(event.finish is not None for event in running.events) == 1
+    assert (
+        running.finish is FinishReason.CANCELLED
+        and sum(event.finish is not None for event in running.events) == 1
+    )
     save.let()
     engine.close(20.0)
 
 
-def test_a_flush_that_is_under_way_when_the_engine_closes_is_finished_by_it(prompts: Prompts, shared: MemoryStore) -> None:  # noqa: F811
+def test_a_flush_that_is_under_way_when_the_engine_closes_is_finished_by_it(
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
     engine = build(host_blocks=64, remote="memory://")
     _, save = gates(engine)
     save.hold()
@@ -311,7 +332,10 @@ def test_a_flush_that_is_under_way_when_the_engine_closes_is_finished_by_it(prom
     assert failure_of(flush) is None and len(shared.blocks) == 6
 
 
-def test_a_flush_that_was_asked_for_before_the_engine_closes_is_not_forgotten(prompts: Prompts, shared: MemoryStore) -> None:  # noqa: F811
+def test_a_flush_that_was_asked_for_before_the_engine_closes_is_not_forgotten(
+    prompts: Prompts,
+    shared: MemoryStore,  # noqa: F811
+) -> None:
     engine = build(host_blocks=64, remote="memory://")
     generate(engine, prompts(100))
     flush = asked(lambda: engine.wait_flushed("persisted", 600.0))
@@ -320,7 +344,9 @@ def test_a_flush_that_was_asked_for_before_the_engine_closes_is_not_forgotten(pr
     assert failure_of(flush) is None and len(shared.blocks) == 6
 
 
-def test_an_operator_does_not_wait_for_ever_for_an_engine_that_does_not_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_does_not_wait_for_ever_for_an_engine_that_does_not_come_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(engine_module, "RESET_DEADLINE_S", 0.0)
     engine = build(host_blocks=16)
     for call in (engine.reset_cache, lambda: engine.wait_flushed("visible", 0.0)):
@@ -331,7 +357,7 @@ def test_an_operator_does_not_wait_for_ever_for_an_engine_that_does_not_come_rou
     engine.close(20.0)
 
 
-# ------------------------------------------------------------------------------------------- a submit that is refused at the last moment
+# ---------------------------------------------------------------- a submit that is refused at the last moment
 
 
 class Files:
@@ -354,11 +380,16 @@ def test_a_listener_that_raises_at_its_last_event_lets_go_of_its_adapter(prompts
     assert engine.adapters._num_holds[adapter.digest] == 1
     engine.cancel(raising.events[0].request_id if raising.events else engine._outbox.open_ids()[0])
     engine._inbox.run_all()
-    assert raising.events[-1].finish is FinishReason.CANCELLED and engine.adapters._num_holds[adapter.digest] == 0
+    assert (
+        raising.events[-1].finish is FinishReason.CANCELLED
+        and engine.adapters._num_holds[adapter.digest] == 0
+    )
     engine.close(20.0)
 
 
-def test_a_request_is_told_though_its_lease_cannot_be_ended(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_told_though_its_lease_cannot_be_ended(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build(host_blocks=64)
     generate(engine, prompts(100))
     settle_all(engine)
@@ -366,7 +397,11 @@ def test_a_request_is_told_though_its_lease_cannot_be_ended(prompts: Prompts, mo
     found = submit(engine, prompts(100))
     monkeypatch.setattr(HostLease, "end", burst)
     engine.fail_all(RuntimeError("the step broke"))
-    assert len(found.events) == 1 and found.finish is FinishReason.ERROR and "the step broke" in str(found.error)
+    assert (
+        len(found.events) == 1
+        and found.finish is FinishReason.ERROR
+        and ("the step broke") in str(found.error)
+    )
 
 
 def test_a_device_that_fails_while_a_step_is_waited_for_ends_its_requests_with_the_error(
@@ -397,7 +432,9 @@ class Lost:
 
 
 @pytest.mark.parametrize("late", ["closed", "ended", "no lease"])
-def test_a_submit_that_is_refused_at_the_last_moment_keeps_nothing(prompts: Prompts, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+def test_a_submit_that_is_refused_at_the_last_moment_keeps_nothing(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
     engine = build(host_blocks=64)
     adapter = adapted(engine)
     generate(engine, prompts(100))

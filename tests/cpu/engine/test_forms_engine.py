@@ -1,4 +1,5 @@
-"""An engine whose weights are in 4 or 8 bits: prefixes come back as they were computed, and only to the form that computed them."""
+"""An engine whose weights are in 4 or 8 bits: prefixes come back as they were computed, and only to the form
+that computed them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def answer(engine: Engine) -> tuple[KvSource | None, list[int]]:
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 def test_a_prefix_that_is_used_again_leads_to_the_same_tokens(tmp_path: Path, weights: WeightsName) -> None:
-    """The first answer prefills 97 rows at once; the second computes one row, as a decode step would, over the first one's KV."""
+    """The first answer prefills 97 rows at once; the second computes one row, as a decode step would, over
+    the first one's KV."""
     engine, sanitizer = build_sanitized(config_of(weights, tmp_path))
     cold, again = answer(engine), answer(engine)
     assert cold[0] == KvSource(computed=97) and again[0] == KvSource(device=96, computed=1)
@@ -51,7 +53,9 @@ def prompt_logprobs(config: Config, adapter: Path, adapted: bool) -> np.ndarray:
     lora = LoraConfig((("tuned", str(adapter)),))
     engine, sanitizer = build_sanitized(dataclasses.replace(config, lora=lora))
     (loaded,) = engine.adapters.all()
-    found = generate(engine, PROMPT, max_tokens=1, prompt_logprobs=0, adapter=loaded.adapter if adapted else None)
+    found = generate(
+        engine, PROMPT, max_tokens=1, prompt_logprobs=0, adapter=loaded.adapter if adapted else None
+    )
     engine.close(timeout_s=20.0)
     check_silent(sanitizer)
     assert found.prompt_logprobs is not None
@@ -69,7 +73,8 @@ def test_an_adapter_does_the_same_on_top_of_every_form(tmp_path: Path, weights: 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
 def test_drafts_change_an_answer_only_where_rounding_may(tmp_path: Path, weights: WeightsName) -> None:
-    """Products of one row and of several are rounded apart in these forms: beside drafts as beside other requests."""
+    """Products of one row and of several are rounded apart in these forms: beside drafts as beside other
+    requests."""
     config = config_of(weights, tmp_path)
     drafting = dataclasses.replace(config, speculation=SpeculationConfig("ngram"))
     (plain, _), (engine, sanitizer) = build_sanitized(config), build_sanitized(drafting)
@@ -80,7 +85,14 @@ def test_drafts_change_an_answer_only_where_rounding_may(tmp_path: Path, weights
         right, found = (generate(one, prompt, max_tokens=40, logprobs=2) for one in (plain, engine))
         assert found.error is None and len(found.tokens) == 40
         assert all(entry.rank == 1 for entry in found.logprobs), "it is the model's own choice"
-        at = next((at for at, pair in enumerate(zip(found.tokens, right.tokens, strict=True)) if pair[0] != pair[1]), None)
+        at = next(
+            (
+                at
+                for at, pair in enumerate(zip(found.tokens, right.tokens, strict=True))
+                if pair[0] != pair[1]
+            ),
+            None,
+        )
         if at is not None:
             first, second = (logprob for _, logprob in right.logprobs[at].top)
             assert first - second < 0.05, "not a near tie"

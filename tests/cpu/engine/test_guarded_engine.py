@@ -1,5 +1,5 @@
-"""The engine over guarded arenas: no step and no transfer touches a slot, in memory, that it has not declared. In a process of its own,
-which would not survive it."""
+"""The engine over guarded arenas: no step and no transfer touches a slot, in memory, that it has not
+declared. In a process of its own, which would not survive it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for arena in (parts.arena, parts.cache.saves.host.memory._arena):
 
 def prompt(num_tokens, seed=0):
     return np.random.default_rng(seed).integers(1, 500, num_tokens).tolist()
-"""
+"""  # noqa: E501
 
 
 def run(body: str, speculate: str | None = None) -> subprocess.CompletedProcess[str]:

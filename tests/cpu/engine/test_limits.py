@@ -1,4 +1,5 @@
-"""Every limit of an engine from both sides: exactly at it a request runs, one beyond it it is refused by name."""
+"""Every limit of an engine from both sides: exactly at it a request runs, one beyond it it is refused by
+name."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_a_request_may_fill_the_context_to_its_last_token(make_engine: MakeEngin
 
 
 @pytest.mark.parametrize("num_blocks", [2, 4])
-def test_a_request_may_fill_the_memory_to_its_last_block(make_engine: MakeEngine, prompts: Prompts, num_blocks: int) -> None:
+def test_a_request_may_fill_the_memory_to_its_last_block(
+    make_engine: MakeEngine, prompts: Prompts, num_blocks: int
+) -> None:
     engine = make_engine(blocks=num_blocks)
     room = 16 * num_blocks
     assert engine.max_model_len == room
@@ -53,7 +56,8 @@ def test_a_request_may_fill_the_memory_to_its_last_block(make_engine: MakeEngine
 
 
 def test_a_life_that_ends_with_a_block_needs_no_block_more(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """The last token is never fed back: 16 of prompt and 17 behind them are 32 entries, and two such requests fit into four blocks."""
+    """The last token is never fed back: 16 of prompt and 17 behind them are 32 entries, and two such requests
+    fit into four blocks."""
     engine = make_engine(blocks=4, max_batch=2, prefix_cache=False)
     pair = [submit(engine, prompts(16, seed), max_tokens=17) for seed in range(2)]
     for _ in range(3):
@@ -71,7 +75,9 @@ def test_every_token_of_the_vocabulary_is_taken_and_no_other(make_engine: MakeEn
             submit(engine, [0, bad])
 
 
-def test_as_many_requests_are_open_as_may_be_submitted_or_running(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_as_many_requests_are_open_as_may_be_submitted_or_running(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """Those that wait in the inbox count, and those that have ended do not."""
     engine = make_engine(max_batch=2)
     most = engine._parts.max_open
@@ -87,7 +93,9 @@ def test_as_many_requests_are_open_as_may_be_submitted_or_running(make_engine: M
     run_all(engine)
 
 
-def test_a_prompt_that_its_owner_changes_later_stays_what_it_was(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_prompt_that_its_owner_changes_later_stays_what_it_was(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     expected = generate(engine, prompts(40)).tokens
     for prompt in (prompts(40), np.array(prompts(40), np.int64)):
@@ -97,7 +105,7 @@ def test_a_prompt_that_its_owner_changes_later_stays_what_it_was(make_engine: Ma
         assert found.tokens == expected
 
 
-# ----------------------------------------------------------------------------------------------------------------------- sizes
+# ------------------------------------------------------------------------------------------------------ sizes
 
 
 @pytest.mark.parametrize(("wanted", "blocks", "said"), [
@@ -106,7 +114,9 @@ def test_a_prompt_that_its_owner_changes_later_stays_what_it_was(make_engine: Ma
     (160, 10, None),
     (161, 10, "does not fit into 10 KV blocks"),
 ])  # fmt: skip
-def test_the_context_may_be_all_that_positions_and_memory_allow(wanted: int, blocks: int, said: str | None) -> None:
+def test_the_context_may_be_all_that_positions_and_memory_allow(
+    wanted: int, blocks: int, said: str | None
+) -> None:
     config = tiny_config(blocks=blocks, max_model_len=wanted)
     if said is not None:
         with pytest.raises(ConfigError, match=said):
@@ -119,14 +129,17 @@ def test_the_context_may_be_all_that_positions_and_memory_allow(wanted: int, blo
 
 def sized(config: Config, **offload: float | bool | None) -> dict[str, int]:
     """Slots by tier of an engine without sizes in blocks."""
-    engine = build(replace(config, kv=replace(config.kv, device_blocks=None), offload=replace(config.offload, **offload)))
+    engine = build(
+        replace(config, kv=replace(config.kv, device_blocks=None), offload=replace(config.offload, **offload))
+    )
     blocks = {tier: sum(states.values()) for tier, states in engine.stats().kv_blocks.items()}
     engine.close(timeout_s=20.0)
     return blocks
 
 
 def test_a_tiny_model_gets_no_more_memory_by_itself_than_it_can_use() -> None:
-    """Four times what all rows can fill, and sixteen times that in host memory; less where that is more than the default."""
+    """Four times what all rows can fill, and sixteen times that in host memory; less where that is more than
+    the default."""
     config = tiny_config(max_batch=2, max_model_len=64)
     assert sized(config, enabled=True, host_gib=None) == {"device": 4 * 2 * 4, "host": 16 * 32}
     device_gib = 40.5 * block_bytes("tiny-qwen3", 16) / GIB
@@ -148,30 +161,43 @@ def test_memory_for_less_than_two_blocks_is_refused(num_blocks: float, enough: b
 
 @pytest.mark.parametrize("max_batch", [1, 2, 7, 200])
 def test_the_largest_step_of_all_fits_its_staging_buffer(max_batch: int) -> None:
-    """All rows in use at the end of the context, all but one decoding beside a full chunk of a prompt, all with parameters of their own."""
+    """All rows in use at the end of the context, all but one decoding beside a full chunk of a prompt, all
+    with parameters of their own."""
     chunk, table = 33, 5
     limits = StepLimits(max_batch, chunk, table, block_tokens=16, padding_slot=99, arena="device")
     slots = np.arange(table, dtype=np.int32)
     end = 16 * table
     decodes = [Chunk(str(n), n, end - 1, (1,), slots, True, 1) for n in range(max_batch - 1)]
     last = Chunk("last", max_batch - 1, end - chunk, (1,) * chunk, slots, True, 1)
-    packed = Packer(16, 99, max_batch).pack((*decodes, last), len(decodes), None, np.zeros(limits.staging_ints, np.int32))
+    packed = Packer(16, 99, max_batch).pack(
+        (*decodes, last), len(decodes), None, np.zeros(limits.staging_ints, np.int32)
+    )
     assert packed.shape.num_tokens == chunk + max_batch - 1
     assert len(packed.ints) == packed.shape.fixed_ints + 1 + max_batch * table, "nothing is cut off"
     assert len(packed.ints) + NUM_PARAMS * max_batch <= limits.staging_ints
 
 
-@pytest.mark.parametrize(("max_batch", "chunk", "max_drafts"), [(1, 64, 0), (3, 64, 0), (3, 64, 24), (40, 512, 0), (256, 8192, 64)])
+@pytest.mark.parametrize(
+    ("max_batch", "chunk", "max_drafts"), [(1, 64, 0), (3, 64, 0), (3, 64, 24), (40, 512, 0), (256, 8192, 64)]
+)
 def test_every_captured_step_fits_the_staging_buffer(max_batch: int, chunk: int, max_drafts: int) -> None:
-    """With the tables of all rows at the end of the context, and with parameters of its own for every sample."""
+    """With the tables of all rows at the end of the context, and with parameters of its own for every
+    sample."""
     ahead, per_request = (8, 8) if max_drafts else (0, 0)
     limits = StepLimits(
-        *(max_batch, chunk, 5, 16, 99, "device"), max_drafts=max_drafts, max_request_drafts=per_request, num_ahead=ahead, num_layers=1
+        *(max_batch, chunk, 5, 16, 99, "device"),
+        max_drafts=max_drafts,
+        max_request_drafts=per_request,
+        num_ahead=ahead,
+        num_layers=1,
     )
     packer = Packer(16, 99, max_batch, ahead)
     for shape in cuda_buckets(limits.max_rows, chunk):
         tables = packer.num_padding + max_batch * (5 + packer.num_padding)
         params = shape.num_samples * (NUM_PARAMS + 2 * per_request)
         drafted = Drafted.num_ints(shape.num_samples, shape.num_samples) if max_drafts else 0
-        assert shape.fixed_ints + tables + params + drafted + (shape.num_tokens if ahead else 0) <= limits.staging_ints, shape
+        assert (
+            shape.fixed_ints + tables + params + drafted + (shape.num_tokens if ahead else 0)
+            <= limits.staging_ints
+        ), shape
         assert shape.num_samples * packed_width(MAX_LOGPROBS) <= limits.result_ints, shape

@@ -1,5 +1,5 @@
-"""A conversation of 131,072 tokens in three turns, of which the device holds an eighth: the second and the third restore nearly all of it,
-by name, also after a restart."""
+"""A conversation of 131,072 tokens in three turns, of which the device holds an eighth: the second and the
+third restore nearly all of it, by name, also after a restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from support import driving
 from support.driving import Collected, tiny_config, wait_scanned
 
 TOKENS = 131_072
-THIN = dataclasses.replace(BUILT_IN["tiny-llama"], num_layers=1, num_heads=1, num_kv_heads=1, hidden=16, ffn=32, vocab=256)
+THIN = dataclasses.replace(
+    BUILT_IN["tiny-llama"], num_layers=1, num_heads=1, num_kv_heads=1, hidden=16, ffn=32, vocab=256
+)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,13 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def opened(directory: Path) -> Iterator[Engine]:
-    sizes = {"blocks": 1200, "host_blocks": 10_500, "resident_tokens": 16_384, "prefill_chunk": 4096, "max_batch": 2}
+    sizes = {
+        "blocks": 1200,
+        "host_blocks": 10_500,
+        "resident_tokens": 16_384,
+        "prefill_chunk": 4096,
+        "max_batch": 2,
+    }
     lengths = {"max_model_len": TOKENS + 8192, "positions": TOKENS + 8192}
     engine = build(tiny_config("tiny-thin", ssd_dir=directory, ssd_gib=0.5, **sizes, **lengths))
     stop, failed = threading.Event(), list[BaseException]()
@@ -79,8 +87,14 @@ def restored(collected: Collected) -> float:
     return 1.0 - source["computed"] / sum(source.values())
 
 
-@pytest.mark.parametrize(("restarts", "length"), [(False, TOKENS // 2), (True, TOKENS)], ids=["one process", "restarted between turns"])
-def test_the_second_and_the_third_turn_restore_the_conversation(tmp_path: Path, restarts: bool, length: int) -> None:
+@pytest.mark.parametrize(
+    ("restarts", "length"),
+    [(False, TOKENS // 2), (True, TOKENS)],
+    ids=["one process", "restarted between turns"],
+)
+def test_the_second_and_the_third_turn_restore_the_conversation(
+    tmp_path: Path, restarts: bool, length: int
+) -> None:
     rng, name = np.random.default_rng(0), ""
     said = [rng.integers(1, 250, num).tolist() for num in (length, 500, 500)]
     for turns in ((0,), (1,), (2,)) if restarts else ((0, 1, 2),):
@@ -100,5 +114,7 @@ def take_turn(engine: Engine, said: list[int], turn: int, before: str) -> str:
         assert restored(collected) >= 0.97, f"turn {turn + 1}: {collected.source}"
     whole = np.asarray([*tokens, *collected.tokens], np.uint32)
     taken = engine.snapshots.take(SnapshotRequest(f"turn-{turn + 1}", prompt=whole.tobytes(), ttl_s=3600.0))
-    assert taken.num_tokens == len(whole) and taken.kept_tokens >= 0.97 * len(whole) and taken.tiers == ("ssd",)
+    assert (
+        taken.num_tokens == len(whole) and taken.kept_tokens >= 0.97 * len(whole) and taken.tiers == ("ssd",)
+    )
     return taken.name

@@ -1,4 +1,5 @@
-"""Prefixes of more blocks than any part, stretch or list of the KV side holds, with its limits as they are: they come back whole."""
+"""Prefixes of more blocks than any part, stretch or list of the KV side holds, with its limits as they are:
+they come back whole."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ Prompts = Callable[..., list[int]]
 
 LIMITS = {handles._FIRST_ROOM, slots.FEW, key._STRETCH, saves._PART_BLOCKS, host._PIECE}
 BLOCK = 8
-NUM_BLOCKS = sorted({num for limit in LIMITS for num in (limit - 1, limit, limit + 1)} | {2 * max(LIMITS) + 1})
+NUM_BLOCKS = sorted(
+    {num for limit in LIMITS for num in (limit - 1, limit, limit + 1)} | {2 * max(LIMITS) + 1}
+)
 
 
 def test_these_prefixes_go_beyond_every_limit() -> None:
@@ -31,7 +34,9 @@ def engine(make_engine: MakeEngine) -> Engine:
     return make_engine(blocks=160, host_blocks=160, block_tokens=BLOCK, prefill_chunk=512)
 
 
-def test_a_prefix_of_any_number_of_blocks_comes_back_from_either_tier(engine: Engine, prompts: Prompts) -> None:
+def test_a_prefix_of_any_number_of_blocks_comes_back_from_either_tier(
+    engine: Engine, prompts: Prompts
+) -> None:
     for num in NUM_BLOCKS:
         prompt = prompts(num * BLOCK + 3, seed=num)
         cold = generate(engine, prompt, max_tokens=3)
@@ -46,7 +51,9 @@ def test_a_prefix_of_any_number_of_blocks_comes_back_from_either_tier(engine: En
     check_at_rest(engine)
 
 
-def test_prompts_that_part_in_any_block_share_exactly_what_they_have_in_common(engine: Engine, prompts: Prompts) -> None:
+def test_prompts_that_part_in_any_block_share_exactly_what_they_have_in_common(
+    engine: Engine, prompts: Prompts
+) -> None:
     """Keys are remembered in stretches: what follows a remembered one is of this prompt."""
     prompt = prompts(NUM_BLOCKS[-1] * BLOCK)
     generate(engine, prompt, max_tokens=1)
@@ -57,7 +64,9 @@ def test_prompts_that_part_in_any_block_share_exactly_what_they_have_in_common(e
         assert found.source is not None and found.source.device == (num - 1) * BLOCK
 
 
-def test_the_oldest_of_two_long_prefixes_goes_first_and_from_its_end(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_the_oldest_of_two_long_prefixes_goes_first_and_from_its_end(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """Runs of slots that are arrays, and runs that are lists."""
     for num in (slots.FEW - 1, slots.FEW + 1):
         engine = make_engine(blocks=3 * num, block_tokens=BLOCK, prefill_chunk=512)

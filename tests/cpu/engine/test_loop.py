@@ -61,7 +61,10 @@ def test_requests_from_many_threads_are_all_served(engine: Engine, prompts: Call
     loop = EngineLoop(engine)
     loop.start()
     ended = [Ended() for _ in range(12)]
-    threads = [threading.Thread(target=engine.submit, args=(prompts(10 + i, i), sampling(), e)) for i, e in enumerate(ended)]
+    threads = [
+        threading.Thread(target=engine.submit, args=(prompts(10 + i, i), sampling(), e))
+        for i, e in enumerate(ended)
+    ]
     for thread in threads:
         thread.start()
     assert all(e.wait().finish is FinishReason.LENGTH and len(e.tokens) == 8 for e in ended)
@@ -72,7 +75,9 @@ def test_requests_from_many_threads_are_all_served(engine: Engine, prompts: Call
 
 
 # Holds invariant 27: closing is bounded.
-def test_closing_cancels_what_does_not_end_by_the_deadline(engine: Engine, prompts: Callable[..., list[int]]) -> None:
+def test_closing_cancels_what_does_not_end_by_the_deadline(
+    engine: Engine, prompts: Callable[..., list[int]]
+) -> None:
     loop = EngineLoop(engine)
     loop.start()
     ended = Ended()
@@ -83,8 +88,11 @@ def test_closing_cancels_what_does_not_end_by_the_deadline(engine: Engine, promp
         engine.submit(prompts(10), sampling(), ended)
 
 
-# Holds invariant 27: closing is bounded. Lanes that are idle end in a moment, and have one though nothing is left of the time.
-@pytest.mark.parametrize(("transfers_s", "left_s"), [(5.0, 3.0), (8.0, engine_module._GRACE_S), (30.0, engine_module._GRACE_S)])
+# Holds invariant 27: closing is bounded. Lanes that are idle end in a moment, and have one though nothing is
+# left of the time.
+@pytest.mark.parametrize(
+    ("transfers_s", "left_s"), [(5.0, 3.0), (8.0, engine_module._GRACE_S), (30.0, engine_module._GRACE_S)]
+)
 def test_all_that_closing_waits_for_has_one_deadline(
     transfers_s: float, left_s: float, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +107,9 @@ def test_all_that_closing_waits_for_has_one_deadline(
 
         return closing
 
-    monkeypatch.setattr(engine, "snapshots", SimpleNamespace(close=taking(12.0, "snapshots", lambda: engine.cache.check())))
+    monkeypatch.setattr(
+        engine, "snapshots", SimpleNamespace(close=taking(12.0, "snapshots", lambda: engine.cache.check()))
+    )
     monkeypatch.setattr(engine.cache, "close", taking(transfers_s, "transfers", engine.cache.close))
     monkeypatch.setattr(engine._parts.lanes[0], "close", taking(1.0, "lane", engine._parts.lanes[0].close))
     engine.close(timeout_s=20.0)
@@ -117,7 +127,9 @@ def test_closing_lets_running_requests_end(engine: Engine, prompts: Callable[...
     assert ended.wait().finish is FinishReason.LENGTH and len(ended.tokens) == 100
 
 
-def test_closing_waits_for_its_thread_longer_than_requests_may_run(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_its_thread_longer_than_requests_may_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = EngineLoop(engine)
     waited_s: list[float] = []
     join = loop._thread.join
@@ -171,7 +183,9 @@ def test_a_replay_that_fails_ends_its_requests_and_leaves_the_lane_usable(
     engine.close(timeout_s=20.0)
 
 
-def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def burst(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
@@ -185,7 +199,9 @@ def test_an_engine_that_cannot_be_warmed_up_does_not_start_and_says_why(engine: 
     loop.close(5.0)
 
 
-def test_an_engine_that_cannot_be_warmed_up_leaves_its_directory_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_warmed_up_leaves_its_directory_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def burst(*_: object) -> None:
         raise RuntimeError("no such kernel")
 
@@ -197,7 +213,9 @@ def test_an_engine_that_cannot_be_warmed_up_leaves_its_directory_to_the_next(tmp
     build(config).close(timeout_s=20.0)
 
 
-def test_a_loop_that_is_closed_before_it_is_started_closes_its_engine_and_never_starts(tmp_path: Path) -> None:
+def test_a_loop_that_is_closed_before_it_is_started_closes_its_engine_and_never_starts(
+    tmp_path: Path,
+) -> None:
     """An engine's process may be told to stop at any time."""
     config = tiny_config(host_blocks=16, ssd_dir=str(tmp_path), ssd_gib=0.05)
     loop = EngineLoop(engine := build(config))
@@ -209,7 +227,9 @@ def test_a_loop_that_is_closed_before_it_is_started_closes_its_engine_and_never_
     assert loop.failed() is None and engine.ended is not None
 
 
-def test_a_loop_that_several_start_at_once_is_started_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_several_start_at_once_is_started_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     may_go_on, is_warming = threading.Event(), threading.Event()
 
     def warm(*_: object) -> None:
@@ -246,7 +266,9 @@ def test_a_loop_that_has_started_is_warm(engine: Engine, monkeypatch: pytest.Mon
     assert loop.failed() is None
 
 
-def test_a_loop_that_warms_up_beats_as_it_gets_further_and_is_warm_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_warms_up_beats_as_it_gets_further_and_is_warm_when_it_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Busy(2, has_work=False)
     seen: list[tuple[float, bool]] = []
 
@@ -263,7 +285,8 @@ def test_a_loop_that_warms_up_beats_as_it_gets_further_and_is_warm_when_it_is_ov
 
 
 class Busy:
-    """An engine that is busy for some steps and then waits until it is closed, on a clock that only its turns move."""
+    """An engine that is busy for some steps and then waits until it is closed, on a clock that only its turns
+    move."""
 
     def __init__(self, num_busy: int, has_work: bool) -> None:
         self.now = 1000.0
@@ -319,7 +342,9 @@ def run_busy(engine: Busy, deadline_s: float, monkeypatch: pytest.MonkeyPatch) -
 def test_a_busy_loop_beats_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Busy(num_busy=20, has_work=False)
     run_busy(engine, 0.0, monkeypatch)
-    assert engine.ages == [0.0] * 20, "right before each step, whether the one before has done something or not"
+    assert engine.ages == [0.0] * 20, (
+        "right before each step, whether the one before has done something or not"
+    )
 
 
 @pytest.mark.parametrize(("has_work", "num_turns"), [(False, 3), (True, 3 + 100)])

@@ -1,5 +1,5 @@
-"""A multi-token-prediction head in the engine: drafts are made on the device, step after step, and never change an answer. Random heads for
-random weights: whether drafts are any good is the business of training."""
+"""A multi-token-prediction head in the engine: drafts are made on the device, step after step, and never
+change an answer. Random heads for random weights: whether drafts are any good is the business of training."""
 
 from __future__ import annotations
 
@@ -46,16 +46,27 @@ def model_of(engine: Engine) -> Decoder:
     return model
 
 
-def write_random_head(directory: Path, target: Decoder, seed: int = 0, vocab: DraftVocab | None = None) -> Path:
+def write_random_head(
+    directory: Path, target: Decoder, seed: int = 0, vocab: DraftVocab | None = None
+) -> Path:
     generator = torch.Generator().manual_seed(seed)
-    tensors = {weight.name: torch.randn(weight.shape, generator=generator) * 0.05 for weight in head_layout(target.config)}
+    tensors = {
+        weight.name: torch.randn(weight.shape, generator=generator) * 0.05
+        for weight in head_layout(target.config)
+    }
     write_head(directory, tensors, vocab, target, 3, {})
     return directory
 
 
 def with_head(config: Config, head: Path) -> Config:
     return Config(
-        config.source, config.kv, config.engine, config.offload, config.sanitize, config.lora, SpeculationConfig(f"mtp:{head}", 3)
+        config.source,
+        config.kv,
+        config.engine,
+        config.offload,
+        config.sanitize,
+        config.lora,
+        SpeculationConfig(f"mtp:{head}", 3),
     )
 
 
@@ -73,7 +84,9 @@ def pair(tmp_path: Path, device: str) -> Any:
         config = tiny_config(**{"device": device, **settings})
         plain = build(config)
         sanitizer = Sanitizer()
-        drafting = build(with_head(config, write_random_head(tmp_path / "head", model_of(plain))), sanitizer=sanitizer)
+        drafting = build(
+            with_head(config, write_random_head(tmp_path / "head", model_of(plain))), sanitizer=sanitizer
+        )
         assert drafting._parts.speculation is not None
         drafting._parts.speculation.force = lambda most: most
         made.extend([(plain, None), (drafting, sanitizer)])
@@ -102,7 +115,9 @@ def test_a_head_changes_no_answer(options: dict[str, Any], pair: Any, prompts: P
     assert engine._parts.scheduler.counts.drafted_tokens > 100
 
 
-def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(pair: Any, prompts: Prompts) -> None:
+def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(
+    pair: Any, prompts: Prompts
+) -> None:
     plain, engine = pair(blocks=28, host_blocks=400, overcommit=3.0, max_batch=6, max_model_len=256)
     pairs = []
     for n in range(9):
@@ -116,8 +131,11 @@ def test_many_requests_with_tiers_and_little_memory_get_what_they_get_without(pa
     assert engine.stats().retractions > 0
 
 
-def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(pair: Any, prompts: Prompts) -> None:
-    """What is paged out is not the head's business: it passes over such a request's tokens like over others."""
+def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(
+    pair: Any, prompts: Prompts
+) -> None:
+    """What is paged out is not the head's business: it passes over such a request's tokens like over
+    others."""
     sizes = {"blocks": 64, "host_blocks": 256, "max_model_len": 2048, "resident_tokens": 256}
     plain, engine = pair(**sizes)
     right = [generate(plain, prompts(length, seed=length), max_tokens=20) for length in (900, 60)]
@@ -130,7 +148,8 @@ def test_a_sequence_that_does_not_fit_gets_no_drafts_and_its_neighbours_do(pair:
 
 
 def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[int, list[int]]:
-    """What the device has drafted behind every step of one request, by the position of the last token that was kept."""
+    """What the device has drafted behind every step of one request, by the position of the last token that
+    was kept."""
     found: dict[int, list[int]] = {}
     executor = engine._parts.executor
     ahead = executor.ahead
@@ -142,7 +161,9 @@ def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[i
     def record(*args: Any) -> None:
         run(*args)
         if len(args[2]):
-            found[int(args[0].bound_inputs().positions[args[2][0]])] = executor.pending[int(args[3][0])].tolist()
+            found[int(args[0].bound_inputs().positions[args[2][0]])] = executor.pending[
+                int(args[3][0])
+            ].tolist()
 
     ahead.run = record  # type: ignore[method-assign]
     generate(engine, prompt, max_tokens=24, **options)
@@ -150,8 +171,12 @@ def recorded_drafts(engine: Engine, prompt: list[int], **options: Any) -> dict[i
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "drawn"])
-def test_drafts_of_a_pruned_vocabulary_are_the_targets(options: dict[str, Any], tmp_path: Path, device: str, prompts: Prompts) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.9, "seed": 5, "top_p": 0.9}], ids=["greedy", "drawn"]
+)
+def test_drafts_of_a_pruned_vocabulary_are_the_targets(
+    options: dict[str, Any], tmp_path: Path, device: str, prompts: Prompts
+) -> None:
     config = tiny_config(device=device)
     plain = build(config)
     vocab = DraftVocab(torch.arange(7, 512, 5).flip(0), 512, "here")
@@ -166,11 +191,13 @@ def test_drafts_of_a_pruned_vocabulary_are_the_targets(options: dict[str, Any], 
 
 
 def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any, prompts: Prompts) -> None:
-    """The head's rows are found again with the target's: computed, on the device, in host memory. The first draft of the prompt's end is
-    the same, and so are those of all steps."""
+    """The head's rows are found again with the target's: computed, on the device, in host memory. The first
+    draft of the prompt's end is the same, and so are those of all steps."""
     _, engine = pair(host_blocks=64, prefill_chunk=32)
     engine._parts.speculation.force = lambda most: 0
-    engine._parts.speculation.__class__ = type("Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()})
+    engine._parts.speculation.__class__ = type(
+        "Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()}
+    )
     prompt = prompts(90)
     cold = recorded_drafts(engine, prompt)
     assert len(cold) == 24 and len({tuple(one[1:]) for one in cold.values()}) > 5
@@ -184,7 +211,9 @@ def test_what_a_head_drafts_does_not_depend_on_where_its_kv_came_from(pair: Any,
 def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: Any, prompts: Prompts) -> None:
     """The head's KV of rejected tokens is written over: behind the same tokens the same is drafted."""
     _, engine = pair()
-    engine._parts.speculation.__class__ = type("Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()})
+    engine._parts.speculation.__class__ = type(
+        "Eager", (type(engine._parts.speculation),), {"num_ahead": 3, "__slots__": ()}
+    )
     engine._parts.speculation.force = lambda most: 0
     right = recorded_drafts(engine, prompts(40))
     engine._parts.speculation.force = lambda most: most
@@ -193,7 +222,7 @@ def test_drafts_are_made_alike_whether_the_ones_before_were_kept_or_not(pair: An
     assert engine._parts.scheduler.counts.drafted_tokens > 20
 
 
-# ------------------------------------------------------------------------------------------------------- while nothing is drafted
+# ----------------------------------------------------------------------------------- while nothing is drafted
 
 
 def late(engine: Engine) -> Switched:
@@ -231,12 +260,16 @@ def assert_same_kv(found: torch.Tensor, right: torch.Tensor) -> None:
     torch.testing.assert_close(found[:num], right[:num], rtol=1e-4, atol=1e-5)
 
 
-def test_what_a_head_has_missed_while_nothing_was_drafted_is_caught_up_with(pair: Any, prompts: Prompts) -> None:
+def test_what_a_head_has_missed_while_nothing_was_drafted_is_caught_up_with(
+    pair: Any, prompts: Prompts
+) -> None:
     """Its KV is what it would have been; others run beside it, and each has hidden states of its own."""
     _, engine = pair(prefix_cache=False)
     right = kv_after(engine, prompts(20), 0)
     for num_off in (1, 2, 15, 16, 17, 40):
-        others = [submit(engine, prompts(9 + n, seed=n), max_tokens=75, temperature=1.0, seed=n) for n in range(3)]
+        others = [
+            submit(engine, prompts(9 + n, seed=n), max_tokens=75, temperature=1.0, seed=n) for n in range(3)
+        ]
         assert_same_kv(kv_after(engine, prompts(20), num_off), right)
         assert all(len(one.tokens) == 75 for one in others)
 
@@ -247,11 +280,16 @@ def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(
     _, engine = pair()
     late(engine)
     plans, launch = list[StepPlan](), Executor.launch
-    monkeypatch.setattr(Executor, "launch", lambda self, plan, waits: plans.append(plan) or launch(self, plan, waits))
+    monkeypatch.setattr(
+        Executor, "launch", lambda self, plan, waits: plans.append(plan) or launch(self, plan, waits)
+    )
     found = [submit(engine, prompts(20 + 5 * n, seed=n), max_tokens=64) for n in range(3)]
     run_all(engine)
     passes = [(*(plan.chunks if plan.is_followed else ()), *plan.missed) for plan in plans]
-    num_passes, num_tokens = sum(map(bool, passes)), sum(len(chunk.tokens) for chunks in passes for chunk in chunks)
+    num_passes, num_tokens = (
+        sum(map(bool, passes)),
+        sum(len(chunk.tokens) for chunks in passes for chunk in chunks),
+    )
     num_computed = sum(20 + 5 * n + 63 for n in range(3))
     assert num_passes <= 3 + 64 // 16 and num_computed - 3 * 17 <= num_tokens <= num_computed
     assert all(len(one.tokens) == 64 for one in found)
@@ -259,7 +297,9 @@ def test_while_nothing_is_drafted_a_head_passes_over_a_block_at_a_time(
 
 @pytest.mark.parametrize("block_tokens", [8, 16])
 @pytest.mark.parametrize("num_drafts", [1, 8, 15, 16])
-def test_an_engine_is_made_warm_with_any_number_of_drafts(num_drafts: int, block_tokens: int, tmp_path: Path) -> None:
+def test_an_engine_is_made_warm_with_any_number_of_drafts(
+    num_drafts: int, block_tokens: int, tmp_path: Path
+) -> None:
     """Also where drafts reach into the next block, or the one behind it."""
     config = tiny_config(blocks=64, max_batch=3, block_tokens=block_tokens)
     plain = build(config)
@@ -269,16 +309,22 @@ def test_an_engine_is_made_warm_with_any_number_of_drafts(num_drafts: int, block
     engine.warm()
     speculation, ahead = engine._parts.speculation, engine._parts.executor.ahead
     assert speculation is not None and ahead is not None and not ahead.failed
-    assert speculation.books.costs.ahead_s >= 0 and all(seconds > 0 for seconds in speculation.books.costs.seconds)
+    assert speculation.books.costs.ahead_s >= 0 and all(
+        seconds > 0 for seconds in speculation.books.costs.seconds
+    )
     assert len(generate(engine, [1, 2, 3], max_tokens=20).tokens) == 20
     engine.close(timeout_s=20.0)
 
 
-def test_where_steps_are_slow_the_largest_are_not_measured(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_steps_are_slow_the_largest_are_not_measured(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server on a CPU is to start within seconds. What was not measured is taken to grow with its rows."""
     _, engine = pair()
     executor, sizes = engine._parts.executor, list[int]()
-    monkeypatch.setattr(Executor, "_step_s", lambda self, plan: sizes.append(plan.num_rows) or 0.1 * plan.num_rows)
+    monkeypatch.setattr(
+        Executor, "_step_s", lambda self, plan: sizes.append(plan.num_rows) or 0.1 * plan.num_rows
+    )
     guessed = StepCosts((1, 2, 4, 8, 16, 64, 256), (1.0,) * 7)
     costs = executor.measured_costs(0, guessed)
     assert costs.sizes == (1, 2, 4) and sizes == [1, 2, 4, 1, 4, 1, 4, 1, 4]
@@ -286,12 +332,15 @@ def test_where_steps_are_slow_the_largest_are_not_measured(pair: Any, monkeypatc
 
 
 def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is launched before the one before it is read, by rows that are set up: setting them up takes longer than a step does."""
+    """Each is launched before the one before it is read, by rows that are set up: setting them up takes
+    longer than a step does."""
     _, engine = pair()
     cache, executor, seen = engine._parts.cache, engine._parts.executor, list[str]()
     table = cache.open("warm-up", None, 0)
     assert table.try_extend(1)
-    plan = warm.decode_plan(2, int(table.slots(1)[0]), executor.limits.block_tokens, executor.limits.num_ahead)
+    plan = warm.decode_plan(
+        2, int(table.slots(1)[0]), executor.limits.block_tokens, executor.limits.num_ahead
+    )
     launch, wait = Executor.launch, executor_module._wait_step
 
     def launched(self: Executor, plan: StepPlan) -> RunningStep:
@@ -314,13 +363,17 @@ def test_steps_are_measured_as_the_engine_runs_them(pair: Any, monkeypatch: pyte
     table.release(engine._parts.lanes[0].record())
 
 
-def test_passes_over_what_was_decoded_are_measured_by_the_token(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_over_what_was_decoded_are_measured_by_the_token(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, engine = pair()
     executor = engine._parts.executor
 
     def takes(plan: StepPlan) -> float:
         num = len(plan.chunks)
-        return 0.1 + (0.5 + 0.1 * num if plan.num_ahead else 0.0) + (0.25 + 0.01 * num if plan.missed else 0.0)
+        return (
+            0.1 + (0.5 + 0.1 * num if plan.num_ahead else 0.0) + (0.25 + 0.01 * num if plan.missed else 0.0)
+        )
 
     monkeypatch.setattr(Executor, "_step_s", lambda self, plan: takes(plan))
     costs = executor.measured_costs(0, StepCosts((1, 2), (1.0, 1.0)))
@@ -330,7 +383,8 @@ def test_passes_over_what_was_decoded_are_measured_by_the_token(pair: Any, monke
 
 
 class Shared(TorchDispatchMode):
-    """Operations of this thread that are large enough for torch to share them among threads; it makes views and takes memory without."""
+    """Operations of this thread that are large enough for torch to share them among threads; it makes views
+    and takes memory without."""
 
     FREE = (
         "empty",
@@ -361,8 +415,11 @@ class Shared(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("proposer", ["mtp", "draft", None])
-def test_the_engines_thread_computes_nothing_that_torch_shares_among_threads(proposer: str | None, tmp_path: Path) -> None:
-    """On a CPU it would have a team of threads for good, and with more threads than cores each operation of a step takes twice as long."""
+def test_the_engines_thread_computes_nothing_that_torch_shares_among_threads(
+    proposer: str | None, tmp_path: Path
+) -> None:
+    """On a CPU it would have a team of threads for good, and with more threads than cores each operation of a
+    step takes twice as long."""
     config = tiny_config(blocks=600, max_batch=256, host_blocks=32)
     if proposer == "mtp":
         plain = build(config)
@@ -389,7 +446,9 @@ def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(
     _, engine = pair()
     late(engine)
     may_lag = True
-    monkeypatch.setattr(engine._parts.scheduler, "_is_followed", lambda draft, has_drafts: bool(draft.prefills) or not may_lag)
+    monkeypatch.setattr(
+        engine._parts.scheduler, "_is_followed", lambda draft, has_drafts: bool(draft.prefills) or not may_lag
+    )
     monkeypatch.setattr(engine._parts.scheduler, "_has_block_to_follow", lambda chunks: False)
     found = submit(engine, prompts(16), max_tokens=40)
     while len(found.tokens) < 18:
@@ -399,7 +458,9 @@ def test_a_head_that_lacks_more_than_its_notes_hold_is_a_defect_and_no_guess(
         engine.step()
 
 
-def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_heads_kv(pair: Any, prompts: Prompts) -> None:
+def test_blocks_that_were_filled_while_nothing_was_drafted_are_found_with_the_heads_kv(
+    pair: Any, prompts: Prompts
+) -> None:
     """On the device and in host memory."""
     _, engine = pair(host_blocks=128)
     late(engine)

@@ -1,5 +1,5 @@
-"""KV that was turned by one table of positions is never read under another: every number of a rotary scheme is in the keys' scope, and a
-scheme that follows from a length has one table in a run.
+"""KV that was turned by one table of positions is never read under another: every number of a rotary scheme
+is in the keys' scope, and a scheme that follows from a length has one table in a run.
 
 Holds invariant 13: another position scheme has other keys."""
 
@@ -61,7 +61,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "long_factor": LONG,
     },
 }
-NUMBERS = [(scheme, name) for scheme, numbers in SCHEMES.items() for name in numbers if name not in ("rope_type", "short_factor")]
+NUMBERS = [
+    (scheme, name)
+    for scheme, numbers in SCHEMES.items()
+    for name in numbers
+    if name not in ("rope_type", "short_factor")
+]
 
 
 def config_of(rope: dict[str, Any], **fields: Any) -> ModelConfig:
@@ -95,7 +100,9 @@ def test_every_scheme_is_a_scope_of_its_own_and_plain_positions_keep_theirs() ->
     partial = dataclasses.replace(TINY_LLAMA, rotary_dim=8)
     scopes = {scope_of(config) for config in (*settled, TINY_LLAMA, partial)}
     assert len(scopes) == len(SCHEMES) + 2
-    assert TINY_LLAMA.positions == "rope half-rotation theta=10000.0", "files and stores that people have stay valid"
+    assert TINY_LLAMA.positions == ("rope half-rotation theta=10000.0"), (
+        "files and stores that people have stay valid"
+    )
 
 
 def test_the_table_of_a_scheme_follows_from_what_the_scope_says() -> None:
@@ -111,13 +118,22 @@ def test_the_table_of_a_scheme_follows_from_what_the_scope_says() -> None:
 
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(
-    ("trained", "theta"), [(256, 5.0), *((trained, theta) for trained in (128, 4096, 32768, 1 << 20) for theta in (1000.0, 10000.0, 1e6))]
+    ("trained", "theta"),
+    [
+        (256, 5.0),
+        *((trained, theta) for trained in (128, 4096, 32768, 1 << 20) for theta in (1000.0, 10000.0, 1e6)),
+    ],
 )
-def test_yarn_stretches_pairs_by_their_turns_in_the_trained_context(trained: int, theta: float, truncate: bool) -> None:
-    """As its paper and files have it: also where the last bound lies behind the last pair, or the first before the first."""
+def test_yarn_stretches_pairs_by_their_turns_in_the_trained_context(
+    trained: int, theta: float, truncate: bool
+) -> None:
+    """As its paper and files have it: also where the last bound lies behind the last pair, or the first
+    before the first."""
     factor, dim = 4.0, 16
     scaling = RopeScaling("yarn", factor, trained, beta_fast=32.0, beta_slow=1.0, truncate=truncate)
-    first, last = (dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32.0, 1.0))
+    first, last = (
+        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32.0, 1.0)
+    )
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -134,7 +150,11 @@ def test_a_scheme_that_follows_from_a_length_has_no_table_without_one() -> None:
 
 
 def test_a_scheme_says_how_far_a_context_may_reach() -> None:
-    reach = {name: (config.default_len, config.max_position) for name, rope in SCHEMES.items() for config in (config_of(rope),)}
+    reach = {
+        name: (config.default_len, config.max_position)
+        for name, rope in SCHEMES.items()
+        for config in (config_of(rope),)
+    }
     assert reach == {
         "linear": (2048, 8192),
         "dynamic": (2048, 8192),
@@ -143,13 +163,18 @@ def test_a_scheme_says_how_far_a_context_may_reach() -> None:
         "longrope": (2048, 2048),
     }
     beyond = config_of({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024})
-    assert (beyond.default_len, beyond.max_position) == (4096, 4096), "what yarn stretches to, though the config states less"
+    assert (beyond.default_len, beyond.max_position) == (4096, 4096), (
+        "what yarn stretches to, though the config states less"
+    )
     within = config_of({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 1024})
-    assert (within.default_len, within.max_position) == (2048, 2048), "what the config states, though yarn stretches to less"
+    assert (within.default_len, within.max_position) == (2048, 2048), (
+        "what the config states, though yarn stretches to less"
+    )
 
 
 def test_only_yarn_llama3_and_longrope_ask_what_a_context_was_before() -> None:
-    """Dynamic positions grow from what a config states, whatever it says of earlier; `transformers` does the same."""
+    """Dynamic positions grow from what a config states, whatever it says of earlier; `transformers` does the
+    same."""
     for kind in ("linear", "dynamic"):
         rope = {"rope_type": kind, "factor": 4.0}
         assert config_of({**rope, "original_max_position_embeddings": 512}) == config_of(rope)
@@ -170,12 +195,14 @@ def test_both_spellings_and_both_places_say_the_same() -> None:
     assert config_of(su) == config_of(longrope)
 
 
-# --------------------------------------------------------------------------------------------------------------------------- with an engine
+# --------------------------------------------------------------------------------------------- with an engine
 
 
 def with_rope(folder: Path, rope: dict[str, Any]) -> Path:
     model = write_tiny_model(folder / "model")
-    (model / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), "rope_scaling": rope, "max_position_embeddings": 512}))
+    (model / "config.json").write_text(
+        json.dumps({**config_json(TINY_LLAMA), "rope_scaling": rope, "max_position_embeddings": 512})
+    )
     return model
 
 
@@ -195,38 +222,55 @@ def test_cached_kv_of_one_table_is_not_read_under_another(
     prompts: Prompts,
     started: Callable[[Config], Engine],  # noqa: F811
 ) -> None:
-    """Restarts with another --max-model-len, over one store. Of longrope the first is short, the others are long; dynamic positions are
-    plain, then one of two kinds; linear ones follow from no length."""
+    """Restarts with another --max-model-len, over one store. Of longrope the first is short, the others are
+    long; dynamic positions are plain, then one of two kinds; linear ones follow from no length."""
     shared = MemoryStore("remote", local=False)
     monkeypatch.setattr(build_module, "open_remote", lambda url, space, timeout_s: shared)
     config = serving(with_rope(tmp_path, SCHEMES[scheme]), remote="memory://")
     prompt = prompts(50)
     found = [answer(started(limited(config, length)), prompt) for length in lengths]
     computed, read = KvSource(computed=50), KvSource(remote=48, computed=2)
-    expected = {"longrope": [computed, computed, read], "dynamic": [computed] * 3, "linear": [computed, read, read]}
+    expected = {
+        "longrope": [computed, computed, read],
+        "dynamic": [computed] * 3,
+        "linear": [computed, read, read],
+    }
     assert [one.source for one in found] == expected[scheme]
     again = answer(started(limited(config, lengths[0])), prompt)
     assert again.source == read and again.tokens == found[0].tokens, "the same table finds its KV"
 
 
-def test_a_longer_context_than_the_scheme_reaches_is_refused(tmp_path: Path, started: Callable[[Config], Engine]) -> None:  # noqa: F811
+def test_a_longer_context_than_the_scheme_reaches_is_refused(
+    tmp_path: Path,
+    started: Callable[[Config], Engine],  # noqa: F811
+) -> None:
     config = serving(with_rope(tmp_path, SCHEMES["linear"]))
     with pytest.raises(ConfigError, match="--max-model-len 2049 exceeds the 2048 positions"):
         started(limited(config, 2049))
 
 
-def test_the_whole_scope_differs_where_the_table_does(tmp_path: Path, started: Callable[[Config], Engine]) -> None:  # noqa: F811
+def test_the_whole_scope_differs_where_the_table_does(
+    tmp_path: Path,
+    started: Callable[[Config], Engine],  # noqa: F811
+) -> None:
     config = serving(with_rope(tmp_path, SCHEMES["longrope"]))
     digests = []
     for length in (64, 65):
         parts = started(limited(config, length))._parts
         model = parts.executor._forward.model
         digests.append(_scope(model, parts.arena.layout))
-    assert digests[0].position_scheme != digests[1].position_scheme and digests[0].weights != digests[1].weights
+    assert (
+        digests[0].position_scheme != digests[1].position_scheme and digests[0].weights != digests[1].weights
+    )
 
 
 def test_scaling_is_part_of_the_identity_of_weights_and_the_default_context_is_not() -> None:
     plain = weights_digest(TINY_LLAMA, torch.float32, [])
     assert weights_digest(dataclasses.replace(TINY_LLAMA, context=512), torch.float32, []) == plain
-    for changed in ({"rope_scaling": RopeScaling("linear", 2.0)}, {"windows": (8, 0)}, {"rotary_dim": 8}, {"qkv_bias": True}):
+    for changed in (
+        {"rope_scaling": RopeScaling("linear", 2.0)},
+        {"windows": (8, 0)},
+        {"rotary_dim": 8},
+        {"qkv_bias": True},
+    ):
         assert weights_digest(dataclasses.replace(TINY_LLAMA, **changed), torch.float32, []) != plain

@@ -1,5 +1,5 @@
-"""Cold blocks read into host memory ahead of the request that wants them: from a real disk, a real store and one that hangs, under the
-sanitizer. The tokens are those of a request alone."""
+"""Cold blocks read into host memory ahead of the request that wants them: from a real disk, a real store and
+one that hangs, under the sanitizer. The tokens are those of a request alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def waiting_behind(engine: Engine, prompts: Prompts, prompt: list[int]) -> tuple
     return ahead, behind
 
 
-def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
+def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(
+    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
+) -> None:
     engine = make_engine(host_blocks=128, max_batch=1, ssd_dir=str(tmp_path), ssd_gib=0.05)
     cold = generate(engine, prompts(400))
     only_colder(engine)
@@ -54,7 +56,9 @@ def test_a_request_in_line_starts_from_host_memory_though_it_was_on_disk(make_en
     engine.check()
 
 
-def test_blocks_of_a_real_disk_come_ahead_of_anybody(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
+def test_blocks_of_a_real_disk_come_ahead_of_anybody(
+    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
+) -> None:
     engine = make_engine(host_blocks=128, ssd_dir=str(tmp_path), ssd_gib=0.05)
     cold = generate(engine, prompts(200))
     only_colder(engine)
@@ -82,7 +86,9 @@ def test_blocks_of_a_real_store_come_ahead_of_anybody(make_engine: MakeEngine, p
         engine.close(20.0)
 
 
-def test_damage_on_a_real_disk_ends_it_and_the_rest_is_computed(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
+def test_damage_on_a_real_disk_ends_it_and_the_rest_is_computed(
+    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
+) -> None:
     engine = make_engine(host_blocks=128, ssd_dir=str(tmp_path), ssd_gib=0.05)
     cold = generate(engine, prompts(200))
     only_colder(engine)
@@ -106,7 +112,9 @@ def far_away(make_engine: MakeEngine, prompts: Prompts, **settings: float) -> tu
     return engine, cold
 
 
-def test_a_read_that_hangs_keeps_nobody_waiting(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_read_that_hangs_keeps_nobody_waiting(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine, cold = far_away(make_engine, prompts, load_deadline_s=0.05)
     with held(shared, "read"):
         fetch = prefetch(engine, prompts(100))
@@ -114,14 +122,20 @@ def test_a_read_that_hangs_keeps_nobody_waiting(make_engine: MakeEngine, prompts
         other = generate(engine, prompts(100, seed=1))
         assert other.finish is FinishReason.LENGTH
         same = generate(engine, prompts(100))
-        assert same.tokens == cold.tokens and same.source == KvSource(computed=100), "nor who wants the same, for longer than its deadline"
-        assert not fetch.settled and engine.stats().kv_blocks["host"]["reserved"] == 6, "the read keeps what it writes"
+        assert same.tokens == cold.tokens and same.source == KvSource(computed=100), (
+            "nor who wants the same, for longer than its deadline"
+        )
+        assert not fetch.settled and engine.stats().kv_blocks["host"]["reserved"] == 6, (
+            "the read keeps what it writes"
+        )
     settle_all(engine)
     assert fetch.settled
     engine.check()
 
 
-def test_a_request_that_comes_while_it_is_read_for_shares_the_read(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_request_that_comes_while_it_is_read_for_shares_the_read(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine, cold = far_away(make_engine, prompts)
     shared.calls.clear()
     with held(shared, "read"):
@@ -136,7 +150,9 @@ def test_a_request_that_comes_while_it_is_read_for_shares_the_read(make_engine: 
     assert shared.calls.count("read") == 1, "six small blocks are one group"
 
 
-def test_a_cancel_in_line_keeps_what_is_being_read_and_nothing_else(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_cancel_in_line_keeps_what_is_being_read_and_nothing_else(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine, _ = far_away(make_engine, prompts, max_batch=1)
     with held(shared, "read"):
         _, behind = waiting_behind(engine, prompts, prompts(100))
@@ -148,10 +164,14 @@ def test_a_cancel_in_line_keeps_what_is_being_read_and_nothing_else(make_engine:
     run_all(engine)
     settle_all(engine)
     assert engine.stats().kv_blocks["host"]["reserved"] == 0
-    assert generate(engine, prompts(100)).source == KvSource(host=96, computed=4), "and what it has read can be found"
+    assert generate(engine, prompts(100)).source == KvSource(host=96, computed=4), (
+        "and what it has read can be found"
+    )
 
 
-def test_a_reset_while_it_is_read_for_is_for_good(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_reset_while_it_is_read_for_is_for_good(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine, cold = far_away(make_engine, prompts)
     with held(shared, "read"):
         fetch = prefetch(engine, prompts(100))
@@ -179,7 +199,9 @@ def test_an_engine_that_closes_over_a_read_that_hangs_says_so_and_closes_later(
     assert fetch.settled
 
 
-def test_a_store_that_dies_is_not_asked_to_read_ahead(make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore) -> None:
+def test_a_store_that_dies_is_not_asked_to_read_ahead(
+    make_engine: MakeEngine, prompts: Prompts, shared: MemoryStore
+) -> None:
     engine, cold = far_away(make_engine, prompts)
     shared.die()
     fetch = prefetch(engine, prompts(100))

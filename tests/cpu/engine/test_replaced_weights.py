@@ -1,5 +1,5 @@
-"""Weights replaced behind the engine's back, with the size and the modification time of those before: KV that the old ones computed is on
-disk and in a shared store, and none of it is served.
+"""Weights replaced behind the engine's back, with the size and the modification time of those before: KV that
+the old ones computed is on disk and in a shared store, and none of it is served.
 
 Holds invariant 13: other weights, another adapter or another config have other keys."""
 
@@ -58,7 +58,8 @@ def started() -> Iterator[Callable[[Config], Engine]]:
 
 
 def stamped(path: Path) -> Path:
-    """All files at and below `path` get one modification time, as in an image that is made twice from the same sources."""
+    """All files at and below `path` get one modification time, as in an image that is made twice from the
+    same sources."""
     for file in [path, *path.rglob("*")]:
         os.utime(file, (STAMP, STAMP))
     return path
@@ -66,12 +67,18 @@ def stamped(path: Path) -> Path:
 
 def sizes(path: Path) -> dict[str, tuple[int, int]]:
     """Everything that size and modification time say about the files there."""
-    return {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in [path, *path.rglob("*")] if file.is_file()}
+    return {
+        str(file): (file.stat().st_size, file.stat().st_mtime_ns)
+        for file in [path, *path.rglob("*")]
+        if file.is_file()
+    }
 
 
 def serving(model: Path, **offload: Any) -> Config:
     config = tiny_config("tiny-llama", host_blocks=64, **offload)
-    return dataclasses.replace(config, source=dataclasses.replace(config.source, model=str(model), load_format="auto"))
+    return dataclasses.replace(
+        config, source=dataclasses.replace(config.source, model=str(model), load_format="auto")
+    )
 
 
 def answer(engine: Engine, prompt: list[int], adapter: Any = None) -> Collected:
@@ -95,7 +102,12 @@ KINDS: dict[str, Callable[[Path, int], Path]] = {
 @pytest.mark.parametrize("tier", ["ssd", "remote"])
 @pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
 def test_replaced_weights_of_equal_size_and_time_compute_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: Prompts, started: Callable[[Config], Engine], write: Any, tier: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: Prompts,
+    started: Callable[[Config], Engine],
+    write: Any,
+    tier: str,
 ) -> None:
     shared = MemoryStore("remote", local=False)
     monkeypatch.setattr(build_module, "open_remote", lambda url, space, timeout_s: shared)
@@ -104,12 +116,16 @@ def test_replaced_weights_of_equal_size_and_time_compute_everything(
     model = stamped(write(tmp_path, 1))
     before, old = sizes(model), answer(started(serving(model, **offload)), prompt)
     warm = answer(started(serving(model, **offload)), prompt)
-    assert warm.source == KvSource(computed=1, **{tier: 399}) and warm.tokens == old.tokens, "the same weights find their KV"
+    assert warm.source == KvSource(computed=1, **{tier: 399}) and warm.tokens == old.tokens, (
+        "the same weights find their KV"
+    )
     stamped(write(tmp_path, 2))
     assert sizes(model) == before, "the files can be told apart by their bytes only"
     found = answer(started(serving(model, **offload)), prompt)
     assert found.source == KvSource(computed=400)
-    fresh = answer(started(serving(write(tmp_path / "fresh", 2), ssd_dir=str(tmp_path / "empty"), ssd_gib=0.05)), prompt)
+    fresh = answer(
+        started(serving(write(tmp_path / "fresh", 2), ssd_dir=str(tmp_path / "empty"), ssd_gib=0.05)), prompt
+    )
     assert found.tokens == fresh.tokens != old.tokens
 
 
@@ -128,14 +144,19 @@ def test_an_adapter_replaced_by_one_of_equal_size_and_time_computes_everything(
     old = answer(engine, prompt, tuned(engine, 1))
     before = sizes(directory)
     engine = started(config)
-    assert answer(engine, prompt, tuned(engine, 1)).source == KvSource(ssd=96, computed=4), "the same content finds its KV"
+    assert answer(engine, prompt, tuned(engine, 1)).source == KvSource(ssd=96, computed=4), (
+        "the same content finds its KV"
+    )
     found = answer(engine, prompt, tuned(engine, 2))
     assert sizes(directory) == before
     scaled = answer(engine, prompt, tuned(engine, 1, lora_alpha=2))
     assert sizes(directory) == before, "another alpha of as many digits"
     assert found.source == scaled.source == KvSource(computed=100)
     fresh = started(serving(model, ssd_dir=str(tmp_path / "empty"), ssd_gib=0.05))
-    expected = [answer(fresh, prompt, tuned(fresh, 2)).tokens, answer(fresh, prompt, tuned(fresh, 1, lora_alpha=2)).tokens]
+    expected = [
+        answer(fresh, prompt, tuned(fresh, 2)).tokens,
+        answer(fresh, prompt, tuned(fresh, 1, lora_alpha=2)).tokens,
+    ]
     assert [found.tokens, scaled.tokens] == expected and old.tokens not in expected
 
 
@@ -156,7 +177,9 @@ def test_another_config_beside_the_same_weights_computes_everything(
     old = answer(started(config), prompt)
     (model / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), "eos_token_id": 7}))
     same = answer(started(config), prompt)
-    assert same.source == KvSource(ssd=96, computed=4) and same.tokens == old.tokens, "when to stop changes no KV"
+    assert same.source == KvSource(ssd=96, computed=4) and same.tokens == old.tokens, (
+        "when to stop changes no KV"
+    )
     (model / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), **change}))
     stamped(model)
     found = answer(started(config), prompt)

@@ -1,5 +1,5 @@
-"""Operators beside the engine thread: resets, flushes, submits and ends in every order that gates can hold them in. What a flush says is
-persisted is in the store, and what a reset was asked to forget is forgotten."""
+"""Operators beside the engine thread: resets, flushes, submits and ends in every order that gates can hold
+them in. What a flush says is persisted is in the store, and what a reset was asked to forget is forgotten."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def operator(engine: Engine, call: Callable[[], Any]) -> Future[Any]:
     answer = asked(call)
     soon(lambda: len(engine._inbox) > 0)
     engine.step()
-    soon(lambda: answer.done() or len(engine._flushes) > num)  # where it was over in the same turn, the thread that asked is yet to hear
+    # where it was over in the same turn, the thread that asked is yet to hear
+    soon(lambda: answer.done() or len(engine._flushes) > num)
     return answer
 
 
@@ -101,14 +102,19 @@ def test_a_flush_after_a_reset_writes_everything_that_host_memory_has(
     assert len(shared.blocks) == 6
 
 
-def test_the_same_on_a_real_disk_with_the_engine_on_its_own_thread(make_engine: MakeEngine, prompts: Prompts, tmp_path: Path) -> None:
+def test_the_same_on_a_real_disk_with_the_engine_on_its_own_thread(
+    make_engine: MakeEngine, prompts: Prompts, tmp_path: Path
+) -> None:
     engine = make_engine(host_blocks=64, ssd_dir=str(tmp_path), ssd_gib=0.05)
     generate(engine, prompts(SIX))
     loop = EngineLoop(engine)
     loop.start()
     for _ in range(10):
         engine.wait_flushed("persisted", 60.0)
-        flush, reset = asked(lambda: engine.wait_flushed("persisted", 60.0)), asked(lambda: engine.reset_cache(("ssd",)))
+        flush, reset = (
+            asked(lambda: engine.wait_flushed("persisted", 60.0)),
+            asked(lambda: engine.reset_cache(("ssd",))),
+        )
         assert flush.result(60.0) is None and reset.result(60.0) == {"ssd": 6}
         engine.wait_flushed("persisted", 60.0)
         assert engine.stats().kv_blocks["ssd"]["used"] == 6
@@ -202,7 +208,9 @@ def test_what_was_read_while_the_store_was_being_emptied_is_written_by_the_next_
     assert len(shared.blocks) == 6
 
 
-def test_a_reset_of_host_memory_takes_what_a_waiting_request_wants_and_it_computes(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_reset_of_host_memory_takes_what_a_waiting_request_wants_and_it_computes(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64)
     cold = generate(engine, prompts(SIX))
     settle_all(engine)
@@ -213,7 +221,9 @@ def test_a_reset_of_host_memory_takes_what_a_waiting_request_wants_and_it_comput
     assert found.tokens == cold.tokens and found.source == KvSource(computed=100)
 
 
-def test_a_reset_of_host_memory_leaves_what_a_request_is_admitted_with(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_reset_of_host_memory_leaves_what_a_request_is_admitted_with(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64)
     cold = generate(engine, prompts(SIX))
     settle_all(engine)
@@ -242,7 +252,7 @@ def test_a_reset_that_was_asked_for_before_the_engine_closes_is_done(
     assert reset.result(30.0) == {"remote": 6} and not shared.blocks
 
 
-# ------------------------------------------------------------------------------------------------------------------ submits
+# ---------------------------------------------------------------------------------------------------- submits
 
 
 def between(engine: Engine, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -278,7 +288,9 @@ def test_a_cancel_in_the_middle_of_a_submit_is_of_nothing_and_one_after_it_ends_
     engine = make_engine(host_blocks=64)
     between(engine, monkeypatch, lambda: engine.cancel("mine"))
     events: list[Any] = []
-    engine.submit(prompts(20), SamplingParams(max_tokens=200, ignore_eos=True), events.append, request_id="mine")
+    engine.submit(
+        prompts(20), SamplingParams(max_tokens=200, ignore_eos=True), events.append, request_id="mine"
+    )
     turn(engine, 4)
     assert events and all(event.finish is None for event in events)
     engine.cancel("mine")
@@ -286,7 +298,9 @@ def test_a_cancel_in_the_middle_of_a_submit_is_of_nothing_and_one_after_it_ends_
     assert [event.finish for event in events if event.finish] == [FinishReason.CANCELLED]
 
 
-def test_requests_that_were_submitted_before_a_refusal_end_and_later_ones_are_refused(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_requests_that_were_submitted_before_a_refusal_end_and_later_ones_are_refused(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     start, found, refused = threading.Barrier(5), list[Any](), list[int]()
 

@@ -1,4 +1,5 @@
-"""A row that one plan sets up twice: a request left before the step that was to begin with it, and another one got its row."""
+"""A row that one plan sets up twice: a request left before the step that was to begin with it, and another
+one got its row."""
 
 from __future__ import annotations
 
@@ -13,20 +14,32 @@ from penstock.engine.engine import Engine
 from support.driving import generate
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 3}, {"frequency_penalty": 2.0}, {"logprobs": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 1.0, "seed": 3}, {"frequency_penalty": 2.0}, {"logprobs": 2}], ids=str
+)
 def test_the_request_that_came_last_counts(
-    make_engine: Callable[..., Engine], prompts: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+    make_engine: Callable[..., Engine],
+    prompts: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    sampling: dict[str, Any],
 ) -> None:
     alone = generate(make_engine(), prompts(20), **sampling)
     engine = make_engine()
-    gone = Request("gone", [1, 2, 3], SamplingParams(max_tokens=4, temperature=1.0, seed=9, presence_penalty=-2.0, repetition_penalty=1.5))
+    gone = Request(
+        "gone",
+        [1, 2, 3],
+        SamplingParams(max_tokens=4, temperature=1.0, seed=9, presence_penalty=-2.0, repetition_penalty=1.5),
+    )
     plan = engine._parts.scheduler.plan
 
     def planned() -> StepPlan | None:
         made = plan()
         if made is None:
             return None
-        return dataclasses.replace(made, starts=tuple(start for own in made.starts for start in (Start.of(own.row, gone, (5, 5)), own)))
+        return dataclasses.replace(
+            made,
+            starts=tuple(start for own in made.starts for start in (Start.of(own.row, gone, (5, 5)), own)),
+        )
 
     monkeypatch.setattr(engine._parts.scheduler, "plan", planned)
     found = generate(engine, prompts(20), **sampling)

@@ -1,5 +1,6 @@
-"""What an engine with drafts samples has the target's distribution, for every sampling option: over 100,000 tokens in all, against the
-exact one. Target and draft are tables here, over five tokens: the next token depends on the last one, and on what penalties count."""
+"""What an engine with drafts samples has the target's distribution, for every sampling option: over 100,000
+tokens in all, against the exact one. Target and draft are tables here, over five tokens: the next token
+depends on the last one, and on what penalties count."""
 
 from __future__ import annotations
 
@@ -32,7 +33,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.7},
     "min_p": {"min_p": 0.2},
     "penalties": {"repetition_penalty": 1.7, "frequency_penalty": 0.02, "presence_penalty": 0.5},
-    "all": {"temperature": 1.3, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "frequency_penalty": 0.01},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.01,
+    },
 }
 
 
@@ -54,7 +62,11 @@ def engine() -> Iterator[Engine]:
     config = tiny_config(blocks=1200, max_batch=REQUESTS, max_model_len=704, prefix_cache=False)
     made = build(replace(config, speculation=SpeculationConfig("draft:tiny-llama", 3)))
     executor = made._parts.executor
-    assert executor.ahead is not None and isinstance(executor.ahead.guesser, ModelGuesser) and made._parts.speculation is not None
+    assert (
+        executor.ahead is not None
+        and isinstance(executor.ahead.guesser, ModelGuesser)
+        and made._parts.speculation is not None
+    )
     _Table(TARGET, 512).put_into(executor._forward.model)
     _Table(DRAFT, 512).put_into(executor.ahead.guesser._draft.model)
     made._parts.speculation.force = lambda most: most
@@ -69,10 +81,16 @@ def probabilities(before: Sequence[int], options: dict[str, Any]) -> NDArray[np.
     if (penalty := options.get("repetition_penalty", 1.0)) != 1.0:
         seen = np.bincount(before, minlength=VOCAB) > 0
         logits = np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
-    logits -= options.get("frequency_penalty", 0.0) * counts + options.get("presence_penalty", 0.0) * (counts > 0)
+    logits -= options.get("frequency_penalty", 0.0) * counts + options.get("presence_penalty", 0.0) * (
+        counts > 0
+    )
     p = np.exp(logits / options.get("temperature", 1.0))
     order = np.argsort(-p, kind="stable")
-    kept = [token for token in order[: options.get("top_k", VOCAB)] if p[token] >= options.get("min_p", 0.0) * p.max()]
+    kept = [
+        token
+        for token in order[: options.get("top_k", VOCAB)]
+        if p[token] >= options.get("min_p", 0.0) * p.max()
+    ]
     total, mass, found = p[kept].sum(), 0.0, np.zeros(VOCAB)
     for token in kept:
         if mass < options.get("top_p", 1.0) * total:
@@ -83,7 +101,8 @@ def probabilities(before: Sequence[int], options: dict[str, Any]) -> NDArray[np.
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_tokens_follow_the_targets_distribution(option: str, engine: Engine) -> None:
-    """A G-test of which token follows which; its expectation is exact, also where penalties count all that came before."""
+    """A G-test of which token follows which; its expectation is exact, also where penalties count all that
+    came before."""
     options = {"temperature": 1.0, **OPTIONS[option]}
     found = [submit(engine, PROMPT, max_tokens=TOKENS, seed=1000 + n, **options) for n in range(REQUESTS)]
     run_all(engine, 100_000)
@@ -100,5 +119,8 @@ def test_tokens_follow_the_targets_distribution(option: str, engine: Engine) -> 
     g = 2 * float((seen[both] * np.log(seen[both] / expected[both])).sum())
     freedom = int((expected > 0).sum() - (expected.sum(axis=1) > 0).sum())
     assert g < freedom + 5 * (2 * freedom) ** 0.5 + 5, f"G {g:.1f} with {freedom} degrees of freedom"
-    accepted, drafted = (sum(event.accepted for one in found for event in one.events), sum(e.drafted for one in found for e in one.events))
+    accepted, drafted = (
+        sum(event.accepted for one in found for event in one.events),
+        sum(e.drafted for one in found for e in one.events),
+    )
     assert 0.2 * drafted < accepted < drafted, "some drafts were kept, and some not"

@@ -1,4 +1,5 @@
-"""The engine under the sanitizer: silent when whole, and heard when a step uses what its request no longer owns."""
+"""The engine under the sanitizer: silent when whole, and heard when a step uses what its request no longer
+owns."""
 
 from __future__ import annotations
 
@@ -38,7 +39,12 @@ def test_every_access_of_a_step_is_declared_by_layer_and_by_slot(prompts: Prompt
     sanitizer.submitted = submitted  # type: ignore[method-assign]
     generate(engine, prompts(20), max_tokens=2)
     layers = engine._parts.arena.layout.num_layers
-    assert ("layer 0", [0, 1], (0, 1), "read") in seen and (f"layer {layers - 1}", [0, 1], (layers - 1, layers), "read") in seen
+    assert ("layer 0", [0, 1], (0, 1), "read") in seen and (
+        f"layer {layers - 1}",
+        [0, 1],
+        (layers - 1, layers),
+        "read",
+    ) in seen
     replayed = [entry for entry in seen if entry[0].startswith("step")]
     assert {entry[2:] for entry in replayed} == {((0, layers), "read"), ((0, layers), "write")}
     assert [entry[1] for entry in replayed if entry[3] == "write"] == [[1]]
@@ -46,7 +52,9 @@ def test_every_access_of_a_step_is_declared_by_layer_and_by_slot(prompts: Prompt
     check_silent(sanitizer)
 
 
-def test_a_step_over_slots_that_were_given_back_is_reported(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_over_slots_that_were_given_back_is_reported(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, sanitizer = build_sanitized(tiny_config())
     found = submit(engine, prompts(40))
     lose_the_table(engine, found.request_id, monkeypatch)
@@ -90,7 +98,11 @@ def test_strict_stops_the_engine_and_the_findings_are_counted_and_written(
     loop.start()
     loop.close(5.0)
     assert isinstance(loop.failed(), SanitizerStop)
-    assert found.finish is FinishReason.ERROR and found.error is not None and "which nobody holds" in found.error
+    assert (
+        found.finish is FinishReason.ERROR
+        and found.error is not None
+        and ("which nobody holds") in found.error
+    )
     assert engine.stats().sanitizer["lifetime"] == 1
     (written,) = json.loads(file.read_text())
     assert written["kind"] == "lifetime" and written["deeds"][0]["stack"]

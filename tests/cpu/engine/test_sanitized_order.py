@@ -1,5 +1,6 @@
-"""The engine's own order and lifetimes, each brought to the moment at which a missing wait or pin would show: copies are held back, steps
-are in flight, requests leave. The fixture fails where the sanitizer has anything to report."""
+"""The engine's own order and lifetimes, each brought to the moment at which a missing wait or pin would show:
+copies are held back, steps are in flight, requests leave. The fixture fails where the sanitizer has anything
+to report."""
 
 from __future__ import annotations
 
@@ -24,11 +25,15 @@ from support.gates import GatedCopier, gates
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
-SLOW_S = 0.05  # what is held back is let go after that; whoever waits for it waits longer than a busy machine explains
+# what is held back is let go after that; whoever waits for it waits longer than a busy machine explains
+SLOW_S = 0.05
 
 
-def launched_plans(engine: Engine, monkeypatch: pytest.MonkeyPatch, load: GatedCopier) -> list[tuple[StepPlan, Waits]]:
-    """Every plan from now on, and what its ids stand for. One that waits for a load lets it go, so that nobody waits for ever."""
+def launched_plans(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, load: GatedCopier
+) -> list[tuple[StepPlan, Waits]]:
+    """Every plan from now on, and what its ids stand for. One that waits for a load lets it go, so that
+    nobody waits for ever."""
     plans: list[tuple[StepPlan, Waits]] = []
     launch = engine._parts.executor.launch
 
@@ -122,12 +127,15 @@ def test_a_step_has_waited_for_every_part_of_its_load_when_it_ends(
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(make_engine: MakeEngine, prompts: Prompts, captured: bool) -> None:
+def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(
+    make_engine: MakeEngine, prompts: Prompts, captured: bool
+) -> None:
     engine = make_engine(host_blocks=64)
     overlap_from(engine, 1 << 30 if captured else 0)
     cold = generate(engine, prompts(80), max_tokens=4)
     forget(engine)
-    engine._parts.arena.tensor[: engine.cache.num_blocks].fill_(float("nan"))  # what did not arrive cannot be right by chance
+    # what did not arrive cannot be right by chance
+    engine._parts.arena.tensor[: engine.cache.num_blocks].fill_(float("nan"))
     load, _ = gates(engine)
     load.hold()
     returning = submit(engine, prompts(80), max_tokens=4)
@@ -145,7 +153,8 @@ def test_a_step_launched_over_a_load_that_then_fails_is_computed_again(make_engi
 def test_a_step_that_ends_while_its_load_is_still_being_compared_is_no_trouble(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In checked mode what has come back is compared on the device, which may take longer than the step that waited for it."""
+    """In checked mode what has come back is compared on the device, which may take longer than the step that
+    waited for it."""
     engine = make_engine(host_blocks=64)
     cache = engine.cache
     assert isinstance(cache.loads.mover.checks, ByteChecks)
@@ -186,7 +195,9 @@ def test_a_retracted_request_goes_on_in_its_unfinished_block_over_the_load_of_it
 
 
 # Holds invariant 4: loads of others hold nobody up.
-def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_no_load_of_another_request(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(host_blocks=64)
     expected = [generate(engine, prompts(80, seed=seed), max_tokens=4).tokens for seed in (2, 3)]
     forget(engine)
@@ -207,8 +218,11 @@ def test_a_step_waits_for_no_load_of_another_request(make_engine: MakeEngine, pr
 
 # Holds invariant 2: a step of a cancelled request still counts.
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
-def test_slots_given_back_under_a_running_step_are_promoted_into_behind_it(make_engine: MakeEngine, prompts: Prompts, turns: int) -> None:
-    """A cancelled request's slots are the next ones to be drawn, its last step is held back, and a promotion goes into them."""
+def test_slots_given_back_under_a_running_step_are_promoted_into_behind_it(
+    make_engine: MakeEngine, prompts: Prompts, turns: int
+) -> None:
+    """A cancelled request's slots are the next ones to be drawn, its last step is held back, and a promotion
+    goes into them."""
     engine = make_engine(host_blocks=64, blocks=12, prefill_chunk=16)
     expected = generate(engine, prompts(80), max_tokens=4).tokens
     forget(engine)
@@ -226,7 +240,9 @@ def test_slots_given_back_under_a_running_step_are_promoted_into_behind_it(make_
     check_at_rest(engine)
 
 
-def test_a_step_waits_for_what_another_lane_still_writes_into_its_slots(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_step_waits_for_what_another_lane_still_writes_into_its_slots(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     cache, arena = engine.cache, engine._parts.arena
     gate = threading.Event()
@@ -244,11 +260,13 @@ def test_a_step_waits_for_what_another_lane_still_writes_into_its_slots(make_eng
     other.close(30)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- leases
+# ----------------------------------------------------------------------------------------------------- leases
 
 
 # Holds invariant 12: a cancel gives the lease back.
-def test_a_cancelled_request_that_waits_in_line_gives_its_lease_back(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_cancelled_request_that_waits_in_line_gives_its_lease_back(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64, max_batch=1)
     generate(engine, prompts(80), max_tokens=1)
     forget(engine)
@@ -268,7 +286,9 @@ def test_a_request_under_an_id_in_use_gives_its_lease_back(make_engine: MakeEngi
     forget(engine)
     first = busy(engine, prompts)
     events: list[Any] = []
-    params = dataclasses.replace(engine._parts.scheduler._tracks[first.request_id].request.sampling, max_tokens=1)
+    params = dataclasses.replace(
+        engine._parts.scheduler._tracks[first.request_id].request.sampling, max_tokens=1
+    )
     engine.submit(prompts(80), params, events.append, request_id=first.request_id)
     run_all(engine)
     assert [event.finish for event in events] == [FinishReason.ERROR]
@@ -311,11 +331,13 @@ def test_a_lease_that_is_not_needed_after_all_goes_back(make_engine: MakeEngine,
     check_at_rest(engine)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- stalls
+# ----------------------------------------------------------------------------------------------------- stalls
 
 
 # Holds invariant 6: the engine thread waits for no copy.
-def test_the_engine_thread_waits_for_no_save(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_thread_waits_for_no_save(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(host_blocks=64)
     cache = engine.cache
     _, save = gates(engine)
@@ -365,7 +387,7 @@ def test_the_engine_thread_plans_while_a_step_runs(make_engine: MakeEngine, prom
     assert len(found.tokens) == 8
 
 
-# ---------------------------------------------------------------------------------------------------------------------- flushes
+# ---------------------------------------------------------------------------------------------------- flushes
 
 
 def test_a_flush_waits_for_the_newest_save(make_engine: MakeEngine, prompts: Prompts) -> None:

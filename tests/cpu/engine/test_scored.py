@@ -1,5 +1,5 @@
-"""Sequences larger than what they may have on the device, whose tokens attend to a chosen part of them. What is found is asked of a model
-that recalls by construction; all of it runs under the sanitizer."""
+"""Sequences larger than what they may have on the device, whose tokens attend to a chosen part of them. What
+is found is asked of a model that recalls by construction; all of it runs under the sanitizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ BLOCK_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 16 * 
 
 
 def scored_engine(make_engine: Make, **settings: Any) -> Engine:
-    sizes = {"blocks": 80, "host_blocks": 300, "max_model_len": 2048, "resident_tokens": RESIDENT, "residency": "scored"}
+    sizes = {
+        "blocks": 80,
+        "host_blocks": 300,
+        "max_model_len": 2048,
+        "resident_tokens": RESIDENT,
+        "residency": "scored",
+    }
     return make_engine(**{**sizes, **settings})
 
 
@@ -62,7 +68,7 @@ def assert_nothing_held(engine: Engine) -> None:
     assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
 
 
-# ------------------------------------------------------------------------------------------------------------------------- needles
+# ---------------------------------------------------------------------------------------------------- needles
 
 
 @pytest.fixture
@@ -98,7 +104,9 @@ def no_exact_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(retrieval: Path, device: str, no_exact_steps: None) -> Iterator[Callable[..., Found]]:
     made: list[tuple[Engine, Sanitizer]] = []
 
-    def ask(num_tokens: int, share: float, depths: tuple[float, ...] = (0.1, 0.5, 0.9), seed: int = 0, **kv: Any) -> Found:
+    def ask(
+        num_tokens: int, share: float, depths: tuple[float, ...] = (0.1, 0.5, 0.9), seed: int = 0, **kv: Any
+    ) -> Found:
         stack = haystack(num_tokens, 16, depths, seed, MODEL)
         resident = int(num_tokens * share) // 16 * 16
         total = num_tokens + stack.most_tokens
@@ -118,7 +126,9 @@ def ask(retrieval: Path, device: str, no_exact_steps: None) -> Iterator[Callable
 
 
 def drive(engine: Engine, stack: Haystack) -> Found:
-    answer = submit(engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop}))
+    answer = submit(
+        engine, stack.all_questions(), max_tokens=stack.most_tokens, stop_token_ids=frozenset({stack.stop})
+    )
     most = 0
     while engine.has_work():
         if not engine.step():
@@ -130,14 +140,18 @@ def drive(engine: Engine, stack: Haystack) -> Found:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_needles_are_found_with_six_percent_of_the_context_on_the_device(seed: int, ask: Callable[..., Found]) -> None:
+def test_needles_are_found_with_six_percent_of_the_context_on_the_device(
+    seed: int, ask: Callable[..., Found]
+) -> None:
     found = ask(8192, 0.06, seed=seed)
     assert found.needles >= 15
     assert found.num_slots <= 0.06 * 8192 / 16 and found.most_active <= found.num_slots
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_needles_are_found_in_long_contexts(length: int, tmp_path: Path, device: str, no_exact_steps: None) -> None:
+def test_needles_are_found_in_long_contexts(
+    length: int, tmp_path: Path, device: str, no_exact_steps: None
+) -> None:
     """With one layer and one KV head, whose prefill takes a quarter of the time."""
     model = Retrieval(num_layers=1, num_heads=2, num_kv_heads=1, tries=32)
     stack = haystack(length, 16, (0.1, 0.5, 0.9), 0, model)
@@ -168,7 +182,7 @@ def test_pinned_needles_are_found_whatever_the_scores_say(ask: Callable[..., Fou
     assert ask(8192, 0.25, depths=(0.03,), scorer="lru", pin_spans=((first, last + 1),)).needles == 16
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is attended
+# ------------------------------------------------------------------------------------------- what is attended
 
 
 def test_a_request_that_fits_is_never_scored(make_engine: Make, prompts: Prompts) -> None:
@@ -183,10 +197,13 @@ def test_a_request_that_fits_is_never_scored(make_engine: Make, prompts: Prompts
 def test_with_all_of_it_chosen_it_gives_what_the_full_cache_gives(
     make_engine: Make, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every part has been paged out and has come back, into other slots: positions are part of what was written."""
+    """Every part has been paged out and has come back, into other slots: positions are part of what was
+    written."""
     with_deep = build_module._with_deep
     monkeypatch.setattr(
-        build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), deep_blocks=32, resident_blocks=240)
+        build_module,
+        "_with_deep",
+        lambda *args: dataclasses.replace(with_deep(*args), deep_blocks=32, resident_blocks=240),
     )
     engine = scored_engine(make_engine, blocks=260, max_model_len=4096 - 64, positions=4096)
     prompt = prompts(LONG)
@@ -219,7 +236,9 @@ def run_until(engine: Engine, done: Callable[[], bool], turns: int = 5000) -> No
     raise AssertionError("it did not come to that")
 
 
-def test_its_table_is_the_chosen_parts_in_order_and_the_window(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_its_table_is_the_chosen_parts_in_order_and_the_window(
+    make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
     """And every slot of it holds the bytes that host memory has for the block in that place."""
     engine = scored_engine(make_engine)
     looked = 0
@@ -239,7 +258,9 @@ def test_its_table_is_the_chosen_parts_in_order_and_the_window(make_engine: Make
     assert looked > 100 and deep.finish is FinishReason.LENGTH
 
 
-def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(make_engine: Make, prompts: Prompts) -> None:
+def test_decode_steps_read_nothing_in_host_memory_and_no_more_than_their_room(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine = scored_engine(make_engine)
     with recorded(engine) as run:
         generate(engine, prompts(LONG), max_tokens=100)
@@ -269,7 +290,9 @@ def test_device_memory_in_use_does_not_grow_with_the_context(make_engine: Make, 
     assert most[0] == most[1] == RESIDENT // 16
 
 
-def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: Make, prompts: Prompts, monkeypatch: Any) -> None:
+def test_recall_is_the_share_of_attention_on_what_is_on_the_device(
+    make_engine: Make, prompts: Prompts, monkeypatch: Any
+) -> None:
     """By an attention that is written down here."""
     engine, add_layer = scored_engine(make_engine), StepScores.add_layer
     host, arena = engine._parts.executor.paged._host.tensor, engine.arena.tensor  # type: ignore[union-attr]
@@ -289,7 +312,9 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: 
             here = arena[chunk.slots.tolist(), layer, 0].flatten(0, 1)[:num].cpu()
             keys = torch.cat((here, host[chunk.paged.tolist(), layer, 0].flatten(0, 1)))  # type: ignore[union-attr]
             group = q.shape[1] // keys.shape[1]
-            scores = torch.einsum("hd,thd->ht", q[0].cpu(), keys.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+            scores = (
+                torch.einsum("hd,thd->ht", q[0].cpu(), keys.repeat_interleave(group, 1)) * q.shape[2] ** -0.5
+            )
             shares.append(float(scores.softmax(-1)[:, :num].sum(-1).mean()))
 
     monkeypatch.setattr(engine._parts.executor, "launch", launched)
@@ -297,7 +322,10 @@ def test_recall_is_the_share_of_attention_on_what_is_on_the_device(make_engine: 
     deep = generate(engine, prompts(LONG), max_tokens=100)
     figures = engine.stats().residency
     assert deep.error is None and sum(figures.recall.counts) == 1 and figures.scorings >= 5
-    assert figures.recall.total == pytest.approx(np.mean(shares), rel=1e-4) and 0.05 < figures.recall.total < 0.95
+    assert (
+        figures.recall.total == pytest.approx(np.mean(shares), rel=1e-4)
+        and 0.05 < figures.recall.total < 0.95
+    )
 
 
 def test_a_short_prompt_may_have_a_long_answer(make_engine: Make, prompts: Prompts) -> None:
@@ -314,10 +342,12 @@ def test_a_short_prompt_may_have_a_long_answer(make_engine: Make, prompts: Promp
     assert_nothing_held(engine)
 
 
-# --------------------------------------------------------------------------------------------------------------------------- scope
+# ------------------------------------------------------------------------------------------------------ scope
 
 
-def test_an_exact_request_finds_nothing_that_was_computed_over_a_part(make_engine: Make, prompts: Prompts) -> None:
+def test_an_exact_request_finds_nothing_that_was_computed_over_a_part(
+    make_engine: Make, prompts: Prompts
+) -> None:
     """Holds invariant 15: what was computed over a part has a scope of its own."""
     engine, full, prompt = scored_engine(make_engine), full_engine(make_engine), prompts(LONG)
     scored = submit(engine, prompt, max_tokens=300)
@@ -327,10 +357,14 @@ def test_an_exact_request_finds_nothing_that_was_computed_over_a_part(make_engin
         exact = submit(engine, longer, residency="exact", max_tokens=20, logprobs=2)
         run_until(engine, lambda exact=exact: exact.finish is not None)  # type: ignore[misc]
         assert_same(exact, generate(full, longer, max_tokens=20, logprobs=2))
-        assert exact.source is not None and exact.source.computed >= 100, "the prompt is found, or what was computed exactly"
+        assert exact.source is not None and exact.source.computed >= 100, (
+            "the prompt is found, or what was computed exactly"
+        )
 
 
-def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(make_engine: Make, prompts: Prompts) -> None:
+def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(
+    make_engine: Make, prompts: Prompts
+) -> None:
     """In host memory, in whole parts that are summed up; what nobody goes on from leaves nothing."""
     engine, prompt = scored_engine(make_engine), prompts(LONG)
     generate(engine, prompt, max_tokens=200)
@@ -349,7 +383,9 @@ def test_what_has_a_scope_of_its_own_is_kept_for_the_next_turn_alone(make_engine
     assert engine.cache.saves._unshared == own
 
 
-def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_what_lands_when_its_request_has_gone_is_forgotten(
+    make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
     """And no disk ever has it."""
     engine, prompt = scored_engine(make_engine, ssd_dir=str(tmp_path), ssd_gib=0.05), prompts(LONG)
     deep = submit(engine, prompt, max_tokens=200)
@@ -372,11 +408,12 @@ def test_what_lands_when_its_request_has_gone_is_forgotten(make_engine: Make, pr
     assert not engine.cache.saves._unshared and not engine.cache.saves._unwanted
 
 
-# ----------------------------------------------------------------------------------------------------------------------- the next turn
+# ---------------------------------------------------------------------------------------------- the next turn
 
 
 def turns_of(engine: Engine, prompts: Prompts, num: int, short: int = -1) -> Iterator[tuple[int, Collected]]:
-    """A conversation of so many turns, each of which brings 60 tokens: the prompt's length, and what came. One answer may be `short`."""
+    """A conversation of so many turns, each of which brings 60 tokens: the prompt's length, and what came.
+    One answer may be `short`."""
     prompt = prompts(1024)
     for turn in range(num):
         answer = generate(engine, prompt, max_tokens=2 if turn == short else 70, logprobs=2)
@@ -389,7 +426,9 @@ def kept_of(engine: Engine) -> list[residency.KeptContext]:
     return list(engine._parts.scheduler._running.kept._kept.values())
 
 
-def test_its_next_turns_find_what_was_scored_and_read_what_is_resident(make_engine: Make, prompts: Prompts, no_exact_steps: None) -> None:
+def test_its_next_turns_find_what_was_scored_and_read_what_is_resident(
+    make_engine: Make, prompts: Prompts, no_exact_steps: None
+) -> None:
     """No step reads all of the context in host memory, however long it is by then."""
     engine = scored_engine(make_engine, host_blocks=400)
     num_before = num_steps = 0
@@ -412,7 +451,9 @@ def test_a_next_turn_over_all_of_its_context_gives_what_the_full_cache_gives(
     """There is room for every part: what it goes on with is where it was, at its positions, and in order."""
     full, with_deep = full_engine(make_engine), build_module._with_deep
     monkeypatch.setattr(
-        build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), deep_blocks=32, resident_blocks=240)
+        build_module,
+        "_with_deep",
+        lambda *args: dataclasses.replace(with_deep(*args), deep_blocks=32, resident_blocks=240),
     )
     engine = scored_engine(make_engine, blocks=250, max_model_len=4096 - 64, positions=4096)
     prompt = prompts(1024)
@@ -425,7 +466,9 @@ def test_a_next_turn_over_all_of_its_context_gives_what_the_full_cache_gives(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_next_turn_finds_needles_that_the_first_did_not_ask_for(seed: int, retrieval: Path, device: str, no_exact_steps: None) -> None:
+def test_the_next_turn_finds_needles_that_the_first_did_not_ask_for(
+    seed: int, retrieval: Path, device: str, no_exact_steps: None
+) -> None:
     """It begins with what the first turn had on the device."""
     stack = haystack(8192, 16, (0.1, 0.5, 0.9), seed, MODEL)
     first, last = stack.needles[:8], stack.needles[8:]
@@ -456,7 +499,9 @@ def test_the_next_turn_finds_needles_that_the_first_did_not_ask_for(seed: int, r
     assert found >= 15
 
 
-def test_who_brings_more_than_the_window_takes_attends_to_all(make_engine: Make, prompts: Prompts, no_exact_steps: None) -> None:
+def test_who_brings_more_than_the_window_takes_attends_to_all(
+    make_engine: Make, prompts: Prompts, no_exact_steps: None
+) -> None:
     engine, prompt = scored_engine(make_engine), prompts(1024)
     answer = generate(engine, prompt, max_tokens=70)
     settle_all(engine)
@@ -467,7 +512,9 @@ def test_who_brings_more_than_the_window_takes_attends_to_all(make_engine: Make,
         longer = [*prompt, *answer.tokens][:num_kept] + prompts(num_new, seed=num_new)
         again = generate(engine, longer, max_tokens=5)
         assert (engine.stats().host_steps > num_steps) == is_exact
-        assert again.source is not None and again.source.computed == num_new + (num_kept - 1024 if is_exact else 0)
+        assert again.source is not None and again.source.computed == num_new + (
+            num_kept - 1024 if is_exact else 0
+        )
 
 
 def test_others_find_nothing_of_it(make_engine: Make, prompts: Prompts) -> None:
@@ -485,7 +532,9 @@ def test_others_find_nothing_of_it(make_engine: Make, prompts: Prompts) -> None:
     assert [one.source.computed for one in (other, exact, differing)] == [1174, 150, 150]  # type: ignore[union-attr]
 
 
-def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(make_engine: Make, prompts: Prompts) -> None:
+def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine, prompt = scored_engine(make_engine), prompts(1024)
     answer = generate(engine, prompt, max_tokens=150)
     settle_all(engine)
@@ -500,7 +549,9 @@ def test_of_a_context_of_which_some_has_gone_the_rest_is_used_or_all_is_read(mak
     assert found == [1088, 512]
 
 
-def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: Make, prompts: Prompts) -> None:
+def test_a_session_that_is_released_leaves_nothing_that_was_scored(
+    make_engine: Make, prompts: Prompts
+) -> None:
     """Also what an earlier turn of it has kept."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
     for turn, release in ((0, False), (1, False), (2, True)):
@@ -520,8 +571,11 @@ def test_a_session_that_is_released_leaves_nothing_that_was_scored(make_engine: 
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])
-def test_a_next_turn_says_that_it_is_scored_however_short_its_answer(max_tokens: int, make_engine: Make, prompts: Prompts) -> None:
-    """Its prompt was computed over a part of the context. The first token of a first turn attends to all, and so does the prompt."""
+def test_a_next_turn_says_that_it_is_scored_however_short_its_answer(
+    max_tokens: int, make_engine: Make, prompts: Prompts
+) -> None:
+    """Its prompt was computed over a part of the context. The first token of a first turn attends to all, and
+    so does the prompt."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
     first = generate(engine, prompt, max_tokens=1)
     assert not first.events[0].scored
@@ -532,7 +586,9 @@ def test_a_next_turn_says_that_it_is_scored_however_short_its_answer(max_tokens:
     assert going_on.source is not None and going_on.source.host > 1024 and going_on.events[0].scored
 
 
-def test_one_that_is_retracted_before_its_first_token_is_told_says_that_it_is_scored(make_engine: Make, prompts: Prompts) -> None:
+def test_one_that_is_retracted_before_its_first_token_is_told_says_that_it_is_scored(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine = scored_engine(make_engine)
     deep = submit(engine, prompts(LONG), max_tokens=20)
     scheduler = engine._parts.scheduler
@@ -552,7 +608,9 @@ def in_session(engine: Engine, prompt: list[int], release: bool = False) -> Coll
     return answer
 
 
-def test_a_released_session_leaves_nothing_of_answers_that_it_did_not_go_on_from(make_engine: Make, prompts: Prompts) -> None:
+def test_a_released_session_leaves_nothing_of_answers_that_it_did_not_go_on_from(
+    make_engine: Make, prompts: Prompts
+) -> None:
     """A client sends back less than it was given, or other text, or asks again."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
     for _ in range(2):
@@ -595,14 +653,18 @@ def test_two_may_go_on_from_the_same_turn(make_engine: Make, prompts: Prompts) -
     assert all(one.error is None and len(one.tokens) == 100 and one.source.computed <= 140 for one in both)  # type: ignore[union-attr]
     settle_all(engine)
     assert len(kept_of(engine)) == 2
-    assert engine.cache.saves._unshared == {key for one in kept_of(engine) for key in one.keys[one.num_open :]}
+    assert engine.cache.saves._unshared == {
+        key for one in kept_of(engine) for key in one.keys[one.num_open :]
+    }
     third = generate(engine, [*asked[0], *both[0].tokens, 7, 8, 9], max_tokens=3)
     assert third.source is not None and third.source.computed <= 100
     assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize("what", ["cancel", "retract", "close"])
-def test_whatever_ends_it_while_its_parts_come_it_leaves_what_it_went_on_from(what: str, make_engine: Make, prompts: Prompts) -> None:
+def test_whatever_ends_it_while_its_parts_come_it_leaves_what_it_went_on_from(
+    what: str, make_engine: Make, prompts: Prompts
+) -> None:
     engine, prompt = scored_engine(make_engine), prompts(1024)
     answer = generate(engine, prompt, max_tokens=100)
     settle_all(engine)
@@ -630,10 +692,16 @@ def test_whatever_ends_it_while_its_parts_come_it_leaves_what_it_went_on_from(wh
     assert_nothing_held(engine)
     if what == "cancel":
         going_on = generate(engine, longer, max_tokens=50)
-    assert len(going_on.tokens) == 50 and going_on.source is not None and going_on.source.computed <= 64 + 16 + 40 + 100
+    assert (
+        len(going_on.tokens) == 50
+        and going_on.source is not None
+        and going_on.source.computed <= 64 + 16 + 40 + 100
+    )
 
 
-def test_a_next_turn_whose_copies_fail_goes_on_without_those_parts(make_engine: Make, prompts: Prompts) -> None:
+def test_a_next_turn_whose_copies_fail_goes_on_without_those_parts(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine, prompt = scored_engine(make_engine), prompts(1024)
     answer = generate(engine, prompt, max_tokens=100)
     settle_all(engine)
@@ -648,11 +716,14 @@ def test_a_next_turn_whose_copies_fail_goes_on_without_those_parts(make_engine: 
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("short", [-1, 1, 2], ids=["long answers", "the second is short", "the last is short"])
+@pytest.mark.parametrize(
+    "short", [-1, 1, 2], ids=["long answers", "the second is short", "the last is short"]
+)
 def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
     short: int, make_engine: Make, prompts: Prompts, no_exact_steps: None
 ) -> None:
-    """What was kept, and what was added since, against the blocks that lie in host memory. An answer may be over before it is scored."""
+    """What was kept, and what was added since, against the blocks that lie in host memory. An answer may be
+    over before it is scored."""
     engine = scored_engine(make_engine)
     for turn, (_, answer) in enumerate(turns_of(engine, prompts, 3, short)):
         assert answer.source is not None and (turn == 0 or answer.source.computed <= 64 + 16 + 60 + 62)
@@ -666,13 +737,20 @@ def test_what_it_knows_of_keys_is_what_all_of_its_context_would_say(
     low, high = scores._in(kept.place, scores._make(1, scores.arena).values(1)).unbind(3)
     pin = engine.cache.loads.host.pin_run(kept.keys, "test")
     assert pin is not None and len(pin.run) == len(kept.keys)
-    keys = host[pin.array.tolist(), :num_layers, 0].transpose(0, 1).reshape(num_layers, num_parts, 64, *host.shape[4:])
+    keys = (
+        host[pin.array.tolist(), :num_layers, 0]
+        .transpose(0, 1)
+        .reshape(num_layers, num_parts, 64, *host.shape[4:])
+    )
     engine.cache.loads.host.end_handles([pin])
     assert torch.equal(low, keys.amin(2)) and torch.equal(high, keys.amax(2))
 
 
-def test_before_anything_is_computed_all_that_may_be_chosen_is_there(make_engine: Make, prompts: Prompts) -> None:
-    """The end of the last turn, and what it had chosen. No step of the prompt does anything for scores: it is captured as any other."""
+def test_before_anything_is_computed_all_that_may_be_chosen_is_there(
+    make_engine: Make, prompts: Prompts
+) -> None:
+    """The end of the last turn, and what it had chosen. No step of the prompt does anything for scores: it is
+    captured as any other."""
     engine, prompt = scored_engine(make_engine), prompts(1024)
     answer = generate(engine, prompt, max_tokens=100)
     settle_all(engine)
@@ -680,17 +758,29 @@ def test_before_anything_is_computed_all_that_may_be_chosen_is_there(make_engine
     with recorded(engine) as run:
         generate(engine, [*prompt, *answer.tokens, *prompts(40, seed=5)], max_tokens=4)
     first, second, third, fourth, *_ = (chunk for plan in run.plans for chunk in plan.chunks)
-    assert [(one.start, one.num_tokens) for one in (first, second, third, fourth)] == [(1088, 64), (1152, 12), (1164, 1), (1165, 1)]
+    assert [(one.start, one.num_tokens) for one in (first, second, third, fourth)] == [
+        (1088, 64),
+        (1152, 12),
+        (1164, 1),
+        (1165, 1),
+    ]
     division = engine._parts.scheduler._budget.division
     assert division is not None and 16 * len(kept.keys) == 1088
     assert first.num_elsewhere == len(kept.keys) - 4 * division.chosen
-    assert first.scoring is second.scoring is third.scoring is None, "nor the one behind it: it is launched before the first token is read"
-    assert fourth.scoring is not None and fourth.scoring.kept == (kept.place.start, kept.place.stop, len(kept.place))
+    assert first.scoring is second.scoring is third.scoring is None, (
+        "nor the one behind it: it is launched before the first token is read"
+    )
+    assert fourth.scoring is not None and fourth.scoring.kept == (
+        kept.place.start,
+        kept.place.stop,
+        len(kept.place),
+    )
     assert fourth.scoring.num_parts == 18
 
 
 def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Prompts) -> None:
-    """What was known of its keys is gone, also where it was cancelled, and the next begins without scores, pins and parts."""
+    """What was known of its keys is gone, also where it was cancelled, and the next begins without scores,
+    pins and parts."""
     engine = scored_engine(make_engine)
     scores = engine._parts.executor.scores
     assert scores is not None
@@ -706,7 +796,7 @@ def test_nothing_of_one_request_reaches_the_next(make_engine: Make, prompts: Pro
     assert not scores._known
 
 
-# ------------------------------------------------------------------------------------------------------------------- end and failure
+# -------------------------------------------------------------------------------------------- end and failure
 
 
 def hold_loads(engine: Engine) -> tuple[threading.Event, threading.Event]:
@@ -740,7 +830,9 @@ def test_decoding_goes_on_while_parts_are_on_their_way(make_engine: Make, prompt
     assert_nothing_held(engine)
 
 
-def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(make_engine: Make, prompts: Prompts) -> None:
+def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine = scored_engine(make_engine)
     may_go_on, stopped = hold_loads(engine)
     deep = submit(engine, prompts(LONG), max_tokens=200)
@@ -750,7 +842,9 @@ def test_cancelled_in_the_middle_of_a_fetch_it_leaves_nothing_behind(make_engine
         engine.step()
     assert deep.finish is FinishReason.CANCELLED
     slots = engine.cache.stats().slots
-    assert slots["device"].pinned > 0 and slots["device"].active == 0, "the copy has its slots until it is over"
+    assert slots["device"].pinned > 0 and slots["device"].active == 0, (
+        "the copy has its slots until it is over"
+    )
     may_go_on.set()
     assert_nothing_held(engine)
 
@@ -766,7 +860,9 @@ def test_closed_in_the_middle_of_a_fetch_it_waits_for_the_copy(make_engine: Make
     assert slots["device"].active == slots["device"].pinned == slots["host"].pinned == 0
 
 
-def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(make_engine: Make, prompts: Prompts) -> None:
+def test_retracted_in_the_middle_of_a_fetch_it_begins_again_from_what_is_exact(
+    make_engine: Make, prompts: Prompts
+) -> None:
     engine = scored_engine(make_engine)
     deep = submit(engine, prompts(LONG), max_tokens=60)
     run_until(engine, lambda: len(deep.tokens) > 1)
@@ -800,15 +896,20 @@ def test_parts_whose_copies_fail_are_left_out(make_engine: Make, prompts: Prompt
     assert_nothing_held(engine)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- beside others
+# ---------------------------------------------------------------------------------------------- beside others
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_crowd_of_exact_scored_and_fitting_requests(seed: int, make_engine: Make, prompts: Prompts) -> None:
-    """Exact and fitting ones give what they give alone; the others end, some of them in a next turn, and leave nothing held."""
+def test_a_random_crowd_of_exact_scored_and_fitting_requests(
+    seed: int, make_engine: Make, prompts: Prompts
+) -> None:
+    """Exact and fitting ones give what they give alone; the others end, some of them in a next turn, and
+    leave nothing held."""
     rng, num_turns = random.Random(seed), 0
     speculate = "ngram" if seed % 2 else None
-    engine = scored_engine(make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)), speculate=speculate)
+    engine = scored_engine(
+        make_engine, blocks=rng.choice((80, 120)), overcommit=rng.choice((1.0, 3.0)), speculate=speculate
+    )
     full, stems = full_engine(make_engine), [prompts(LONG, one) for one in (1, 2)]
     waiting = [make_request(rng, stems) for _ in range(14)]
     asked: list[tuple[str, list[int], Collected]] = []
@@ -816,13 +917,29 @@ def test_a_random_crowd_of_exact_scored_and_fitting_requests(seed: int, make_eng
         if waiting and rng.random() < 0.3:
             kind, prompt = waiting.pop()
             mode = {"exact": "exact", "scored": "scored", "fitting": None}[kind]
-            asked.append((kind, prompt, submit(engine, prompt, residency=mode, max_tokens=rng.choice((2, 20, 50)), logprobs=1)))
-        answered = [(prompt, one) for kind, prompt, one in asked if kind == "scored" and one.finish is FinishReason.LENGTH]
+            asked.append(
+                (
+                    kind,
+                    prompt,
+                    submit(engine, prompt, residency=mode, max_tokens=rng.choice((2, 20, 50)), logprobs=1),
+                )
+            )
+        answered = [
+            (prompt, one)
+            for kind, prompt, one in asked
+            if kind == "scored" and one.finish is FinishReason.LENGTH
+        ]
         if answered and num_turns < 10 and rng.random() < 0.1:
             num_turns += 1
             prompt, one = rng.choice(answered)
             prompt = [*prompt, *one.tokens, *(rng.randrange(1, 500) for _ in range(rng.randrange(1, 90)))]
-            asked.append(("scored", prompt, submit(engine, prompt, residency="scored", max_tokens=rng.choice((2, 40, 90)))))
+            asked.append(
+                (
+                    "scored",
+                    prompt,
+                    submit(engine, prompt, residency="scored", max_tokens=rng.choice((2, 40, 90))),
+                )
+            )
         if asked and rng.random() < 0.01:
             engine.cancel(rng.choice(asked)[2].request_id)
         if rng.random() < 0.02 and len(tracks := engine._parts.scheduler._running.tracks) > 1:
@@ -844,13 +961,33 @@ def make_request(rng: random.Random, stems: list[list[int]]) -> tuple[str, list[
     return kind, [*stem[: rng.randrange(length)], *(rng.randrange(1, 500) for _ in range(length))][:length]
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ refused
+# ---------------------------------------------------------------------------------------------------- refused
 
 
-def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:
-    with pytest.raises(ConfigError, match=r"64 tokens at the beginning, 64 in the trailing window, 128 being saved.* make 384, .* has 320"):
+def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(
+    make_engine: Make, prompts: Prompts
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"64 tokens at the beginning, 64 "
+        r"in "
+        r"the "
+        r"trailing "
+        r"window, "
+        r"128 "
+        r"being saved.* make 384, .* has 320",
+    ):
         scored_engine(make_engine, resident_tokens=320)
-    with pytest.raises(ConfigError, match=r"kv_pin_spans take 9 parts of 64 tokens, the first included, and 2 can be pinned"):
+    with pytest.raises(
+        ConfigError,
+        match=r"kv_pin_spans take 9 parts of "
+        r"64 "
+        r"tokens, "
+        r"the "
+        r"first "
+        r"included, "
+        r"and 2 can be pinned",
+    ):
         scored_engine(make_engine, pin_spans=((512, 1024),))
     engine = scored_engine(make_engine, residency="exact", resident_tokens=256)
     with pytest.raises(InvalidRequest, match="make 384, and a sequence has 256"):

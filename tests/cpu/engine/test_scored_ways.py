@@ -1,7 +1,8 @@
-"""Every way into a scored request: whatever it finds of its prompt, and wherever, its tokens see what they see when all is computed. All of
-it runs under the sanitizer.
+"""Every way into a scored request: whatever it finds of its prompt, and wherever, its tokens see what they
+see when all is computed. All of it runs under the sanitizer.
 
-Holds invariant 28: sources are the tiers of each way. Holds invariant 29: what every step shows is enough at once.
+Holds invariant 28: sources are the tiers of each way. Holds invariant 29: what every step shows is enough at
+once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ NUM_TOKENS = 1065  # neither whole parts nor whole blocks
 
 @dataclasses.dataclass
 class Asked:
-    """One scored request that is to come by some way. `make` builds engines of the same kind, with tiers besides."""
+    """One scored request that is to come by some way. `make` builds engines of the same kind, with tiers
+    besides."""
 
     make: Callable[..., Engine]
     prompt: list[int]
@@ -59,7 +61,9 @@ class Asked:
         self.chunks = [chunk for plan in run.plans for chunk in plan.chunks]
         return answer
 
-    def before(self, engine: Engine, num_tokens: int | None = None, mode: str = "exact", max_tokens: int = 1) -> Engine:
+    def before(
+        self, engine: Engine, num_tokens: int | None = None, mode: str = "exact", max_tokens: int = 1
+    ) -> Engine:
         """An earlier request with the first tokens of the same prompt."""
         generate(engine, self.prompt[:num_tokens], residency=mode, max_tokens=max_tokens)
         settle_all(engine)
@@ -120,7 +124,9 @@ def snapshot(asked: Asked) -> Collected:
     taken: list[BaseException | None] = []
 
     def take() -> None:
-        first.snapshots.take(SnapshotRequest("talk", prompt=np.asarray(asked.prompt[:-5], np.uint32).tobytes()))
+        first.snapshots.take(
+            SnapshotRequest("talk", prompt=np.asarray(asked.prompt[:-5], np.uint32).tobytes())
+        )
         taken.append(None)
 
     thread = threading.Thread(target=take)
@@ -139,7 +145,9 @@ def snapshot(asked: Asked) -> Collected:
 
 def behind_scored(asked: Asked) -> Collected:
     """A turn with all but the last tokens of the prompt, of which it leaves whole parts."""
-    return asked.run(asked.before(asked.make(), (len(asked.prompt) - 30) // 64 * 64 + 2, "scored", max_tokens=2))
+    return asked.run(
+        asked.before(asked.make(), (len(asked.prompt) - 30) // 64 * 64 + 2, "scored", max_tokens=2)
+    )
 
 
 def resumed(asked: Asked, engine: Engine | None = None) -> Collected:
@@ -214,17 +222,30 @@ def build() -> Iterator[Callable[[Config], Engine]]:
 
 @every_way
 def test_with_room_for_all_of_it_it_gives_what_the_full_cache_gives(
-    way: Callable[[Asked], Collected], build: Callable[[Config], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: Callable[[Asked], Collected],
+    build: Callable[[Config], Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From its first token on: all of its context is in the trailing window."""
     prompt = np.random.default_rng(0).integers(1, 500, NUM_TOKENS).tolist()
-    full = generate(build(tiny_config(blocks=120, host_blocks=120, max_model_len=1200)), prompt, max_tokens=40, logprobs=2)
+    full = generate(
+        build(tiny_config(blocks=120, host_blocks=120, max_model_len=1200)), prompt, max_tokens=40, logprobs=2
+    )
     with_deep = build_module._with_deep
     room = {"deep_blocks": 32, "resident_blocks": 480}
-    monkeypatch.setattr(build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), **room))
+    monkeypatch.setattr(
+        build_module, "_with_deep", lambda *args: dataclasses.replace(with_deep(*args), **room)
+    )
 
     def make(**settings: Any) -> Engine:
-        sizes = {"blocks": 500, "host_blocks": 600, "max_model_len": 8000, "positions": 8192, "resident_tokens": 512}
+        sizes = {
+            "blocks": 500,
+            "host_blocks": 600,
+            "max_model_len": 8000,
+            "positions": 8192,
+            "resident_tokens": 512,
+        }
         return build(tiny_config(**sizes, **settings))
 
     answer = way(Asked(make, prompt, {"max_tokens": 40, "logprobs": 2}, tmp_path))
@@ -243,8 +264,8 @@ def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_with_room_for_a_quarter_of_it_what_stands_at_its_end_is_found_at_once(
     way: Callable[[Asked], Collected], build: Callable[[Config], Engine], retrieval: Path, tmp_path: Path
 ) -> None:
-    """A model that recalls by construction is asked for needles in the last tokens of its prompt, and needs no second question for any. It
-    decodes over what is on the device alone."""
+    """A model that recalls by construction is asked for needles in the last tokens of its prompt, and needs
+    no second question for any. It decodes over what is on the device alone."""
     stack = haystack(2061, 8, (0.985,), 0, MODEL)
 
     def make(**tiers: Any) -> Engine:

@@ -1,4 +1,5 @@
-"""Scores where they are most: a full chunk of a prompt beside answers, each with all alternatives; and where a token ends a request."""
+"""Scores where they are most: a full chunk of a prompt beside answers, each with all alternatives; and where
+a token ends a request."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_a_full_chunk_is_scored_beside_answers_that_are(make_engine: MakeEngine,
     assert answers[0].tokens == alone.tokens
 
 
-def test_a_token_that_ends_a_request_has_no_score_of_its_own(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_token_that_ends_a_request_has_no_score_of_its_own(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """Every event has as many scores as tokens, so that whoever reads them knows which is which."""
     engine = make_engine()
     free = generate(engine, prompts(20), max_tokens=8, logprobs=0)

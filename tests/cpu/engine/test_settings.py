@@ -1,4 +1,5 @@
-"""Every setting reaches the part that it is for: none is read and then forgotten, and none reaches the part of another."""
+"""Every setting reaches the part that it is for: none is read and then forgotten, and none reaches the part
+of another."""
 
 from __future__ import annotations
 
@@ -79,40 +80,62 @@ def test_times_and_choices_of_the_host_tier_are_those_of_the_settings(built: Bui
 def test_steps_are_put_together_as_the_settings_say(built: Built, overcommit: float) -> None:
     engine = built(tiny_config(max_batch=5, prefill_chunk=24, overcommit=overcommit, max_model_len=100))
     budget = engine._parts.scheduler._budget
-    assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (5, 24, overcommit, 100)
+    assert (budget.max_batch, budget.prefill_chunk, budget.overcommit, engine.max_model_len) == (
+        5,
+        24,
+        overcommit,
+        100,
+    )
     small = built(tiny_config(prefill_chunk=512, max_model_len=40))
-    assert small._parts.scheduler._budget.prefill_chunk == 40, "no step needs more tokens than the context has"
+    assert small._parts.scheduler._budget.prefill_chunk == 40, (
+        "no step needs more tokens than the context has"
+    )
 
 
-@pytest.mark.parametrize(("chunk_ms", "cpu_s", "cuda_s"), [(None, 0.0, 0.15), (0.0, 0.0, 0.0), (80.0, 0.08, 0.08)])
-def test_prompts_may_take_as_long_as_the_setting_says(chunk_ms: float | None, cpu_s: float, cuda_s: float) -> None:
+@pytest.mark.parametrize(
+    ("chunk_ms", "cpu_s", "cuda_s"), [(None, 0.0, 0.15), (0.0, 0.0, 0.0), (80.0, 0.08, 0.08)]
+)
+def test_prompts_may_take_as_long_as_the_setting_says(
+    chunk_ms: float | None, cpu_s: float, cuda_s: float
+) -> None:
     config = tiny_config(prefill_chunk_ms=chunk_ms)
     cpu, cuda = (build_module._budget(config, torch.device(name), 512) for name in ("cpu", "cuda"))
     assert (cpu.chunk_s, cuda.chunk_s) == (cpu_s, cuda_s)
-    assert (cpu.min_chunk, cuda.min_chunk) == (64, 512), "whole blocks of every size but the largest on the CPU"
+    assert (cpu.min_chunk, cuda.min_chunk) == (64, 512), (
+        "whole blocks of every size but the largest on the CPU"
+    )
 
 
 @pytest.mark.parametrize("host_blocks", [0, 8])
-def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(built: Built, host_blocks: int) -> None:
+def test_chunks_are_sized_by_the_times_of_steps_that_loading_is_weighed_against(
+    built: Built, host_blocks: int
+) -> None:
     engine = built(tiny_config(host_blocks=host_blocks, prefill_chunk_ms=80.0))
     rate = engine._parts.scheduler._times
     assert rate is engine.cache.prefill and rate is engine.cache.loads.prefill
     assert rate.tokens(1.0, 0) is None
     generate(engine, list(range(1, 60)))
-    assert rate.tokens(1.0, 0) is not None, "steps are measured as they go, with a tier behind the device or without"
+    assert rate.tokens(1.0, 0) is not None, (
+        "steps are measured as they go, with a tier behind the device or without"
+    )
 
 
 @pytest.mark.cpu_shapes
 @pytest.mark.parametrize("capture", [True, False])
 def test_decodes_are_captured_unless_that_is_turned_off(built: Built, capture: bool) -> None:
     engine = built(tiny_config(capture=capture, max_batch=3))
-    assert [shape.num_tokens for shape in engine._parts.executor._replays.buckets] == ([1, 2, 3] if capture else [])
+    assert [shape.num_tokens for shape in engine._parts.executor._replays.buckets] == (
+        [1, 2, 3] if capture else []
+    )
 
 
 @pytest.mark.parametrize(
-    ("mode", "check_bytes"), [("off", False), ("report", False), ("strict", False), ("report", True), ("strict", True)]
+    ("mode", "check_bytes"),
+    [("off", False), ("report", False), ("strict", False), ("report", True), ("strict", True)],
 )
-def test_the_sanitizer_listens_as_it_was_asked_to(built: Built, mode: str, check_bytes: bool, tmp_path: Path) -> None:
+def test_the_sanitizer_listens_as_it_was_asked_to(
+    built: Built, mode: str, check_bytes: bool, tmp_path: Path
+) -> None:
     file = tmp_path / "findings.json"
     sanitize = SanitizeConfig(mode, None if mode == "off" else str(file), check_bytes)  # type: ignore[arg-type]
     engine = built(replace(tiny_config(host_blocks=8), sanitize=sanitize))

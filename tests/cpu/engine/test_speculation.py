@@ -1,6 +1,7 @@
-"""Drafts in the engine: whatever is proposed, requests get what they get without. Proposals here come from a script that knows the right
-answer and spoils some of it, so that every number of drafts is kept now and then; both where the host reads each result before it plans,
-and where it plans ahead and the device works out where rows begin. Everything runs under the sanitizer."""
+"""Drafts in the engine: whatever is proposed, requests get what they get without. Proposals here come from a
+script that knows the right answer and spoils some of it, so that every number of drafts is kept now and then;
+both where the host reads each result before it plans, and where it plans ahead and the device works out where
+rows begin. Everything runs under the sanitizer."""
 
 from __future__ import annotations
 
@@ -52,7 +53,10 @@ class Script:
         first = one.track.num_expected - one.track.num_prompt
         answer = self.answers.get(one.track.request.id, ())
         right = [*answer[first : first + num], *([0] * num)][:num]
-        return tuple(token if self._random.random() < self._right_share else self._random.randrange(500) for token in right)
+        return tuple(
+            token if self._random.random() < self._right_share else self._random.randrange(500)
+            for token in right
+        )
 
     def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
         self.seen.append((num_drafts, num_kept))
@@ -61,7 +65,9 @@ class Script:
         self.ended_ids.append(track.request.id)
 
 
-def scripted(make_engine: Make, ahead: bool, right_share: float = 0.7, seed: int = 0, **settings: Any) -> tuple[Engine, Script]:
+def scripted(
+    make_engine: Make, ahead: bool, right_share: float = 0.7, seed: int = 0, **settings: Any
+) -> tuple[Engine, Script]:
     engine = make_engine(speculate="ngram", **settings)
     script = Script(ahead, right_share, seed=seed)
     engine._parts.scheduler._drafter, engine._parts.speculation = script, None
@@ -69,7 +75,9 @@ def scripted(make_engine: Make, ahead: bool, right_share: float = 0.7, seed: int
     return engine, script
 
 
-def answered(engine: Engine, script: Script, prompt: Sequence[int], right: Collected, **sampling: Any) -> Collected:
+def answered(
+    engine: Engine, script: Script, prompt: Sequence[int], right: Collected, **sampling: Any
+) -> Collected:
     """Its drafts are made from what `right` got."""
     found = submit(engine, prompt, **sampling)
     script.answers[found.request_id] = right.tokens
@@ -153,7 +161,8 @@ def test_many_requests_share_steps(seed: int, ahead: bool, make_engine: Make, pr
 def test_beside_chunks_of_one_token_that_sample_nothing_everybody_gets_their_own_token(
     options: dict[str, Any], ahead: bool, make_engine: Make, prompts: Prompts
 ) -> None:
-    """A prompt that is only scored may end with a chunk of one token. It looks like a decode, and has no place among the samples."""
+    """A prompt that is only scored may end with a chunk of one token. It looks like a decode, and has no
+    place among the samples."""
     plain = make_engine()
     engine, script = scripted(make_engine, ahead)
     right = generate(plain, prompts(20, seed=1), max_tokens=60, **options)
@@ -162,7 +171,9 @@ def test_beside_chunks_of_one_token_that_sample_nothing_everybody_gets_their_own
         theirs = generate(plain, prompts(10, seed=100 + n), max_tokens=5, **options)
         submit(engine, prompts(65, seed=50 + n), max_tokens=0)
         engine.step()
-        pairs.append((answered(engine, script, prompts(10, seed=100 + n), theirs, max_tokens=5, **options), theirs))
+        pairs.append(
+            (answered(engine, script, prompts(10, seed=100 + n), theirs, max_tokens=5, **options), theirs)
+        )
         for _ in range(3):
             engine.step()
     run_all(engine)
@@ -173,9 +184,12 @@ def test_beside_chunks_of_one_token_that_sample_nothing_everybody_gets_their_own
 
 @PLANS
 def test_under_retraction_it_is_the_same(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
-    """Memory is promised several times over, so that requests lose theirs in the middle of a draft and go on from what was saved."""
+    """Memory is promised several times over, so that requests lose theirs in the middle of a draft and go on
+    from what was saved."""
     plain = make_engine(blocks=512)
-    engine, script = scripted(make_engine, ahead, blocks=24, host_blocks=512, overcommit=3.0, max_batch=6, max_model_len=256)
+    engine, script = scripted(
+        make_engine, ahead, blocks=24, host_blocks=512, overcommit=3.0, max_batch=6, max_model_len=256
+    )
     pairs = []
     for n in range(8):
         prompt = prompts(20 + 7 * n, seed=n)
@@ -190,8 +204,11 @@ def test_under_retraction_it_is_the_same(ahead: bool, make_engine: Make, prompts
 
 
 @PLANS
-def test_what_was_generated_is_found_again_in_every_tier(ahead: bool, make_engine: Make, prompts: Prompts) -> None:
-    """Blocks filled by accepted drafts get the keys of their tokens; those of rejected ones are in no block."""
+def test_what_was_generated_is_found_again_in_every_tier(
+    ahead: bool, make_engine: Make, prompts: Prompts
+) -> None:
+    """Blocks filled by accepted drafts get the keys of their tokens; those of rejected ones are in no
+    block."""
     plain = make_engine(blocks=64)
     engine, script = scripted(make_engine, ahead, blocks=64, host_blocks=256)
     prompt = prompts(30)
@@ -216,8 +233,11 @@ def test_what_was_generated_is_found_again_in_every_tier(ahead: bool, make_engin
 
 @PLANS
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5])
-def test_it_ends_where_plain_decoding_ends(num_tokens: int, ahead: bool, make_engine: Make, prompts: Prompts) -> None:
-    """By length, and by a token that stops it in the middle of kept drafts: nothing behind it is told or kept."""
+def test_it_ends_where_plain_decoding_ends(
+    num_tokens: int, ahead: bool, make_engine: Make, prompts: Prompts
+) -> None:
+    """By length, and by a token that stops it in the middle of kept drafts: nothing behind it is told or
+    kept."""
     plain = make_engine()
     engine, script = scripted(make_engine, ahead, right_share=1.0)
     prompt = prompts(21)
@@ -235,7 +255,9 @@ def test_it_ends_where_plain_decoding_ends(num_tokens: int, ahead: bool, make_en
 
 
 @PLANS
-def test_with_adapters_it_is_the_same(ahead: bool, make_engine: Make, prompts: Prompts, tmp_path: Path) -> None:
+def test_with_adapters_it_is_the_same(
+    ahead: bool, make_engine: Make, prompts: Prompts, tmp_path: Path
+) -> None:
     plain = make_engine()
     engine, script = scripted(make_engine, ahead)
     pairs = []
@@ -326,7 +348,9 @@ def test_where_a_text_does_not_repeat_itself_steps_are_launched_and_read_as_with
     for proposer in (None, "ngram"):
         engine = timed(make_engine(speculate=proposer))
         done.append(turns_of(engine, monkeypatch))
-        found = [submit(engine, prompts(20, seed=n), max_tokens=48, temperature=2.0, seed=n) for n in range(4)]
+        found = [
+            submit(engine, prompts(20, seed=n), max_tokens=48, temperature=2.0, seed=n) for n in range(4)
+        ]
         run_all(engine)
         assert all(len(one.tokens) == 48 for one in found)
     plain, looked = done
@@ -345,7 +369,9 @@ def test_a_text_that_repeats_itself_gets_drafts_within_tens_of_tokens(
     found = submit(engine, prompt, max_tokens=110, logit_bias=LOOPS)
     run_all(engine)
     assert_same(found, right)
-    assert done[:100].count("drafts") > 1, "before 50 tokens are there: so many have to pay for what reading first may take"
+    assert done[:100].count("drafts") > 1, (
+        "before 50 tokens are there: so many have to pay for what reading first may take"
+    )
     assert engine.stats().steps < 90
 
 

@@ -1,4 +1,5 @@
-"""What the engine thread does in a decode step: so much for each request, however many there are. Counted in lines of Python, not timed."""
+"""What the engine thread does in a decode step: so much for each request, however many there are. Counted in
+lines of Python, not timed."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def lines_per_step(config: Config, num_requests: int) -> float:
 
 
 @pytest.mark.parametrize("has_head", [False, True], ids=["plain", "head"])
-def test_a_decode_step_costs_each_request_the_same_however_many_there_are(has_head: bool, tmp_path: Path) -> None:
+def test_a_decode_step_costs_each_request_the_same_however_many_there_are(
+    has_head: bool, tmp_path: Path
+) -> None:
     config = tiny_config(blocks=512, max_batch=64, prefill_chunk=512)
     if has_head:
         target = build(config)

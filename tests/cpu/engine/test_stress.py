@@ -1,4 +1,5 @@
-"""Random crowds of requests: whatever arrives, shares, waits, is retracted or cancelled, each gets the tokens it would get alone."""
+"""Random crowds of requests: whatever arrives, shares, waits, is retracted or cancelled, each gets the tokens
+it would get alone."""
 
 from __future__ import annotations
 
@@ -30,13 +31,19 @@ Asked = tuple[tuple[int, ...], tuple[tuple[str, Any], ...]]
 def random_request(rng: random.Random, stems: list[list[int]]) -> Asked:
     """A prompt that shares its beginning with others, and any mixture of what a request can ask for."""
     stem = rng.choice(stems)
-    prompt = stem[: rng.choice((0, 5, 16, 32, 47, 48, 80, 150))] + [rng.randrange(1, 500) for _ in range(rng.choice((0, 1, 3, 16, 40)))]
+    prompt = stem[: rng.choice((0, 5, 16, 32, 47, 48, 80, 150))] + [
+        rng.randrange(1, 500) for _ in range(rng.choice((0, 1, 3, 16, 40)))
+    ]
     sampling: dict[str, Any] = {"max_tokens": rng.choice((0, 1, 2, 7, 20, 33))}
     if rng.random() < 0.5:
         sampling |= {"temperature": rng.choice((0.5, 1.0, 1.5)), "seed": rng.randrange(100)}
-        sampling |= rng.choice(({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9}))
+        sampling |= rng.choice(
+            ({}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9})
+        )
     if rng.random() < 0.3:
-        sampling |= rng.choice(({"frequency_penalty": 0.5}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3}))
+        sampling |= rng.choice(
+            ({"frequency_penalty": 0.5}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.3})
+        )
     if rng.random() < 0.2:
         sampling |= {"logprobs": 2}
     if rng.random() < 0.15:
@@ -103,7 +110,8 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
         if seed % 3:
             switched(engine).is_on = True
     if "host" in engine.tiers and seed % 3:
-        overlap_from(engine, 0)  # every step layer by layer over its loads; the others wait for all of them, but for the longest
+        # every step layer by layer over its loads; the others wait for all of them, but for the longest
+        overlap_from(engine, 0)
     if engine.cache.cold_tiers:
         for stem in stems:
             generate(engine, stem)
@@ -126,5 +134,7 @@ def test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone(
     assert num_cancelled > 0
     assert proposer is None or engine._parts.scheduler.counts.drafted_tokens > 0
     assert host_blocks < 40 or engine.stats().host_steps > 0, "something was paged out"
-    assert "ssd" not in engine.tiers or engine.cache.cold_tiers["ssd"].counts.num_read > 0, "something came from the disk"
+    assert "ssd" not in engine.tiers or engine.cache.cold_tiers["ssd"].counts.num_read > 0, (
+        "something came from the disk"
+    )
     assert sum(engine.stats().kv_blocks["device"].values()) == engine.cache.num_blocks

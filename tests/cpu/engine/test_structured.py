@@ -1,4 +1,5 @@
-"""Answers that have to be what a grammar says: whatever the weights want, and whatever happens to the request meanwhile."""
+"""Answers that have to be what a grammar says: whatever the weights want, and whatever happens to the request
+meanwhile."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ def schema_of(schema: Any) -> Grammar:
 
 
 def constrained(engine: Engine, grammar: Grammar, **sampling: Any) -> Collected:
-    return submit(engine, PROMPT, **{"grammar": grammar, "ignore_eos": False, "temperature": 1.0, "max_tokens": 400, **sampling})
+    return submit(
+        engine,
+        PROMPT,
+        **{"grammar": grammar, "ignore_eos": False, "temperature": 1.0, "max_tokens": 400, **sampling},
+    )
 
 
 def test_every_answer_fits_its_schema_whatever_random_weights_want(engine: Engine) -> None:
@@ -54,7 +59,11 @@ def test_every_answer_fits_its_schema_whatever_random_weights_want(engine: Engin
     schemas = [random_schema(rng) for _ in range(100)]
     answers = [constrained(engine, schema_of(schema), seed=seed) for seed, schema in enumerate(schemas)]
     run_all(engine)
-    over = [(answer, schema) for answer, schema in zip(answers, schemas, strict=True) if answer.finish is not FinishReason.LENGTH]
+    over = [
+        (answer, schema)
+        for answer, schema in zip(answers, schemas, strict=True)
+        if answer.finish is not FinishReason.LENGTH
+    ]
     assert len(over) > 80
     for answer, schema in over:
         assert answer.finish is FinishReason.STOP, answer.error
@@ -70,7 +79,9 @@ def test_every_answer_fits_its_schema_whatever_random_weights_want(engine: Engin
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_regular_expressions_choices_and_grammars_are_kept_to(engine: Engine, grammar: Grammar, pattern: str, temperature: float) -> None:
+def test_regular_expressions_choices_and_grammars_are_kept_to(
+    engine: Engine, grammar: Grammar, pattern: str, temperature: float
+) -> None:
     answer = constrained(engine, grammar, temperature=temperature, seed=3)
     run_all(engine)
     assert answer.finish is FinishReason.STOP
@@ -78,11 +89,14 @@ def test_regular_expressions_choices_and_grammars_are_kept_to(engine: Engine, gr
 
 
 def test_a_request_with_the_id_of_an_earlier_one_has_nothing_of_its_grammar(engine: Engine) -> None:
-    """It gets another row, so that nobody has taken the earlier one's; and as many tokens are before it as the earlier one had in all."""
+    """It gets another row, so that nobody has taken the earlier one's; and as many tokens are before it as
+    the earlier one had in all."""
     prompt = [*PROMPT, *b"yes"]
     alone = generate(engine, prompt, max_tokens=5).tokens
     beside = submit(engine, PROMPT, max_tokens=20)
-    earlier = submit(engine, PROMPT, request_id="again", grammar=Grammar("choice", '["yes"]'), ignore_eos=False)
+    earlier = submit(
+        engine, PROMPT, request_id="again", grammar=Grammar("choice", '["yes"]'), ignore_eos=False
+    )
     run_all(engine)
     assert text_of(engine, earlier) == "yes" and beside.finish is FinishReason.LENGTH
     again = generate(engine, prompt, request_id="again", max_tokens=5)
@@ -107,7 +121,9 @@ def test_a_constrained_request_takes_part_in_every_step(engine: Engine) -> None:
 
 
 def test_its_seed_decides_a_constrained_answer(engine: Engine) -> None:
-    grammar = schema_of({"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 3})
+    grammar = schema_of(
+        {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 3}
+    )
     answers = [constrained(engine, grammar, seed=seed) for seed in (1, 1, 2)]
     run_all(engine)
     one, same, other = (answer.tokens for answer in answers)
@@ -115,7 +131,12 @@ def test_its_seed_decides_a_constrained_answer(engine: Engine) -> None:
 
 
 def test_penalties_and_filters_choose_among_what_is_allowed(engine: Engine) -> None:
-    settings: list[dict[str, Any]] = [{"frequency_penalty": 2.0, "repetition_penalty": 1.5}, {"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}]
+    settings: list[dict[str, Any]] = [
+        {"frequency_penalty": 2.0, "repetition_penalty": 1.5},
+        {"top_k": 1},
+        {"top_p": 0.1},
+        {"min_p": 0.9},
+    ]
     answers = [constrained(engine, Grammar("regex", "[a-f]{30}"), seed=1, **some) for some in settings]
     run_all(engine)
     assert all(re.fullmatch("[a-f]{30}", text_of(engine, answer)) for answer in answers)
@@ -136,7 +157,10 @@ def test_a_retracted_request_goes_on_within_its_grammar() -> None:
     answers = [constrained(engine, grammar, seed=seed, max_tokens=100) for seed in range(6)]
     run_all(engine)
     assert engine.stats().retractions > 0
-    assert all(answer.finish is FinishReason.STOP and re.fullmatch(grammar.text, text_of(engine, answer)) for answer in answers)
+    assert all(
+        answer.finish is FinishReason.STOP and re.fullmatch(grammar.text, text_of(engine, answer))
+        for answer in answers
+    )
     engine.close(timeout_s=20.0)
     check_silent(sanitizer)
 
@@ -151,14 +175,23 @@ def test_beside_prompts_that_are_computed_bit_by_bit_it_keeps_to_its_grammar(pre
         submit(engine, [seed, *PROMPT] * 4, max_tokens=1)
         answers.append(constrained(engine, grammar, seed=seed, max_tokens=60))
     run_all(engine)
-    assert all(re.fullmatch(grammar.text, text_of(engine, answer)) for answer in answers), [text_of(engine, one) for one in answers]
+    assert all(re.fullmatch(grammar.text, text_of(engine, answer)) for answer in answers), [
+        text_of(engine, one) for one in answers
+    ]
     engine.close(timeout_s=20.0)
     check_silent(sanitizer)
 
 
-def test_in_a_captured_step_its_mask_is_its_own_though_others_before_it_sample_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where short prompts beside decodes are captured: every chunk has a sample, whether it wants one or not."""
-    monkeypatch.setattr(build_module, "_buckets", lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk))
+def test_in_a_captured_step_its_mask_is_its_own_though_others_before_it_sample_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where short prompts beside decodes are captured: every chunk has a sample, whether it
+    wants one or not."""
+    monkeypatch.setattr(
+        build_module,
+        "_buckets",
+        lambda config, limits, device: cuda_buckets(limits.max_rows, limits.prefill_chunk),
+    )
     engine, sanitizer = build_sanitized(tiny_config(blocks=64, max_batch=8, prefill_chunk=64))
     submit(engine, [5, *PROMPT], max_tokens=40)
     for _ in range(3):
@@ -173,7 +206,9 @@ def test_in_a_captured_step_its_mask_is_its_own_though_others_before_it_sample_n
 
 
 def test_a_cancelled_constrained_request_leaves_nothing(engine: Engine) -> None:
-    answers = [constrained(engine, Grammar("regex", "[a-f]*"), max_tokens=300, seed=seed) for seed in range(4)]
+    answers = [
+        constrained(engine, Grammar("regex", "[a-f]*"), max_tokens=300, seed=seed) for seed in range(4)
+    ]
     for _ in range(5):
         engine.step()
     for answer in answers:
@@ -201,12 +236,19 @@ HOSTILE = {
     "unknown keyword": schema_of({"not": {"type": "string"}}),
     "no schema": schema_of([1]),
     "exponential": schema_of(
-        {"allOf": [{"anyOf": [{"required": [f"a{i}"], "properties": {f"a{i}": {}}}, {"required": [f"b{i}"]}]} for i in range(16)]}
+        {
+            "allOf": [
+                {"anyOf": [{"required": [f"a{i}"], "properties": {f"a{i}": {}}}, {"required": [f"b{i}"]}]}
+                for i in range(16)
+            ]
+        }
     ),
     "deep": Grammar("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000),
     "many remainders": schema_of({"type": "integer", "multipleOf": 86_400, "minimum": 0, "maximum": 10**15}),
     "endless remainders": schema_of({"type": "integer", "multipleOf": 9_999_991}),
-    "optional": schema_of({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}),
+    "optional": schema_of(
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}}
+    ),
     "no JSON": Grammar("json_schema", "{"),
     "bad expression": Grammar("regex", "(a"),
     "looks back": Grammar("regex", r"(a)\1"),
@@ -230,14 +272,23 @@ def test_what_cannot_be_met_is_refused_before_it_is_taken(engine: Engine, name: 
     [
         Grammar("regex", "(((a{100}){100}){100}){100}"),
         Grammar("regex", "(a|b)*a(a|b){300}c"),
-        schema_of({"$defs": {"t": {"type": "object", "properties": {"n": {"$ref": "#/$defs/t"}}, "required": ["n"]}}, "$ref": "#/$defs/t"}),
+        schema_of(
+            {
+                "$defs": {
+                    "t": {"type": "object", "properties": {"n": {"$ref": "#/$defs/t"}}, "required": ["n"]}
+                },
+                "$ref": "#/$defs/t",
+            }
+        ),
         schema_of({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
         Grammar("lark", 'start: s\ns: s s | s s s | "a" | ""'),
         schema_of({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}),
     ],
     ids=["huge", "exponential", "recursive", "a billion", "ambiguous", "wide"],
 )
-def test_what_is_hard_to_meet_ends_with_an_answer_an_error_or_a_refusal(engine: Engine, grammar: Grammar) -> None:
+def test_what_is_hard_to_meet_ends_with_an_answer_an_error_or_a_refusal(
+    engine: Engine, grammar: Grammar
+) -> None:
     try:
         answer = constrained(engine, grammar, max_tokens=40)
     except InvalidRequest:
@@ -245,7 +296,9 @@ def test_what_is_hard_to_meet_ends_with_an_answer_an_error_or_a_refusal(engine: 
         return
     beside = submit(engine, PROMPT, max_tokens=10)
     run_all(engine)
-    assert answer.finish in (FinishReason.LENGTH, FinishReason.STOP) or (answer.finish is FinishReason.ERROR and answer.error)
+    assert answer.finish in (FinishReason.LENGTH, FinishReason.STOP) or (
+        answer.finish is FinishReason.ERROR and answer.error
+    )
     assert beside.finish is FinishReason.LENGTH and len(beside.tokens) == 10
 
 
@@ -256,7 +309,9 @@ def test_a_grammar_is_bounded_in_size_and_needs_the_end_of_text() -> None:
         SamplingParams(max_tokens=1, grammar=Grammar("regex", "a"), ignore_eos=True)
 
 
-def test_one_grammar_is_compiled_once_for_all_that_use_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_grammar_is_compiled_once_for_all_that_use_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     vocabulary, compiled = engine.grammars._vocabulary, []
     inner = vocabulary.source
     monkeypatch.setattr(vocabulary, "source", lambda grammar: compiled.append(grammar) or inner(grammar))
@@ -281,7 +336,8 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine, monkeypatch: p
         assert len(generate(engine, PROMPT).tokens) == 8 and not future.done()
     finally:
         gate.set()
-    assert future.result(60) is engine.grammars.wait_compiled(Grammar("regex", "slow"))  # it is there when it is asked for again
+    # it is there when it is asked for again
+    assert future.result(60) is engine.grammars.wait_compiled(Grammar("regex", "slow"))
 
 
 def test_a_recorded_run_with_a_grammar_can_be_run_again() -> None:
@@ -291,15 +347,21 @@ def test_a_recorded_run_with_a_grammar_can_be_run_again() -> None:
         run_all(engine)
     again, _ = build_sanitized(tiny_config(prefix_cache=False))
     results = list(replay(run, again._parts.executor))
-    assert [token for result in results for one in result.sampled for token in one.tokens][: len(answer.tokens)] == answer.tokens
+    assert [token for result in results for one in result.sampled for token in one.tokens][
+        : len(answer.tokens)
+    ] == answer.tokens
     engine.close(timeout_s=20.0)
     again.close(timeout_s=20.0)
 
 
-def test_the_wait_for_masks_is_timed_and_nobody_else_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_masks_is_timed_and_nobody_else_waits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clock that only a wait for masks moves."""
     now = [0.0]
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(
+        engine_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda _: None)
+    )
     inner = StepMasks.wait_filled
 
     def slow(self: StepMasks, lane: Any) -> Any:
@@ -313,14 +375,19 @@ def test_the_wait_for_masks_is_timed_and_nobody_else_waits(engine: Engine, monke
     answer = constrained(engine, Grammar("regex", "[ab]{6}"))
     run_all(engine)
     assert len(text_of(engine, answer)) == 6
-    assert 6 <= engine.stats().blocked_s["mask"] - before <= 7  # once for each of its tokens, and once to learn that it is over
+    # once for each of its tokens, and once to learn that it is over
+    assert 6 <= engine.stats().blocked_s["mask"] - before <= 7
 
 
-def test_neither_a_thread_nor_a_process_outlives_an_engine_that_closes_while_a_grammar_is_being_compiled() -> None:
+def test_neither_a_thread_nor_a_process_outlives_an_engine_that_closes_while_a_grammar_is_being_compiled() -> (  # noqa: E501
+    None
+):
     threads, processes = set(threading.enumerate()), set(psutil.Process().children(recursive=True))
     engine, sanitizer = build_sanitized(tiny_config(blocks=24))
     engine.grammars.wait_compiled(Grammar("regex", "a"))
-    engine.grammars.begin(schema_of({"type": "object", "patternProperties": {f"^p{i}.*x{i}$": {} for i in range(800)}}))
+    engine.grammars.begin(
+        schema_of({"type": "object", "patternProperties": {f"^p{i}.*x{i}$": {} for i in range(800)}})
+    )
     assert set(psutil.Process().children(recursive=True)) - processes
     engine.close(timeout_s=20.0)
     assert not set(psutil.Process().children(recursive=True)) - processes

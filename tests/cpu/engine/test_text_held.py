@@ -28,7 +28,9 @@ class Bytes:
         (b"aaa\xe2", ("aaaa", "\ufffd\ufffd")),
     ],
 )
-def test_half_a_character_behind_what_may_be_a_stop_string_comes_behind_it(data: bytes, stops: tuple[str, ...]) -> None:
+def test_half_a_character_behind_what_may_be_a_stop_string_comes_behind_it(
+    data: bytes, stops: tuple[str, ...]
+) -> None:
     stream = TextStream(Bytes(), tuple(map(StopString, stops)))
     text = "".join(stream.push([byte]).text for byte in data)
     assert text + stream.finish() == data.decode("utf-8", "replace") and stream.finish() == ""

@@ -1,4 +1,5 @@
-"""Incremental text: any split into pushes gives the text of the whole, stop strings never leak, and offsets point at the text."""
+"""Incremental text: any split into pushes gives the text of the whole, stop strings never leak, and offsets
+point at the text."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ BYTES = ByteTokenizer(256)
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [REAL, BYTES], ids=["real", "bytes"])
 
 
-def streamed(tokenizer: Tokenizer | ByteTokenizer, pushes: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, bool]:
+def streamed(
+    tokenizer: Tokenizer | ByteTokenizer, pushes: list[list[int]], stop: tuple[str, ...] = ()
+) -> tuple[str, bool]:
     stream = TextStream(tokenizer, tuple(map(StopString, stop)))
     deltas = [stream.push(push) for push in pushes]
     return "".join(delta.text for delta in deltas) + stream.finish(), any(delta.stopped for delta in deltas)
@@ -47,7 +50,8 @@ STOPS = [
     ("xabc", ("bc", "abc", "c"), "x"),
     ("abcd", ("abcd", "bc"), "a"),  # a shorter one inside is complete sooner
     ("abcd", ("bc", "abcd"), "a"),
-    ("say stop!", ("stop!", "stop"), "say "),  # one is the beginning of the other: the shorter is complete sooner
+    # one is the beginning of the other: the shorter is complete sooner
+    ("say stop!", ("stop!", "stop"), "say "),
     ("say stop!", ("stop", "stop!"), "say "),
     ("say stip", ("stop", "stop!"), None),
     ("aaab", ("aab",), "a"),  # falls back to a shorter beginning of itself
@@ -60,7 +64,8 @@ STOPS = [
     ("ends with sto", ("stop",), None),
     ("stop", ("stop",), ""),
     ("", ("stop",), None),
-    ("na\u00efve \U0001f642 caf\u00e9", ("\U0001f642",), "na\u00efve "),  # characters of several tokens, cut anywhere
+    # characters of several tokens, cut anywhere
+    ("na\u00efve \U0001f642 caf\u00e9", ("\U0001f642",), "na\u00efve "),
     ("na\u00efve \U0001f642 caf\u00e9", ("\u00e9", "caf\u00e9"), "na\u00efve \U0001f642 "),
     ("\u00e9\u00e8", ("\u00e8",), "\u00e9"),  # two that begin with the same byte
     ("\u00ea\u00e9", ("\u00e8",), None),
@@ -93,9 +98,14 @@ def test_a_stop_string_cuts_the_text_where_it_began(
 
 @given(st.lists(st.integers(0, REAL.vocab_size - 1), max_size=40), st.lists(st.integers(0, 100), max_size=8))
 @also(
-    ([], []), ([0, 1, 2, 0], [1]), (REAL.encode("\U0001f642\u00e9 x"), list(range(20))), ([*REAL.encode("\U0001f642")[:1], 2, 260], [1, 2])
+    ([], []),
+    ([0, 1, 2, 0], [1]),
+    (REAL.encode("\U0001f642\u00e9 x"), list(range(20))),
+    ([*REAL.encode("\U0001f642")[:1], 2, 260], [1, 2]),
 )
-def test_deltas_of_any_real_tokens_in_any_pushes_join_to_the_decoded_whole(ids: list[int], cuts: list[int]) -> None:
+def test_deltas_of_any_real_tokens_in_any_pushes_join_to_the_decoded_whole(
+    ids: list[int], cuts: list[int]
+) -> None:
     assert streamed(REAL, cut(ids, cuts)) == (REAL.decode(ids), False)
 
 
@@ -132,16 +142,25 @@ def test_no_delta_holds_half_a_character(text: str) -> None:
     st.lists(st.integers(0, 100), max_size=8),
 )
 @also(*((text, list(stop), cuts) for text, stop, _ in STOPS for cuts in ([], list(range(40)))))
-def test_the_text_ends_before_the_first_stop_string_to_be_complete(text: str, stop: list[str], cuts: list[int]) -> None:
+def test_the_text_ends_before_the_first_stop_string_to_be_complete(
+    text: str, stop: list[str], cuts: list[int]
+) -> None:
     expected = text_before_stop(text, tuple(stop))
     result, stopped = streamed(BYTES, cut(BYTES.encode(text), cuts), tuple(stop))
     assert (result, stopped) == ((text, False) if expected is None else (expected, True))
 
 
 @given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4))
-@also(("abababac", ["ababac"]), ("aab", ["aaa", "ab"]), ("aabaab", ["aabaabb", "abb"]), ("abb", ["abba", "bba", "ba"]), ("ba", ["a", "ab"]))
+@also(
+    ("abababac", ["ababac"]),
+    ("aab", ["aaa", "ab"]),
+    ("aabaab", ["aabaabb", "abb"]),
+    ("abb", ["abba", "bba", "ba"]),
+    ("ba", ["a", "ab"]),
+)
 def test_what_is_emitted_never_has_to_be_taken_back(text: str, stop: list[str]) -> None:
-    """Whatever comes next, the final text starts with what was emitted so far; and no more is held back than could be a stop string."""
+    """Whatever comes next, the final text starts with what was emitted so far; and no more is held back than
+    could be a stop string."""
     stream, so_far = TextStream(BYTES, tuple(map(StopString, stop))), ""
     for n, id in enumerate(BYTES.encode(text), 1):
         delta = stream.push([id])
@@ -160,7 +179,9 @@ def test_how_far_a_stop_string_falls_back_is_what_comparing_every_length_finds()
     """All strings of two letters up to nine of them: each prefix's longest end that is also its beginning."""
     for length in range(1, 10):
         for text in map("".join, itertools.product("ab", repeat=length)):
-            expected = [max(n for n in range(end) if text[:end].endswith(text[:n])) for end in range(1, length + 1)]
+            expected = [
+                max(n for n in range(end) if text[:end].endswith(text[:n])) for end in range(1, length + 1)
+            ]
             stop = text_module.StopString(text)
             assert [stop._border(end) for end in range(length, 0, -1)] == expected[::-1], text
 
@@ -217,7 +238,11 @@ def test_special_tokens_have_no_text_but_an_offset() -> None:
 def test_offsets_point_at_the_character_that_a_token_starts_or_goes_on_with() -> None:
     assert TextStream(BYTES).push(BYTES.encode("é🙂x")).offsets == (0, 0, 1, 1, 1, 1, 2)
     # 'A' and the second lead byte break off the character before them, which takes one place in the text.
-    assert TextStream(BYTES).push([0xE2, 0x82, 0x41, 0xF0, 0xF0, 0x9F]) == ("\ufffdA\ufffd", False, (0, 0, 1, 2, 3, 3))
+    assert TextStream(BYTES).push([0xE2, 0x82, 0x41, 0xF0, 0xF0, 0x9F]) == (
+        "\ufffdA\ufffd",
+        False,
+        (0, 0, 1, 2, 3, 3),
+    )
     # A complete U+FFFD is a character like any other.
     assert TextStream(BYTES).push([*"\ufffd".encode(), 0x41]).offsets == (0, 0, 0, 1)
 

@@ -1,4 +1,5 @@
-"""Reasoning of a bounded length through a whole engine: it is ended when it has to be, and not before, and the answer goes on behind it."""
+"""Reasoning of a bounded length through a whole engine: it is ended when it has to be, and not before, and
+the answer goes on behind it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from support.driving import Collected, generate, run_all, submit
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 OPEN, CLOSE = tuple(b"<think>"), tuple(b"</think>")
-DRAWS = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.3}]
+DRAWS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 3},
+    {"temperature": 0.9, "seed": 4, "frequency_penalty": 0.3},
+]
 
 
 def thought(most: int, begun: bool = True) -> Thought:
@@ -27,26 +32,44 @@ def found_at(tokens: Sequence[int], part: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("most", [0, 1, 6])
-def test_reasoning_ends_where_its_budget_does(make_engine: MakeEngine, prompts: Prompts, draw: dict[str, Any], most: int) -> None:
+def test_reasoning_ends_where_its_budget_does(
+    make_engine: MakeEngine, prompts: Prompts, draw: dict[str, Any], most: int
+) -> None:
     """Until then, and behind it, the tokens are those of plain decoding."""
     engine = make_engine()
-    found = generate(engine, prompts(20), max_tokens=24, ignore_eos=True, thought=thought(most), **draw).tokens
+    found = generate(
+        engine, prompts(20), max_tokens=24, ignore_eos=True, thought=thought(most), **draw
+    ).tokens
     plain = generate(engine, prompts(20), max_tokens=24, ignore_eos=True, **draw).tokens
-    assert found[:most] == plain[:most] and tuple(found[most : most + len(CLOSE)]) == CLOSE and len(found) == 24
+    assert (
+        found[:most] == plain[:most] and tuple(found[most : most + len(CLOSE)]) == CLOSE and len(found) == 24
+    )
     if "frequency_penalty" not in draw:
-        rest = generate(engine, [*prompts(20), *found[: most + len(CLOSE)]], max_tokens=24 - most - len(CLOSE), ignore_eos=True, **draw)
+        rest = generate(
+            engine,
+            [*prompts(20), *found[: most + len(CLOSE)]],
+            max_tokens=24 - most - len(CLOSE),
+            ignore_eos=True,
+            **draw,
+        )
         assert found[most + len(CLOSE) :] == rest.tokens
 
 
-def test_reasoning_that_ends_by_itself_or_is_not_begun_is_left_alone(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_reasoning_that_ends_by_itself_or_is_not_begun_is_left_alone(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     plain = generate(engine, prompts(20), max_tokens=24, ignore_eos=True, temperature=0.0).tokens
-    unopened = generate(engine, prompts(20), max_tokens=24, ignore_eos=True, temperature=0.0, thought=thought(4, begun=False))
+    unopened = generate(
+        engine, prompts(20), max_tokens=24, ignore_eos=True, temperature=0.0, thought=thought(4, begun=False)
+    )
     assert unopened.tokens == plain
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_answer_behind_reasoning_fits_its_grammar(make_engine: MakeEngine, prompts: Prompts, begun: bool) -> None:
+def test_an_answer_behind_reasoning_fits_its_grammar(
+    make_engine: MakeEngine, prompts: Prompts, begun: bool
+) -> None:
     pytest.importorskip("llguidance", reason="structured output is an extra")
     engine = make_engine()
     for most in (0, 5):
@@ -77,7 +100,9 @@ def drafting(engine: Engine) -> Engine:
 
 
 @pytest.mark.parametrize("draw", DRAWS)
-def test_drafts_stop_before_the_budget_and_change_nothing(make_engine: MakeEngine, prompts: Prompts, draw: dict[str, Any]) -> None:
+def test_drafts_stop_before_the_budget_and_change_nothing(
+    make_engine: MakeEngine, prompts: Prompts, draw: dict[str, Any]
+) -> None:
     plain, engine = make_engine(), drafting(make_engine(speculate="ngram"))
     prompt, drafted = prompts(6) * 6, 0
     for most in range(3, 26):
@@ -89,10 +114,20 @@ def test_drafts_stop_before_the_budget_and_change_nothing(make_engine: MakeEngin
     assert drafted
 
 
-def test_requests_beside_one_that_reasons_are_as_they_are_alone(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_requests_beside_one_that_reasons_are_as_they_are_alone(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
-    alone = [generate(engine, prompts(20, seed=n), max_tokens=20, ignore_eos=True, **draw).tokens for n, draw in enumerate(DRAWS)]
-    reasoning = submit(engine, prompts(20, seed=9), max_tokens=20, ignore_eos=True, temperature=0.0, thought=thought(5))
-    beside = [submit(engine, prompts(20, seed=n), max_tokens=20, ignore_eos=True, **draw) for n, draw in enumerate(DRAWS)]
+    alone = [
+        generate(engine, prompts(20, seed=n), max_tokens=20, ignore_eos=True, **draw).tokens
+        for n, draw in enumerate(DRAWS)
+    ]
+    reasoning = submit(
+        engine, prompts(20, seed=9), max_tokens=20, ignore_eos=True, temperature=0.0, thought=thought(5)
+    )
+    beside = [
+        submit(engine, prompts(20, seed=n), max_tokens=20, ignore_eos=True, **draw)
+        for n, draw in enumerate(DRAWS)
+    ]
     run_all(engine)
     assert found_at(reasoning.tokens, CLOSE) == 5 and [one.tokens for one in beside] == alone

@@ -1,4 +1,5 @@
-"""The engine with a host tier: wherever KV comes back from, and whatever goes wrong on the way, the tokens are those of a request alone."""
+"""The engine with a host tier: wherever KV comes back from, and whatever goes wrong on the way, the tokens
+are those of a request alone."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def forget(engine: Engine, tier: str = "device") -> None:
 
 
 def overlap_from(engine: Engine, num_tokens: int) -> None:
-    """Steps over at least so many tokens start on the first layers of their loads; shorter ones wait for all of it."""
+    """Steps over at least so many tokens start on the first layers of their loads; shorter ones wait for all
+    of it."""
     cache = engine.cache
     cache.saves.limits = dataclasses.replace(cache.saves.limits, overlap_tokens=num_tokens)
 
@@ -58,14 +60,17 @@ def until(engine: Engine, condition: Callable[[], bool]) -> None:
 
 
 def busy(engine: Engine, prompts: Prompts) -> Collected:
-    """Another request that decodes all along, so that no step is launched over a load before it has landed."""
+    """Another request that decodes all along, so that no step is launched over a load before it has
+    landed."""
     other = submit(engine, prompts(20, seed=1), max_tokens=150)
     until(engine, lambda: len(other.tokens) > 2)
     return other
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 100])
-def test_a_prefix_comes_back_from_host_memory_with_the_same_tokens(make_engine: MakeEngine, prompts: Prompts, length: int) -> None:
+def test_a_prefix_comes_back_from_host_memory_with_the_same_tokens(
+    make_engine: MakeEngine, prompts: Prompts, length: int
+) -> None:
     engine = make_engine(host_blocks=64)
     cold = generate(engine, prompts(length))
     forget(engine)
@@ -78,7 +83,9 @@ def test_a_prefix_comes_back_from_host_memory_with_the_same_tokens(make_engine: 
     check_at_rest(engine)
 
 
-def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64)
     whole, stem = prompts(100), prompts(100)[:40]
     cold = generate(engine, whole)
@@ -106,14 +113,20 @@ def test_restored_bytes_are_the_bytes_that_were_saved(make_engine: MakeEngine, p
     assert len(slots) == 6 and torch.equal(arena[slots], before)
 
 
-def test_with_the_device_cache_off_every_prefix_comes_from_the_host(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_with_the_device_cache_off_every_prefix_comes_from_the_host(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64, prefix_cache=False)
     _, save = gates(engine)
     save.hold()
     first = generate(engine, prompts(50))
-    assert engine.stats().kv_blocks["device"]["pinned"] == 3, "a save that has not ended keeps the blocks of a request that has"
+    assert engine.stats().kv_blocks["device"]["pinned"] == 3, (
+        "a save that has not ended keeps the blocks of a request that has"
+    )
     again = generate(engine, prompts(50))
-    assert again.source == KvSource(computed=50), "what is still being saved on the device is not reused there"
+    assert again.source == KvSource(computed=50), (
+        "what is still being saved on the device is not reused there"
+    )
     save.let()
     settle_all(engine)
     third = generate(engine, prompts(50))
@@ -153,10 +166,14 @@ def test_identical_promotions_in_flight_are_shared(make_engine: MakeEngine, prom
     run_all(engine)
     assert [one.tokens for one in found] == [expected] * 3
     assert engine.stats().cache["promoted"] == 5
-    assert [one.source for one in found] == [KvSource(host=79, computed=1)] + [KvSource(device=79, computed=1)] * 2
+    assert [one.source for one in found] == [KvSource(host=79, computed=1)] + [
+        KvSource(device=79, computed=1)
+    ] * 2
 
 
-def test_a_promotion_is_shared_even_when_the_one_who_asked_for_it_is_gone(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_promotion_is_shared_even_when_the_one_who_asked_for_it_is_gone(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64)
     expected = generate(engine, prompts(80)).tokens
     forget(engine)
@@ -174,7 +191,9 @@ def test_a_promotion_is_shared_even_when_the_one_who_asked_for_it_is_gone(make_e
     assert engine.stats().cache["promoted"] == 5
 
 
-def test_cancel_during_load_leaves_the_destinations_with_the_transfer(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_cancel_during_load_leaves_the_destinations_with_the_transfer(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64, blocks=18)
     generate(engine, prompts(80), max_tokens=1)
     forget(engine)
@@ -222,7 +241,9 @@ def test_a_retracted_request_resumes_from_host_memory_with_no_token_computed_aga
     monkeypatch.setattr(engine._parts.executor, "launch", launched)
     found = crowd(engine, prompts)
     alone = make_engine(prefix_cache=False)
-    assert [one.tokens for one in found] == [generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)]
+    assert [one.tokens for one in found] == [
+        generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)
+    ]
     stats = engine.stats()
     assert stats.retractions > 0 and sum(stats.resume.counts) == stats.retractions
     assert sum(planned) == sum(60 + i + 80 - 1 for i in range(6)), "every token was computed once"
@@ -230,18 +251,24 @@ def test_a_retracted_request_resumes_from_host_memory_with_no_token_computed_aga
     check_at_rest(engine)
 
 
-def test_a_retracted_request_whose_tail_could_not_be_saved_computes_it_again(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_retracted_request_whose_tail_could_not_be_saved_computes_it_again(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = retracting(make_engine, host_blocks=6)
     found = crowd(engine, prompts)
     alone = make_engine(prefix_cache=False)
-    assert [one.tokens for one in found] == [generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)]
+    assert [one.tokens for one in found] == [
+        generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)
+    ]
     stats = engine.stats()
     assert stats.retractions > 0 and stats.traffic is not None and stats.traffic.skipped["full"] > 0
     settle_all(engine)
     check_at_rest(engine)
 
 
-def test_a_retracted_request_can_be_cancelled_while_it_is_being_saved(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_retracted_request_can_be_cancelled_while_it_is_being_saved(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = retracting(make_engine)
     _, save = gates(engine)
     found = [submit(engine, prompts(60 + i, seed=10 + i), max_tokens=80) for i in range(6)]
@@ -257,15 +284,20 @@ def test_a_retracted_request_can_be_cancelled_while_it_is_being_saved(make_engin
     check_at_rest(engine)
 
 
-def test_a_retracted_request_whose_save_hangs_computes_instead_of_waiting(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_retracted_request_whose_save_hangs_computes_instead_of_waiting(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = retracting(make_engine, blocks=40, load_deadline_s=0.2)
     _, save = gates(engine)
     found = [submit(engine, prompts(60 + i, seed=10 + i), max_tokens=80) for i in range(6)]
-    until(engine, lambda: all(one.tokens for one in found) and not engine.cache.num_in_flight)  # their prompts are saved
+    # their prompts are saved
+    until(engine, lambda: all(one.tokens for one in found) and not engine.cache.num_in_flight)
     save.hold()
     run_all(engine)
     alone = make_engine(prefix_cache=False)
-    assert [one.tokens for one in found] == [generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)]
+    assert [one.tokens for one in found] == [
+        generate(alone, prompts(60 + i, seed=10 + i), max_tokens=80).tokens for i in range(6)
+    ]
     stats = engine.stats()
     assert stats.retractions > 0 and stats.traffic is not None and stats.traffic.skipped["late"] > 0
     save.let()
@@ -273,7 +305,9 @@ def test_a_retracted_request_whose_save_hangs_computes_instead_of_waiting(make_e
     check_at_rest(engine)
 
 
-def test_nobody_is_retracted_while_transfers_under_way_free_enough(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_nobody_is_retracted_while_transfers_under_way_free_enough(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(blocks=8, host_blocks=64, overcommit=4.0, prefix_cache=False)
     _, save = gates(engine)
     save.hold()
@@ -289,7 +323,9 @@ def test_nobody_is_retracted_while_transfers_under_way_free_enough(make_engine: 
 
 # Holds invariant 22: a failed copy costs a computation, and the tokens are the same.
 @pytest.mark.parametrize("copies_before", [0, 1])
-def test_a_promotion_that_fails_is_computed_instead(make_engine: MakeEngine, prompts: Prompts, copies_before: int) -> None:
+def test_a_promotion_that_fails_is_computed_instead(
+    make_engine: MakeEngine, prompts: Prompts, copies_before: int
+) -> None:
     engine = make_engine(host_blocks=64)
     expected = generate(engine, prompts(80), max_tokens=6).tokens
     forget(engine)
@@ -326,7 +362,9 @@ def test_a_step_launched_over_a_promotion_that_then_fails_is_computed_again(
     check_at_rest(engine)
 
 
-def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64, load_deadline_s=0.02)
     expected = generate(engine, prompts(80), max_tokens=6).tokens
     forget(engine)
@@ -349,10 +387,13 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_slots_stay_with_it(make_
 
 
 # Holds invariant 24: saves are skipped, requests go on.
-def test_a_full_host_pool_takes_no_more_and_disturbs_nobody(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_full_host_pool_takes_no_more_and_disturbs_nobody(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     alone = make_engine()
     expected = [generate(alone, prompts(64, seed=i)).tokens for i in range(3)]
-    for reuses in (True, False):  # the device keeps what was computed meanwhile, alone; where it is not used again it has to be skipped
+    # the device keeps what was computed meanwhile, alone; where it is not used again it has to be skipped
+    for reuses in (True, False):
         engine = make_engine(host_blocks=4, prefix_cache=reuses)
         _, save = gates(engine)
         save.hold()  # four slots are taken and none can be evicted
@@ -361,7 +402,9 @@ def test_a_full_host_pool_takes_no_more_and_disturbs_nobody(make_engine: MakeEng
         settle_all(engine)
         assert [one.tokens for one in found] == expected
         traffic = engine.stats().traffic
-        assert traffic is not None and (traffic.postponed, traffic.skipped["full"]) == ((8, 0) if reuses else (0, 8))
+        assert traffic is not None and (traffic.postponed, traffic.skipped["full"]) == (
+            (8, 0) if reuses else (0, 8)
+        )
         assert [generate(engine, prompts(64, seed=i)).tokens for i in range(3)] == expected
 
 
@@ -378,7 +421,9 @@ def test_a_flush_covers_what_is_submitted_and_not_launched(make_engine: MakeEngi
     assert engine.stats().kv_blocks["host"]["idle"] == 4
 
 
-def test_a_save_reads_a_block_before_its_slot_is_used_again(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_save_reads_a_block_before_its_slot_is_used_again(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(blocks=6, host_blocks=64)
     cold = generate(engine, prompts(64), max_tokens=1)
     _, save = gates(engine)
@@ -386,7 +431,8 @@ def test_a_save_reads_a_block_before_its_slot_is_used_again(make_engine: MakeEng
     forget(engine, "host")
     save.hold()
     assert generate(engine, prompts(64), max_tokens=1).tokens == cold.tokens
-    other = submit(engine, prompts(60, seed=9), max_tokens=2)  # four blocks; two are free, four wait for the save
+    # four blocks; two are free, four wait for the save
+    other = submit(engine, prompts(60, seed=9), max_tokens=2)
     turn(engine, 5)
     assert other.tokens == [] and states(engine) == {"waiting": 1}
     save.let()
@@ -424,7 +470,8 @@ def test_a_step_over_a_load_computes_its_first_layers_before_the_last_have_come(
     monkeypatch.setattr(type(engine._parts.executor._forward.model), "layer", noted)
     load.hold()
     load.let(1)
-    returning = submit(engine, prompts(90), max_tokens=4)  # the second layer's copy goes only once the first layer is computed
+    # the second layer's copy goes only once the first layer is computed
+    returning = submit(engine, prompts(90), max_tokens=4)
     run_all(engine)
     assert returning.tokens == expected and returning.source == KvSource(host=80, computed=10)
     assert order[:3] == ["copy 0", "layer 0", "copy 1"], order[:8]
@@ -442,7 +489,8 @@ def test_a_step_that_does_not_wait_for_its_load_is_reported(
     generate(engine, prompts(90), max_tokens=1)
     forget(engine)
     monkeypatch.setattr(Arriving, "wait_on", lambda self, lane, end: False)
-    monkeypatch.setattr(Transfer, "over", lambda self: self._launched and engine.stats().steps > 3)  # it is seen to be over only later
+    # it is seen to be over only later
+    monkeypatch.setattr(Transfer, "over", lambda self: self._launched and engine.stats().steps > 3)
     generate(engine, prompts(90), max_tokens=4)
     said = [report.sentence for report in sanitizer.reports]
     assert any("promote of" in sentence and "on lane load" in sentence for sentence in said), said
@@ -458,7 +506,11 @@ def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, promp
     busy(engine, prompts)
     returning = submit(engine, prompts(80), max_tokens=1)
     turn(engine, 4)
-    (track,) = [track for track in engine._parts.scheduler._running.tracks.values() if track.request.id == returning.request_id]
+    (track,) = [
+        track
+        for track in engine._parts.scheduler._running.tracks.values()
+        if track.request.id == returning.request_id
+    ]
     assert track.state is State.LOADING and track.load is not None and not track.load.settled
     load.let()
     run_all(engine)
@@ -466,7 +518,9 @@ def test_a_loading_request_takes_no_part_in_steps(make_engine: MakeEngine, promp
 
 
 # Holds invariant 21: a request that scores its prompt has no lease and no promotion.
-def test_requests_that_cannot_use_restored_kv_never_lease_or_promote(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_requests_that_cannot_use_restored_kv_never_lease_or_promote(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64)
     generate(engine, prompts(80), max_tokens=1)
     forget(engine)
@@ -486,7 +540,9 @@ def test_salts_keep_tenants_apart_in_host_memory(make_engine: MakeEngine, prompt
     assert generate(engine, prompts(80), salt="one").source == KvSource(host=79, computed=1)
 
 
-def test_a_hit_in_a_tier_that_is_slower_than_computing_is_computed(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_hit_in_a_tier_that_is_slower_than_computing_is_computed(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64, load_always=False)
     expected = generate(engine, prompts(80)).tokens
     cache = engine.cache
@@ -512,7 +568,9 @@ def test_close_with_everything_in_flight_leaves_nothing(make_engine: MakeEngine,
     assert states(engine) == {} and not engine.is_transferring()
 
 
-def test_bytes_that_change_while_they_are_in_host_memory_are_reported(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_bytes_that_change_while_they_are_in_host_memory_are_reported(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64)
     sanitizer, cache = engine._parts.sanitizer, engine.cache
     assert sanitizer is not None
@@ -533,14 +591,16 @@ def test_bytes_that_change_while_they_are_in_host_memory_are_reported(make_engin
 def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
     make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault: a step that claims one token more than its KV has. Nobody declared anything wrong, but the bytes tell."""
+    """The fault: a step that claims one token more than its KV has. Nobody declared anything wrong, but the
+    bytes tell."""
     engine = make_engine(blocks=64, capture=False)
     expected = generate(engine, prompts(30), logprobs=1)
     by_token = Packer._by_token
 
     def misplaced(self: Packer, chunks: Any, rows: Any, table_starts: Any, tables: Any) -> Any:
         ids, places, written = by_token(self, chunks, rows, table_starts, tables)
-        written[: rows.num_decodes] = self._padding_slot * self.block_tokens  # the newest token's KV goes nowhere
+        # the newest token's KV goes nowhere
+        written[: rows.num_decodes] = self._padding_slot * self.block_tokens
         return ids, places, written
 
     monkeypatch.setattr(Packer, "_by_token", misplaced)
@@ -549,7 +609,7 @@ def test_a_read_of_what_was_never_written_is_seen_in_checked_mode(
     assert any(math.isnan(entry.logprob) for entry in found.logprobs)
 
 
-# --------------------------------------------------------------------------------------------------------------- sessions
+# --------------------------------------------------------------------------------------------------- sessions
 
 
 def say(engine: Engine, prompt: list[int], session: str, num_tokens: int = 8, **hint: Any) -> Collected:
@@ -560,7 +620,9 @@ def say(engine: Engine, prompt: list[int], session: str, num_tokens: int = 8, **
     return heard
 
 
-def test_a_session_ends_with_the_blocks_that_its_requests_have_filled(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_session_ends_with_the_blocks_that_its_requests_have_filled(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """What is retained is just what a next request that goes on from there finds."""
     engine = make_engine(host_blocks=64)
     first = say(engine, prompts(40), "agent", 25, retain_s=60.0)
@@ -569,7 +631,9 @@ def test_a_session_ends_with_the_blocks_that_its_requests_have_filled(make_engin
     assert again.source == KvSource(device=64, computed=2)
 
 
-def test_a_released_session_leaves_both_tiers_empty_in_whatever_state_its_saves_are(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_released_session_leaves_both_tiers_empty_in_whatever_state_its_saves_are(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(host_blocks=64)
     _, save = gates(engine)
     save.hold()
@@ -580,10 +644,15 @@ def test_a_released_session_leaves_both_tiers_empty_in_whatever_state_its_saves_
     settle_all(engine)
     turn(engine, 2)
     assert engine.stats().sessions.released_blocks == 8
-    assert {tier: blocks["idle"] for tier, blocks in engine.stats().kv_blocks.items()} == {"device": 0, "host": 0}
+    assert {tier: blocks["idle"] for tier, blocks in engine.stats().kv_blocks.items()} == {
+        "device": 0,
+        "host": 0,
+    }
 
 
-def test_a_listener_that_raises_does_not_keep_its_session_from_being_known(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_a_listener_that_raises_does_not_keep_its_session_from_being_known(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
 
     def raises(event: object) -> None:
@@ -594,7 +663,9 @@ def test_a_listener_that_raises_does_not_keep_its_session_from_being_known(make_
     assert engine.stats().sessions.known == 1
 
 
-def test_a_prefetch_that_nobody_waits_for_is_not_begun(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefetch_that_nobody_waits_for_is_not_begun(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(host_blocks=64)
     begun: list[object] = []
     monkeypatch.setattr(engine.cache, "prefetch", lambda prefix, owner: begun.append(prefix.keys))
@@ -605,7 +676,9 @@ def test_a_prefetch_that_nobody_waits_for_is_not_begun(make_engine: MakeEngine, 
     assert begun == [engine.cache.prefix_of(prompts(40, seed=1), "x").keys]
 
 
-def test_where_nothing_is_reused_there_is_nothing_to_retain_or_prefetch(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_where_nothing_is_reused_there_is_nothing_to_retain_or_prefetch(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine(prefix_cache=False)
     say(engine, prompts(40), "agent", retain_s=60.0)
     by_prompt, by_session = engine.prefetch(prompts(40)), engine.prefetch(session="agent")
@@ -613,11 +686,15 @@ def test_where_nothing_is_reused_there_is_nothing_to_retain_or_prefetch(make_eng
     assert (by_prompt.result(timeout=0), by_session.result(timeout=0)) == ((0, False), None)
 
 
-def test_with_one_step_in_flight_the_session_of_a_cancelled_request_is_known(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_with_one_step_in_flight_the_session_of_a_cancelled_request_is_known(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     engine = make_engine()
     heard = Collected()
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
-    request_id = engine.submit(prompts(40), params, heard.events.append, session="agent", hint=CacheHint(retain_s=60.0))
+    request_id = engine.submit(
+        prompts(40), params, heard.events.append, session="agent", hint=CacheHint(retain_s=60.0)
+    )
     while len(heard.tokens) < 10:
         turn(engine)
     engine.cancel(request_id)

@@ -1,5 +1,5 @@
-"""Blocks, slots and keys for tests of stores that several engines share. Owns the memory that a store is given; which store it is, is the
-test's business."""
+"""Blocks, slots and keys for tests of stores that several engines share. Owns the memory that a store is
+given; which store it is, is the test's business."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ class Slots:
         self.space = Space(hashlib.blake2b(space, digest_size=32).digest(), BLOCK_BYTES)
 
     def views(self, num: int, first: int = 0) -> list[memoryview]:
-        return [self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] for slot in range(first, first + num)]
+        return [
+            self.memory[slot * BLOCK_BYTES : (slot + 1) * BLOCK_BYTES] for slot in range(first, first + num)
+        ]
 
     def write(self, store: BlockStore, keys: Sequence[bytes], first: int = 0) -> list[Outcome]:
         views = self.views(len(keys), first)

@@ -1,4 +1,5 @@
-"""The arena on a CPU: its shape is the layout's, its padding block is clean, and a size that does not fit is a clear error."""
+"""The arena on a CPU: its shape is the layout's, its padding block is clean, and a size that does not fit is
+a clear error."""
 
 from __future__ import annotations
 
@@ -37,7 +38,16 @@ def test_the_bytes_lie_where_the_layout_says(dtype):
 
 
 def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower():
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d\d GiB on cpu, of which .* are free; lower --device-kv-gib"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs \d+\.\d\d GiB on cpu, of "
+        r"which "
+        r".* "
+        r"are "
+        r"free; "
+        r"lower "
+        r"--device-kv-gib",
+    ):
         DeviceArena(LAYOUT, 1 << 40, "cpu")
 
 

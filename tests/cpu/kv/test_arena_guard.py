@@ -29,7 +29,11 @@ def test_a_digest_is_that_of_the_bytes_wherever_they_lie(dtype: str) -> None:
     device, host = arena(dtype), arena(dtype, "host")
     guard = ArenaGuard(device, host)
     host.tensor[5].copy_(device.tensor[2])
-    first, copied, other = *guard.digests("device", [2]), *guard.digests("host", [5]), *guard.digests("host", [4])
+    first, copied, other = (
+        *guard.digests("device", [2]),
+        *guard.digests("host", [5]),
+        *guard.digests("host", [4]),
+    )
     assert first == copied != other
 
 

@@ -1,4 +1,5 @@
-"""Copies between arenas: every byte asked for and no other, in as few pieces as there are; slots that do not exist are refused."""
+"""Copies between arenas: every byte asked for and no other, in as few pieces as there are; slots that do not
+exist are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ def slots(*numbers: int) -> NDArray[np.int64]:
 
 def random_arena(seed: int, num_slots: int = NUM_SLOTS) -> Tensor:
     """Any bits at all: some are NaN, so comparisons are of bytes."""
-    bits = torch.randint(-(1 << 15), 1 << 15, (num_slots, *LAYOUT.shape), generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
+    bits = torch.randint(
+        -(1 << 15),
+        1 << 15,
+        (num_slots, *LAYOUT.shape),
+        generator=torch.Generator().manual_seed(seed),
+        dtype=torch.int16,
+    )
     return bits.view(torch.bfloat16)
 
 
@@ -49,7 +56,8 @@ def expected(source: Tensor, dest: Tensor, pairs: list[tuple[int, int]], layers:
 
 
 class Runtime:
-    """A CUDA runtime whose batches are copied by the caller's thread. `fail` is the code that it answers instead."""
+    """A CUDA runtime whose batches are copied by the caller's thread. `fail` is the code that it answers
+    instead."""
 
     def __init__(self, version: int = 13000, fail: int = 0) -> None:
         self.batches: list[list[tuple[int, int, int]]] = []
@@ -57,7 +65,9 @@ class Runtime:
         self._version = version
         self._fail = fail
 
-    def cudaMemcpyBatchAsync(self, dests: Any, sources: Any, sizes: Any, num: Any, attributes: Any, *rest: Any) -> int:  # noqa: N802
+    def cudaMemcpyBatchAsync(  # noqa: N802
+        self, dests: Any, sources: Any, sizes: Any, num: Any, attributes: Any, *rest: Any
+    ) -> int:
         first_entry, num_attributes, *failed_entry, stream = rest
         assert (first_entry._obj.value, num_attributes.value, stream.value) == (0, 1, 99)
         assert len(failed_entry) == (1 if self._version < 13000 else 0)
@@ -65,7 +75,8 @@ class Runtime:
         if self._fail:
             return self._fail
         columns = [
-            np.ctypeslib.as_array(ctypes.cast(array, ctypes.POINTER(ctypes.c_int64)), (num.value,)) for array in (dests, sources, sizes)
+            np.ctypeslib.as_array(ctypes.cast(array, ctypes.POINTER(ctypes.c_int64)), (num.value,))
+            for array in (dests, sources, sizes)
         ]
         self.batches.append([tuple(entry) for entry in np.stack(columns, axis=1).tolist()])
         for entry in self.batches[-1]:
@@ -101,7 +112,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runtime]:
 
 
 @pytest.fixture(params=["cpu", "batches", "batches of CUDA 12", "each"])
-def make(request: Any, runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor, Tensor], Copier]:
+def make(
+    request: Any, runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Tensor, Tensor], Copier]:
     """Every way in which blocks get across, on memory of this machine."""
     if request.param == "cpu":
         return lambda source, dest: CpuCopier(source, dest, LAYOUT)
@@ -112,7 +125,9 @@ def make(request: Any, runtime: Callable[..., Runtime], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("layers", [ALL, (0, 3), (2, 4), (5, 6), (4, 4)])
-def test_the_layers_asked_for_arrive_and_nothing_else_changes(make: Callable[..., Copier], layers: tuple[int, int]) -> None:
+def test_the_layers_asked_for_arrive_and_nothing_else_changes(
+    make: Callable[..., Copier], layers: tuple[int, int]
+) -> None:
     source, dest = random_arena(1), random_arena(2, 30)
     pairs = [(3, 29), (23, 0), (4, 28), (5, 29 - 24), (6, 6), (7, 7), (8, 8), (9, 9), (0, 10)]
     after, before = expected(source, dest, pairs, layers), source.clone()
@@ -125,7 +140,9 @@ def test_any_blocks_and_any_layers_arrive_whole(data: st.DataObject, num: int) -
     """Runs of neighbours are likely among so few slots, and must not run on."""
     order = st.one_of(st.just(list(range(NUM_SLOTS))), st.permutations(range(NUM_SLOTS)))
     start = data.draw(st.integers(0, NUM_SLOTS - num))
-    pairs = list(zip(data.draw(order)[start : start + num], data.draw(order)[start : start + num], strict=True))
+    pairs = list(
+        zip(data.draw(order)[start : start + num], data.draw(order)[start : start + num], strict=True)
+    )
     first = data.draw(st.integers(0, LAYOUT.num_layers))
     layers = (first, data.draw(st.integers(first, LAYOUT.num_layers)))
     source, dest = random_arena(1), random_arena(2)
@@ -160,14 +177,19 @@ def test_neighbours_on_both_sides_are_one_piece(monkeypatch: pytest.MonkeyPatch)
     assert moved == [2, 2, 2], "some layers of neighbours do not touch each other"
 
 
-def test_no_piece_goes_on_from_one_registration_to_the_next(runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_piece_goes_on_from_one_registration_to_the_next(
+    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CUDA refuses a copy that lies in two; the device's side has no such seams."""
     seen = runtime()
     monkeypatch.setattr(copies, "_FEW_BLOCKS", 0)
     host, device = random_arena(1), random_arena(2)
     CudaCopier(host, device, LAYOUT).copy(np.arange(5, 20), np.arange(4, 19), ALL)
     (batch,) = seen.batches
-    in_slots = [((source - host.data_ptr()) // LAYOUT.block_bytes, size // LAYOUT.block_bytes) for _, source, size in batch]
+    in_slots = [
+        ((source - host.data_ptr()) // LAYOUT.block_bytes, size // LAYOUT.block_bytes)
+        for _, source, size in batch
+    ]
     assert in_slots == [(5, 3), (8, 8), (16, 4)]
     assert all(first // PIECE_SLOTS == (first + num - 1) // PIECE_SLOTS for first, num in in_slots)
 
@@ -194,7 +216,8 @@ def test_a_large_transfer_begins_with_a_small_part_and_its_later_layers_do_not(
 @given(num=st.integers(0, 300), num_bytes=st.integers(1, 100), first=st.integers(1, 300))
 @example(num=0, num_bytes=1, first=1)
 @example(num=1, num_bytes=100, first=1)  # a block that is larger than a part
-@example(num=20, num_bytes=10, first=100)  # twice the first part: what is left over is a part of its own, or not
+# twice the first part: what is left over is a part of its own, or not
+@example(num=20, num_bytes=10, first=100)
 @example(num=19, num_bytes=10, first=100)
 @example(num=300, num_bytes=1, first=4)
 def test_parts_are_all_of_it_in_order_and_none_is_empty(num: int, num_bytes: int, first: int) -> None:
@@ -203,11 +226,15 @@ def test_parts_are_all_of_it_in_order_and_none_is_empty(num: int, num_bytes: int
         parts = list(copies._growing_parts(num, num_bytes))
     assert all(part.stop > part.start for part in parts)
     assert [block for part in parts for block in range(part.start, part.stop)] == list(range(num))
-    assert not parts or (parts[0].stop - 1) * num_bytes < 2 * first, "the driver is not kept waiting for the first"
+    assert not parts or (parts[0].stop - 1) * num_bytes < 2 * first, (
+        "the driver is not kept waiting for the first"
+    )
 
 
 @given(data=st.data(), num=st.integers(1, NUM_SLOTS))
-def test_entries_worked_out_for_each_block_are_those_of_arithmetic_without_neighbours(data: st.DataObject, num: int) -> None:
+def test_entries_worked_out_for_each_block_are_those_of_arithmetic_without_neighbours(
+    data: st.DataObject, num: int
+) -> None:
     source, dest = random_arena(1), random_arena(2)
     ends = copies._Ends(source, dest, LAYOUT)
     order = st.permutations(range(NUM_SLOTS))
@@ -236,8 +263,12 @@ def test_what_a_transfer_begins_with_is_handed_over_before_the_rest_is_worked_ou
     monkeypatch.setattr(copies._Ends, "entries", entries)
     source, dest = random_arena(1), random_arena(2)
     CudaCopier(source, dest, LAYOUT).copy(np.arange(NUM_SLOTS), np.arange(NUM_SLOTS), ALL)
-    assert handed_over == [1], "a few blocks need no arithmetic of arrays, and the rest waits until they are on their way"
-    assert [len(batch) for batch in seen.batches] == [2, 3], "and the rest goes in as few pieces as there are registrations"
+    assert handed_over == [1], (
+        "a few blocks need no arithmetic of arrays, and the rest waits until they are on their way"
+    )
+    assert [len(batch) for batch in seen.batches] == [2, 3], (
+        "and the rest goes in as few pieces as there are registrations"
+    )
     assert same(dest, source)
 
 
@@ -265,14 +296,18 @@ def test_nothing_is_not_handed_over(runtime: Callable[..., Runtime]) -> None:
     assert seen.batches == []
 
 
-def test_a_refusal_of_the_driver_is_a_failed_transfer_by_its_name_and_leaves_no_error_behind(runtime: Callable[..., Runtime]) -> None:
+def test_a_refusal_of_the_driver_is_a_failed_transfer_by_its_name_and_leaves_no_error_behind(
+    runtime: Callable[..., Runtime],
+) -> None:
     refusing = runtime(fail=1)
     with pytest.raises(TransferFailed, match="2 pieces: cudaErrorInvalidValue"):
         CudaCopier(random_arena(1), random_arena(2), LAYOUT).copy(slots(1, 5), slots(2, 3), ALL)
     assert refusing.num_cleared == 1
 
 
-def test_the_default_stream_is_refused(runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_stream_is_refused(
+    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = runtime()
     monkeypatch.setattr(copies, "_current_stream", lambda device: 0)
     with pytest.raises(InvariantBroken, match="default"):
@@ -280,7 +315,9 @@ def test_the_default_stream_is_refused(runtime: Callable[..., Runtime], monkeypa
     assert not seen.batches
 
 
-def test_a_failure_of_torch_is_a_failed_transfer(runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_torch_is_a_failed_transfer(
+    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime()
     monkeypatch.setattr(copies, "_batch_copy", lambda: None)
 
@@ -295,7 +332,13 @@ def test_a_failure_of_torch_is_a_failed_transfer(runtime: Callable[..., Runtime]
 
 @pytest.mark.parametrize(
     ("source_slots", "dest_slots"),
-    [((0, NUM_SLOTS), (0, 1)), ((0, 1), (0, NUM_SLOTS)), ((-1, 1), (0, 1)), ((0, 1), (1, -1)), ((0, 1), (0,))],
+    [
+        ((0, NUM_SLOTS), (0, 1)),
+        ((0, 1), (0, NUM_SLOTS)),
+        ((-1, 1), (0, 1)),
+        ((0, 1), (1, -1)),
+        ((0, 1), (0,)),
+    ],
 )
 def test_slots_that_do_not_exist_are_refused_and_nothing_is_copied(
     make: Callable[..., Copier], source_slots: tuple[int, ...], dest_slots: tuple[int, ...]
@@ -313,7 +356,12 @@ def test_layers_that_do_not_exist_are_refused(make: Callable[..., Copier]) -> No
 
 
 @pytest.mark.parametrize(
-    "other", [torch.zeros(4, *LAYOUT.shape), torch.zeros(4, 5, 2, 8, 2, 4, dtype=torch.bfloat16), random_arena(3)[:, :, :, :, :, :2]]
+    "other",
+    [
+        torch.zeros(4, *LAYOUT.shape),
+        torch.zeros(4, 5, 2, 8, 2, 4, dtype=torch.bfloat16),
+        random_arena(3)[:, :, :, :, :, :2],
+    ],
 )
 def test_arenas_that_are_laid_out_otherwise_are_refused(other: Tensor) -> None:
     for source, dest in ((other, random_arena(1)), (random_arena(1), other)):
@@ -332,7 +380,9 @@ def test_a_demotion_waits_on_its_lane_for_the_writer_and_comes_back_bit_by_bit()
     promote.wait(demote.record())
     promote.submit(lambda: device.zero_(), label="forget")
     for layers in ((0, 2), (2, 4), (4, 6)):
-        promote.submit(lambda layers=layers: make_copier(host, device, LAYOUT).copy(there, back, layers), label="promote")  # type: ignore[misc]
+        promote.submit(
+            lambda layers=layers: make_copier(host, device, LAYOUT).copy(there, back, layers), label="promote"
+        )  # type: ignore[misc]
     promote.drain(20.0)
     assert same(device[back], written[here])
     for lane in (compute, demote, promote):

@@ -1,4 +1,5 @@
-"""What every shared store does, each against a real server. A new kind is one entry in `SERVERS`; what it alone does has its own file."""
+"""What every shared store does, each against a real server. A new kind is one entry in `SERVERS`; what it
+alone does has its own file."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def valkey() -> Iterator[str]:
 
 @contextmanager
 def s3() -> Iterator[str]:
-    pytest.importorskip("obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError)
+    pytest.importorskip(
+        "obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError
+    )
     with Bucket() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
@@ -50,7 +53,11 @@ def mooncake() -> Iterator[str]:
 
 
 # A real server while the context lasts, and the URL of its store.
-SERVERS: dict[str, Callable[[], AbstractContextManager[str]]] = {"valkey": valkey, "s3": s3, "mooncake": mooncake}
+SERVERS: dict[str, Callable[[], AbstractContextManager[str]]] = {
+    "valkey": valkey,
+    "s3": s3,
+    "mooncake": mooncake,
+}
 
 
 def test_every_kind_is_tried() -> None:
@@ -124,7 +131,9 @@ def test_a_block_behind_a_header_that_is_wrong_is_corrupt_and_is_removed(
     assert slots.read(store, [good, bad]) == [DONE, DONE]
 
 
-def test_a_reset_forgets_the_blocks_of_its_space_and_no_others(url: str, store: BlockStore, slots: Slots) -> None:
+def test_a_reset_forgets_the_blocks_of_its_space_and_no_others(
+    url: str, store: BlockStore, slots: Slots
+) -> None:
     others, keys = Slots(b"another model"), keys_of("spaces", 5)
     with opened(url, others) as other:
         slots.write(store, keys)
@@ -143,9 +152,14 @@ def test_several_threads_at_once(store: BlockStore, slots: Slots) -> None:
         try:
             for turn in range(3):
                 own, common = keys_of(f"lane {lane} turn {turn}", 4), keys_of(f"turn {turn}", 4)
-                assert slots.write(store, own, first=8 * lane) == slots.write(store, common, first=8 * lane + 4) == [DONE] * 4
+                assert (
+                    slots.write(store, own, first=8 * lane)
+                    == slots.write(store, common, first=8 * lane + 4)
+                    == [DONE] * 4
+                )
                 assert slots.read(store, own, first=8 * lane) == [DONE] * 4 and store.find(own) == 4
-                assert set(slots.read(store, common, first=8 * lane + 4)) <= {DONE, MISSING}  # missing: another one is still writing it
+                # missing: another one is still writing it
+                assert set(slots.read(store, common, first=8 * lane + 4)) <= {DONE, MISSING}
         except BaseException as error:
             failures.append(error)
 
@@ -171,11 +185,15 @@ store.close()
 """
 
 
-def test_what_one_process_writes_another_reads(url: str, store: BlockStore, slots: Slots, request: pytest.FixtureRequest) -> None:
+def test_what_one_process_writes_another_reads(
+    url: str, store: BlockStore, slots: Slots, request: pytest.FixtureRequest
+) -> None:
     slots.write(store, keys_of("shared", 4))
     path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
     command = [sys.executable, "-c", READER, url, request.node.name]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split("\n")[:2] == ["['done', 'done', 'done', 'done', 'missing']", "done"], done.stderr
     assert slots.read(store, keys_of("back", 2)) == [DONE, DONE]
 
@@ -189,7 +207,7 @@ def test_it_says_what_it_is_and_can_be_closed_twice(url: str, slots: Slots) -> N
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------ manifests
+# -------------------------------------------------------------------------------------------------- manifests
 
 
 @pytest.fixture
@@ -211,8 +229,13 @@ def test_a_manifest_is_read_as_it_was_written_and_goes_when_it_is_removed(manife
     assert manifests.read_manifest("aa-1") is None and manifests.manifests() == ["ab-2"]
 
 
-def test_a_manifest_is_written_and_removed_only_where_what_is_there_is_as_its_writer_says(manifests: ManifestStore) -> None:
-    assert manifests.write_manifest("aa-1", b"new", None, b"old") is Written.TAKEN and manifests.read_manifest("aa-1") is None
+def test_a_manifest_is_written_and_removed_only_where_what_is_there_is_as_its_writer_says(
+    manifests: ManifestStore,
+) -> None:
+    assert (
+        manifests.write_manifest("aa-1", b"new", None, b"old") is Written.TAKEN
+        and manifests.read_manifest("aa-1") is None
+    )
     assert manifests.write_manifest("aa-1", b"old", 1000.0) is Written.DONE
     for instead_of in (None, b"ol", b"older"):
         assert manifests.write_manifest("aa-1", b"new", None, instead_of) is Written.TAKEN
@@ -222,7 +245,10 @@ def test_a_manifest_is_written_and_removed_only_where_what_is_there_is_as_its_wr
     assert manifests.read_manifest("aa-1") == b"new" and manifests.manifests() == ["aa-1"]
     manifests.remove_manifest("aa-1", b"new")
     assert manifests.read_manifest("aa-1") is None and manifests.manifests() == []
-    assert manifests.write_manifest("aa-1", b"again", None) is Written.DONE and manifests.read_manifest("aa-1") == b"again"
+    assert (
+        manifests.write_manifest("aa-1", b"again", None) is Written.DONE
+        and manifests.read_manifest("aa-1") == b"again"
+    )
 
 
 @pytest.mark.parametrize("instead_of", [None, b"old"])
@@ -230,7 +256,9 @@ def test_of_writers_of_one_manifest_at_once_exactly_one_is_told_that_it_is_there
     url: str, slots: Slots, manifests: ManifestStore, instead_of: bytes | None
 ) -> None:
     if url.startswith("s3:"):
-        pytest.skip("this server ignores conditions; test_s3_store.py has the same for a bucket that honours them")
+        pytest.skip(
+            "this server ignores conditions; test_s3_store.py has the same for a bucket that honours them"
+        )
     values, start = [f"by {number}".encode() for number in range(8)], threading.Barrier(8)
 
     def write(value: bytes) -> Written:
@@ -247,7 +275,9 @@ def test_of_writers_of_one_manifest_at_once_exactly_one_is_told_that_it_is_there
     assert manifests.read_manifest("aa-1") == values[outcomes.index(Written.DONE)]
 
 
-def test_manifests_are_no_blocks_and_a_reset_leaves_them(store: BlockStore, manifests: ManifestStore, slots: Slots) -> None:
+def test_manifests_are_no_blocks_and_a_reset_leaves_them(
+    store: BlockStore, manifests: ManifestStore, slots: Slots
+) -> None:
     keys = keys_of("beside a manifest", 3)
     assert slots.write(store, keys) == [DONE] * 3
     manifests.write_manifest("aa-1", b"here", None)

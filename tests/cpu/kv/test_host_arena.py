@@ -1,5 +1,6 @@
-"""The host arena: pinned in whole slots and whole pages of memory, given out only where it is pinned, and given back exactly once.
-Where nothing is pinned, all of it can be used at once, and a little of it is found in advance."""
+"""The host arena: pinned in whole slots and whole pages of memory, given out only where it is pinned, and
+given back exactly once. Where nothing is pinned, all of it can be used at once, and a little of it is found
+in advance."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from penstock.errors import ConfigError
 from penstock.kv import memory as host_module
 from penstock.kv.memory import BlockLayout, HostArena, piece_slots
 
-LAYOUT = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")  # 1536 bytes: no whole page
+# 1536 bytes: no whole page
+LAYOUT = BlockLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")
 PIECE_BYTES = 64 << 10
 CUDA = torch.device("cuda", 0)
 
@@ -47,10 +49,15 @@ class Driver:
     def covers(self, arena: HostArena, slot: int) -> bool:
         """Whether one registration has all of the slot: a copy across two is refused."""
         start = arena.tensor[slot].data_ptr()
-        return any(first <= start and start + arena.layout.block_bytes <= first + size for first, size in self.pieces.items())
+        return any(
+            first <= start and start + arena.layout.block_bytes <= first + size
+            for first, size in self.pieces.items()
+        )
 
 
-def prepared(arena: HostArena, stop: Callable[[], bool] = lambda: False, ready: Callable[[range], None] | None = None) -> list[range]:
+def prepared(
+    arena: HostArena, stop: Callable[[], bool] = lambda: False, ready: Callable[[range], None] | None = None
+) -> list[range]:
     """What became ready; progress must end where it does."""
     seen: list[range] = []
     told: list[tuple[int, int]] = []
@@ -85,11 +92,12 @@ def test_an_arena_has_one_zero_page_per_slot(dtype: str) -> None:
     assert arena.tensor.data_ptr() % mmap.PAGESIZE == 0
 
 
-# ------------------------------------------------------------------------------------------------------- where nothing is pinned
+# ------------------------------------------------------------------------------------ where nothing is pinned
 
 
 class Finder:
-    """Small pieces, and a look at each: `pieces` are the offsets and sizes that were found. Refuses from the `limit`-th on."""
+    """Small pieces, and a look at each: `pieces` are the offsets and sizes that were found. Refuses from the
+    `limit`-th on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int | None = None) -> None:
         self.pieces: list[tuple[int, int]] = []
@@ -135,7 +143,9 @@ def test_on_a_cpu_all_of_it_is_ready_before_any_of_it_is_found(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("num_slots", [1, 42, 43, 300, 5000])
-def test_the_first_bytes_are_found_in_pieces_up_to_a_limit_or_to_the_end(monkeypatch: pytest.MonkeyPatch, num_slots: int) -> None:
+def test_the_first_bytes_are_found_in_pieces_up_to_a_limit_or_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, num_slots: int
+) -> None:
     finder = Finder(monkeypatch)
     arena = HostArena(LAYOUT, num_slots, "cpu")
     assert found_ahead(arena) == [range(num_slots)]
@@ -199,7 +209,9 @@ def test_finding_ahead_stops_between_pieces_when_told_to(monkeypatch: pytest.Mon
     assert len(finder.pieces) == 3
 
 
-def test_a_system_that_cannot_find_memory_ahead_is_asked_once_and_has_all_slots(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_system_that_cannot_find_memory_ahead_is_asked_once_and_has_all_slots(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     finder = Finder(monkeypatch, limit=0)
     arena = HostArena(LAYOUT, 1000, "cpu")
     assert found_ahead(arena) == [range(1000)] and finder.pieces == [] and not caplog.records
@@ -220,16 +232,23 @@ def test_addresses_that_are_not_mapped_or_begin_within_a_page_of_memory_are_refu
     assert not host_module._find(0, mmap.PAGESIZE)
 
 
-# ----------------------------------------------------------------------------------------------------------------- beside a GPU
+# ----------------------------------------------------------------------------------------------- beside a GPU
 
 
 @pytest.mark.parametrize("num_slots", [1, 7, 42, 43, 1000])
 @pytest.mark.parametrize(
     "layout",
-    [LAYOUT, BlockLayout(2, 2, 16, 16, "bfloat16"), BlockLayout(3, 1, 10, 8, "float16"), BlockLayout(36, 8, 128, 16, "bfloat16")],
+    [
+        LAYOUT,
+        BlockLayout(2, 2, 16, 16, "bfloat16"),
+        BlockLayout(3, 1, 10, 8, "float16"),
+        BlockLayout(36, 8, 128, 16, "bfloat16"),
+    ],
     ids=lambda layout: f"{layout.block_bytes}",
 )
-def test_pieces_are_whole_slots_on_whole_pages_of_memory(monkeypatch: pytest.MonkeyPatch, layout: BlockLayout, num_slots: int) -> None:
+def test_pieces_are_whole_slots_on_whole_pages_of_memory(
+    monkeypatch: pytest.MonkeyPatch, layout: BlockLayout, num_slots: int
+) -> None:
     driver = Driver(monkeypatch)
     arena = HostArena(layout, min(num_slots, (8 << 20) // layout.block_bytes), CUDA)
     seen = prepared(arena)
@@ -260,19 +279,27 @@ def test_a_slot_is_given_out_only_when_all_of_it_is_pinned(monkeypatch: pytest.M
     assert len(seen) == len(driver.pieces) == -(-500 // step) > 5
 
 
-def test_memory_that_cannot_be_pinned_ends_the_arena_early_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_memory_that_cannot_be_pinned_ends_the_arena_early_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     driver = Driver(monkeypatch, limit=2)
     arena = HostArena(LAYOUT, 500, CUDA)
     assert prepared(arena)[-1].stop == 2 * piece_slots(LAYOUT)
     (record,) = caplog.records
-    assert record.levelname == "WARNING" and "out of memory" in record.message and "host KV arena" in record.message
+    assert (
+        record.levelname == "WARNING"
+        and ("out of memory") in record.message
+        and ("host KV arena") in record.message
+    )
     arena.close()
     assert not driver.pieces and driver.num_unregistered == 2
     arena.close()
     assert driver.num_unregistered == 2
 
 
-def test_memory_that_others_have_taken_meanwhile_is_not_fought_for(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_memory_that_others_have_taken_meanwhile_is_not_fought_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     driver = Driver(monkeypatch)
     arena = HostArena(LAYOUT, 500, CUDA)
     monkeypatch.setattr(host_module, "free_bytes", lambda device: PIECE_BYTES // 2)
@@ -306,7 +333,9 @@ def test_memory_is_found_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) ->
         return register(address, num_bytes, device)
 
     monkeypatch.setattr(host_module, "_register", look)
-    monkeypatch.setattr(host_module.ctypes, "memset", lambda address, byte, num_bytes: touched.update({address: num_bytes}))
+    monkeypatch.setattr(
+        host_module.ctypes, "memset", lambda address, byte, num_bytes: touched.update({address: num_bytes})
+    )
     arena = HostArena(LAYOUT, 500, CUDA)
     prepared(arena)
     assert touched == driver.pieces
@@ -324,18 +353,31 @@ def test_preparing_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower() -> None:
-    with pytest.raises(ConfigError, match=r"host KV arena needs \d+\.\d\d GiB of memory, of which .* free; lower --kv-offload-host-gib"):
+    with pytest.raises(
+        ConfigError,
+        match=r"host KV arena needs \d+\.\d\d GiB of "
+        r"memory, "
+        r"of "
+        r"which "
+        r".* "
+        r"free; "
+        r"lower --kv-offload-host-gib",
+    ):
         HostArena(LAYOUT, 1 << 40, "cpu")
 
 
-def test_an_arena_larger_than_what_is_free_is_refused_although_the_system_would_promise_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_larger_than_what_is_free_is_refused_although_the_system_would_promise_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(host_module, "free_bytes", lambda device: 10 * LAYOUT.block_bytes)
     with pytest.raises(ConfigError, match="lower --kv-offload-host-gib"):
         HostArena(LAYOUT, 11, "cpu")
     assert HostArena(LAYOUT, 10, "cpu").num_slots == 10
 
 
-def test_memory_that_is_gone_by_the_time_it_is_taken_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_gone_by_the_time_it_is_taken_is_the_same_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 

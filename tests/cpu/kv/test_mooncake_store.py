@@ -1,5 +1,5 @@
-"""The Mooncake store against a real master and node on loopback: what is written is read, what is wrong is never served, and trouble ends
-in time, whatever the library does."""
+"""The Mooncake store against a real master and node on loopback: what is written is read, what is wrong is
+never served, and trouble ends in time, whatever the library does."""
 
 from __future__ import annotations
 
@@ -80,7 +80,11 @@ class Intruder:
     """Somebody who puts anything under any name: values of one length."""
 
     def __init__(self, mooncake: Mooncake, value_bytes: int) -> None:
-        self._client = MooncakeClient(("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{mooncake.port}"), value_bytes, {})
+        self._client = MooncakeClient(
+            ("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{mooncake.port}"),
+            value_bytes,
+            {},
+        )
 
     def put(self, store: MooncakeStore, key: bytes, value: bytes) -> None:
         until = time.monotonic() + LATE_S
@@ -108,10 +112,12 @@ def intruder(mooncake: Mooncake) -> Iterator[Intruder]:
     intruder.close()
 
 
-# -------------------------------------------------------------------------------------------------------------------- blocks
+# ----------------------------------------------------------------------------------------------------- blocks
 
 
-def test_more_blocks_than_a_lane_takes(store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_blocks_than_a_lane_takes(
+    store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client_of(store), "lane_values", 3)
     keys = keys_of("lanes", 8)
     assert slots.write(store, keys) == [DONE] * 8
@@ -135,7 +141,9 @@ WRONG = {
 
 
 # Holds invariant 23: a damaged value in Mooncake is a miss and is removed.
-def test_what_is_wrong_is_never_served_and_is_removed(store: MooncakeStore, slots: Slots, intruder: Intruder) -> None:
+def test_what_is_wrong_is_never_served_and_is_removed(
+    store: MooncakeStore, slots: Slots, intruder: Intruder
+) -> None:
     keys = keys_of("wrong", len(WRONG))
     good, *_ = others = keys_of("right", 2)
     slots.write(store, [*keys, *others])
@@ -167,7 +175,9 @@ def test_a_damaged_value_that_cannot_be_removed_is_corrupt_all_the_same(
     assert slots.read(store, [good, bad]) == [DONE, MISSING]
 
 
-def test_a_question_that_the_program_does_not_know_is_told_and_the_lane_goes_on(store: MooncakeStore, slots: Slots) -> None:
+def test_a_question_that_the_program_does_not_know_is_told_and_the_lane_goes_on(
+    store: MooncakeStore, slots: Slots
+) -> None:
     client = client_of(store)
     for _ in range(mooncake_module._LANES + 1):  # each of them comes back
         with pytest.raises(StoreFailed, match="there is no bake"):
@@ -231,12 +241,18 @@ sys.stdin.read()
 """
 
 
-def test_what_one_process_writes_another_reads_and_its_client_ends_with_it(mooncake: Mooncake, store: MooncakeStore, slots: Slots) -> None:
+def test_what_one_process_writes_another_reads_and_its_client_ends_with_it(
+    mooncake: Mooncake, store: MooncakeStore, slots: Slots
+) -> None:
     slots.write(store, keys_of("shared", 4))
     path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
     command = [sys.executable, "-c", PROCESS, mooncake.url()]
     with subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "['done', 'done', 'done', 'done', 'missing']\n"
@@ -247,7 +263,7 @@ def test_what_one_process_writes_another_reads_and_its_client_ends_with_it(moonc
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the other engine's client")
 
 
-# ------------------------------------------------------------------------------------------------------------------- trouble
+# ---------------------------------------------------------------------------------------------------- trouble
 
 
 def test_a_paused_node_fails_in_time_touches_no_slot_and_comes_back(
@@ -279,7 +295,12 @@ def test_a_paused_master_fails_in_time_and_comes_back(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(store, "_timeout_s", SHORT_S)
-            for call in (lambda: slots.read(store, keys), lambda: slots.write(store, keys), lambda: store.find(keys), store.probe):
+            for call in (
+                lambda: slots.read(store, keys),
+                lambda: slots.write(store, keys),
+                lambda: store.find(keys),
+                store.probe,
+            ):
                 assert_fails(call)
     finally:
         mooncake.master.resume()
@@ -287,7 +308,9 @@ def test_a_paused_master_fails_in_time_and_comes_back(
     assert slots.read(store, keys) == [DONE] * 3
 
 
-def test_a_call_that_is_overdue_ends_its_process(store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_is_overdue_ends_its_process(
+    store: MooncakeStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = keys_of("overdue", 2)
     slots.write(store, keys)
     client = client_of(store)
@@ -313,7 +336,9 @@ def test_a_client_that_dies_is_replaced(store: MooncakeStore, slots: Slots) -> N
     client.close()
 
 
-def test_a_library_that_cannot_be_loaded_is_told(mooncake: Mooncake, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_loaded_is_told(
+    mooncake: Mooncake, slots: Slots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: no such file')")
     (tmp_path / "mooncake" / "__init__.py").touch()
@@ -344,7 +369,13 @@ def test_a_killed_master_fails_then_is_empty_then_works(
     mooncake.master.kill()
     with monkeypatch.context() as patch:
         patch.setattr(store, "_timeout_s", SHORT_S)
-        for call in (lambda: slots.read(store, keys), lambda: slots.write(store, keys), lambda: store.find(keys), store.probe, store.reset):
+        for call in (
+            lambda: slots.read(store, keys),
+            lambda: slots.write(store, keys),
+            lambda: store.find(keys),
+            store.probe,
+            store.reset,
+        ):
             assert_fails(call)
     mooncake.start_master()
     wait_usable(store)
@@ -354,7 +385,9 @@ def test_a_killed_master_fails_then_is_empty_then_works(
     assert slots.read(store, keys) == [DONE] * 3
 
 
-def test_a_store_without_memory_is_full(mooncake: Mooncake, slots: Slots, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_without_memory_is_full(
+    mooncake: Mooncake, slots: Slots, caplog: pytest.LogCaptureFixture
+) -> None:
     with Mooncake(node_mib=0) as empty:
         store = opened(empty, slots)
         assert slots.write(store, keys_of("full", 2)) == [Outcome.FULL] * 2
@@ -370,7 +403,7 @@ def test_one_block_whose_node_is_gone_is_one_failed_block() -> None:
         mooncake_module._some_worked([failed, failed])
 
 
-# ------------------------------------------------------------------------------------------- processes that are none, or do not end
+# --------------------------------------------------------------------- processes that are none, or do not end
 
 
 def num_open() -> int:
@@ -390,7 +423,9 @@ def spawned(*command: str, wait: bool = False) -> Callable[..., subprocess.Popen
 
 
 @pytest.mark.parametrize("fails", ["memfd_create", "socketpair", "_spawn"])
-def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+def test_a_process_that_cannot_be_started_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
     """It is tried again at every probe."""
 
     def refuses(*args: object, **more: object) -> Any:
@@ -418,7 +453,9 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytes
     assert all(end.fileno() == -1 for pair in made for end in pair)
 
 
-def test_a_store_says_that_its_process_cannot_be_started(mooncake: Mooncake, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_says_that_its_process_cannot_be_started(
+    mooncake: Mooncake, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(mooncake.url(), slots.space, TIMEOUT_S)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/no/such/python")
@@ -427,7 +464,9 @@ def test_a_store_says_that_its_process_cannot_be_started(mooncake: Mooncake, slo
     store.close()
 
 
-def test_a_process_that_has_ended_before_it_was_told_anything_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_ended_before_it_was_told_anything_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mooncake_module, "_spawn", spawned("true", wait=True))
     client = MooncakeClient((), VALUE_BYTES, {})
     with pytest.raises(StoreFailed, match="ended while it was connecting"):
@@ -435,7 +474,9 @@ def test_a_process_that_has_ended_before_it_was_told_anything_is_a_failure(monke
     client.close()
 
 
-def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_leave_is_killed_and_can_be_closed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mooncake_module, "_spawn", spawned("sleep", "1000"))
     monkeypatch.setattr(mooncake_module, "_LEAVE_S", 0.01)
     before = num_open()

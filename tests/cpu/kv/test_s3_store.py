@@ -1,4 +1,5 @@
-"""The S3 store against a real server on loopback: what is written is read, what is wrong is never served, and trouble ends in time."""
+"""The S3 store against a real server on loopback: what is written is read, what is wrong is never served, and
+trouble ends in time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-obstore = pytest.importorskip("obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError)
+obstore = pytest.importorskip(
+    "obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError
+)
 
 from remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable  # noqa: E402
 
@@ -48,7 +51,8 @@ def slots() -> Slots:
 @pytest.fixture
 def store(bucket: Bucket, slots: Slots, request: pytest.FixtureRequest) -> Iterator[BucketStore]:
     """Every test has a folder of its own in the bucket."""
-    opened = open_store(bucket.url(request.node.name), slots.space, 5 * TIMEOUT_S)  # a busy machine may take a second for a request
+    # a busy machine may take a second for a request
+    opened = open_store(bucket.url(request.node.name), slots.space, 5 * TIMEOUT_S)
     assert isinstance(opened, BucketStore)
     yield opened
     opened.close()
@@ -69,7 +73,9 @@ def test_an_object_is_the_header_and_the_bytes(store: BucketStore, slots: Slots)
     assert store._path(key) == f"{FORMAT}/{slots.space.digest.hex()}/{key.hex()}"
 
 
-def test_a_block_that_is_there_is_not_sent_again(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_there_is_not_sent_again(
+    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = keys_of("twice", 3)
     slots.write(store, keys[:2])
     sent: list[bytes] = []
@@ -104,7 +110,9 @@ def test_what_is_wrong_is_never_served_and_is_removed(store: BucketStore, slots:
     assert slots.read(store, keys) == [DONE] * len(keys)
 
 
-def test_without_the_check_a_flipped_bit_would_be_served(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_check_a_flipped_bit_would_be_served(
+    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault that the check is for: it shows that the tests above can fail."""
     (key,) = keys_of("unchecked", 1)
     slots.write(store, [key])
@@ -116,20 +124,28 @@ def test_without_the_check_a_flipped_bit_would_be_served(store: BucketStore, slo
 
 
 @pytest.mark.parametrize("num", [0, 1, 2, 15, 16, 17, 31, 40])
-def test_the_number_of_leading_blocks_is_found(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+def test_the_number_of_leading_blocks_is_found(
+    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
     keys = keys_of("leading", 40)
     there = set(keys[:num])
     monkeypatch.setattr(store, "_has", lambda key: key in there)
     assert store.find(keys) == num
 
 
-def test_few_rounds_of_questions_find_a_place_among_thousands(store: BucketStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rounds_of_questions_find_a_place_among_thousands(
+    store: BucketStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = keys_of("many", 5000)
     there = set(keys[:3210])
     rounds = []
     each = store._requests.each
     monkeypatch.setattr(store, "_has", lambda key: key in there)
-    monkeypatch.setattr(store._requests, "each", lambda job, things, until: (rounds.append(len(things)), each(job, things, until))[1])
+    monkeypatch.setattr(
+        store._requests,
+        "each",
+        lambda job, things, until: (rounds.append(len(things)), each(job, things, until))[1],
+    )
     assert store.find(keys) == 3210
     assert len(rounds) <= 4 and max(rounds) <= 16
 
@@ -151,7 +167,7 @@ def test_reset_forgets_every_block(store: BucketStore, slots: Slots, monkeypatch
     assert store.reset() == 0
 
 
-# ------------------------------------------------------------------------------------------------------------------- trouble
+# ---------------------------------------------------------------------------------------------------- trouble
 
 
 @pytest.mark.parametrize("error", [ConnectionError, obstore.exceptions.GenericError])
@@ -184,7 +200,12 @@ def test_a_paused_server_fails_in_time_and_comes_back(
     hurried = open_store(bucket.url(request.node.name), slots.space, 0.5)
     bucket.pause()
     try:
-        for call in (lambda: slots.read(hurried, keys), lambda: slots.write(hurried, keys), lambda: hurried.find(keys), hurried.probe):
+        for call in (
+            lambda: slots.read(hurried, keys),
+            lambda: slots.write(hurried, keys),
+            lambda: hurried.find(keys),
+            hurried.probe,
+        ):
             assert_fails(call)
     finally:
         bucket.resume()
@@ -193,7 +214,9 @@ def test_a_paused_server_fails_in_time_and_comes_back(
     assert slots.read(store, keys) == [DONE] * 3
 
 
-def test_a_late_answer_touches_no_slot(bucket: Bucket, store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_touches_no_slot(
+    bucket: Bucket, store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = keys_of("late", NUM_SLOTS)
     slots.write(store, keys)
     late = threading.Event()
@@ -214,11 +237,19 @@ def test_a_late_answer_touches_no_slot(bucket: Bucket, store: BucketStore, slots
     assert slots.memory == b"\x55" * len(slots.memory)
 
 
-def test_a_killed_server_fails_then_is_empty_then_works(bucket: Bucket, store: BucketStore, slots: Slots) -> None:
+def test_a_killed_server_fails_then_is_empty_then_works(
+    bucket: Bucket, store: BucketStore, slots: Slots
+) -> None:
     keys = keys_of("killed", 3)
     slots.write(store, keys)
     bucket.kill()
-    for call in (lambda: slots.read(store, keys), lambda: slots.write(store, keys), lambda: store.find(keys), store.probe, store.reset):
+    for call in (
+        lambda: slots.read(store, keys),
+        lambda: slots.write(store, keys),
+        lambda: store.find(keys),
+        store.probe,
+        store.reset,
+    ):
         assert_fails(call)
     bucket.start()
     wait_usable(store)
@@ -227,7 +258,9 @@ def test_a_killed_server_fails_then_is_empty_then_works(bucket: Bucket, store: B
     assert slots.read(store, keys) == [DONE] * 3
 
 
-def test_a_wrong_secret_fails_without_repeating_it(bucket: Bucket, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_secret_fails_without_repeating_it(
+    bucket: Bucket, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-right-secret")
     store = open_store(bucket.url("secret"), slots.space, TIMEOUT_S)
     keys = keys_of("secret", 2)
@@ -245,7 +278,9 @@ def test_a_bucket_that_does_not_exist_fails(bucket: Bucket, slots: Slots) -> Non
     store.close()
 
 
-def test_an_object_that_cannot_be_removed_ends_a_reset(store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_that_cannot_be_removed_ends_a_reset(
+    store: BucketStore, slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots.write(store, keys_of("stuck", 2))
     monkeypatch.setattr(obstore, "delete", lambda *_: None)
     assert_fails(store.reset)
@@ -282,17 +317,21 @@ def test_a_damaged_object_that_cannot_be_removed_is_corrupt_all_the_same(
     assert slots.read(store, [good, bad]) == [DONE, MISSING]
 
 
-# ----------------------------------------------------------------------------------------------------------------------- URL
+# -------------------------------------------------------------------------------------------------------- URL
 
 
-def test_settings_that_the_library_refuses_are_told_without_repeating_them(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_the_library_refuses_are_told_without_repeating_them(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_CONDITIONAL_PUT", "hunter2")
     with pytest.raises(ConfigError, match="AWS_") as caught:
         open_store("s3://bucket?region=eu-1", slots.space, TIMEOUT_S)
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_machine_without_the_library_says_how_to_get_it(slots: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_library_says_how_to_get_it(
+    slots: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.delitem(sys.modules, s3.__name__)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[remote\]'"):
@@ -329,7 +368,9 @@ def test_a_url_says_bucket_prefix_and_options() -> None:
     assert address.options == {"endpoint": "https://host:1", "region": "eu-1"}
 
 
-def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(store: BucketStore, slots: Slots) -> None:
+def test_an_object_that_was_cut_short_is_not_found_and_is_written_again(
+    store: BucketStore, slots: Slots
+) -> None:
     """Nobody has read it since: what `find` and `write` look at has to show it."""
     keys = keys_of("cut short", 3)
     slots.write(store, keys)
@@ -381,11 +422,17 @@ def test_what_the_url_says_reaches_the_library(
         made.clear()
         client, again = options.pop("client_options"), options.pop("retry_config")
         assert (bucket, options) == ("bucket", {"prefix": prefix, **named})
-        assert client.get("allow_http") == allow_http, "what is meant to be encrypted is never sent in the clear"
-        assert client["timeout"] == client["connect_timeout"] == again["retry_timeout"] == timedelta(seconds=2.5)
+        assert client.get("allow_http") == allow_http, (
+            "what is meant to be encrypted is never sent in the clear"
+        )
+        assert (
+            client["timeout"] == client["connect_timeout"] == again["retry_timeout"] == timedelta(seconds=2.5)
+        )
 
 
-def test_a_file_of_authorities_is_read_and_one_that_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_of_authorities_is_read_and_one_that_is_missing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made: list[dict[str, object]] = []
     monkeypatch.setattr(s3, "S3Store", lambda bucket, **options: made.append(options["client_options"]))
     (tmp_path / "ca.pem").write_bytes(b"trust")
@@ -408,11 +455,18 @@ def test_all_requests_of_a_call_have_one_deadline(slots: Slots, monkeypatch: pyt
         now_s += 1.0
         deadlines.append(until)
         there = {store._has: keys[0], store._get: keys[0]}.get(job)
-        return [(place, (memoryview(b"") if job == store._get else True) if thing == there else None) for place, thing in enumerate(things)]
+        return [
+            (place, (memoryview(b"") if job == store._get else True) if thing == there else None)
+            for place, thing in enumerate(things)
+        ]
 
     monkeypatch.setattr(s3, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(store._requests, "together", together)
-    for call, num_rounds in ((lambda: store.find(keys), 2), (lambda: slots.write(store, keys), 2), (lambda: slots.read(store, keys), 2)):
+    for call, num_rounds in (
+        (lambda: store.find(keys), 2),
+        (lambda: slots.write(store, keys), 2),
+        (lambda: slots.read(store, keys), 2),
+    ):
         began_s = now_s
         call()
         assert deadlines == [began_s + 4.0] * num_rounds
@@ -424,13 +478,16 @@ def test_manifests_are_listed_from_every_page(slots: Slots, monkeypatch: pytest.
     store = open_store("s3://bucket?endpoint=http://127.0.0.1:1&region=r", slots.space, 60.0)
     assert isinstance(store, BucketStore)
     names = (("aa-1", "ab-2"), ("aa-3", "aa-4"))
-    pages = [[{"path": f"{store._manifests}/{name}", "size": 0 if name == "aa-4" else 9} for name in page] for page in names]
+    pages = [
+        [{"path": f"{store._manifests}/{name}", "size": 0 if name == "aa-4" else 9} for name in page]
+        for page in names
+    ]
     monkeypatch.setattr(obstore, "list", lambda *args: iter(pages))
     assert store.manifests() == ["aa-1", "ab-2", "aa-3"] and store.manifests("aa") == ["aa-1", "aa-3"]
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------ manifests
+# -------------------------------------------------------------------------------------------------- manifests
 
 
 @pytest.fixture
@@ -441,13 +498,17 @@ def honouring(slots: Slots) -> Iterator[BucketStore]:
         yield store
 
 
-def test_of_writers_of_one_manifest_at_once_exactly_one_is_told_that_it_is_there(honouring: BucketStore) -> None:
+def test_of_writers_of_one_manifest_at_once_exactly_one_is_told_that_it_is_there(
+    honouring: BucketStore,
+) -> None:
     for number, instead_of in enumerate([None, b"old"] * 5):
         id, start = f"aa-{number}", threading.Barrier(8)
         if instead_of is not None:
             honouring.write_manifest(id, instead_of, None)
 
-        def write(value: int, id: str = id, instead_of: bytes | None = instead_of, start: threading.Barrier = start) -> Written:
+        def write(
+            value: int, id: str = id, instead_of: bytes | None = instead_of, start: threading.Barrier = start
+        ) -> Written:
             start.wait(60.0)
             return honouring.write_manifest(id, b"by %d" % value, None, instead_of)
 
@@ -464,12 +525,19 @@ def test_a_name_whose_manifest_was_removed_under_a_condition_is_free(honouring: 
     honouring.remove_manifest("aa-1", b"old")
     assert honouring.read_manifest("aa-1") is None and honouring.manifests() == []
     assert honouring.write_manifest("aa-1", b"new", None) is Written.DONE
-    assert honouring.write_manifest("aa-1", b"newer", None) is Written.TAKEN and honouring.read_manifest("aa-1") == b"new"
+    assert (
+        honouring.write_manifest("aa-1", b"newer", None) is Written.TAKEN
+        and honouring.read_manifest("aa-1") == b"new"
+    )
 
 
-def test_a_server_that_ignores_conditions_is_told_of_once(store: BucketStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_ignores_conditions_is_told_of_once(
+    store: BucketStore, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("aa-1", "aa-2"):
         assert store.write_manifest(name, b"text", None) is Written.DONE
-    assert [record.getMessage() for record in caplog.records if "ignores conditions" in record.getMessage()] == [
+    assert [
+        record.getMessage() for record in caplog.records if "ignores conditions" in record.getMessage()
+    ] == [
         "the bucket's server ignores conditions: two engines may both be told that they have taken one name"
     ]

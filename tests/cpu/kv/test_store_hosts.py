@@ -1,4 +1,5 @@
-"""Hosts of shared stores at start: a name that does not exist is refused, everything else is a store that may come."""
+"""Hosts of shared stores at start: a name that does not exist is refused, everything else is a store that may
+come."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def answering(monkeypatch: pytest.MonkeyPatch, **errors: int) -> None:
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_name_that_does_not_exist_is_refused_in_one_line_without_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_does_not_exist_is_refused_in_one_line_without_the_url(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answering(monkeypatch, gone=socket.EAI_NONAME)
     with pytest.raises(
         ConfigError,
@@ -52,7 +55,9 @@ def test_names_that_cannot_be_looked_up_now_are_a_warning(
     assert "cannot be resolved now" in record.getMessage() and "hunter2" not in record.getMessage()
 
 
-def test_one_node_of_several_that_is_not_known_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_node_of_several_that_is_not_known_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     answering(monkeypatch, gone=socket.EAI_NONAME)
     with caplog.at_level(logging.WARNING):
         open_store("valkey://here:1,gone:2?cluster=1", SPACE, 1.0).close()

@@ -35,10 +35,12 @@ from penstock.kv.tiers.remote.valkey import PASSWORD_VARIABLE
 from store_servers import valkey_or_skip
 from support.servers import LOOPBACK, SlotRange, Valkey, free_port
 
-# ------------------------------------------------------------------------------------------------------------------- credentials
+# ------------------------------------------------------------------------------------------------ credentials
 
 
-def test_a_password_opens_the_store_and_appears_nowhere(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_opens_the_store_and_appears_nowhere(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.DEBUG)
     with valkey_or_skip(password=SECRET) as guarded:
         with contextlib.closing(opened(guarded.url())) as store:
@@ -47,7 +49,11 @@ def test_a_password_opens_the_store_and_appears_nowhere(caplog: pytest.LogCaptur
         without = f"valkey://{LOOPBACK}:{guarded.port}"
         said = [
             failure_of(opened(url))
-            for url in (without, guarded.url(password=f"{SECRET}x"), f"valkey://joe:{SECRET}@{LOOPBACK}:{guarded.port}")
+            for url in (
+                without,
+                guarded.url(password=f"{SECRET}x"),
+                f"valkey://joe:{SECRET}@{LOOPBACK}:{guarded.port}",
+            )
         ]
         monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
         with contextlib.closing(opened(without)) as store:
@@ -72,7 +78,9 @@ open_store(sys.argv[1], Space(bytes(32), 64), 30.0).probe()
 print("usable")
 """
     command = [sys.executable, "-c", code, server.url()]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src"}, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src"}, check=True
+    )
     assert done.stdout == "usable\n"
 
 
@@ -87,13 +95,17 @@ def test_the_schemes_of_redis_are_understood(server: Valkey, encrypted: Valkey) 
 
 
 def test_a_bad_url_never_repeats_itself() -> None:
-    for url in (f"valkey://:{SECRET}/x@host", f"valkey://:{SECRET}℀@host", f"valkeys://:{SECRET}@host?ca=/nowhere"):
+    for url in (
+        f"valkey://:{SECRET}/x@host",
+        f"valkey://:{SECRET}℀@host",
+        f"valkeys://:{SECRET}@host?ca=/nowhere",
+    ):
         with pytest.raises(ConfigError) as refused:
             open_store(url, space(), 1.0)
         assert SECRET not in "".join(traceback.format_exception(refused.value))
 
 
-# ------------------------------------------------------------------------------------------------------------------------- TLS
+# -------------------------------------------------------------------------------------------------------- TLS
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +154,15 @@ def test_an_unencrypted_server_is_no_encrypted_one(server: Valkey) -> None:
     assert "cannot be reached" in failure_of(opened(url, SHORT_S))
 
 
-# --------------------------------------------------------------------------------------------------------------------- clusters
+# --------------------------------------------------------------------------------------------------- clusters
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[list[Valkey]]:
-    with valkey_or_skip(slots=SlotRange(0, 8191)) as low, valkey_or_skip(slots=SlotRange(8192, 16383)) as high:
+    with (
+        valkey_or_skip(slots=SlotRange(0, 8191)) as low,
+        valkey_or_skip(slots=SlotRange(8192, 16383)) as high,
+    ):
         low.join(high)
         low.wait_cluster()
         high.wait_cluster()
@@ -162,7 +177,10 @@ def test_a_cluster_keeps_each_block_where_it_belongs(two_nodes: list[Valkey]) ->
     low, high = two_nodes
     keys = keys_of(40)
     with contextlib.closing(opened(high.url())) as store:
-        assert write(store, keys) == [DONE] * 40 and read(store, [*keys, *keys_of(2, first=900)]) == [DONE] * 40 + [MISSING] * 2
+        assert (
+            write(store, keys) == [DONE] * 40
+            and read(store, [*keys, *keys_of(2, first=900)]) == [DONE] * 40 + [MISSING] * 2
+        )
         assert store.find(keys) == 40
         assert min(stored(low), stored(high)) > 5 and stored(low) + stored(high) == 40
         store.probe()
@@ -193,13 +211,19 @@ def slot_of(server: Valkey, key: bytes) -> int:
 
 def test_a_cluster_with_a_dead_node_fails_until_it_answers(two_nodes: list[Valkey]) -> None:
     low, high = two_nodes
-    url = f"valkey://{LOOPBACK}:{free_port()},{LOOPBACK}:{low.port}?cluster=1"  # the first that is asked is not there
+    # the first that is asked is not there
+    url = f"valkey://{LOOPBACK}:{free_port()},{LOOPBACK}:{low.port}?cluster=1"
     with contextlib.closing(opened(url)) as store:
         assert write(store, keys_of(40)) == [DONE] * 40
         store._timeout_s = SHORT_S
         high.pause()
         try:
-            for call in (lambda: store.find(keys_of(40)), lambda: read(store, keys_of(40)), lambda: write(store, keys_of(40)), store.probe):
+            for call in (
+                lambda: store.find(keys_of(40)),
+                lambda: read(store, keys_of(40)),
+                lambda: write(store, keys_of(40)),
+                store.probe,
+            ):
                 with pytest.raises(StoreFailed), no_hang():
                     call()
         finally:
@@ -213,7 +237,10 @@ def test_a_cluster_with_a_dead_node_fails_until_it_answers(two_nodes: list[Valke
 
 
 def test_a_cluster_without_the_option_says_what_is_missing(two_nodes: list[Valkey]) -> None:
-    with contextlib.closing(opened(two_nodes[0].url().partition("?")[0])) as store, pytest.raises(StoreFailed, match=r"cluster=1"):
+    with (
+        contextlib.closing(opened(two_nodes[0].url().partition("?")[0])) as store,
+        pytest.raises(StoreFailed, match=r"cluster=1"),
+    ):
         read(store, keys_of(20))
 
 
@@ -222,7 +249,10 @@ def test_a_server_that_is_no_cluster_fails_as_one(server: Valkey) -> None:
 
 
 def test_a_cluster_of_one_with_a_password_and_tls() -> None:
-    with valkey_or_skip(slots=SlotRange(), tls=True, password=SECRET) as server, contextlib.closing(opened(server.url())) as store:
+    with (
+        valkey_or_skip(slots=SlotRange(), tls=True, password=SECRET) as server,
+        contextlib.closing(opened(server.url())) as store,
+    ):
         assert write(store, keys_of(5)) == [DONE] * 5 and read(store, keys_of(5)) == [DONE] * 5
         store.probe()
         assert store.reset() == 5
@@ -248,5 +278,12 @@ def test_a_map_that_is_none_is_a_failure(answer: object) -> None:
 
 
 def test_a_node_that_does_not_know_its_address_is_where_it_was_asked() -> None:
-    slots = valkey.slot_map([[0, 99, [b"", 7000, b"id"]], [100, 200, [b"other", 7001, b"id", []], [b"replica", 7002]]], Node("asked", 1))
-    assert slots[0] == slots[99] == Node("asked", 7000) and slots[100] == Node("other", 7001) and slots[201] is None
+    slots = valkey.slot_map(
+        [[0, 99, [b"", 7000, b"id"]], [100, 200, [b"other", 7001, b"id", []], [b"replica", 7002]]],
+        Node("asked", 1),
+    )
+    assert (
+        slots[0] == slots[99] == Node("asked", 7000)
+        and slots[100] == Node("other", 7001)
+        and slots[201] is None
+    )

@@ -1,4 +1,5 @@
-"""What a shared store may answer besides what was hoped for: each refusal, and each answer that is none, ends as it should."""
+"""What a shared store may answer besides what was hoped for: each refusal, and each answer that is none, ends
+as it should."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from penstock.kv.tiers.remote.valkey import resolve
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written
 from support.servers import LOOPBACK
 
-FINE = {b"PING": b"+PONG", b"EXISTS": b":1", b"TOUCH": b":0", b"SET": b"+OK", b"GET": b"$-1", b"SCAN": b"*2\r\n$1\r\n0\r\n*0"}
+FINE = {
+    b"PING": b"+PONG",
+    b"EXISTS": b":1",
+    b"TOUCH": b":0",
+    b"SET": b"+OK",
+    b"GET": b"$-1",
+    b"SCAN": b"*2\r\n$1\r\n0\r\n*0",
+}
 
 
 def words_of(file: socket.SocketIO) -> list[bytes]:
@@ -33,11 +41,17 @@ def words_of(file: socket.SocketIO) -> list[bytes]:
 
 @contextlib.contextmanager
 def answering(**answers: bytes | Callable[[list[bytes]], bytes]) -> Iterator[str]:
-    """The URL of a server that answers each command with one line or a whole answer; one that has none here with OK."""
-    said: dict[bytes, bytes | Callable[[list[bytes]], bytes]] = {**FINE, **{word.encode(): answer for word, answer in answers.items()}}
+    """The URL of a server that answers each command with one line or a whole answer; one that has none here
+    with OK."""
+    said: dict[bytes, bytes | Callable[[list[bytes]], bytes]] = {
+        **FINE,
+        **{word.encode(): answer for word, answer in answers.items()},
+    }
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
-        said[b"CLUSTER"] = f"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n${len(LOOPBACK)}\r\n{LOOPBACK}\r\n:{port}".encode()
+        said[b"CLUSTER"] = (
+            f"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n${len(LOOPBACK)}\r\n{LOOPBACK}\r\n:{port}".encode()
+        )
 
         def serve(peer: socket.socket) -> None:
             with contextlib.suppress(OSError, ValueError), peer, peer.makefile("rb") as file:
@@ -75,15 +89,39 @@ ODD: dict[str, tuple[str, dict[str, bytes], str]] = {
     "another word for a write": ("write", {"SET": b"+QUEUED"}, "answered SET with something else"),
     "a value for a write": ("write", {"SET": b"$-1"}, "something else than a line"),
     "a word for names": ("reset", {"SCAN": b"+OK"}, "answered SCAN with something else"),
-    "one page too many": ("reset", {"SCAN": b"*3\r\n$1\r\n0\r\n*0\r\n*0"}, "answered SCAN with something else"),
+    "one page too many": (
+        "reset",
+        {"SCAN": b"*3\r\n$1\r\n0\r\n*0\r\n*0"},
+        "answered SCAN with something else",
+    ),
     "a cursor that is none": ("reset", {"SCAN": b"*2\r\n*0\r\n*0"}, "answered SCAN with something else"),
-    "names that are none": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n$1\r\nx"}, "answered SCAN with something else"),
-    "a name that it does not let go": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nx", "UNLINK": b"-NOPERM x"}, "refuses: NOPERM"),
+    "names that are none": (
+        "reset",
+        {"SCAN": b"*2\r\n$1\r\n0\r\n$1\r\nx"},
+        "answered SCAN with something else",
+    ),
+    "a name that it does not let go": (
+        "reset",
+        {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nx", "UNLINK": b"-NOPERM x"},
+        "refuses: NOPERM",
+    ),
     "it refuses to list names": ("reset", {"SCAN": b"-NOPERM secret"}, "refuses: NOPERM"),
-    "names that are numbers": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n:7"}, "answered SCAN with something else"),
+    "names that are numbers": (
+        "reset",
+        {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n:7"},
+        "answered SCAN with something else",
+    ),
     "names in too many lists": ("reset", {"SCAN": b"*1\r\n" * 6 + b":1"}, "something larger than a name"),
-    "a name that is too long": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$99999999"}, "something larger than a name"),
-    "a name of another length": ("reset", {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nsecret"}, "longer than it said"),
+    "a name that is too long": (
+        "reset",
+        {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$99999999"},
+        "something larger than a name",
+    ),
+    "a name of another length": (
+        "reset",
+        {"SCAN": b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nsecret"},
+        "longer than it said",
+    ),
     "names of another kind": ("reset", {"SCAN": b"*2\r\n%1\r\nsecret"}, "something else than a line"),
     "a refusal that spells something": ("probe", {"PING": b"-secret text"}, "refuses: ERR"),
 }
@@ -102,9 +140,21 @@ def test_an_answer_that_ends_a_call_is_told_in_one_word_and_its_connection_is_no
 
 GREETINGS: dict[str, tuple[str, dict[str, bytes], str]] = {
     "a wrong password": (":pw@", {"AUTH": b"-WRONGPASS secret"}, "refuses the password, or wants one"),
-    "a password that nobody asked for": (":pw@", {"AUTH": b"-ERR AUTH <password> called without secret"}, "refuses the password"),
-    "a user that an old server does not know": ("joe:pw@", {"AUTH": b"-ERR wrong number of arguments"}, "refuses the password"),
-    "too many clients": (":pw@", {"AUTH": b"-ERR max number of clients reached secret"}, "refuses: MAXCLIENTS"),
+    "a password that nobody asked for": (
+        ":pw@",
+        {"AUTH": b"-ERR AUTH <password> called without secret"},
+        "refuses the password",
+    ),
+    "a user that an old server does not know": (
+        "joe:pw@",
+        {"AUTH": b"-ERR wrong number of arguments"},
+        "refuses the password",
+    ),
+    "too many clients": (
+        ":pw@",
+        {"AUTH": b"-ERR max number of clients reached secret"},
+        "refuses: MAXCLIENTS",
+    ),
     "another answer to a password": (":pw@", {"AUTH": b":7"}, "something else than OK"),
     "no such database": ("", {"SELECT": b"-ERR secret"}, "refuses: ERR"),
     "no password for a database": ("", {"SELECT": b"-NOAUTH secret"}, "refuses the password, or wants one"),
@@ -112,8 +162,13 @@ GREETINGS: dict[str, tuple[str, dict[str, bytes], str]] = {
 
 
 @pytest.mark.parametrize(("credentials", "answers", "told"), GREETINGS.values(), ids=GREETINGS)
-def test_a_server_that_does_not_let_us_in_is_told_without_its_words(credentials: str, answers: dict[str, bytes], told: str) -> None:
-    with answering(**answers) as url, contextlib.closing(opened(url.replace("://", f"://{credentials}") + "/5")) as store:
+def test_a_server_that_does_not_let_us_in_is_told_without_its_words(
+    credentials: str, answers: dict[str, bytes], told: str
+) -> None:
+    with (
+        answering(**answers) as url,
+        contextlib.closing(opened(url.replace("://", f"://{credentials}") + "/5")) as store,
+    ):
         with pytest.raises(StoreFailed, match=told) as raised:
             store.probe()
         assert not {"secret", "joe", "pw"} & set(str(raised.value).split())
@@ -135,7 +190,10 @@ def test_a_server_from_before_there_were_users_gets_the_password_alone() -> None
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
 def test_in_a_cluster_a_name_that_has_moved_costs_its_block_and_the_map(word: bytes) -> None:
     moved = b"-%b 1 h:1" % word
-    with answering(SET=moved, GET=moved, EXISTS=moved) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
+    with (
+        answering(SET=moved, GET=moved, EXISTS=moved) as url,
+        contextlib.closing(opened(f"{url}?cluster=1")) as store,
+    ):
         for call, outcome in (
             (lambda: write(store, keys_of(2)), [Outcome.FAILED] * 2),
             (lambda: CALLS["read"](store), [Outcome.MISSING] * 3),
@@ -160,7 +218,7 @@ def test_a_value_under_our_name_that_is_no_block_is_removed() -> None:
             assert num_idle(store) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------------- on the way
+# ------------------------------------------------------------------------------------------------- on the way
 
 
 def test_a_name_is_resolved_and_one_without_an_address_is_told() -> None:
@@ -210,14 +268,19 @@ def test_each_block_has_the_answer_to_its_own_write(monkeypatch: pytest.MonkeyPa
     keys = keys_of(7)
     full = {name_of(keys[place]).encode() for place in (1, 2, 5)}
     monkeypatch.setattr(valkey.ValkeyConnection, "at_once", lambda self, value_bytes: 2)
-    with answering(SET=lambda words: b"-OOM" if words[1] in full else b"+OK") as url, contextlib.closing(opened(url)) as store:
+    with (
+        answering(SET=lambda words: b"-OOM" if words[1] in full else b"+OK") as url,
+        contextlib.closing(opened(url)) as store,
+    ):
         assert write(store, keys) == [Outcome.FULL if place in (1, 2, 5) else DONE for place in range(7)]
 
 
-# ------------------------------------------------------------------------------------------------------------------- manifests
+# -------------------------------------------------------------------------------------------------- manifests
 
 
-@pytest.mark.parametrize(("answer", "written"), [(b"+OK", Written.DONE), (b"-OOM no room", Written.FULL), (b"$-1", Written.TAKEN)])
+@pytest.mark.parametrize(
+    ("answer", "written"), [(b"+OK", Written.DONE), (b"-OOM no room", Written.FULL), (b"$-1", Written.TAKEN)]
+)
 def test_a_manifest_counts_as_written_where_the_server_has_it(answer: bytes, written: Written) -> None:
     with answering(SET=answer) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
         assert store.write_manifest("aa-1", b"text", None) is written
@@ -231,11 +294,14 @@ MANIFEST_CALLS: list[tuple[str, bytes, Callable[[valkey.ValkeyStore], object], o
 
 
 @pytest.mark.parametrize("word", [b"MOVED", b"ASK"])
-@pytest.mark.parametrize(("command", "answer", "call", "expected"), MANIFEST_CALLS, ids=[call[0] for call in MANIFEST_CALLS])
+@pytest.mark.parametrize(
+    ("command", "answer", "call", "expected"), MANIFEST_CALLS, ids=[call[0] for call in MANIFEST_CALLS]
+)
 def test_a_manifest_that_has_moved_is_asked_for_where_it_is(
     command: str, answer: bytes, call: Callable[[valkey.ValkeyStore], object], expected: object, word: bytes
 ) -> None:
-    """Of a block a miss would do. A snapshot that is not found, or not removed, is another answer than the right one."""
+    """Of a block a miss would do. A snapshot that is not found, or not removed, is another answer than the
+    right one."""
     asked: list[bytes] = []
 
     def moved_at_first(words: list[bytes]) -> bytes:
@@ -249,19 +315,33 @@ def test_a_manifest_that_has_moved_is_asked_for_where_it_is(
 
 
 @pytest.mark.parametrize("hole", [False, True])
-@pytest.mark.parametrize(("command", "answer", "call", "expected"), MANIFEST_CALLS, ids=[call[0] for call in MANIFEST_CALLS])
+@pytest.mark.parametrize(
+    ("command", "answer", "call", "expected"), MANIFEST_CALLS, ids=[call[0] for call in MANIFEST_CALLS]
+)
 def test_where_no_node_has_the_name_of_a_manifest_nobody_is_told_that_it_is_gone(
-    command: str, answer: bytes, call: Callable[[valkey.ValkeyStore], object], expected: object, hole: bool, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    answer: bytes,
+    call: Callable[[valkey.ValkeyStore], object],
+    expected: object,
+    hole: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if hole:
         monkeypatch.setattr(valkey, "slot_map", lambda answer, asked: [None] * 16384)
     said = {"STRLEN": b":4", command: b"-MOVED 1 h:1"}
-    with answering(**said) as url, contextlib.closing(opened(f"{url}?cluster=1")) as store, pytest.raises(StoreFailed, match="no node"):
+    with (
+        answering(**said) as url,
+        contextlib.closing(opened(f"{url}?cluster=1")) as store,
+        pytest.raises(StoreFailed, match="no node"),
+    ):
         call(store)
 
 
 def test_a_hole_in_the_map_is_asked_for_again_for_a_manifest() -> None:
-    with answering(STRLEN=b":4", GET=b"$4\r\ntext") as url, contextlib.closing(opened(f"{url}?cluster=1")) as store:
+    with (
+        answering(STRLEN=b":4", GET=b"$4\r\ntext") as url,
+        contextlib.closing(opened(f"{url}?cluster=1")) as store,
+    ):
         store._connections._slots = [None] * 16384
         assert store.read_manifest("aa-1") == b"text"
 
@@ -275,7 +355,9 @@ def test_a_manifest_for_less_than_a_second_is_kept_for_one() -> None:
         return b"+OK"
 
     with answering(SET=answer) as url, contextlib.closing(opened(url)) as store:
-        assert [store.write_manifest(id, b"text", left_s) for id, left_s in (("aa-1", 0.25), ("aa-2", -3.0))] == [Written.DONE] * 2
+        assert [
+            store.write_manifest(id, b"text", left_s) for id, left_s in (("aa-1", 0.25), ("aa-2", -3.0))
+        ] == [Written.DONE] * 2
     assert [words[3:] for words in asked] == [[b"NX", b"EX", b"1"]] * 2
 
 
@@ -295,8 +377,13 @@ def test_a_manifest_that_is_replaced_while_it_is_read_is_not_served_in_part() ->
         ("SCAN", lambda store: store.manifests()),
     ],
 )
-def test_a_refusal_ends_what_is_said_about_manifests(command: str, call: Callable[[valkey.ValkeyStore], object]) -> None:
-    with answering(**{"STRLEN": b":0", "GET": b"$0\r\n", command: b"-NOPERM secret"}) as url, contextlib.closing(opened(url)) as store:
+def test_a_refusal_ends_what_is_said_about_manifests(
+    command: str, call: Callable[[valkey.ValkeyStore], object]
+) -> None:
+    with (
+        answering(**{"STRLEN": b":0", "GET": b"$0\r\n", command: b"-NOPERM secret"}) as url,
+        contextlib.closing(opened(url)) as store,
+    ):
         with pytest.raises(StoreFailed, match="refuses: NOPERM"):
             call(store)
         assert num_idle(store) == 0

@@ -1,4 +1,5 @@
-"""Connections to Valkey that are kept: each call has its own deadline, none outlives its store, and a probe asks anew who has what."""
+"""Connections to Valkey that are kept: each call has its own deadline, none outlives its store, and a probe
+asks anew who has what."""
 
 from __future__ import annotations
 
@@ -43,14 +44,17 @@ def answering() -> Iterator[str]:
 
 
 def test_a_probe_asks_anew_who_has_what(answering: str) -> None:
-    """While a node takes over from another, maps with holes are handed out: blocks in a hole fail, and no connection does."""
+    """While a node takes over from another, maps with holes are handed out: blocks in a hole fail, and no
+    connection does."""
     with contextlib.closing(opened(answering)) as store:
         store._connections._slots = [None] * 16384
         with store._connections.holding([b"name"], time.monotonic() + PATIENT_S) as holders:
             assert holders == []
         store.probe()
         with store._connections.holding([b"name"], time.monotonic() + PATIENT_S) as holders:
-            assert [(connection.node, places) for connection, places in holders] == [(store._address.nodes[0], [0])]
+            assert [(connection.node, places) for connection, places in holders] == [
+                (store._address.nodes[0], [0])
+            ]
 
 
 def test_a_connection_that_is_used_again_has_the_deadline_of_its_new_call(answering: str) -> None:
@@ -70,8 +74,11 @@ def test_a_connection_that_is_in_use_when_its_store_is_closed_is_not_kept(answer
     assert is_closed(connection) and num_idle(store) == 0
 
 
-def test_each_node_that_may_know_the_others_has_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is switched off would leave nothing for those that are not. The clock stands still, and nobody answers."""
+def test_each_node_that_may_know_the_others_has_its_share_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is switched off would leave nothing for those that are not. The clock stands still, and nobody
+    answers."""
     asked: list[tuple[int, float]] = []
 
     @contextlib.contextmanager
@@ -151,7 +158,9 @@ def test_a_map_with_slots_that_are_none_is_no_map(wrong: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("silent", [0, 1, 2])
-def test_a_probe_asks_every_node_and_one_that_is_silent_fails_it(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+def test_a_probe_asks_every_node_and_one_that_is_silent_fails_it(
+    monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
     nodes = [Node("h", port) for port in range(3)]
     asked: list[Node] = []
 
@@ -182,7 +191,8 @@ def test_a_connection_that_is_left_with_answers_owed_is_not_kept(answering: str)
 
 @contextlib.contextmanager
 def asked_slowly(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> Iterator[tuple[Any, list[float]]]:
-    """A store with four seconds for a call, in which every question takes one; and the deadlines that it was asked under."""
+    """A store with four seconds for a call, in which every question takes one; and the deadlines that it was
+    asked under."""
     now_s = 1000.0
     deadlines: list[float] = []
 
@@ -204,8 +214,12 @@ def test_a_long_prompt_is_looked_for_under_one_deadline(monkeypatch: pytest.Monk
     assert deadlines == [1004.0] * 3
 
 
-def test_a_write_asks_what_is_there_and_sends_the_rest_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def set_each(names: list[bytes], value: object, value_bytes: int, ttl: object, deadline: float) -> list[Outcome]:
+def test_a_write_asks_what_is_there_and_sends_the_rest_under_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def set_each(
+        names: list[bytes], value: object, value_bytes: int, ttl: object, deadline: float
+    ) -> list[Outcome]:
         deadlines.append(deadline)
         return [Outcome.DONE] * len(names)
 
@@ -220,16 +234,23 @@ def test_manifests_are_looked_for_at_every_node(monkeypatch: pytest.MonkeyPatch)
 
         @contextlib.contextmanager
         def borrowed(node: Node, deadline: float) -> Iterator[SimpleNamespace]:
-            yield SimpleNamespace(query=lambda *words: [b"0", [store._manifest_prefix + b"aa-%d" % node.port]])
+            yield SimpleNamespace(
+                query=lambda *words: [b"0", [store._manifest_prefix + b"aa-%d" % node.port]]
+            )
 
-        monkeypatch.setattr(store._connections, "nodes", lambda deadline: [Node("h", port) for port in (3, 1, 2)])
+        monkeypatch.setattr(
+            store._connections, "nodes", lambda deadline: [Node("h", port) for port in (3, 1, 2)]
+        )
         monkeypatch.setattr(store._connections, "borrowed", borrowed)
         assert store.manifests() == ["aa-1", "aa-2", "aa-3"]
 
 
 @pytest.mark.parametrize("alive", [1, 2, 3])
-def test_any_node_that_was_named_or_was_known_tells_who_has_what(monkeypatch: pytest.MonkeyPatch, alive: int) -> None:
-    """The one in the URL may be gone for good, and so may those that were there when the map was asked for."""
+def test_any_node_that_was_named_or_was_known_tells_who_has_what(
+    monkeypatch: pytest.MonkeyPatch, alive: int
+) -> None:
+    """The one in the URL may be gone for good, and so may those that were there when the map was asked
+    for."""
     answering_ports = {1}
 
     @contextlib.contextmanager
@@ -252,13 +273,17 @@ def test_nodes_are_those_of_the_newest_map(monkeypatch: pytest.MonkeyPatch) -> N
 
     @contextlib.contextmanager
     def borrowed(node: Node, deadline: float) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(query=lambda *words: [[0, 9999, [b"h", ports[0]]], [10000, 16383, [b"h", ports[1]]]])
+        yield SimpleNamespace(
+            query=lambda *words: [[0, 9999, [b"h", ports[0]]], [10000, 16383, [b"h", ports[1]]]]
+        )
 
     with contextlib.closing(opened("valkey://h:1?cluster=1")) as store:
         monkeypatch.setattr(store._connections, "borrowed", borrowed)
         for ports in ((2, 3), (3, 4)):
             store._connections.forget()
-            assert store._connections.nodes(time.monotonic() + PATIENT_S) == [Node("h", port) for port in ports]
+            assert store._connections.nodes(time.monotonic() + PATIENT_S) == [
+                Node("h", port) for port in ports
+            ]
 
 
 def test_each_address_of_a_host_has_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +301,9 @@ def test_each_address_of_a_host_has_its_share_of_the_time(monkeypatch: pytest.Mo
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(valkey, "resolve", lambda node, patience_s: [(2, 1, 6, "", ("h", number)) for number in range(3)])
+    monkeypatch.setattr(
+        valkey, "resolve", lambda node, patience_s: [(2, 1, 6, "", ("h", number)) for number in range(3)]
+    )
     monkeypatch.setattr(valkey, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     monkeypatch.setattr(valkey, "socket", SimpleNamespace(socket=Silent))
     with pytest.raises(StoreFailed, match="no answer in time"):

@@ -1,4 +1,5 @@
-"""A Valkey server that is paused, killed, replaced or never there: every call ends in time, and the store comes back by itself."""
+"""A Valkey server that is paused, killed, replaced or never there: every call ends in time, and the store
+comes back by itself."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.remote.valkey import ValkeyAddress, ValkeyConnection, ValkeyStore
 from support.servers import LOOPBACK, Valkey, free_port
 
-# --------------------------------------------------------------------------------------------------------------- gone and back
+# ---------------------------------------------------------------------------------------------- gone and back
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "not yet connected"])
-def test_a_paused_server_ends_every_call_and_is_used_again_when_it_goes_on(server: Valkey, call: str, connected: bool) -> None:
+def test_a_paused_server_ends_every_call_and_is_used_again_when_it_goes_on(
+    server: Valkey, call: str, connected: bool
+) -> None:
     with contextlib.closing(opened(server.url())) as store:
         if connected:
             store.probe()
@@ -92,7 +95,9 @@ def test_a_killed_server_fails_every_call_and_comes_back_empty(server: Valkey, c
         assert write(store, keys_of(3)) == [DONE] * 3 and read(store, keys_of(3)) == [DONE] * 3
 
 
-def test_a_server_that_was_restarted_between_two_calls_is_not_even_noticed(server: Valkey, store: ValkeyStore) -> None:
+def test_a_server_that_was_restarted_between_two_calls_is_not_even_noticed(
+    server: Valkey, store: ValkeyStore
+) -> None:
     write(store, keys_of(3))
     server.restart()
     assert read(store, keys_of(3)) == [MISSING] * 3
@@ -170,12 +175,15 @@ def test_a_closed_store_answers_nobody(server: Valkey) -> None:
     assert num_idle(store) == 0
 
 
-# --------------------------------------------------------------------------------------------------------------- names and hosts
+# -------------------------------------------------------------------------------------------- names and hosts
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 70, "a..b"])
 def test_a_name_that_nobody_knows_is_a_failure(name: str) -> None:
-    with contextlib.closing(opened(f"valkey://{name}")) as store, pytest.raises(StoreFailed, match="cannot be reached") as failure:
+    with (
+        contextlib.closing(opened(f"valkey://{name}")) as store,
+        pytest.raises(StoreFailed, match="cannot be reached") as failure,
+    ):
         store.probe()
     assert "no answer in time" not in str(failure.value), "it is told at once"
 
@@ -190,12 +198,18 @@ def test_a_resolver_that_does_not_answer_ends_with_the_deadline(monkeypatch: pyt
         raise socket.gaierror
 
     monkeypatch.setattr(valkey, "_addresses", stuck)
-    with contextlib.closing(opened("valkey://somewhere", 0.05)) as store, no_hang(), pytest.raises(StoreFailed, match="in time"):
+    with (
+        contextlib.closing(opened("valkey://somewhere", 0.05)) as store,
+        no_hang(),
+        pytest.raises(StoreFailed, match="in time"),
+    ):
         store.probe()
     release.set()
 
 
-def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(
+    server: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead = free_port()
 
     def two(node: Node, flags: int) -> object:
@@ -207,8 +221,14 @@ def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(server: Valk
         assert store.find([bytes(16)]) == 0, "the living one has answered"
 
 
-@pytest.mark.parametrize("error", [OSError("of user hunter2"), ConnectionResetError("of user hunter2")], ids=lambda e: type(e).__name__)
-def test_what_the_system_raises_is_told_by_its_kind_alone(server: Valkey, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [OSError("of user hunter2"), ConnectionResetError("of user hunter2")],
+    ids=lambda e: type(e).__name__,
+)
+def test_what_the_system_raises_is_told_by_its_kind_alone(
+    server: Valkey, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     """A connection that ends while a list of names is on its way."""
 
     class Broken:
@@ -256,7 +276,9 @@ def test_a_connection_whose_call_failed_is_closed_at_once_and_so_are_its_sibling
         assert kept._slots is None, "others may have taken over"
 
 
-def test_a_connection_that_cannot_be_made_is_closed_at_once(listening: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_cannot_be_made_is_closed_at_once(
+    listening: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[ValkeyConnection] = []
 
     def fails_late(connection: ValkeyConnection, address: ValkeyAddress) -> None:

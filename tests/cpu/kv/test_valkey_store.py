@@ -31,7 +31,7 @@ from penstock.kv.tiers.store import Outcome
 from store_servers import valkey_or_skip
 from support.servers import LOOPBACK, Valkey
 
-# ------------------------------------------------------------------------------------------------------------------- ordinary
+# --------------------------------------------------------------------------------------------------- ordinary
 
 
 def test_what_is_written_is_found_and_read_back(store: ValkeyStore) -> None:
@@ -79,7 +79,9 @@ def test_blocks_are_asked_for_ahead_without_mixing_them_up(
 ) -> None:
     monkeypatch.setattr(valkey, "_NEAR_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(valkey, "_FAR_BYTES", 5 * BLOCK_BYTES)
-    monkeypatch.setattr(valkey.ValkeyConnection, "near", property(lambda _: near, lambda _, found: None), raising=False)
+    monkeypatch.setattr(
+        valkey.ValkeyConnection, "near", property(lambda _: near, lambda _, found: None), raising=False
+    )
     owed = watched_debts(monkeypatch)
     keys = keys_of(13)
     assert write(store, keys) == [DONE] * 13
@@ -118,7 +120,12 @@ def received_bytes(server: Valkey) -> int:
 
 
 @pytest.mark.parametrize(
-    "view", [memoryview(bytearray(BLOCK_BYTES + 1)), memoryview(bytearray(8)), memoryview(bytearray(4 * BLOCK_BYTES)).cast("i")]
+    "view",
+    [
+        memoryview(bytearray(BLOCK_BYTES + 1)),
+        memoryview(bytearray(8)),
+        memoryview(bytearray(4 * BLOCK_BYTES)).cast("i"),
+    ],
 )
 def test_a_view_of_another_size_than_a_block_is_refused_before_anything_is_sent(
     store: ValkeyStore, server: Valkey, view: memoryview
@@ -182,14 +189,16 @@ def test_usage_and_persist_ask_nobody() -> None:
         store.persist()
 
 
-# -------------------------------------------------------------------------------------------------------------------- damaged
+# ---------------------------------------------------------------------------------------------------- damaged
 
 
 def damages(server: Valkey, key: bytes) -> dict[str, Callable[[], object]]:
     name = name_of(key)
     other = name_of(keys_of(1, first=500)[0])
     return {
-        "a bit of the payload": lambda: server.ask("SETBIT", name, str(8 * envelope.HEADER_BYTES + 4001), "1"),
+        "a bit of the payload": lambda: server.ask(
+            "SETBIT", name, str(8 * envelope.HEADER_BYTES + 4001), "1"
+        ),
         "a byte of the header": lambda: server.ask("SETRANGE", name, "40", b"\xff\xfe"),
         "all of the header": lambda: server.ask("SETRANGE", name, "0", bytes(envelope.HEADER_BYTES)),
         "longer": lambda: server.ask("APPEND", name, "x"),
@@ -206,7 +215,9 @@ DAMAGES = sorted(damages(None, b""))  # type: ignore[arg-type]
 
 # Holds invariant 23: a damaged value in Valkey or Redis is a miss and is removed.
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_value_is_never_served_and_is_removed(store: ValkeyStore, server: Valkey, damage: str) -> None:
+def test_a_damaged_value_is_never_served_and_is_removed(
+    store: ValkeyStore, server: Valkey, damage: str
+) -> None:
     keys = keys_of(3)
     write(store, [*keys, *keys_of(1, first=500)])
     damages(server, keys[1])[damage]()
@@ -216,7 +227,9 @@ def test_a_damaged_value_is_never_served_and_is_removed(store: ValkeyStore, serv
     assert write(store, keys) == [DONE] * 3 and read(store, keys) == [DONE] * 3
 
 
-def test_without_the_checksum_damaged_bytes_would_be_served(store: ValkeyStore, server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_checksum_damaged_bytes_would_be_served(
+    store: ValkeyStore, server: Valkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (key,) = keys_of(1)
     write(store, [key])
     damages(server, key)["a bit of the payload"]()
@@ -238,7 +251,7 @@ def test_without_the_key_in_the_header_another_block_would_be_served(
         read(store, [key])
 
 
-# ------------------------------------------------------------------------------------------------------------ full and refused
+# ------------------------------------------------------------------------------------------- full and refused
 
 
 def test_a_server_without_room_says_full_and_keeps_what_it_has() -> None:
@@ -272,7 +285,8 @@ def test_a_refusal_is_a_failure_with_its_kind_alone(server: Valkey) -> None:
         server.ask("SET", name_of(keys_of(1)[0]), "x")
         with pytest.raises(StoreFailed, match="NOPERM"):
             store.reset()
-        assert read(store, keys_of(2)) == [CORRUPT, MISSING]  # it may not remove it, and the connection is in order
+        # it may not remove it, and the connection is in order
+        assert read(store, keys_of(2)) == [CORRUPT, MISSING]
 
 
 def test_a_server_that_takes_no_writes_is_a_failure_for_writes(server: Valkey, store: ValkeyStore) -> None:
@@ -286,7 +300,9 @@ def test_a_server_that_takes_no_writes_is_a_failure_for_writes(server: Valkey, s
         server.ask("CONFIG", "SET", "min-replicas-to-write", "0")
 
 
-def test_a_manifest_is_forgotten_by_the_server_when_its_time_is_over(store: ValkeyStore, server: Valkey) -> None:
+def test_a_manifest_is_forgotten_by_the_server_when_its_time_is_over(
+    store: ValkeyStore, server: Valkey
+) -> None:
     store.write_manifest("aa-1", b"short", 99.5)
     store.write_manifest("aa-2", b"long", None)
     times = [server.ask("TTL", store._manifest_prefix + id) for id in (b"aa-1", b"aa-2")]

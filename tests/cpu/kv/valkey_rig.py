@@ -1,4 +1,5 @@
-"""What the tests of the Valkey store share: blocks that say whose they are, and ways to ask for them. Owns no server."""
+"""What the tests of the Valkey store share: blocks that say whose they are, and ways to ask for them. Owns no
+server."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ def read(store: BlockStore, keys: Sequence[bytes]) -> list[Outcome]:
     """What is DONE is also byte for byte what was written."""
     buffers = [memoryview(bytearray(b"\xee" * BLOCK_BYTES)) for _ in keys]
     outcomes = store.read(keys, buffers)
-    wrong = [key for key, outcome, got in zip(keys, outcomes, buffers, strict=True) if outcome is DONE and got != block(key)]
+    wrong = [
+        key
+        for key, outcome, got in zip(keys, outcomes, buffers, strict=True)
+        if outcome is DONE and got != block(key)
+    ]
     assert not wrong, "wrong bytes served"
     return outcomes
 

@@ -29,11 +29,17 @@ def test_help_and_documents_name_every_architecture_and_built_in_model() -> None
     commands = next(action.choices for action in make_parser()._actions if action.choices)
     text = next(action.help for action in commands["generate"]._actions if "--model" in action.option_strings)
     assert [name for name in BUILT_IN if name not in text or f"`{name}`" not in models] == []
-    assert [architecture.name for architecture in ARCHITECTURES if f"`{architecture.config_name}`" not in models] == []
+    assert [
+        architecture.name for architecture in ARCHITECTURES if f"`{architecture.config_name}`" not in models
+    ] == []
 
 
 def test_no_two_architectures_share_a_name() -> None:
-    for names in ([a.name for a in ARCHITECTURES], [a.config_name for a in ARCHITECTURES], [n for a in ARCHITECTURES for n in a.presets]):
+    for names in (
+        [a.name for a in ARCHITECTURES],
+        [a.config_name for a in ARCHITECTURES],
+        [n for a in ARCHITECTURES for n in a.presets],
+    ):
         assert len(set(names)) == len(names)
     assert all(config.architecture == a.name for a in ARCHITECTURES for config in a.presets.values())
 
@@ -41,13 +47,28 @@ def test_no_two_architectures_share_a_name() -> None:
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "attention_bias": ({**MISTRAL, "attention_bias": True}, "attention_bias is true, but MistralForCausalLM"),
-    "mlp_bias": ({"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True}, "mlp_bias is true, but Qwen2ForCausalLM"),
+    "mlp_bias": (
+        {"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True},
+        "mlp_bias is true, but Qwen2ForCausalLM",
+    ),
     "a textual bias": ({"attention_bias": "yes"}, "attention_bias must be true or false"),
-    "unknown rope_scaling": ({"rope_scaling": {"rope_type": "mrope", "factor": 8.0}}, "rope scaling of type 'mrope'"),
+    "unknown rope_scaling": (
+        {"rope_scaling": {"rope_type": "mrope", "factor": 8.0}},
+        "rope scaling of type 'mrope'",
+    ),
     "old rope_scaling": ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope scaling of type 'ntk'"),
-    "rope_parameters": ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}}, "rope scaling of type 'proportional'"),
-    "rope by layer": ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope scaling with full_attention"),
-    "rope section": ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "rope scaling with mrope_section"),
+    "rope_parameters": (
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}},
+        "rope scaling of type 'proportional'",
+    ),
+    "rope by layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope scaling with full_attention",
+    ),
+    "rope section": (
+        {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
+        "rope scaling with mrope_section",
+    ),
     "rope twice": (
         {"rope_scaling": {"factor": 2.0, "type": "linear"}, "rope_parameters": {"factor": 4.0}},
         "do not agree on factor",
@@ -63,16 +84,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_scaling": {"type": "yarn", "factor": 8.0, "beta_fast": 1, "beta_slow": 2}},
         "beta_fast 1.0 must be above beta_slow 2.0",
     ),
-    "yarn without turns": ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_theta 1.0 must be above 1"),
+    "yarn without turns": (
+        {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 8.0}},
+        "rope_theta 1.0 must be above 1",
+    ),
     "longrope of other heads": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 8}},
         "short_factor must be a list of 8 numbers",
     ),
     "factors of longrope in yarn": (
-        {"rope_scaling": {"type": "yarn", "factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}},
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 8,
+            }
+        },
         "'yarn' with short_factor, long_factor",
     ),
-    "a negative factor": ({"rope_scaling": {"type": "linear", "factor": -2}}, "factor must be a positive number"),
+    "a negative factor": (
+        {"rope_scaling": {"type": "linear", "factor": -2}},
+        "factor must be a positive number",
+    ),
     "absurd scaling": ({"rope_scaling": {"type": "linear", "factor": 1e6}}, "reaches 2048000000 positions"),
     "softcapping": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
     "softcapping of logits": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -80,14 +114,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bias of logits": ({"lm_head_bias": True}, "lm_head_bias"),
     "interleaved rotation": ({"rope_interleaved": True}, "rope_interleaved"),
     "experts": ({"num_local_experts": 8}, "num_local_experts"),
-    "layers of another kind": ({**MISTRAL, "layer_types": ["chunked_attention"] * 2}, "layer_types must be full_attention or"),
+    "layers of another kind": (
+        {**MISTRAL, "layer_types": ["chunked_attention"] * 2},
+        "layer_types must be full_attention or",
+    ),
     "too few kinds of layers": ({**MISTRAL, "layer_types": ["full_attention"]}, "layer_types"),
     "a negative window": ({**MISTRAL, "sliding_window": -1}, "sliding_window must be a positive"),
     "a negative first layer": (
         {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": -1},
         "max_window_layers",
     ),
-    "more than a head rotated": ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+    "more than a head rotated": (
+        {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 1.5},
+        "partial_rotary_factor 1.5",
+    ),
     "rope_scaling of a wrong type": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     "partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "sliding window": ({"sliding_window": 4096}, "sliding-window"),
@@ -97,9 +137,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "unknown architecture": (
         {"architectures": ["MambaForCausalLM"]},
-        "MambaForCausalLM is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        "MambaForCausalLM "
+        "is "
+        "not "
+        "supported.*LlamaForCausalLM, "
+        "MistralForCausalLM, "
+        "Qwen2ForCausalLM, "
+        "Qwen3ForCausalLM",
     ),
-    "architecture of a wrong type": ({"architectures": [["LlamaForCausalLM"]]}, r"architecture \['LlamaForCausalLM'\] is not supported"),
+    "architecture of a wrong type": (
+        {"architectures": [["LlamaForCausalLM"]]},
+        r"architecture " r"\['LlamaForCausalLM'\] is not supported",
+    ),
     "no architecture": ({"architectures": None}, "does not name its architecture"),
     "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, got 0"),
     "absurd layers": ({"num_hidden_layers": 10**9}, "more than 4096 cannot be right"),
@@ -121,7 +170,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_would_change_the_mathematics_or_is_malformed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+def test_what_would_change_the_mathematics_or_is_malformed_is_refused_by_name(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         parse_config({**config_json(TINY_LLAMA), **change}, "config.json")
 
@@ -153,12 +204,16 @@ def test_a_config_says_which_layers_have_a_window() -> None:
         raw = {**config_json(TINY_QWEN3), "architectures": [name], "max_position_embeddings": 8192, **fields}
         return parse_config(raw, "config.json").windows
 
-    assert windows("MistralForCausalLM") == (4096,) * 3, "as transformers takes it where a config does not say"
+    assert windows("MistralForCausalLM") == (4096,) * 3, (
+        "as transformers takes it where a config does not say"
+    )
     assert windows("MistralForCausalLM", sliding_window=None) == ()
     assert windows("Phi3ForCausalLM", sliding_window=2047) == (2047,) * 3
     assert windows("Phi3ForCausalLM") == windows("LlamaForCausalLM", sliding_window=None) == ()
     on = {"use_sliding_window": True, "sliding_window": 64}
-    assert windows("Qwen2ForCausalLM", **on) == () and windows("Qwen2ForCausalLM", **on, max_window_layers=1) == (0, 64, 64)
+    assert windows("Qwen2ForCausalLM", **on) == () and windows(
+        "Qwen2ForCausalLM", **on, max_window_layers=1
+    ) == (0, 64, 64)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows("Qwen3ForCausalLM", **on, layer_types=kinds) == (64, 0, 64)
 
@@ -172,7 +227,12 @@ def test_llama_derives_the_head_size_and_kv_heads_that_old_configs_leave_out() -
 
 @pytest.mark.parametrize(
     ("field", "most"),
-    [("num_hidden_layers", 4096), ("max_position_embeddings", 1 << 22), ("vocab_size", 1 << 24), ("intermediate_size", 1 << 24)],
+    [
+        ("num_hidden_layers", 4096),
+        ("max_position_embeddings", 1 << 22),
+        ("vocab_size", 1 << 24),
+        ("intermediate_size", 1 << 24),
+    ],
 )
 def test_a_number_is_believed_up_to_what_can_be_right(field: str, most: int) -> None:
     parse_config({**config_json(TINY_LLAMA), field: most}, "config.json")
@@ -197,9 +257,16 @@ def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, vocab: 
     }
 
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
 
-# What published models state, as far as it matters: what they are called, and what follows (context, positions, head size, window, scheme).
+# What published models state, as far as it matters: what they are called, and what follows (context,
+# positions, head size, window, scheme).
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "Llama-2-7b": (
         {
@@ -342,13 +409,21 @@ def test_the_configs_of_published_models_are_understood(name: str) -> None:
     raw, expected = PUBLISHED[name]
     config = parse_config(raw, "config.json")
     scheme = None if config.rope_scaling is None else config.rope_scaling.kind
-    assert (config.default_len, config.max_position, config.head_dim, max(config.windows, default=0), scheme) == expected
+    assert (
+        config.default_len,
+        config.max_position,
+        config.head_dim,
+        max(config.windows, default=0),
+        scheme,
+    ) == expected
     assert config.rotary_dim == (96 if name == "Phi-4-mini" else 0)
     assert config.qkv_bias == (name == "Qwen2.5-7B")
 
 
 @pytest.mark.parametrize(("outside", "trained"), [(None, 32768), (16384, 16384)])
-def test_a_trained_context_that_is_stated_twice_is_the_one_outside_the_scaling(outside: int | None, trained: int) -> None:
+def test_a_trained_context_that_is_stated_twice_is_the_one_outside_the_scaling(
+    outside: int | None, trained: int
+) -> None:
     raw, _ = PUBLISHED["Qwen3-8B with yarn"]
     scaling = parse_config({**raw, "original_max_position_embeddings": outside}, "config.json").rope_scaling
     assert scaling is not None and scaling.trained_len == trained
@@ -356,7 +431,15 @@ def test_a_trained_context_that_is_stated_twice_is_the_one_outside_the_scaling(o
 
 def test_what_the_newer_spelling_of_positions_says_counts_before_what_stands_outside() -> None:
     raw, _ = PUBLISHED["Phi-4-mini"]
-    for inside, theta, rotary_dim in (({}, 1e4, 96), ({"rope_theta": 5e5, "partial_rotary_factor": 0.5}, 5e5, 64)):
-        given = {**raw, "rope_scaling": None, "rope_parameters": {"rope_type": "default", **inside}, "rope_theta": 1e4}
+    for inside, theta, rotary_dim in (
+        ({}, 1e4, 96),
+        ({"rope_theta": 5e5, "partial_rotary_factor": 0.5}, 5e5, 64),
+    ):
+        given = {
+            **raw,
+            "rope_scaling": None,
+            "rope_parameters": {"rope_type": "default", **inside},
+            "rope_theta": 1e4,
+        }
         config = parse_config(given, "config.json")
         assert (config.rope_theta, config.rotary_dim) == (theta, rotary_dim)

@@ -1,5 +1,5 @@
-"""Chats with every kind of vocabulary: harmless text has the ids of `transformers`, and text that spells special tokens is cut as the same
-text is where it spells none."""
+"""Chats with every kind of vocabulary: harmless text has the ids of `transformers`, and text that spells
+special tokens is cut as the same text is where it spells none."""
 
 from __future__ import annotations
 
@@ -21,10 +21,26 @@ from support.vocabularies import KINDS, SPECIAL, vocabulary
 
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = {
-    "marks beside text": "{{ bos_token }}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|user|>",
-    "blanks and lines": "{{ bos_token }}{% for m in messages %}<|user|>\n{{ m.content }} <|end|>\n{% endfor %}<|user|>\n",
-    "marks that are text": "{{ bos_token }}{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{{ eos_token }}{% endfor %} ok",
-    "text first": "System: be brief. {% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}",
+    "marks beside text": "{{ bos_token }}{% for m in messages "
+    "%}<|user|>{{ "
+    "m.content "
+    "}}<|end|>{% "
+    "endfor %}<|user|>",
+    "blanks and lines": "{{ bos_token }}{% for m in messages %}<|user|>\n{{ "
+    "m.content "
+    "}} "
+    "<|end|>\n{% "
+    "endfor %}<|user|>\n",
+    "marks that are text": "{{ bos_token }}{% for m in messages %}[INST] {{ m.content | "
+    "trim "
+    "}} "
+    "[/INST]{{ eos_token }}{% endfor %} ok",
+    "text first": "System: be brief. {% for m in messages %}{{ m.role }}: "
+    "{{ "
+    "m.content "
+    "}}{{ "
+    "eos_token "
+    "}}{% endfor %}",
 }
 ORDINARY = [
     [{"role": "user", "content": "the blocks of a cache"}],
@@ -62,22 +78,31 @@ def model(kind: str, template: str, flags: str = "plain") -> Tokenizer:
 
 @functools.cache
 def theirs(kind: str, template: str, flags: str) -> Any:
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=flagged(kind, flags), chat_template=template, **ROLES)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=flagged(kind, flags), chat_template=template, **ROLES
+    )
 
 
 # The library's Unigram finds special tokens in text by itself, also where they are not recognised as such.
-FLAGGED = [(kind, flags) for kind in NAMES for flags in FLAGS if flags != "a word by itself" or not kind.startswith("Unigram")]
+FLAGGED = [
+    (kind, flags)
+    for kind in NAMES
+    for flags in FLAGS
+    if flags != "a word by itself" or not kind.startswith("Unigram")
+]
 
 
 @EVERY_TEMPLATE
 @pytest.mark.parametrize(("kind", "flags"), FLAGGED)
 def test_ordinary_messages_have_the_ids_of_transformers(kind: str, template: str, flags: str) -> None:
     for messages in ORDINARY:
-        expected = theirs(kind, template, flags).apply_chat_template(messages, tokenize=True, return_dict=False)
+        expected = theirs(kind, template, flags).apply_chat_template(
+            messages, tokenize=True, return_dict=False
+        )
         assert model(kind, template, flags).encode_chat(messages) == expected
 
 
-# ---------------------------------------------------------------------------------------------------- text that spells special tokens
+# ---------------------------------------------------------------------------- text that spells special tokens
 
 
 @functools.cache
@@ -107,7 +132,9 @@ SPELLED = st.lists(st.sampled_from(PARTS), max_size=8).map("".join)
 @example("a<|end|>b", "</s>")
 @example("<s> the blocks", " <|user|> ")
 @example("<|user|><|end|>", "")
-def test_text_that_spells_special_tokens_is_cut_as_text(kind: str, template: str, flags: str, first: str, second: str) -> None:
+def test_text_that_spells_special_tokens_is_cut_as_text(
+    kind: str, template: str, flags: str, first: str, second: str
+) -> None:
     messages = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
     roles = {role: other(token) for role, token in ROLES.items()}
     rendered = ChatTemplate(other(template), roles).render(messages, True)
@@ -123,7 +150,11 @@ def test_text_that_spells_special_tokens_is_cut_as_text(kind: str, template: str
 
 @pytest.mark.parametrize(
     ("normalizer", "spelled"),
-    [(normalizers.NFKC(), "＜s＞"), (normalizers.Lowercase(), "<S>"), (normalizers.StripAccents(), "<s\u0301>")],
+    [
+        (normalizers.NFKC(), "＜s＞"),
+        (normalizers.Lowercase(), "<S>"),
+        (normalizers.StripAccents(), "<s\u0301>"),
+    ],
     ids=repr,
 )
 def test_text_that_a_normalizer_makes_a_special_token_of_stays_text(normalizer: Any, spelled: str) -> None:
@@ -144,7 +175,8 @@ def test_a_normalizer_that_removes_private_characters_does_not_make_names_of_dig
 
 
 def test_ids_with_gaps_are_not_taken_for_special_tokens() -> None:
-    """The library counts new tokens from the number of tokens on, which are ids that a vocabulary with gaps has given away."""
+    """The library counts new tokens from the number of tokens on, which are ids that a vocabulary with gaps
+    has given away."""
     vocab = {"<unk>": 0, "<s>": 1, "▁": 2, "a": 7, "b": 8, "c": 9, "d": 10}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     backend.add_special_tokens(["<s>", "<unk>"])
@@ -154,7 +186,9 @@ def test_ids_with_gaps_are_not_taken_for_special_tokens() -> None:
 
 def test_secret_names_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module.secrets, "choice", lambda _: 0xF0000)
-    tokenizer = Tokenizer(flagged("SentencePiece BPE"), (), ChatTemplate(TEMPLATES["marks beside text"], ROLES))
+    tokenizer = Tokenizer(
+        flagged("SentencePiece BPE"), (), ChatTemplate(TEMPLATES["marks beside text"], ROLES)
+    )
     monkeypatch.undo()
     with pytest.raises(InvalidRequest, match="private characters of Unicode that are taken"):
         tokenizer.encode_chat([{"role": "user", "content": chr(0xF0000) * 9}])
@@ -166,16 +200,32 @@ def test_secret_names_are_drawn_for_each_vocabulary() -> None:
     assert len(names) == 3 and all(len(name) == 4 for name in names)
 
 
-def test_a_bpe_is_copied_where_text_would_become_a_special_token_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bpe_is_copied_where_text_would_become_a_special_token_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A copy of a large vocabulary takes seconds."""
     copied: list[object] = []
     make = tokenizer_module._renamed_model
-    monkeypatch.setattr(tokenizer_module, "_renamed_model", lambda of, names: copied.append(of) or make(of, names))
+    monkeypatch.setattr(
+        tokenizer_module, "_renamed_model", lambda of, names: copied.append(of) or make(of, names)
+    )
     vocab = {token: id for id, token in enumerate(["e", "n", "d", "en", "end", "<", "▁"])}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("e", "n"), ("en", "d")], unk_token="▁"))
-    backend.add_special_tokens([AddedToken(name, normalized=False) for name in ("end", "▁", "<new>", "<newer>")])
+    backend.add_special_tokens(
+        [AddedToken(name, normalized=False) for name in ("end", "▁", "<new>", "<newer>")]
+    )
     tokenizer = Tokenizer(backend, (), ChatTemplate("<new>{{ messages[0].content }}<newer>", {}))
-    assert tokenizer.encode_chat([{"role": "user", "content": "en<new>x"}]) == [7, 3, 5, 1, 0, 6, 6, 6, 8] and not copied
-    assert tokenizer.encode_chat([{"role": "user", "content": "endend"}]) == [7, 3, 2, 3, 2, 8] and copied == [backend]
+    assert (
+        tokenizer.encode_chat([{"role": "user", "content": "en<new>x"}]) == [7, 3, 5, 1, 0, 6, 6, 6, 8]
+        and not copied
+    )
+    assert tokenizer.encode_chat([{"role": "user", "content": "endend"}]) == [
+        7,
+        3,
+        2,
+        3,
+        2,
+        8,
+    ] and copied == [backend]
     tokenizer.encode_chat([{"role": "user", "content": "end"}])
     assert copied == [backend]

@@ -1,4 +1,5 @@
-"""Matrices in 4 and 8 bits and in bfloat16: the values they hold, how exact their products are, and how a form is chosen and kept."""
+"""Matrices in 4 and 8 bits and in bfloat16: the values they hold, how exact their products are, and how a
+form is chosen and kept."""
 
 from __future__ import annotations
 
@@ -20,8 +21,24 @@ from penstock.cores import AllowedCores
 from penstock.errors import ConfigError
 from penstock.models import form_choice, gguf_file
 from penstock.models.decoder import Decoder
-from penstock.models.form_choice import ROWS, Measurement, fastest_forms, kept_measurement, measure, pinned_forms, wanted
-from penstock.models.forms import GROUP, Forms, Matrix, Quants, empty_matrix, has_exact_products, matrix_of_quants
+from penstock.models.form_choice import (
+    ROWS,
+    Measurement,
+    fastest_forms,
+    kept_measurement,
+    measure,
+    pinned_forms,
+    wanted,
+)
+from penstock.models.forms import (
+    GROUP,
+    Forms,
+    Matrix,
+    Quants,
+    empty_matrix,
+    has_exact_products,
+    matrix_of_quants,
+)
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hashed_file import WeightFile
 from penstock.models.layers import TorchLayerOps, rope_table
@@ -87,7 +104,9 @@ def test_products_of_few_and_of_many_rows_are_those_of_the_same_values(rows: int
     assert TorchLayerOps().linear(x, matrix).dtype == torch.float32
 
 
-@pytest.mark.skipif(not has_exact_products(), reason="this CPU has no VNNI: logits are products like any other")
+@pytest.mark.skipif(
+    not has_exact_products(), reason="this CPU has no VNNI: logits are products like any other"
+)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_logits_are_exact_products_of_8_bit_weights(rows: int) -> None:
     x = some(rows, 576, seed=2)
@@ -126,7 +145,9 @@ def test_bytes_are_counted_as_they_are_held(tmp_path: Path, weights: WeightsName
     held += [] if model.config.tied_embeddings else [model.output]  # type: ignore[attr-defined]
     tensors = [t for one in held for t in (one.tensors if isinstance(one, Matrix) else [one])]
     assert forms is not None
-    assert sum(t.nbytes for t in tensors) == forms.num_bytes(shapes, model.config.tied_embeddings, facts.in_4_bits)
+    assert sum(t.nbytes for t in tensors) == forms.num_bytes(
+        shapes, model.config.tied_embeddings, facts.in_4_bits
+    )
 
 
 class Casts(TorchDispatchMode):
@@ -151,7 +172,7 @@ def test_a_step_of_one_row_rounds_only_what_goes_into_a_product() -> None:
     assert hidden.dtype == torch.bfloat16 and residual.dtype == torch.float32
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- 4 bits
+# ----------------------------------------------------------------------------------------------------- 4 bits
 
 
 def of_4_bits(encoding: str, embedding: str = "Q8_0") -> Callable[[str], str]:
@@ -160,7 +181,10 @@ def of_4_bits(encoding: str, embedding: str = "Q8_0") -> Callable[[str], str]:
 
 def decoded(path: Path) -> dict[str, Tensor]:
     """The values in a GGUF file by the names that it has for them, as the `gguf` package reads them."""
-    return {tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)) for tensor in gguf.GGUFReader(path).tensors}
+    return {
+        tensor.name: torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        for tensor in gguf.GGUFReader(path).tensors
+    }
 
 
 def unpacked(matrix: Matrix) -> Tensor:
@@ -174,7 +198,8 @@ def test_numbers_of_4_bits_are_those_in_the_file(tmp_path: Path, encoding: str) 
     kind, path = gguf.GGMLQuantizationType[encoding], tmp_path / "one.gguf"
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(0).integers(0, 256, (6, 512 // block, block_bytes), dtype=np.uint8)
-    raw[..., :4] = np.array([0.013, -0.021], np.float16).view(np.uint8)  # the factors; of Q4_0 the second is numbers
+    # the factors; of Q4_0 the second is numbers
+    raw[..., :4] = np.array([0.013, -0.021], np.float16).view(np.uint8)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("one", raw.reshape(6, -1), raw_dtype=kind)
     writer.write_header_to_file()
@@ -204,14 +229,19 @@ def test_a_matrix_in_4_bits_has_the_values_of_the_file_in_both_forms(encoding: s
     bound = 2**-8 * in_file.abs().max()
     assert float((unpacked(matrix) - in_file).abs().max()) < bound
     assert float((matrix.wide.float() - in_file).abs().max()) < bound
-    assert relative(unpacked(matrix), matrix.wide.float()) < 3e-3, "both forms have the same values, but for rounding"
+    assert relative(unpacked(matrix), matrix.wide.float()) < 3e-3, (
+        "both forms have the same values, but for rounding"
+    )
     x = some(9, 96, seed=5)
     assert relative(matrix.product(x[:8]).float(), matrix.product(x)[:8].float()) < 5e-3
 
 
 def test_a_file_in_4_bits_is_taken_as_it_is_and_the_rest_of_it_is_in_8(tmp_path: Path) -> None:
-    """Heads that are interleaved in the file, and parts that are stacked, come to the rows where a decoded copy has them."""
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=lambda n: "Q8_0" if "down_proj" in n else of_4_bits("Q4_1")(n))
+    """Heads that are interleaved in the file, and parts that are stacked, come to the rows where a decoded
+    copy has them."""
+    path = write_tiny_gguf(
+        tmp_path / "tiny.gguf", encoding_of=lambda n: "Q8_0" if "down_proj" in n else of_4_bits("Q4_1")(n)
+    )
     model, exact = opened(path, "int4"), opened(path, "float32")
     for layer, reference in zip(model.layers, exact.layers, strict=True):  # type: ignore[attr-defined]
         assert {name: getattr(layer, name).is_in_4_bits for name in ("qkv", "out", "gate_up", "down")} == {
@@ -226,12 +256,18 @@ def test_a_file_in_4_bits_is_taken_as_it_is_and_the_rest_of_it_is_in_8(tmp_path:
     assert model.embedding.packed is None and model.output.packed.dtype == torch.int8  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("part", "held"), [("v_proj", "qkv"), ("q_proj", "qkv"), ("up_proj", "gate_up"), ("gate_proj", "gate_up")])
+@pytest.mark.parametrize(
+    ("part", "held"), [("v_proj", "qkv"), ("q_proj", "qkv"), ("up_proj", "gate_up"), ("gate_proj", "gate_up")]
+)
 def test_a_matrix_of_which_some_parts_are_in_4_bits_is_in_8(tmp_path: Path, part: str, held: str) -> None:
     """Files that mix encodings have the values of attention, and others, in more bits than the rest."""
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=lambda n: "Q8_0" if part in n else of_4_bits("Q4_1")(n))
+    path = write_tiny_gguf(
+        tmp_path / "tiny.gguf", encoding_of=lambda n: "Q8_0" if part in n else of_4_bits("Q4_1")(n)
+    )
     for layer in opened(path, "int4").layers:  # type: ignore[attr-defined]
-        assert {name for name in ("qkv", "out", "gate_up", "down") if not getattr(layer, name).is_in_4_bits} == {held}
+        assert {
+            name for name in ("qkv", "out", "gate_up", "down") if not getattr(layer, name).is_in_4_bits
+        } == {held}
 
 
 def test_rows_that_the_model_puts_into_another_order_stay_in_8_bits(tmp_path: Path) -> None:
@@ -242,8 +278,14 @@ def test_rows_that_the_model_puts_into_another_order_stay_in_8_bits(tmp_path: Pa
 
 def test_what_no_file_has_in_4_bits_is_never_rounded_to_4(tmp_path: Path) -> None:
     eight = write_tiny_gguf(tmp_path / "eight.gguf", encoding_of=lambda name: "Q8_0")
-    for source in (str(eight), str(write_tiny_gguf(tmp_path / "plain.gguf")), str(write_tiny_model(tmp_path / "directory"))):
-        with pytest.raises(ConfigError, match="--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K"):
+    for source in (
+        str(eight),
+        str(write_tiny_gguf(tmp_path / "plain.gguf")),
+        str(write_tiny_model(tmp_path / "directory")),
+    ):
+        with pytest.raises(
+            ConfigError, match="--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K"
+        ):
             opened(Path(source), "int4")
     with pytest.raises(ConfigError, match="--weights int4 needs a GGUF file"):
         load("int4")
@@ -253,7 +295,9 @@ def test_what_no_file_has_in_4_bits_is_never_rounded_to_4(tmp_path: Path) -> Non
 def test_auto_takes_4_bits_where_the_file_has_them_and_keeps_the_keys_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    monkeypatch.setattr(form_choice, "kept_measurement", lambda _: measured({1: 2.0}, bfloat16=3.0, int4={1: 1.0}))
+    monkeypatch.setattr(
+        form_choice, "kept_measurement", lambda _: measured({1: 2.0}, bfloat16=3.0, int4={1: 1.0})
+    )
     monkeypatch.delenv("PENSTOCK_WEIGHTS")
     path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=of_4_bits(encoding))
     same = {"Q4_1": "int4", "Q8_0": "int8"}[encoding]
@@ -264,10 +308,16 @@ def test_auto_takes_4_bits_where_the_file_has_them_and_keeps_the_keys_of_others(
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 @pytest.mark.parametrize("rotary_dim", [0, TINY_LLAMA.head_dim // 2])
-def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(tmp_path: Path, weights: WeightsName, rotary_dim: int) -> None:
-    """Heads that llama.cpp's converter interleaves, stacked parts and rows in another order included; nothing is written. Of rows that were
-    put into another order all forms hold the same values, too."""
-    config = TINY_LLAMA if not rotary_dim else dataclasses.replace(TINY_LLAMA, architecture="phi3", rotary_dim=rotary_dim)
+def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(
+    tmp_path: Path, weights: WeightsName, rotary_dim: int
+) -> None:
+    """Heads that llama.cpp's converter interleaves, stacked parts and rows in another order included; nothing
+    is written. Of rows that were put into another order all forms hold the same values, too."""
+    config = (
+        TINY_LLAMA
+        if not rotary_dim
+        else dataclasses.replace(TINY_LLAMA, architecture="phi3", rotary_dim=rotary_dim)
+    )
     from_gguf = opened(write_tiny_gguf(tmp_path / "tiny.gguf", config), weights)
     from_directory = opened(write_tiny_model(tmp_path / "directory", config), weights)
     for one, other in zip(from_gguf.layers, from_directory.layers, strict=True):  # type: ignore[attr-defined]
@@ -276,7 +326,9 @@ def test_a_gguf_file_and_safetensors_of_one_model_become_the_same_forms(tmp_path
             assert all(torch.equal(a, b) for a, b in pairs), name
             held: Matrix = getattr(one, name)
             if held.packed is not None and held.scale is not None and held.wide is not None:
-                assert torch.equal((held.packed * held.scale.float().unsqueeze(1)).bfloat16(), held.wide), name
+                assert torch.equal((held.packed * held.scale.float().unsqueeze(1)).bfloat16(), held.wide), (
+                    name
+                )
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -284,19 +336,26 @@ def test_rotary_tables_follow_the_longest_sequence_in_every_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: WeightsName
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    factors = tuple(1.0 + 0.1 * i for i in range(TINY_LLAMA.head_dim // 2)), (4.0,) * (TINY_LLAMA.head_dim // 2)
+    factors = (
+        tuple(1.0 + 0.1 * i for i in range(TINY_LLAMA.head_dim // 2)),
+        (4.0,) * (TINY_LLAMA.head_dim // 2),
+    )
     rope = RopeScaling("longrope", 1.0, 64, 1.2, short_factors=factors[0], long_factors=factors[1])
     config = dataclasses.replace(TINY_LLAMA, architecture="phi3", rope_scaling=rope)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", config, encoding_of=of_4_bits("Q4_0"))
     for length, chosen in ((64, factors[0]), (65, factors[1]), (None, factors[1])):
         expected = dataclasses.replace(rope, short_factors=chosen, long_factors=chosen)
         model = opened(path, weights, length)
-        torch.testing.assert_close(model.rope, rope_table(dataclasses.replace(config, rope_scaling=expected)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model.rope, rope_table(dataclasses.replace(config, rope_scaling=expected)), rtol=1e-5, atol=1e-5
+        )
 
 
 def opened(path: Path, weights: WeightsName, max_model_len: int | None = None) -> Decoder:
     source = ModelSource(str(path), weights=weights)
-    return load_model(source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len).model
+    return load_model(
+        source, torch.device("cpu"), torch.float32, TorchLayerOps(), silent, max_model_len
+    ).model
 
 
 @pytest.mark.parametrize("stored", ["directory", "gguf"])
@@ -305,8 +364,14 @@ def test_auto_takes_8_bits_of_weights_that_no_file_has_quantized_and_float32_is_
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("PENSTOCK_WEIGHTS")
-    monkeypatch.setattr(form_choice, "kept_measurement", lambda _: measured({1: 2.0}, bfloat16=3.0, int4={1: 1.0}))
-    path = write_tiny_model(tmp_path / "directory") if stored == "directory" else write_tiny_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(
+        form_choice, "kept_measurement", lambda _: measured({1: 2.0}, bfloat16=3.0, int4={1: 1.0})
+    )
+    path = (
+        write_tiny_model(tmp_path / "directory")
+        if stored == "directory"
+        else write_tiny_gguf(tmp_path / "tiny.gguf")
+    )
     found = {name: opened(path, name).digest for name in ("auto", "int8", "float32")}  # type: ignore[arg-type]
     assert found["auto"] == found["int8"] != found["float32"], "4 bits are for files that have them"
 
@@ -327,7 +392,9 @@ def test_rows_that_the_product_of_8_bits_would_read_past_are_held_wide(width: in
     x = torch.ones(1, width)
     assert matrix.packed is None
     torch.testing.assert_close(matrix.product(x).float(), x @ values.t(), rtol=2e-2, atol=5e-2)
-    assert INT8.num_bytes([("layers.0.out", (48, width))], False) == sum(t.numel() * t.element_size() for t in matrix.tensors)
+    assert INT8.num_bytes([("layers.0.out", (48, width))], False) == sum(
+        t.numel() * t.element_size() for t in matrix.tensors
+    )
 
 
 @pytest.mark.parametrize("forms", [INT8, INT4, Forms(torch.bfloat16), Forms(torch.float32)], ids=str)
@@ -343,27 +410,35 @@ def test_a_row_of_a_steady_form_is_the_same_bits_among_any_others(forms: Forms) 
         matrix.fill(slice(None), numbers * scale.repeat_interleave(GROUP, dim=1))
     x = torch.randn(200, 96, generator=generator)
     whole = matrix.product(x)
-    assert all(torch.equal(matrix.product(x[i : i + num]), whole[i : i + num]) for i in (0, 5) for num in (1, 2, 7, 16, 33, 190))
+    assert all(
+        torch.equal(matrix.product(x[i : i + num]), whole[i : i + num])
+        for i in (0, 5)
+        for num in (1, 2, 7, 16, 33, 190)
+    )
     assert matrix.shape == (64, 96) and (matrix.wide is None) == bool(steady.few_rows)
     assert steady.scope != forms.scope and str(steady).endswith("for any number of rows")
 
 
-# ------------------------------------------------------------------------------------------------------------------------ identity of KV
+# --------------------------------------------------------------------------------------------- identity of KV
 
 
 def test_every_form_has_keys_of_its_own_and_the_number_of_rows_none() -> None:
     digests = {name: load(name).digest for name in ("float32", "bfloat16", "int8")}  # type: ignore[arg-type]
     assert len(set(digests.values())) == 3
-    assert load("auto").digest == digests["float32"], "random weights have nothing to lose, and measure nothing"
+    assert load("auto").digest == digests["float32"], (
+        "random weights have nothing to lose, and measure nothing"
+    )
     assert Forms(torch.bfloat16, 4).scope == INT8.scope == "int8+bfloat16" != Forms(torch.bfloat16).scope
     assert Forms(torch.bfloat16, 4, 2).scope == INT4.scope == "int4+int8+bfloat16"
     assert INT4.of(frozenset()) == INT8 and INT4.of({"layers.0.qkv"}) == INT4
 
 
-# ------------------------------------------------------------------------------------------------------------------------- the choice
+# ------------------------------------------------------------------------------------------------- the choice
 
 
-def measured(int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0, int4: dict[int, float] | None = None) -> Measurement:
+def measured(
+    int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0, int4: dict[int, float] | None = None
+) -> Measurement:
     """`int4`: None where the form takes no such shape."""
     ms = {str(rows): {"int8": int8.get(rows, 9.0), "bfloat16": bfloat16, "float32": float32} for rows in ROWS}
     for rows, of in ms.items():
@@ -373,23 +448,32 @@ def measured(int8: dict[int, float], bfloat16: float = 2.0, float32: float = 4.0
 
 def test_each_number_of_rows_gets_the_form_that_was_fastest() -> None:
     assert measured({1: 1.0, 2: 1.0, 4: 1.9}).forms == Forms(torch.bfloat16, 4)
-    assert measured({1: 1.0, 2: 3.0, 4: 1.0}).forms == Forms(torch.bfloat16, 1), "one that loses in between ends there"
+    assert measured({1: 1.0, 2: 3.0, 4: 1.0}).forms == Forms(torch.bfloat16, 1), (
+        "one that loses in between ends there"
+    )
     assert measured({}).forms == Forms(torch.bfloat16)
-    assert measured({1: 1.0}, bfloat16=5.0).forms == Forms(torch.float32, 1), "a CPU without units for bfloat16"
+    assert measured({1: 1.0}, bfloat16=5.0).forms == Forms(torch.float32, 1), (
+        "a CPU without units for bfloat16"
+    )
     assert measured({}, bfloat16=5.0).forms is None
     assert measured({1: 1.0, 2: 1.0}, int4={1: 0.5, 2: 0.9, 4: 1.9}).forms == Forms(torch.bfloat16, 2, 4)
-    assert measured({1: 1.0, 2: 1.0}, int4={1: 1.1, 2: 0.9}).forms == Forms(torch.bfloat16, 2), "8 bits are faster for a row alone"
+    assert measured({1: 1.0, 2: 1.0}, int4={1: 1.1, 2: 0.9}).forms == Forms(torch.bfloat16, 2), (
+        "8 bits are faster for a row alone"
+    )
     assert measured({}, int4={1: 0.5}).forms == Forms(torch.bfloat16, 0, 1)
 
 
 def test_a_measurement_takes_the_best_of_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock goes by what is multiplied: 1 s in 4 bits, 2 s in 8 bits, 4 s in bfloat16, 6 s in float32; sometimes much more."""
+    """The clock goes by what is multiplied: 1 s in 4 bits, 2 s in 8 bits, 4 s in bfloat16, 6 s in float32;
+    sometimes much more."""
     at, calls = [0.0], [0]
 
     def product(self: Matrix, x: Tensor) -> Tensor:
         calls[0] += 1
         narrow = 0 if self.packed is None else 1 if self.is_in_4_bits else 2
-        at[0] += (narrow or (4 if self.wide.dtype == torch.bfloat16 else 6)) + (100 if calls[0] % 40 == 0 else 0)  # type: ignore[union-attr]
+        at[0] += (narrow or (4 if self.wide.dtype == torch.bfloat16 else 6)) + (
+            100 if calls[0] % 40 == 0 else 0
+        )  # type: ignore[union-attr]
         return x
 
     monkeypatch.setattr(Matrix, "product", product)
@@ -398,17 +482,22 @@ def test_a_measurement_takes_the_best_of_rounds_in_turn(monkeypatch: pytest.Monk
     assert per_form == [2, 4, 6]
     assert found.forms == Forms(torch.bfloat16, ROWS[-2], ROWS[-2])
     narrow = measure(dataclasses.replace(TINY, hidden=80), silent, clock=lambda: at[0])
-    assert narrow.forms == Forms(torch.bfloat16, ROWS[-2]), "rows of 80 values are no groups of 32: nothing is measured in 4 bits"
+    assert narrow.forms == Forms(torch.bfloat16, ROWS[-2]), (
+        "rows of 80 values are no groups of 32: nothing is measured in 4 bits"
+    )
 
 
-def test_a_cpu_is_measured_once_and_again_where_the_file_is_no_longer_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_measured_once_and_again_where_the_file_is_no_longer_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     times = []
 
     def count(*_: object) -> Measurement:
         times.append(1)
         return dataclasses.replace(
-            measured({1: 1.0}), **dict(zip(("cpu", "torch", "threads", "shape"), form_choice._place(TINY), strict=True))
+            measured({1: 1.0}),
+            **dict(zip(("cpu", "torch", "threads", "shape"), form_choice._place(TINY), strict=True)),
         )
 
     monkeypatch.setattr(form_choice, "measure", count)
@@ -417,28 +506,41 @@ def test_a_cpu_is_measured_once_and_again_where_the_file_is_no_longer_its_own(tm
     assert len(times) == 1
     (file,) = (tmp_path / "forms").iterdir()
     raw = json.loads(file.read_text())
-    for damaged in ("{", "[]", json.dumps({**raw, "ms": {}}), json.dumps({**raw, "cpu": "another"}), json.dumps({**raw, "threads": 99})):
+    for damaged in (
+        "{",
+        "[]",
+        json.dumps({**raw, "ms": {}}),
+        json.dumps({**raw, "cpu": "another"}),
+        json.dumps({**raw, "threads": 99}),
+    ):
         file.write_text(damaged)
         assert kept_measurement(TINY) is None, damaged
     assert fastest_forms(TINY, silent) is not None and len(times) == 2
     assert kept_measurement(SMOLLM2_135M) is None, "another shape"
 
 
-@pytest.mark.parametrize(("then", "now", "again"), [(0.0, 0.0, False), (64.0, 0.0, True), (64.0, 64.0, False), (0.0, 64.0, False)])
+@pytest.mark.parametrize(
+    ("then", "now", "again"), [(0.0, 0.0, False), (64.0, 0.0, True), (64.0, 64.0, False), (0.0, 64.0, False)]
+)
 def test_what_was_measured_on_crowded_cores_is_measured_again_when_they_are_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: float, now: float, again: bool
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     monkeypatch.setattr(form_choice, "allowed_cores", lambda: AllowedCores(frozenset(range(64)), None))
     place = dict(zip(("cpu", "torch", "threads", "shape"), form_choice._place(TINY), strict=True))
-    found = [dataclasses.replace(measured({1: 1.0}), others=then, **place), dataclasses.replace(measured({}), others=0.0, **place)]
+    found = [
+        dataclasses.replace(measured({1: 1.0}), others=then, **place),
+        dataclasses.replace(measured({}), others=0.0, **place),
+    ]
     monkeypatch.setattr(form_choice, "measure", lambda *_: found.pop(0))
     monkeypatch.setattr(form_choice, "used_by_others", lambda: now)
     assert fastest_forms(TINY, silent) == Forms(torch.bfloat16, 1)
     assert fastest_forms(TINY, silent) == (Forms(torch.bfloat16) if again else Forms(torch.bfloat16, 1))
 
 
-def test_a_cache_folder_that_cannot_be_written_costs_only_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_cannot_be_written_costs_only_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(form_choice, "measure", lambda *_: measured({1: 1.0}))
@@ -458,6 +560,12 @@ def test_the_environment_says_what_auto_means_and_nothing_else(monkeypatch: pyte
 
 def test_a_form_is_refused_where_the_dtype_already_says_it() -> None:
     with pytest.raises(ConfigError, match="--weights int8 needs --device cpu and --dtype float32"):
-        load_model(ModelSource("tiny-llama", "dummy", weights="int8"), torch.device("cpu"), torch.bfloat16, TorchLayerOps(), silent)
+        load_model(
+            ModelSource("tiny-llama", "dummy", weights="int8"),
+            torch.device("cpu"),
+            torch.bfloat16,
+            TorchLayerOps(),
+            silent,
+        )
     with pytest.raises(ConfigError, match="--weights must be one of"):
         ModelSource(weights="int3")  # type: ignore[arg-type]

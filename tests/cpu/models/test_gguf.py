@@ -26,7 +26,13 @@ from penstock.models.progress import Progress, silent
 from penstock.models.registry import config_of_gguf, parse_config
 from penstock.models.rotary import RopeScaling
 from penstock.models.weights import LoadedWeights, load_directory, read_json
-from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import (
+    TINY_LLAMA,
+    TINY_QWEN3,
+    tiny_tensors,
+    write_tiny_gguf,
+    write_tiny_model,
+)
 
 CPU = torch.device("cpu")
 
@@ -54,7 +60,9 @@ def converted(path: Path, progress: Progress = silent) -> dict[str, torch.Tensor
     return converted_by(load, path, progress).tensors
 
 
-def converted_by(load: Callable[[Path], tuple[LoadedWeights, Content]], path: Path, progress: Progress = silent) -> LoadedWeights:
+def converted_by(
+    load: Callable[[Path], tuple[LoadedWeights, Content]], path: Path, progress: Progress = silent
+) -> LoadedWeights:
     with HashedFile(path, progress) as file:
         return load_converted(file, load, progress)
 
@@ -66,14 +74,20 @@ def copy_of(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
-def test_a_converted_file_has_the_weights_of_the_model_it_was_made_from(tmp_path: Path, config: ModelConfig) -> None:
+def test_a_converted_file_has_the_weights_of_the_model_it_was_made_from(
+    tmp_path: Path, config: ModelConfig
+) -> None:
     found = converted(write_tiny_gguf(tmp_path / "tiny.gguf", config))
-    original = load_directory(write_tiny_model(tmp_path / "model", config), config, CPU, torch.float32, silent).tensors
+    original = load_directory(
+        write_tiny_model(tmp_path / "model", config), config, CPU, torch.float32, silent
+    ).tensors
     assert set(found) == set(original)
     assert all(torch.equal(found[name], original[name]) for name in original)
 
 
-def test_without_unpermuting_the_rows_of_q_would_be_another_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_unpermuting_the_rows_of_q_would_be_another_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault that the test above would show."""
     monkeypatch.setattr(gguf_file, "unpermute", lambda rows, head_dim: rows)
     q = tiny_tensors(TINY_LLAMA)["model.layers.0.self_attn.q_proj.weight"]
@@ -81,12 +95,16 @@ def test_without_unpermuting_the_rows_of_q_would_be_another_matrix(tmp_path: Pat
 
 
 @pytest.mark.parametrize("piece_bytes", [256, 1000, 20_000])
-def test_pieces_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+def test_pieces_of_any_size_give_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     whole = converted(path)
     monkeypatch.setattr(hashed_file, "PIECE_BYTES", piece_bytes)
     pieced = converted(path)
-    assert len(list(copy_of(path).parent.iterdir())) == 2, "the size of pieces is part of the digest, so it was converted again"
+    assert len(list(copy_of(path).parent.iterdir())) == 2, (
+        "the size of pieces is part of the digest, so it was converted again"
+    )
     assert all(torch.equal(pieced[name], whole[name]) for name in whole)
 
 
@@ -111,7 +129,9 @@ def test_the_copy_is_found_by_content_and_not_by_path(tmp_path: Path) -> None:
     assert any("converting" in stage for stage in stages)
 
 
-def test_another_converter_version_makes_another_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_converter_version_makes_another_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     converted(path)
     monkeypatch.setattr(gguf_convert, "CONVERTER_VERSION", CONVERTER_VERSION + 1)
@@ -144,12 +164,16 @@ SPOIL: dict[str, Callable[[Path, Path], object]] = {
     "missing": lambda directory, other: (directory / WEIGHTS).unlink(),
     "no manifest": lambda directory, other: (directory / MANIFEST).unlink(),
     "empty manifest": lambda directory, other: (directory / MANIFEST).write_text("{}"),
-    "wrong manifest": lambda directory, other: (directory / MANIFEST).write_text('{"files": {}, "tensors": {}}'),
+    "wrong manifest": lambda directory, other: (directory / MANIFEST).write_text(
+        '{"files": {}, "tensors": {}}'
+    ),
     "no config": lambda directory, other: (directory / "config.json").unlink(),
     "another config": lambda directory, other: other_base(directory / "config.json"),
     "another tokenizer": lambda directory, other: flipped(directory / "tokenizer.json"),
     "another file's copy": other_manifest,
-    "a file too many": lambda directory, other: (directory / "chat_template.jinja").write_text("{{ 'other' }}"),
+    "a file too many": lambda directory, other: (directory / "chat_template.jinja").write_text(
+        "{{ 'other' }}"
+    ),
 }
 
 
@@ -166,7 +190,8 @@ def test_a_damaged_or_foreign_cached_copy_is_not_served_but_made_again(tmp_path:
 
 
 def test_a_copy_that_is_damaged_after_it_was_opened_is_not_served(tmp_path: Path) -> None:
-    """Between the check of its small files and the reading of its weights: what is loaded is what is compared."""
+    """Between the check of its small files and the reading of its weights: what is loaded is what is
+    compared."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     expected, directory = converted(path), copy_of(path)
 
@@ -193,7 +218,9 @@ def test_processes_that_convert_at_once_load_their_own_and_leave_one_copy(tmp_pa
 
     converted_by(other_is_faster, path)
     assert len(set(loaded)) == 2 and copy_of(path) not in loaded
-    assert (copy_of(path) / WEIGHTS).stat().st_ino == kept[0], "the copy that another process may be reading was replaced"
+    assert (copy_of(path) / WEIGHTS).stat().st_ino == kept[0], (
+        "the copy that another process may be reading was replaced"
+    )
     assert [child.name for child in copy_of(path).parent.iterdir()] == [copy_of(path).name]
 
 
@@ -210,7 +237,9 @@ def test_a_copy_that_another_process_moves_away_while_it_is_read_is_made_again(t
     assert all(torch.equal(found[name], expected[name]) for name in expected) and directory.is_dir()
 
 
-def test_a_file_that_is_written_over_while_it_is_converted_is_a_model_error(tmp_path: Path, own_cache: Path) -> None:
+def test_a_file_that_is_written_over_while_it_is_converted_is_a_model_error(
+    tmp_path: Path, own_cache: Path
+) -> None:
     """With the old size and time: what is converted is compared with what the copy is named after."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf")
     other, stamp = write_tiny_gguf(tmp_path / "other.gguf", seed=1).read_bytes(), path.stat().st_mtime_ns
@@ -239,7 +268,9 @@ def test_a_file_that_is_cut_short_while_it_is_converted_is_a_model_error(tmp_pat
 
 def test_a_file_that_is_renamed_over_while_it_is_converted_is_the_old_one_to_the_end(tmp_path: Path) -> None:
     path, other = write_tiny_gguf(tmp_path / "tiny.gguf"), write_tiny_gguf(tmp_path / "other.gguf", seed=1)
-    expected = load_directory(write_tiny_model(tmp_path / "model"), TINY_LLAMA, CPU, torch.float32, silent).tensors
+    expected = load_directory(
+        write_tiny_model(tmp_path / "model"), TINY_LLAMA, CPU, torch.float32, silent
+    ).tensors
 
     def replace(stage: str, done: int, total: int) -> None:
         if "hashing" in stage and done == total:
@@ -249,12 +280,17 @@ def test_a_file_that_is_renamed_over_while_it_is_converted_is_the_old_one_to_the
     assert not torch.equal(converted(path)["layers.0.down"], expected["layers.0.down"])
 
 
-def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_fails_leaves_nothing_behind(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf_convert, "sync_directory", full)
-    with pytest.raises(ModelError, match=r"cannot be written to .*No space left on device; set PENSTOCK_CACHE"):
+    with pytest.raises(
+        ModelError,
+        match=r"cannot be written to .*No " r"space " r"left " r"on " r"device; " r"set " r"PENSTOCK_CACHE",
+    ):
         converted(write_tiny_gguf(tmp_path / "tiny.gguf"))
     assert list((own_cache / "gguf").iterdir()) == []
 
@@ -268,7 +304,7 @@ def test_what_a_killed_conversion_left_is_removed_after_a_day(tmp_path: Path, ow
     assert not old.exists() and young.exists()
 
 
-# ------------------------------------------------------------------------------------------------------------- damage
+# ----------------------------------------------------------------------------------------------------- damage
 
 
 @pytest.mark.parametrize("keep", [0, 3, 10, 23, 24, 60, 500, 5000, -1, -100_000])
@@ -306,12 +342,22 @@ def tensor(name: str, *shape: int, offset: int = 0) -> bytes:
 
 
 def header(entries: Sequence[bytes] = (), tensors: Sequence[bytes] = ()) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(entries)) + b"".join([*entries, *tensors]) + bytes(64)
+    return (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, len(tensors), len(entries))
+        + b"".join([*entries, *tensors])
+        + bytes(64)
+    )
 
 
 def nested(depth: int) -> bytes:
     """An array of one array, and so on; the innermost has one number."""
-    return string("a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * (depth - 1) + struct.pack("<IQB", 0, 1, 7)
+    return (
+        string("a")
+        + struct.pack("<I", 9)
+        + struct.pack("<IQ", 9, 1) * (depth - 1)
+        + struct.pack("<IQB", 0, 1, 7)
+    )
 
 
 def aligned(kind: int, value: bytes) -> bytes:
@@ -338,7 +384,12 @@ HOSTILE = {
 def test_a_header_that_no_writer_writes_is_a_model_error(tmp_path: Path, data: bytes, reason: str) -> None:
     path = tmp_path / "odd.gguf"
     path.write_bytes(data)
-    with WeightFile(path) as file, pytest.raises(ModelError, match=rf"odd\.gguf is damaged or truncated: .*{reason}"):
+    with (
+        WeightFile(path) as file,
+        pytest.raises(
+            ModelError, match=rf"odd\.gguf " rf"is " rf"damaged " rf"or " rf"truncated: " rf".*{reason}"
+        ),
+    ):
         GgufFile(file)
 
 
@@ -352,8 +403,11 @@ def test_what_a_header_may_say_is_read_as_it_is(tmp_path: Path) -> None:
     assert {name: found.shape for name, found in source.tensors.items()} == {"t": (4, 3, 2, 1)}
 
 
-def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(tmp_path: Path, pristine: bytes) -> None:
-    """No byte of the header, whatever it is changed to, leads to any other exception, or to a loop over an absurd count."""
+def test_any_damaged_byte_of_the_header_is_a_model_error_or_read_as_stated(
+    tmp_path: Path, pristine: bytes
+) -> None:
+    """No byte of the header, whatever it is changed to, leads to any other exception, or to a loop over an
+    absurd count."""
     header_bytes = pristine.index(b"blk.1.ffn_down.weight")
     path = tmp_path / "tiny.gguf"
     chosen = np.random.default_rng(0).integers(0, header_bytes, 300)
@@ -405,7 +459,14 @@ YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
 STATED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing but what it must": (
         {},
-        {"num_kv_heads": 4, "head_dim": 16, "vocab": 300, "rope_theta": 10_000.0, "rope_scaling": None, "rotary_dim": 0},
+        {
+            "num_kv_heads": 4,
+            "head_dim": 16,
+            "vocab": 300,
+            "rope_theta": 10_000.0,
+            "rope_scaling": None,
+            "rotary_dim": 0,
+        },
     ),
     "KV heads": ({"llama.attention.head_count_kv": 2}, {"num_kv_heads": 2}),
     "wider heads": ({"llama.attention.key_length": 32, "llama.attention.value_length": 32}, {"head_dim": 32}),
@@ -445,15 +506,21 @@ def test_the_data_is_checked_to_be_there_before_anything_is_written(tmp_path: Pa
     assert not any("converting" in stage for stage in calls)
 
 
-# ------------------------------------------------------------------------------------------------------------ foreign
+# ---------------------------------------------------------------------------------------------------- foreign
 
 FOREIGN = {
-    "architecture": ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported are llama, qwen2, qwen3, phi3"),
+    "architecture": (
+        {"general.architecture": "mamba"},
+        "architecture 'mamba' is not supported; supported are llama, qwen2, qwen3, phi3",
+    ),
     "pre-tokenizer": (
         {"tokenizer.ggml.pre": "deepseek"},
         "pre-tokenizer 'deepseek' is not supported; supported are smollm, gpt-2, qwen2, llama-bpe, tekken",
     ),
-    "tokenizer": ({"tokenizer.ggml.model": "bert"}, "tokenizer model 'bert' is not supported; supported are gpt2 and llama"),
+    "tokenizer": (
+        {"tokenizer.ggml.model": "bert"},
+        "tokenizer model 'bert' is not supported; supported are gpt2 and llama",
+    ),
     "half a tokenizer": ({"tokenizer.ggml.model": "llama"}, "has no usable tokenizer.ggml.scores"),
     "rope scaling": ({"llama.rope.scaling.type": "yarn²"}, "rope scaling of type 'yarn²'"),
 }
@@ -469,7 +536,13 @@ def test_tensors_that_do_not_fit_the_metadata_are_named(tmp_path: Path, pristine
     path = tmp_path / "tiny.gguf"
     path.write_bytes(pristine.replace(b"blk.1.ffn_down.weight", b"blk.1.ffn_Xown.weight"))
     with pytest.raises(
-        ModelError, match=r"missing tensors: model\.layers\.1\.mlp\.down_proj\.weight; unexpected tensors: blk\.1\.ffn_Xown\.weight"
+        ModelError,
+        match=r"missing "
+        r"tensors: "
+        r"model\.layers\.1\.mlp\.down_proj\.weight; "
+        r"unexpected "
+        r"tensors: "
+        r"blk\.1\.ffn_Xown\.weight",
     ):
         converted(path)
 
@@ -481,7 +554,9 @@ def test_encodings_are_decoded_as_ggml_defines_them(tmp_path: Path, kind: str) -
     encoding, name = gguf.GGMLQuantizationType[kind], "model.layers.0.mlp.up_proj.weight"
     plain = tiny_tensors(TINY_LLAMA)[name].numpy()
     encoded = gguf.quantize(plain, encoding)
-    path = write_tiny_gguf(tmp_path / "tiny.gguf", encoding_of=lambda tensor: kind if tensor == name else "F32")
+    path = write_tiny_gguf(
+        tmp_path / "tiny.gguf", encoding_of=lambda tensor: kind if tensor == name else "F32"
+    )
     weights = converted(path)
     up = weights["layers.0.gate_up"][TINY_LLAMA.ffn :].numpy()
     assert np.array_equal(up, gguf.dequantize(encoded, encoding))

@@ -1,4 +1,5 @@
-"""Files read and hashed in one pass: every byte comes with its digest, whoever reads ahead, and a file that changes is noticed."""
+"""Files read and hashed in one pass: every byte comes with its digest, whoever reads ahead, and a file that
+changes is noticed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError
 from penstock.models import hashed_file
-from penstock.models.hashed_file import DIGEST_BYTES, FilePiece, HashedFile, WeightFile, piece_rows, read_pieces
+from penstock.models.hashed_file import (
+    DIGEST_BYTES,
+    FilePiece,
+    HashedFile,
+    WeightFile,
+    piece_rows,
+    read_pieces,
+)
 from penstock.models.progress import silent
 
 
@@ -49,17 +57,23 @@ def noise(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_each_piece_comes_with_its_own_bytes_and_their_digest(noise: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_piece_comes_with_its_own_bytes_and_their_digest(
+    noise: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if at_once:
         monkeypatch.setattr(hashed_file, "ThreadPoolExecutor", AtOnce)
     data = noise.read_bytes()
     random = np.random.default_rng(1)
     places = [
         (int(start), int(num_bytes))
-        for start, num_bytes in zip(random.integers(0, 50_000, 200), random.integers(1, 50_000, 200), strict=True)
+        for start, num_bytes in zip(
+            random.integers(0, 50_000, 200), random.integers(1, 50_000, 200), strict=True
+        )
     ]
     with WeightFile(noise) as file:
-        found = [(bytes(view), digest) for view, digest in read_pieces(FilePiece(file, *place) for place in places)]
+        found = [
+            (bytes(view), digest) for view, digest in read_pieces(FilePiece(file, *place) for place in places)
+        ]
     expected = [data[start : start + num_bytes] for start, num_bytes in places]
     assert found == [(piece, hashlib.sha256(piece).digest()) for piece in expected]
 
@@ -74,22 +88,31 @@ def test_a_user_who_stops_early_leaves_no_thread_behind(noise: Path) -> None:
 
 
 def test_what_goes_wrong_on_a_reading_thread_reaches_the_user(noise: Path) -> None:
-    with WeightFile(noise) as file, pytest.raises(ModelError, match="noise ends at byte 100000: it was cut short"):
+    with (
+        WeightFile(noise) as file,
+        pytest.raises(ModelError, match="noise ends at byte 100000: it was cut short"),
+    ):
         list(read_pieces([FilePiece(file, 0, 1000), FilePiece(file, 99_500, 1000)]))
     with pytest.raises(ModelError, match="nothing cannot be read: No such file"):
         WeightFile(noise.parent / "nothing")
 
 
 @given(num_rows=st.integers(1, 10_000), row_bytes=st.integers(1, 100_000))
-def test_pieces_cover_every_row_once_and_are_no_larger_than_they_may_be(num_rows: int, row_bytes: int) -> None:
+def test_pieces_cover_every_row_once_and_are_no_larger_than_they_may_be(
+    num_rows: int, row_bytes: int
+) -> None:
     pieces = list(piece_rows(num_rows, row_bytes))
     assert pieces[0].start == 0 and pieces[-1].stop == num_rows
     assert all(one.stop == other.start for one, other in itertools.pairwise(pieces))
-    assert all((rows.stop - rows.start) * row_bytes <= max(hashed_file.PIECE_BYTES, row_bytes) for rows in pieces)
+    assert all(
+        (rows.stop - rows.start) * row_bytes <= max(hashed_file.PIECE_BYTES, row_bytes) for rows in pieces
+    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 5500])
-def test_any_part_of_a_hashed_file_can_be_read(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_part_of_a_hashed_file_can_be_read(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)
     data = np.random.default_rng(size).bytes(size)
     path = tmp_path / "file"
@@ -103,7 +126,9 @@ def test_any_part_of_a_hashed_file_can_be_read(tmp_path: Path, size: int, monkey
                 file.read(start, size + 1 - start)
 
 
-def test_the_digest_of_a_file_is_of_all_its_bytes_and_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_a_file_is_of_all_its_bytes_and_its_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)
     path = tmp_path / "file"
 
@@ -119,7 +144,9 @@ def test_the_digest_of_a_file_is_of_all_its_bytes_and_its_length(tmp_path: Path,
     assert digest(zeros) == digest(zeros)
 
 
-def test_what_is_read_of_a_hashed_file_is_what_was_hashed_or_an_error(noise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_of_a_hashed_file_is_what_was_hashed_or_an_error(
+    noise: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)
     data = noise.read_bytes()
     with HashedFile(noise, silent) as file:
@@ -150,7 +177,9 @@ def test_a_file_that_is_rewritten_in_place_is_noticed_however_soon(tmp_path: Pat
 def test_a_file_that_cannot_be_hashed_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[WeightFile] = []
     begin = WeightFile.__init__
-    monkeypatch.setattr(WeightFile, "__init__", lambda self, path: (opened.append(self), begin(self, path))[1])
+    monkeypatch.setattr(
+        WeightFile, "__init__", lambda self, path: (opened.append(self), begin(self, path))[1]
+    )
     (tmp_path / "weights").write_bytes(b"bytes")
 
     def interrupted(*_: object) -> None:

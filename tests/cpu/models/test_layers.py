@@ -30,10 +30,15 @@ def test_rms_norm_agrees_with_its_formula(dtype: torch.dtype, tolerance: float) 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
 def test_the_norm_of_one_row_is_as_exact_as_that_of_many(width: int, size: float) -> None:
     """The smallest are those that eps outweighs."""
-    x, weight = torch.randn(1, width, generator=torch.Generator().manual_seed(width)) * size, torch.rand(width) + 0.5
+    x, weight = (
+        torch.randn(1, width, generator=torch.Generator().manual_seed(width)) * size,
+        torch.rand(width) + 0.5,
+    )
     expected = reference_norm(x, weight, 1e-5)
     assert torch.allclose(OPS.rms_norm(x, weight, 1e-5).double(), expected, rtol=5e-7, atol=0)
-    assert torch.allclose(OPS.rms_norm(x.expand(2, -1), weight, 1e-5).double(), expected.expand(2, -1), rtol=1e-6, atol=0)
+    assert torch.allclose(
+        OPS.rms_norm(x.expand(2, -1), weight, 1e-5).double(), expected.expand(2, -1), rtol=1e-6, atol=0
+    )
 
 
 def test_the_norm_of_one_row_of_zeros_is_zeros() -> None:
@@ -101,7 +106,10 @@ def test_split_norm_rotate_agrees_with_head_by_head_arithmetic(normed: bool) -> 
     q, k, v = split_norm_rotate(qkv, q_norm, k_norm, positions, table, config)
     heads = qkv.view(6, -1, config.head_dim)
     half = config.head_dim // 2
-    for out, first, num, weight in ((q, 0, config.num_heads, q_norm), (k, config.num_heads, config.num_kv_heads, k_norm)):
+    for out, first, num, weight in (
+        (q, 0, config.num_heads, q_norm),
+        (k, config.num_heads, config.num_kv_heads, k_norm),
+    ):
         assert out.shape == (6, num, config.head_dim)
         for t, head in ((t, h) for t in range(6) for h in range(num)):
             x = heads[t, first + head]

@@ -17,7 +17,14 @@ from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
 from penstock.testing.contiguous_kv import ContiguousKv, forward, generate
-from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, config_json, tiny_tensors, write_tiny_gguf, write_tiny_model
+from penstock.testing.tiny_models import (
+    TINY_LLAMA,
+    TINY_QWEN3,
+    config_json,
+    tiny_tensors,
+    write_tiny_gguf,
+    write_tiny_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +32,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def load(model: str | Path, dummy: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0) -> LoadedModel:
+def load(
+    model: str | Path, dummy: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> LoadedModel:
     source = ModelSource(str(model), load_format="dummy" if dummy else "auto", seed=seed)
     return load_model(source, torch.device("cpu"), dtype, TorchLayerOps(), silent)
 
@@ -36,7 +45,11 @@ def test_a_dummy_model_runs_and_its_logits_differ(name: str, dtype: torch.dtype)
     loaded = load(name, dummy=True, dtype=dtype)
     assert loaded.name == name and isinstance(loaded.tokenizer, ByteTokenizer)
     assert loaded.model.dtype == dtype and loaded.model.rope.dtype == torch.float32
-    logits = forward(loaded.model, ContiguousKv(loaded.model.config, loaded.model.rope), loaded.tokenizer.encode("Hello, world"))
+    logits = forward(
+        loaded.model,
+        ContiguousKv(loaded.model.config, loaded.model.rope),
+        loaded.tokenizer.encode("Hello, world"),
+    )
     assert logits.shape == (12, 512) and logits.dtype == dtype
     assert torch.isfinite(logits).all() and logits.float().std(dim=-1).min() > 0.1
     assert len(set(logits.argmax(-1).tolist())) > 3
@@ -46,7 +59,11 @@ def test_the_same_seed_is_the_same_model_and_another_is_not() -> None:
     first, again, other = load("tiny-llama", True), load("tiny-llama", True), load("tiny-llama", True, seed=1)
     assert first.model.digest == again.model.digest != other.model.digest
     prompt = [1, 2, 3]
-    assert generate(first.model, prompt, 8) == generate(again.model, prompt, 8) != generate(other.model, prompt, 8)
+    assert (
+        generate(first.model, prompt, 8)
+        == generate(again.model, prompt, 8)
+        != generate(other.model, prompt, 8)
+    )
 
 
 @pytest.mark.parametrize("config", [TINY_LLAMA, TINY_QWEN3], ids=["llama", "qwen3"])
@@ -95,7 +112,9 @@ def test_random_weights_have_as_many_positions_as_are_asked_for_and_never_fewer_
         return model.config.max_position, len(model.rope)
 
     assert [positions(wanted) for wanted in (None, 100, 5000)] == [(2048, 2048), (2048, 2048), (5000, 5000)]
-    with pytest.raises(ModelError, match="--max-model-len 9999999: dummy weights have at most 4194304 positions"):
+    with pytest.raises(
+        ModelError, match="--max-model-len 9999999: dummy weights have at most 4194304 positions"
+    ):
         positions(9_999_999)
 
 
@@ -109,7 +128,7 @@ def test_a_dummy_of_a_directory_reads_its_config_and_no_weights(tmp_path: Path) 
     assert isinstance(load(directory, dummy=True).tokenizer, Tokenizer)
 
 
-# -------------------------------------------------------------------------------------------------------------- refused
+# ---------------------------------------------------------------------------------------------------- refused
 
 
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-0.6b", "tiny-qwen3", "tiny-llama"])
@@ -126,7 +145,16 @@ def test_the_embedded_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
 
 def test_a_wrong_path_lists_the_built_in_names(tmp_path: Path) -> None:
     for dummy in (False, True):
-        with pytest.raises(ModelError, match=r"neither a path that exists nor a built-in name .*smollm2-135m, qwen3-4b"):
+        with pytest.raises(
+            ModelError,
+            match=r"neither a path that "
+            r"exists "
+            r"nor "
+            r"a "
+            r"built-in "
+            r"name "
+            r".*smollm2-135m, qwen3-4b",
+        ):
             load(tmp_path / "nowhere", dummy=dummy)
 
 
@@ -154,11 +182,16 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Mistral",
         ),
-        ({"rope_scaling": {"rope_type": "mrope", "factor": 8.0}}, "rope scaling of type 'mrope' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "mrope", "factor": 8.0}},
+            "rope scaling of type 'mrope' is not supported",
+        ),
         ({"num_local_experts": 8}, "num_local_experts"),
     ],
 )
-def test_a_directory_whose_config_is_unsupported_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_directory_whose_config_is_unsupported_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     directory = write_tiny_model(tmp_path / "model")
     (directory / "config.json").write_text(json.dumps({**config_json(TINY_LLAMA), **change}))
     for dummy in (False, True):
@@ -186,10 +219,15 @@ def test_a_failed_load_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("tried to allocate 16 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 16 GiB")],
+    [
+        torch.OutOfMemoryError("tried to allocate 16 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 16 GiB"),
+    ],
     ids=["device", "host"],
 )
-def test_weights_that_do_not_fit_into_memory_are_a_model_error(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+def test_weights_that_do_not_fit_into_memory_are_a_model_error(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
     def exhausted(*_: object) -> None:
         raise error
 

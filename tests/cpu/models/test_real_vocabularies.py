@@ -1,5 +1,6 @@
-"""Vocabularies of published models, against the programs that they were made with. Mistral's are data files of the package mistral-common,
-which `make test` puts into a folder of its own: transformers would import it where it could, and its dependencies are not here."""
+"""Vocabularies of published models, against the programs that they were made with. Mistral's are data files
+of the package mistral-common, which `make test` puts into a folder of its own: transformers would import it
+where it could, and its dependencies are not here."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ DATA = Path(sys.prefix) / "vocabularies" / "mistral_common" / "data"
 if not DATA.is_dir() or importlib.util.find_spec("sentencepiece") is None:
     pytest.skip(f"no vocabularies in {DATA}, or no sentencepiece: make setup-dev", allow_module_level=True)
 
-MODELS = ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3", "mistral_instruct_tokenizer_241114.model.v7"]
+MODELS = [
+    "tokenizer.model.v1",
+    "mistral_instruct_tokenizer_240323.model.v3",
+    "mistral_instruct_tokenizer_241114.model.v7",
+]
 EACH = pytest.mark.parametrize("name", MODELS)
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
@@ -94,7 +99,10 @@ def original(name: str) -> Any:
 def texts() -> list[str]:
     rng = random.Random(3)
     bits = ["a", " ", "  ", "\t", "\n", "é", "東", "x", "aa", " the", "🙂", "0", "▁"]
-    runs = ["".join(rng.choice(bits) * rng.randint(1, rng.choice([2, 5, 40])) for _ in range(rng.randint(1, 12))) for _ in range(800)]
+    runs = [
+        "".join(rng.choice(bits) * rng.randint(1, rng.choice([2, 5, 40])) for _ in range(rng.randint(1, 12)))
+        for _ in range(800)
+    ]
     return [*CORPUS.values(), *runs, *pages()]
 
 
@@ -102,7 +110,9 @@ def texts() -> list[str]:
 def test_text_is_cut_as_sentencepiece_cuts_it(name: str) -> None:
     controls = [
         token
-        for token, kind in zip(*(metadata(name)[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type")), strict=True)
+        for token, kind in zip(
+            *(metadata(name)[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type")), strict=True
+        )
         if kind in (2, 3)
     ]
     num_compared = 0
@@ -119,8 +129,11 @@ def test_text_is_cut_as_sentencepiece_cuts_it(name: str) -> None:
 @EACH
 def test_any_ids_decode_and_stream_as_sentencepiece_decodes_them(name: str) -> None:
     rng = random.Random(5)
-    blank = metadata(name)["tokenizer.ggml.tokens"].index("<0x20>")  # as the first of a text it goes, as in `tokenizers`
-    some_bytes = [id for id, kind in enumerate(metadata(name)["tokenizer.ggml.token_type"]) if kind == 6 and id != blank]
+    # as the first of a text it goes, as in `tokenizers`
+    blank = metadata(name)["tokenizer.ggml.tokens"].index("<0x20>")
+    some_bytes = [
+        id for id, kind in enumerate(metadata(name)["tokenizer.ggml.token_type"]) if kind == 6 and id != blank
+    ]
     words = [id for id, kind in enumerate(metadata(name)["tokenizer.ggml.token_type"]) if kind == 1]
     for _ in range(1500):
         ids = [rng.choice(rng.choice([words, some_bytes])) for _ in range(rng.randint(0, 12))]
@@ -135,14 +148,28 @@ def test_a_chat_is_cut_as_its_texts_are_between_special_tokens(name: str) -> Non
     sp, model = original(name), tokenizer(name)
     begin, end = (model._backend.token_to_id(token) for token in ("[INST]", "[/INST]"))
     question, answer = "Which blocks?  東京", "The first, [/INST] and the </s> last 🙂"
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}, {"role": "user", "content": "<s>"}]
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "<s>"},
+    ]
     ids = model.encode_chat(messages)
     assert [id for id in ids if model.is_special(id)] == ([1, begin, end, 2, begin, end] if begin else [1, 2])
     if begin:
-        assert ids == [1, begin, *sp.encode(question), end, *sp.encode(answer), 2, begin, *sp.encode("<s>"), end]
+        assert ids == [
+            1,
+            begin,
+            *sp.encode(question),
+            end,
+            *sp.encode(answer),
+            2,
+            begin,
+            *sp.encode("<s>"),
+            end,
+        ]
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------- tekken
+# ----------------------------------------------------------------------------------------------------- tekken
 
 
 @functools.cache
@@ -153,7 +180,12 @@ def tekken(num_tokens: int = 6000) -> tuple[Tokenizer, dict[bytes, int]]:
     ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in content["vocab"][:num_tokens]}
     letters = {byte: letter for letter, byte in BYTE_OF.items()}
     words = {word: "".join(letters[byte] for byte in word) for word in ranks}
-    halves = [(word[:at], word[at:]) for word in ranks for at in range(1, len(word)) if word[:at] in ranks and word[at:] in ranks]
+    halves = [
+        (word[:at], word[at:])
+        for word in ranks
+        for at in range(1, len(word))
+        if word[:at] in ranks and word[at:] in ranks
+    ]
     backend = tokenizer_files(
         {
             "tokenizer.ggml.model": "gpt2",
@@ -171,7 +203,10 @@ def by_rank(word: bytes, ranks: dict[bytes, int]) -> list[int]:
     """Byte pairs merged by the rank of what they become, as Mistral's tokenizer does it."""
     parts = [word] if word in ranks else [bytes((byte,)) for byte in word]
     while len(parts) > 1:
-        best = min(itertools.pairwise(range(len(parts))), key=lambda at: ranks.get(parts[at[0]] + parts[at[1]], len(ranks)))
+        best = min(
+            itertools.pairwise(range(len(parts))),
+            key=lambda at: ranks.get(parts[at[0]] + parts[at[1]], len(ranks)),
+        )
         joined = parts[best[0]] + parts[best[1]]
         if joined not in ranks:
             break

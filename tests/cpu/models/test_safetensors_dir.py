@@ -29,7 +29,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def load(directory: Path, config: ModelConfig = TINY_LLAMA, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def load(
+    directory: Path, config: ModelConfig = TINY_LLAMA, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     return load_directory(directory, config, CPU, dtype, silent).tensors
 
 
@@ -61,7 +63,9 @@ def test_loaded_weights_do_not_depend_on_the_file_any_more(tmp_path: Path) -> No
 
 def test_progress_ends_at_its_total(tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
-    load_directory(write_tiny_model(tmp_path / "model"), TINY_LLAMA, CPU, torch.float32, lambda *call: calls.append(call))
+    load_directory(
+        write_tiny_model(tmp_path / "model"), TINY_LLAMA, CPU, torch.float32, lambda *call: calls.append(call)
+    )
     assert calls[-1][0] == "loading weights" and calls[-1][1] == calls[-1][2] > 0
     assert [done for _, done, _ in calls] == sorted(done for _, done, _ in calls)
 
@@ -100,11 +104,16 @@ OTHER_HEADS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("how", OTHER_HEADS)
-def test_an_output_that_is_not_the_embeddings_it_is_said_to_be_tied_to_is_refused(tmp_path: Path, how: str) -> None:
+def test_an_output_that_is_not_the_embeddings_it_is_said_to_be_tied_to_is_refused(
+    tmp_path: Path, how: str
+) -> None:
     """Others use both matrices, or the embeddings alone: whoever wrote them has to say what is meant."""
     tensors = tiny_tensors(TINY_QWEN3)
     tensors["lm_head.weight"] = OTHER_HEADS[how](tensors["model.embed_tokens.weight"])
-    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, but lm_head.weight is another matrix"):
+    with pytest.raises(
+        ModelError,
+        match=r"tie_word_embeddings is " r"true, " r"but " r"lm_head.weight " r"is " r"another " r"matrix",
+    ):
         load(write_tiny_model(tmp_path / "model", TINY_QWEN3, tensors=tensors, shards=3), TINY_QWEN3)
 
 
@@ -167,7 +176,15 @@ def test_a_damaged_file_is_a_model_error_that_names_it(tmp_path: Path, how: str)
 def test_a_flipped_bit_in_a_tensor_name_is_a_missing_and_an_unexpected_tensor(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "model") / "model.safetensors"
     path.write_bytes(path.read_bytes().replace(b"model.norm.weight", b"model.normAweight", 1))
-    with pytest.raises(ModelError, match=r"missing tensors: model.norm.weight; unexpected tensors: model.normAweight"):
+    with pytest.raises(
+        ModelError,
+        match=r"missing "
+        r"tensors: "
+        r"model.norm.weight; "
+        r"unexpected "
+        r"tensors: "
+        r"model.normAweight",
+    ):
         load(path.parent)
 
 
@@ -191,12 +208,17 @@ def test_any_damage_of_a_header_is_found_where_the_formats_own_library_finds_it(
         path.write_bytes(data)
         try:
             with WeightFile(path) as file:
-                ours = {name: (list(tensor.shape), tensor.dtype) for name, tensor in read_header(file).items()}
+                ours = {
+                    name: (list(tensor.shape), tensor.dtype) for name, tensor in read_header(file).items()
+                }
         except ModelError as error:
             ours = str(error)
         try:
             with safe_open(path, "pt") as opened:
-                theirs = {name: (opened.get_slice(name).get_shape(), opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
+                theirs = {
+                    name: (opened.get_slice(name).get_shape(), opened.get_slice(name).get_dtype())
+                    for name in opened.keys()  # noqa: SIM118
+                }
         except SafetensorError as error:
             theirs = str(error)
         if isinstance(theirs, str) and "unknown variant" in theirs:
@@ -244,7 +266,9 @@ def saved_over_shards(directory: Path, num_left: int) -> dict[str, torch.Tensor]
     return tensors
 
 
-def test_a_model_that_transformers_saved_as_one_file_over_one_in_shards_is_the_new_one(tmp_path: Path) -> None:
+def test_a_model_that_transformers_saved_as_one_file_over_one_in_shards_is_the_new_one(
+    tmp_path: Path,
+) -> None:
     """The index stays, the shards do not."""
     tensors = saved_over_shards(tmp_path / "model", 0)
     assert torch.equal(load(tmp_path / "model")["norm"], tensors["model.norm.weight"])
@@ -253,7 +277,16 @@ def test_a_model_that_transformers_saved_as_one_file_over_one_in_shards_is_the_n
 @pytest.mark.parametrize("num_left", [1, 3])
 def test_of_two_models_in_one_directory_none_is_served(tmp_path: Path, num_left: int) -> None:
     saved_over_shards(tmp_path / "model", num_left)
-    with pytest.raises(ModelError, match=r"two models: model.safetensors, and those of .*-00001-of-00003.safetensors.*remove one of them"):
+    with pytest.raises(
+        ModelError,
+        match=r"two "
+        r"models: "
+        r"model.safetensors, "
+        r"and "
+        r"those "
+        r"of "
+        r".*-00001-of-00003.safetensors.*remove one of them",
+    ):
         load(tmp_path / "model")
 
 
@@ -262,9 +295,14 @@ def test_an_index_may_name_the_single_file_beside_others(tmp_path: Path) -> None
     index = json.loads((directory / INDEX).read_text())
     first = min(index["weight_map"].values())
     (directory / first).rename(directory / "model.safetensors")
-    index["weight_map"] = {name: "model.safetensors" if file == first else file for name, file in index["weight_map"].items()}
+    index["weight_map"] = {
+        name: "model.safetensors" if file == first else file for name, file in index["weight_map"].items()
+    }
     (directory / INDEX).write_text(json.dumps(index))
-    assert len(weight_files(directory)) == 2 and load(directory).keys() == load(write_tiny_model(tmp_path / "other")).keys()
+    assert (
+        len(weight_files(directory)) == 2
+        and load(directory).keys() == load(write_tiny_model(tmp_path / "other")).keys()
+    )
 
 
 def test_an_index_may_not_reach_outside_its_directory(tmp_path: Path) -> None:
@@ -289,7 +327,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         load(directory)
 
 
-# ------------------------------------------------------------------------------------------------------------ content
+# ---------------------------------------------------------------------------------------------------- content
 
 
 def content(directory: Path, progress: Progress = silent) -> dict[str, bytes]:
@@ -305,7 +343,8 @@ def test_the_content_follows_the_bytes_of_the_weights_and_not_the_files_they_are
 
 
 def test_every_byte_of_a_tensor_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)  # matrices are several pieces, of several rows each, the last one shorter
+    # matrices are several pieces, of several rows each, the last one shorter
+    monkeypatch.setattr(hashed_file, "PIECE_BYTES", 1000)
     directory = write_tiny_model(tmp_path / "model")
     first = content(directory)
     with WeightFile(directory / "model.safetensors") as file:
@@ -333,14 +372,17 @@ def test_the_same_bytes_under_another_dtype_are_other_content(tmp_path: Path) ->
     tensors = {name: tensor.half() for name, tensor in tiny_tensors(TINY_LLAMA).items()}
     half = content(write_tiny_model(tmp_path / "half", tensors=tensors))
     relabelled = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items()}
-    assert not set(content(write_tiny_model(tmp_path / "bfloat", tensors=relabelled)).values()) & set(half.values())
+    assert not set(content(write_tiny_model(tmp_path / "bfloat", tensors=relabelled)).values()) & set(
+        half.values()
+    )
 
 
-# ------------------------------------------------------------------------------------- files that change while they are read
+# ---------------------------------------------------------------------- files that change while they are read
 
 
 class AtFirstTensor:
-    """A Progress that does something to the files once, when the first tensor is there and most are yet to be read."""
+    """A Progress that does something to the files once, when the first tensor is there and most are yet to be
+    read."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act: Callable[[], object] | None = act
@@ -359,17 +401,24 @@ def one_piece_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_piece_ahead")
-def test_weights_that_are_renamed_over_while_they_are_read_are_the_old_ones_to_the_end(tmp_path: Path) -> None:
+def test_weights_that_are_renamed_over_while_they_are_read_are_the_old_ones_to_the_end(
+    tmp_path: Path,
+) -> None:
     directory, other = write_tiny_model(tmp_path / "model"), write_tiny_model(tmp_path / "other", seed=1)
     expected, found = content(directory), other / "model.safetensors"
-    assert content(directory, AtFirstTensor(lambda: found.replace(directory / "model.safetensors"))) == expected
+    assert (
+        content(directory, AtFirstTensor(lambda: found.replace(directory / "model.safetensors"))) == expected
+    )
     assert content(directory) != expected
 
 
 @pytest.mark.usefixtures("one_piece_ahead")
 def test_weights_that_are_written_over_while_they_are_read_are_a_model_error(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model")
-    path, other = directory / "model.safetensors", (write_tiny_model(tmp_path / "other", seed=1) / "model.safetensors").read_bytes()
+    path, other = (
+        directory / "model.safetensors",
+        (write_tiny_model(tmp_path / "other", seed=1) / "model.safetensors").read_bytes(),
+    )
     os.utime(path, (1, 1))
     with pytest.raises(ModelError, match=r"model\.safetensors was written to while it was read"):
         content(directory, AtFirstTensor(lambda: path.write_bytes(other)))
@@ -377,18 +426,28 @@ def test_weights_that_are_written_over_while_they_are_read_are_a_model_error(tmp
 
 @pytest.mark.usefixtures("one_piece_ahead")
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_any_shard_that_is_written_over_while_they_are_read_is_a_model_error(tmp_path: Path, number: int) -> None:
+def test_any_shard_that_is_written_over_while_they_are_read_is_a_model_error(
+    tmp_path: Path, number: int
+) -> None:
     directory = write_tiny_model(tmp_path / "model", shards=3)
     path = directory / f"model-0000{number}-of-00003.safetensors"
     os.utime(path, (1, 1))
-    with pytest.raises(ModelError, match=rf"model-0000{number}-of-00003\.safetensors was written to while it was read"):
+    with pytest.raises(
+        ModelError,
+        match=rf"model-0000{number}-of-00003\.safetensors "
+        rf"was "
+        rf"written "
+        rf"to "
+        rf"while "
+        rf"it was read",
+    ):
         content(directory, AtFirstTensor(lambda: path.write_bytes(path.read_bytes())))
 
 
 @pytest.mark.usefixtures("one_piece_ahead")
 def test_bytes_that_are_written_over_unnoticed_are_digested_as_they_were_loaded(tmp_path: Path) -> None:
-    """By a writer who puts the modification time back: what was read before is the old, what was read after is the new, and so say the
-    digests."""
+    """By a writer who puts the modification time back: what was read before is the old, what was read after
+    is the new, and so say the digests."""
     directory, other = write_tiny_model(tmp_path / "model"), write_tiny_model(tmp_path / "other", seed=1)
     path = directory / "model.safetensors"
     stamp = path.stat().st_mtime_ns

@@ -1,4 +1,5 @@
-"""Every kind of vocabulary: text there and back, ids decoded as the library decodes them, and streams that join to the whole."""
+"""Every kind of vocabulary: text there and back, ids decoded as the library decodes them, and streams that
+join to the whole."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ from penstock.models.tokenizer import BYTE_TOKEN, Spelling, Tokenizer, TokenSpel
 from support.vocabularies import KINDS, SPECIAL, vocabulary
 
 SPELL_ALL = ("byte-level BPE", "SentencePiece BPE", "SentencePiece BPE, no prefix")  # any text comes back
-WITH_BYTES = ("SentencePiece BPE", "SentencePiece BPE, Metaspace", "SentencePiece BPE, no prefix", "Unigram with bytes")
+WITH_BYTES = (
+    "SentencePiece BPE",
+    "SentencePiece BPE, Metaspace",
+    "SentencePiece BPE, no prefix",
+    "Unigram with bytes",
+)
 EACH = pytest.mark.parametrize("kind", KINDS)
 CORPUS = {
     "latin": "The quick brown fox, naïve café, Straße, Łódź, İstanbul, ﬁne ﬂow",
@@ -36,7 +42,10 @@ CORPUS = {
     "marks": "\ufffd is text, so is \ufffd\ufffd, and <0x41> <0xE2> ##ing <s </s",
     "code": "def f(x):\n    return {'a': [1, 2.5e-3], \"b\": x**2}  # §\n\n\tif x:\n\t\tpass\n",
 }
-TEXT = st.one_of(st.text(max_size=40), st.lists(st.one_of(st.sampled_from([*CORPUS.values(), " ", "  ", "\n"])), max_size=4).map("".join))
+TEXT = st.one_of(
+    st.text(max_size=40),
+    st.lists(st.one_of(st.sampled_from([*CORPUS.values(), " ", "  ", "\n"])), max_size=4).map("".join),
+)
 
 
 @functools.cache
@@ -71,7 +80,9 @@ def also(*cases: tuple[Any, ...]) -> Callable[[Callable[..., None]], Callable[..
 
 def is_broken(kind: str, ids: list[int]) -> bool:
     """Whether bytes in a row are no text: the library then replaces the whole row, good characters too."""
-    rows = itertools.groupby(ids, key=lambda id: BYTE_TOKEN.fullmatch(vocabulary(kind).id_to_token(id) or "") is not None)
+    rows = itertools.groupby(
+        ids, key=lambda id: BYTE_TOKEN.fullmatch(vocabulary(kind).id_to_token(id) or "") is not None
+    )
     for is_byte, row in rows:
         if is_byte and kind in WITH_BYTES:
             try:
@@ -82,10 +93,12 @@ def is_broken(kind: str, ids: list[int]) -> bool:
 
 
 def as_sentencepiece(kind: str, ids: list[int]) -> str:
-    """What SentencePiece says: of bytes in a row each whole character stands, and each byte that is in none is one mark."""
+    """What SentencePiece says: of bytes in a row each whole character stands, and each byte that is in none
+    is one mark."""
     pieces = []
     for is_byte, row in itertools.groupby(
-        (vocabulary(kind).id_to_token(id) or "" for id in ids), key=lambda token: BYTE_TOKEN.fullmatch(token) is not None
+        (vocabulary(kind).id_to_token(id) or "" for id in ids),
+        key=lambda token: BYTE_TOKEN.fullmatch(token) is not None,
     ):
         if not is_byte:
             pieces += [token.replace("▁", " ") for token in row]
@@ -105,7 +118,7 @@ def as_sentencepiece(kind: str, ids: list[int]) -> str:
     return text[text.startswith(" ") and kind != "SentencePiece BPE, no prefix" :]
 
 
-# ------------------------------------------------------------------------------------------------------------------------- there and back
+# --------------------------------------------------------------------------------------------- there and back
 
 
 @pytest.mark.parametrize("kind", SPELL_ALL)
@@ -132,9 +145,17 @@ def test_any_text_comes_back(kind: str, text: str) -> None:
 @EACH
 @given(TEXT)
 @settings(max_examples=40, deadline=None)
-@also(*((text,) for text in CORPUS.values()), ("",), (" a",), ("▁a ▁",), ("<s>a</s> b",), ("a <s> <|user|>\n b",))
+@also(
+    *((text,) for text in CORPUS.values()),
+    ("",),
+    (" a",),
+    ("▁a ▁",),
+    ("<s>a</s> b",),
+    ("a <s> <|user|>\n b",),
+)
 def test_encoded_text_decodes_and_streams_as_the_library_decodes_it(kind: str, text: str) -> None:
-    text = text.replace("<0x", "<Ox") if kind.startswith("Unigram") else text  # the library's Unigram reads names of bytes in text as bytes
+    # the library's Unigram reads names of bytes in text as bytes
+    text = text.replace("<0x", "<Ox") if kind.startswith("Unigram") else text
     ids = tokenizer(kind).encode(text)
     assert not is_broken(kind, ids)
     for skip in (True, False):
@@ -142,7 +163,7 @@ def test_encoded_text_decodes_and_streams_as_the_library_decodes_it(kind: str, t
         assert tokenizer(kind).decode(ids, skip) == whole == by_token(kind, ids, skip)
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- any ids
+# ---------------------------------------------------------------------------------------------------- any ids
 
 
 def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
@@ -155,7 +176,9 @@ def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
 @EACH
 @given(st.data(), st.booleans(), st.lists(st.integers(0, 30), max_size=6))
 @settings(max_examples=80, deadline=None)
-def test_any_ids_in_any_pushes_join_to_the_decoded_whole(kind: str, data: st.DataObject, skip: bool, cuts: list[int]) -> None:
+def test_any_ids_in_any_pushes_join_to_the_decoded_whole(
+    kind: str, data: st.DataObject, skip: bool, cuts: list[int]
+) -> None:
     ids = data.draw(ids_of(kind))
     model = tokenizer(kind)
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
@@ -171,7 +194,11 @@ def test_any_ids_in_any_pushes_join_to_the_decoded_whole(kind: str, data: st.Dat
 
 def as_ids(kind: str, *tokens: str | bytes) -> list[int]:
     """Bytes are byte tokens, text is a token."""
-    names = [name for token in tokens for name in ([token] if isinstance(token, str) else [f"<0x{byte:02X}>" for byte in token])]
+    names = [
+        name
+        for token in tokens
+        for name in ([token] if isinstance(token, str) else [f"<0x{byte:02X}>" for byte in token])
+    ]
     ids = [vocabulary(kind).token_to_id(name) for name in names]
     assert None not in ids, names
     return ids  # type: ignore[return-value]
@@ -240,7 +267,9 @@ def test_a_prompt_and_what_goes_on_with_it_are_the_text_of_both(kind: str) -> No
         text = stream.push(ids[cut:]).text + stream.finish()
         before = TextStream(tokenizer(kind), begins=True)
         head = before.push(ids[:cut]).text
-        assert whole.startswith(head) and (head + text == whole or before.finish()), "but for a character that was cut in two"
+        assert whole.startswith(head) and (head + text == whole or before.finish()), (
+            "but for a character that was cut in two"
+        )
 
 
 @pytest.mark.parametrize("kind", WITH_BYTES)
@@ -251,8 +280,11 @@ def test_stop_strings_are_found_across_blanks_and_bytes(kind: str) -> None:
         assert "".join(stream.push([id]).text for id in ids) + stream.finish() == left
 
 
-def test_special_tokens_that_are_recognised_in_normalized_text_are_special_and_shown_as_they_are_written() -> None:
-    """The library shows them with the mark that its normalizer puts before them, and also where they are to be left out."""
+def test_special_tokens_that_are_recognised_in_normalized_text_are_special_and_shown_as_they_are_written() -> (  # noqa: E501
+    None
+):
+    """The library shows them with the mark that its normalizer puts before them, and also where they are to
+    be left out."""
     backend = tokenizers.Tokenizer.from_str(vocabulary("SentencePiece BPE").to_str())
     backend.add_special_tokens([AddedToken("<s>", normalized=True)])
     model = Tokenizer(backend)
@@ -260,7 +292,7 @@ def test_special_tokens_that_are_recognised_in_normalized_text_are_special_and_s
     assert model.decode(ids) == "the" and model.decode(ids, skip_special=False) == "the<s>"
 
 
-# ---------------------------------------------------------------------------------------------------- what the library's own stream does
+# ------------------------------------------------------------------------- what the library's own stream does
 
 
 def library_stream(kind: str, ids: list[int]) -> str:
@@ -276,7 +308,8 @@ def test_ordinary_text_streams_as_the_librarys_own_stream_has_it(kind: str, name
 
 
 def test_why_the_librarys_own_stream_is_not_used() -> None:
-    """Each of these is the reason why ours is kept. Where one of them no longer holds, docs/tokenizers.md is to be looked at again."""
+    """Each of these is the reason why ours is kept. Where one of them no longer holds, docs/tokenizers.md is
+    to be looked at again."""
     kind = "SentencePiece BPE"
     unfinished = as_ids(kind, "a", b"\xe2\x82")
     assert library_stream(kind, unfinished) == "a" and by_token(kind, unfinished) == "a\ufffd\ufffd"
@@ -287,25 +320,42 @@ def test_why_the_librarys_own_stream_is_not_used() -> None:
     assert by_token(kind, taken_back) == tokenizer(kind).decode(taken_back) == "é\ufffdA"
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- decoders
+# --------------------------------------------------------------------------------------------------- decoders
 
 D = decoders
 REFUSED = {
     "looks ahead": (D.BPEDecoder(), "BPEDecoder"),
     "drops repetitions": (D.CTC(), "CTC"),
-    "replaces in what bytes spell": (D.Sequence([D.ByteFallback(), D.Replace("▁", " ")]), "Replace behind ByteFallback or Fuse"),
-    "replaces across tokens": (D.Sequence([D.Fuse(), D.Replace("ab", "c")]), "Replace behind ByteFallback or Fuse"),
+    "replaces in what bytes spell": (
+        D.Sequence([D.ByteFallback(), D.Replace("▁", " ")]),
+        "Replace behind ByteFallback or Fuse",
+    ),
+    "replaces across tokens": (
+        D.Sequence([D.Fuse(), D.Replace("ab", "c")]),
+        "Replace behind ByteFallback or Fuse",
+    ),
     "strips two": (D.Sequence([D.Fuse(), D.Strip(" ", 2, 0)]), "Strip of anything but one leading character"),
-    "strips the end": (D.Sequence([D.Fuse(), D.Strip(" ", 0, 1)]), "Strip of anything but one leading character"),
-    "strips twice": (D.Sequence([D.Fuse(), D.Strip(" ", 1, 0), D.Strip(" ", 1, 0)]), "Strip of anything but one leading character"),
-    "strips each row of bytes": (D.Sequence([D.ByteFallback(), D.Strip(" ", 1, 0)]), "Strip of anything but one leading character"),
+    "strips the end": (
+        D.Sequence([D.Fuse(), D.Strip(" ", 0, 1)]),
+        "Strip of anything but one leading character",
+    ),
+    "strips twice": (
+        D.Sequence([D.Fuse(), D.Strip(" ", 1, 0), D.Strip(" ", 1, 0)]),
+        "Strip of anything but one leading character",
+    ),
+    "strips each row of bytes": (
+        D.Sequence([D.ByteFallback(), D.Strip(" ", 1, 0)]),
+        "Strip of anything but one leading character",
+    ),
     "more than byte-level": (D.Sequence([D.ByteLevel(), D.Strip(" ", 1, 0)]), "Strip beside ByteLevel"),
     "byte-level behind others": (D.Sequence([D.Fuse(), D.ByteLevel()]), "beside ByteLevel"),
 }
 
 
 @pytest.mark.parametrize(("decoder", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_decoder_whose_text_is_not_that_of_its_tokens_in_a_row_is_refused_by_name(decoder: Any, message: str) -> None:
+def test_a_decoder_whose_text_is_not_that_of_its_tokens_in_a_row_is_refused_by_name(
+    decoder: Any, message: str
+) -> None:
     with pytest.raises(ModelError, match=f"decoder is not supported: .*{message}"):
         TokenSpelling(decoder)
 
@@ -330,11 +380,13 @@ SPELLED = [
 
 
 @pytest.mark.parametrize(("decoder", "token", "inside", "first"), SPELLED, ids=repr)
-def test_bytes_of_a_token_behind_another_and_as_the_first(decoder: Any, token: str, inside: bytes, first: bytes) -> None:
+def test_bytes_of_a_token_behind_another_and_as_the_first(
+    decoder: Any, token: str, inside: bytes, first: bytes
+) -> None:
     assert TokenSpelling(decoder).of(token) == Spelling(inside, first)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- long and too long
+# ------------------------------------------------------------------------------------------ long and too long
 
 
 @EACH
@@ -346,7 +398,9 @@ def test_a_prompt_that_fits_is_never_refused_for_its_bytes(kind: str, text: str,
     assert tokenizer(kind).encode(text, most=len(ids) + spare) == ids
 
 
-def test_where_every_byte_is_a_token_a_prompt_that_cannot_fit_is_refused_before_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_every_byte_is_a_token_a_prompt_that_cannot_fit_is_refused_before_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for kind in WITH_BYTES:
         model = Tokenizer(vocabulary(kind))
         longest = max(len(token.encode()) for token in vocabulary(kind).get_vocab())
@@ -356,13 +410,17 @@ def test_where_every_byte_is_a_token_a_prompt_that_cannot_fit_is_refused_before_
 
 
 @pytest.mark.parametrize("kind", ["Unigram", "WordPiece", "words"])
-def test_where_any_number_of_characters_may_be_one_unknown_token_none_are_refused_for_their_bytes(kind: str) -> None:
+def test_where_any_number_of_characters_may_be_one_unknown_token_none_are_refused_for_their_bytes(
+    kind: str,
+) -> None:
     assert tokenizer(kind)._bound is None
 
 
 @pytest.mark.parametrize("byte", [0x00, 0x41, 0xFF])
 def test_a_vocabulary_that_lacks_a_byte_may_lose_any_number_of_characters(byte: int) -> None:
-    lacking = tokenizers.Tokenizer.from_str(vocabulary("SentencePiece BPE").to_str().replace(f"<0x{byte:02X}>", f"<Ox{byte:02X}>"))
+    lacking = tokenizers.Tokenizer.from_str(
+        vocabulary("SentencePiece BPE").to_str().replace(f"<0x{byte:02X}>", f"<Ox{byte:02X}>")
+    )
     assert Tokenizer(lacking)._bound is None
 
 

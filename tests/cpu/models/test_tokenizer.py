@@ -38,7 +38,9 @@ def test_the_byte_alphabet_is_the_one_of_byte_level_bpe() -> None:
     assert BYTE_OF["Ġ"] == 0x20 and BYTE_OF["Ċ"] == 0x0A and BYTE_OF["a"] == 0x61
 
 
-KNOWN_BYTES = {byte for character, byte in BYTE_OF.items() if REAL._backend.token_to_id(character) is not None}
+KNOWN_BYTES = {
+    byte for character, byte in BYTE_OF.items() if REAL._backend.token_to_id(character) is not None
+}
 
 
 @given(st.text(max_size=100).map(lambda text: "".join(c for c in text if KNOWN_BYTES.issuperset(c.encode()))))
@@ -47,7 +49,8 @@ KNOWN_BYTES = {byte for character, byte in BYTE_OF.items() if REAL._backend.toke
 @example("na\u00efve \U0001f642 \u65e5\u672c")
 @example("<|im_start|>user<|im_end|>")
 def test_decoding_what_was_encoded_gives_the_text_back(text: str) -> None:
-    """SmolLM2's vocabulary lacks some bytes (control characters, planes above 3); what they stand for is lost, as in `transformers`."""
+    """SmolLM2's vocabulary lacks some bytes (control characters, planes above 3); what they stand for is
+    lost, as in `transformers`."""
     assert REAL.decode(REAL.encode(text), skip_special=False) == text
 
 
@@ -63,7 +66,11 @@ def test_decoding_any_ids_equals_the_library(ids: list[int], skip_special: bool)
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_any_bytes_decode_as_the_library_decodes_them_also_where_they_are_no_utf8(data: list[int]) -> None:
     character = {byte: text for text, byte in BYTE_OF.items()}
-    ids = [REAL._backend.token_to_id(character[byte]) for byte in data if REAL._backend.token_to_id(character[byte]) is not None]
+    ids = [
+        REAL._backend.token_to_id(character[byte])
+        for byte in data
+        if REAL._backend.token_to_id(character[byte]) is not None
+    ]
     assert REAL.decode(ids) == REAL._backend.decode(ids)
 
 
@@ -91,8 +98,14 @@ def test_the_embedded_model_ends_at_its_own_end_token() -> None:
 
 
 def test_digits_stand_alone_and_blanks_before_them_stay_together() -> None:
-    """The rule "smollm" splits digits first; splitting words first would make two tokens of the two blanks."""
-    assert [REAL.token_bytes(id).decode(errors="replace") for id in REAL.encode("x  12")] == ["x", "  ", "1", "2"]
+    """The rule "smollm" splits digits first; splitting words first would make two tokens of the two
+    blanks."""
+    assert [REAL.token_bytes(id).decode(errors="replace") for id in REAL.encode("x  12")] == [
+        "x",
+        "  ",
+        "1",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize("tokenizer", [REAL, ByteTokenizer(512)], ids=["real", "bytes"])
@@ -101,7 +114,7 @@ def test_half_a_surrogate_pair_is_the_clients_fault(tokenizer: Tokenizer | ByteT
         tokenizer.encode("ab\ud800")
 
 
-# -------------------------------------------------------------------------------------------------------- long and too long
+# ------------------------------------------------------------------------------------------ long and too long
 
 RUNS = [
     " ",
@@ -123,7 +136,9 @@ RUNS = [
     " the",
     "'s",
 ]
-ADVERSARIAL = st.lists(st.tuples(st.sampled_from(RUNS), st.integers(1, 120)), max_size=6).map(lambda runs: "".join(r * n for r, n in runs))
+ADVERSARIAL = st.lists(st.tuples(st.sampled_from(RUNS), st.integers(1, 120)), max_size=6).map(
+    lambda runs: "".join(r * n for r, n in runs)
+)
 
 
 @given(ADVERSARIAL, st.booleans())
@@ -146,12 +161,19 @@ def test_the_bound_is_met_by_the_longest_token_and_bytes_that_are_lost_do_not_co
     assert len(REAL.encode("\x04" * 100_000 + "hi", most=1)) == 1
 
 
-SENTENCEPIECE = Tokenizer(vocabulary("SentencePiece BPE"), (), ChatTemplate("<|user|>{{ messages[0].content }}<|end|>", {}))
+SENTENCEPIECE = Tokenizer(
+    vocabulary("SentencePiece BPE"), (), ChatTemplate("<|user|>{{ messages[0].content }}<|end|>", {})
+)
 
 
-@pytest.mark.parametrize(("tokenizer", "text"), [(REAL, "7" * 200_000), (SENTENCEPIECE, "7 " * 200_000)], ids=["bytes", "SentencePiece"])
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [(REAL, "7" * 200_000), (SENTENCEPIECE, "7 " * 200_000)],
+    ids=["bytes", "SentencePiece"],
+)
 def test_others_run_while_a_text_is_encoded(tokenizer: Tokenizer, text: str) -> None:
-    """No thread is made to give the interpreter up, so that another one has a turn where it is given up, and only there."""
+    """No thread is made to give the interpreter up, so that another one has a turn where it is given up, and
+    only there."""
     turns, inside, over = 0, False, False
 
     def turn() -> None:
@@ -181,7 +203,9 @@ def test_others_run_while_a_text_is_encoded(tokenizer: Tokenizer, text: str) -> 
         other.join()
 
 
-def test_too_many_bytes_are_refused_without_encoding_and_too_many_tokens_before_they_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_bytes_are_refused_without_encoding_and_too_many_tokens_before_they_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(InvalidRequest, match="the prompt has 11 tokens; 10 is the most"):
         REAL.encode("7" * 11, most=10)
     monkeypatch.setattr(REAL, "_ids", None)
@@ -206,7 +230,9 @@ def test_where_a_token_can_stand_for_any_number_of_bytes_none_are_refused() -> N
     swallowing = changed()
     swallowing.add_special_tokens([tokenizers.AddedToken("<E>", rstrip=True)])
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    removing = changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), byte_level]))
+    removing = changed(
+        pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), byte_level])
+    )
     replacing = changed(normalizer=normalizers.Replace(tokenizers.Regex(" +"), ""))
     unknown = changed(pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), byte_level]))
     for backend in (swallowing, removing, replacing, unknown):
@@ -217,7 +243,8 @@ def test_where_a_token_can_stand_for_any_number_of_bytes_none_are_refused() -> N
 
 
 def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -> None:
-    """Every character in its longest spelling: each part of its decomposition as the longest one that is canonically the same."""
+    """Every character in its longest spelling: each part of its decomposition as the longest one that is
+    canonically the same."""
     longest: dict[str, int] = {}
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     apart = {c: unicodedata.normalize("NFD", c) for c in characters}
@@ -232,7 +259,7 @@ def test_composing_characters_shortens_a_text_by_no_more_than_is_allowed_for() -
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- bytes
+# ------------------------------------------------------------------------------------------------------ bytes
 
 
 @given(st.text(max_size=50))
@@ -259,7 +286,7 @@ def test_a_model_without_a_tokenizer_can_still_chat() -> None:
     assert rendered(ByteTokenizer(512), MESSAGES) == "user: What is a penstock?\nassistant: "
 
 
-# ---------------------------------------------------------------------------------------------------------------- chat
+# ------------------------------------------------------------------------------------------------------- chat
 
 
 def with_template(tmp_path: Path, template: Any) -> Tokenizer:
@@ -278,7 +305,13 @@ def test_a_chat_is_rendered_by_the_models_own_template() -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [[{"role": "user"}], [{"role": "user", "content": None}], [{"role": "user", "content": 5}], ["user"], [{}]],
+    [
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": 5}],
+        ["user"],
+        [{}],
+    ],
     ids=repr,
 )
 def test_messages_that_the_template_cannot_take_are_the_clients_fault(messages: Any) -> None:
@@ -294,13 +327,19 @@ def test_a_templates_own_refusal_reaches_the_client(tmp_path: Path) -> None:
 
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
-    for escape in ("{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ ''.__class__.__base__.__subclasses__() }}"):
+    for escape in (
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+    ):
         with pytest.raises(InvalidRequest):
             rendered(with_template(tmp_path, escape), MESSAGES)
 
 
 def test_special_tokens_json_and_training_marks_are_known_to_templates(tmp_path: Path) -> None:
-    template = "{{ bos_token }}{{ eos_token }}{% generation %}{{ messages[0]|tojson }}{% endgeneration %}{% break %}"
+    template = (
+        "{{ bos_token }}{{ eos_token }}{% generation %}{{ messages[0]|tojson }}{% endgeneration %}{% break %}"
+    )
     source = template.replace("{% break %}", "{% for m in messages %}{% break %}{% endfor %}")
     text = rendered(with_template(tmp_path, source), [{"role": "user", "content": "<é>"}])
     assert text == '<|endoftext|><|im_end|>{"role": "user", "content": "<é>"}'
@@ -328,7 +367,7 @@ def test_without_a_template_chat_is_refused_with_what_to_do_instead(tmp_path: Pa
         with_template(tmp_path, None).encode_chat(MESSAGES)
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------------ files
 
 
 def test_end_ids_come_from_the_generation_config_and_the_tokenizers_own_end_token(tmp_path: Path) -> None:
@@ -358,23 +397,40 @@ def use_words(directory: Path) -> None:
 
 
 UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (lambda directory: (directory / "tokenizer.json").unlink(), "tokenizer.json is missing or not a tokenizer"),
+    "missing": (
+        lambda directory: (directory / "tokenizer.json").unlink(),
+        "tokenizer.json is missing or not a tokenizer",
+    ),
     "not JSON": (rewrite_json("tokenizer.json", "{"), "tokenizer.json is missing or not a tokenizer"),
-    "another object": (rewrite_json("tokenizer.json", '{"version": "1.0"}'), "tokenizer.json is missing or not a tokenizer"),
+    "another object": (
+        rewrite_json("tokenizer.json", '{"version": "1.0"}'),
+        "tokenizer.json is missing or not a tokenizer",
+    ),
     "a decoder that looks ahead": (use_words, "decoder is not supported: BPEDecoder"),
-    "config not JSON": (rewrite_json("tokenizer_config.json", "nonsense"), "tokenizer_config.json is not valid JSON"),
-    "config not an object": (rewrite_json("generation_config.json", "[1]"), "generation_config.json must hold a JSON object"),
+    "config not JSON": (
+        rewrite_json("tokenizer_config.json", "nonsense"),
+        "tokenizer_config.json is not valid JSON",
+    ),
+    "config not an object": (
+        rewrite_json("generation_config.json", "[1]"),
+        "generation_config.json must hold a JSON object",
+    ),
     "end id not a number": (rewrite_json("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id"),
     "end id outside": (
         rewrite_json("generation_config.json", '{"eos_token_id": 512}'),
         "ids up to 512, but the model's vocabulary ends at 511",
     ),
-    "template not text": (rewrite_json("tokenizer_config.json", '{"chat_template": 5}'), "chat_template must be text"),
+    "template not text": (
+        rewrite_json("tokenizer_config.json", '{"chat_template": 5}'),
+        "chat_template must be text",
+    ),
 }
 
 
 @pytest.mark.parametrize(("spoil", "message"), UNUSABLE.values(), ids=UNUSABLE)
-def test_tokenizer_files_that_cannot_be_used_are_model_errors(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_tokenizer_files_that_cannot_be_used_are_model_errors(
+    tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
     directory = write_tiny_model(tmp_path / "model")
     spoil(directory)
     with pytest.raises(ModelError, match=message):

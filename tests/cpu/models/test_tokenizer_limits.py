@@ -1,4 +1,5 @@
-"""Where a prompt of exactly the most tokens ends up, however it is cut, and which tokens of a GGUF file end a text."""
+"""Where a prompt of exactly the most tokens ends up, however it is cut, and which tokens of a GGUF file end a
+text."""
 
 from __future__ import annotations
 
@@ -23,9 +24,15 @@ VOCABULARY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("content", ["what is a penstock", "see <|im_end|> and <|im_start|> 12"], ids=["plain", "spells special tokens"])
+@pytest.mark.parametrize(
+    "content",
+    ["what is a penstock", "see <|im_end|> and <|im_start|> 12"],
+    ids=["plain", "spells special tokens"],
+)
 @pytest.mark.parametrize("special_in_text", [False, True])
-def test_a_chat_of_exactly_the_most_tokens_is_taken_and_one_more_is_not(content: str, special_in_text: bool) -> None:
+def test_a_chat_of_exactly_the_most_tokens_is_taken_and_one_more_is_not(
+    content: str, special_in_text: bool
+) -> None:
     """Also where it is cut in pieces, none of which is too long by itself."""
     model = Tokenizer(tiny_tokenizer(), (2,), ChatTemplate(CHAT_TEMPLATE, {}))
     messages = [{"role": "user", "content": content}] * 3
@@ -37,7 +44,14 @@ def test_a_chat_of_exactly_the_most_tokens_is_taken_and_one_more_is_not(content:
 
 
 @pytest.mark.parametrize(
-    ("ends", "ids"), [({}, []), ({"eos": 4}, [4]), ({"eot": 5}, [5]), ({"eos": 5, "eot": 4}, [4, 5]), ({"eos": 4, "eot": 4}, [4])]
+    ("ends", "ids"),
+    [
+        ({}, []),
+        ({"eos": 4}, [4]),
+        ({"eot": 5}, [5]),
+        ({"eos": 5, "eot": 4}, [4, 5]),
+        ({"eos": 4, "eot": 4}, [4]),
+    ],
 )
 def test_the_end_of_a_turn_ends_a_text_as_the_end_of_all_does(ends: dict[str, int], ids: list[int]) -> None:
     metadata = VOCABULARY | {f"tokenizer.ggml.{name}_token_id": id for name, id in ends.items()}

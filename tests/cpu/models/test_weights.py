@@ -32,7 +32,9 @@ def test_fused_weights_have_the_rows_of_all_their_parts() -> None:
 def test_dummy_weights_follow_from_the_seed_alone() -> None:
     first, again, other = (dummy_weights(TINY_QWEN3, seed, CPU, torch.bfloat16, silent) for seed in (7, 7, 8))
     assert set(first) == {weight.name for weight in layout(TINY_QWEN3)}
-    assert all(torch.equal(first[name], again[name]) and first[name].dtype == torch.bfloat16 for name in first)
+    assert all(
+        torch.equal(first[name], again[name]) and first[name].dtype == torch.bfloat16 for name in first
+    )
     assert not torch.equal(first["layers.1.down"], other["layers.1.down"])
 
 
@@ -58,8 +60,14 @@ def test_digests_tell_apart_whatever_changes_the_kv() -> None:
 
 def test_a_model_keeps_its_identity_from_version_to_version() -> None:
     """Stored KV is found under it. A change that means to give it up changes these."""
-    assert dummy_digest(TINY_LLAMA, 0, CPU, torch.float32).hex() == "81d965d7c9e3d8fb7e42bee5b33df4fc8d6b6c3589da638431c16129145bd51f"
-    assert dummy_digest(TINY_QWEN3, 0, CPU, torch.float32).hex() == "573676648cd2fe9b58e59daaf86010d41503fed3574666fcac0c1ddbd9a4147b"
+    assert (
+        dummy_digest(TINY_LLAMA, 0, CPU, torch.float32).hex()
+        == "81d965d7c9e3d8fb7e42bee5b33df4fc8d6b6c3589da638431c16129145bd51f"
+    )
+    assert (
+        dummy_digest(TINY_QWEN3, 0, CPU, torch.float32).hex()
+        == "573676648cd2fe9b58e59daaf86010d41503fed3574666fcac0c1ddbd9a4147b"
+    )
 
 
 def test_a_number_that_a_later_version_adds_changes_only_the_models_that_use_it() -> None:
@@ -69,7 +77,9 @@ def test_a_number_that_a_later_version_adds_changes_only_the_models_that_use_it(
 
     later = LaterConfig(**dataclasses.asdict(TINY_LLAMA))
     windowed = dataclasses.replace(later, window=4096)
-    before, same, other = (weights_digest(config, torch.float32, [b"content"]) for config in (TINY_LLAMA, later, windowed))
+    before, same, other = (
+        weights_digest(config, torch.float32, [b"content"]) for config in (TINY_LLAMA, later, windowed)
+    )
     assert before == same != other
 
 

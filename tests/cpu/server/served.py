@@ -1,4 +1,5 @@
-"""A real server on loopback in front of a scripted engine, and raw connections to it. Owns nothing that ships."""
+"""A real server on loopback in front of a scripted engine, and raw connections to it. Owns nothing that
+ships."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ MODEL = "scripted"
 
 
 class _Impatient:
-    """asyncio for uvicorn, which looks every 0.1 s whether it shall end, and waits as long when it does: a tenth of that."""
+    """asyncio for uvicorn, which looks every 0.1 s whether it shall end, and waits as long when it does: a
+    tenth of that."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(asyncio, name)
@@ -69,11 +71,16 @@ class Served:
         connection.connect((host, int(port)))
         return connection
 
-    def send(self, path: str, body: dict | bytes, headers: str = "", small_buffer: bool = False) -> socket.socket:
+    def send(
+        self, path: str, body: dict | bytes, headers: str = "", small_buffer: bool = False
+    ) -> socket.socket:
         """A request whose answer the caller reads, or does not."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection = self.connect(small_buffer)
-        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data)
+        connection.sendall(
+            (f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n{headers}\r\n").encode()
+            + data
+        )
         return connection
 
     def assert_idle(self, deadline_s: float = DEADLINE_S) -> None:

@@ -62,15 +62,23 @@ def test_every_metric_of_the_board_and_the_alerts_exists(file: str) -> None:
 
 def test_every_name_of_vllm_that_the_page_lists_exists_and_no_other_is_there() -> None:
     page = set(re.findall(r"vllm:[a-z0-9_]+", (ROOT / "docs" / "coming-from-vllm.md").read_text()))
-    families = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exposed() if name.startswith("vllm:")}
-    assert {name.removesuffix("_total") for name in page} == {name.removesuffix("_total") for name in families}
+    families = {
+        re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exposed() if name.startswith("vllm:")
+    }
+    assert {name.removesuffix("_total") for name in page} == {
+        name.removesuffix("_total") for name in families
+    }
 
 
 def test_the_board_is_one_that_grafana_reads() -> None:
     board = json.loads((DEPLOY / "grafana.json").read_text())
     ids = [panel["id"] for panel in board["panels"]]
     assert len(ids) == len(set(ids)) >= 10
-    assert all(target["expr"].count("(") == target["expr"].count(")") for panel in board["panels"] for target in panel["targets"])
+    assert all(
+        target["expr"].count("(") == target["expr"].count(")")
+        for panel in board["panels"]
+        for target in panel["targets"]
+    )
 
 
 def test_alerts_are_rules_with_a_name_an_expression_and_a_text() -> None:
@@ -78,7 +86,14 @@ def test_alerts_are_rules_with_a_name_an_expression_and_a_text() -> None:
     rules = text.split("- alert: ")[1:]
     assert len(rules) >= 5
     for rule in rules:
-        assert re.match(r"Penstock\w+\n\s+expr: .+\n(\s+for: \d+m\n)?\s+annotations: \{summary: \".+\"\}\s*$", rule), rule
+        assert re.match(
+            r"Penstock\w+\n\s+expr: "
+            r".+\n(\s+for: "
+            r"\d+m\n)?\s+annotations: "
+            r"\{summary: "
+            r"\".+\"\}\s*$",
+            rule,
+        ), rule
 
 
 def test_the_unit_and_the_image_start_a_server_with_flags_that_exist() -> None:
@@ -88,7 +103,8 @@ def test_the_unit_and_the_image_start_a_server_with_flags_that_exist() -> None:
     words = [word for word in shlex.split(unit["Service"]["ExecStart"])[1:] if word != "$ARGS"]
     assert cli.make_parser().parse_args(words).log_format == "json"
     assert float(unit["Service"]["TimeoutStopSec"]) > 20 + 5
-    assert unit["Service"]["Environment"] == f"PENSTOCK_CACHE=/var/cache/{unit['Service']['CacheDirectory']}"  # homes are hidden from it
+    # homes are hidden from it
+    assert unit["Service"]["Environment"] == f"PENSTOCK_CACHE=/var/cache/{unit['Service']['CacheDirectory']}"
     assert (
         f"useradd --system --home-dir /var/lib/penstock --shell /usr/sbin/nologin {unit['Service']['User']}"
         in (ROOT / "docs" / "deploying.md").read_text()

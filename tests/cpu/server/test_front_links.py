@@ -1,5 +1,5 @@
-"""The connection between an engine and its front processes, with a real engine behind it: what is said, and what becomes of fronts that
-hang up, do not read, or talk nonsense."""
+"""The connection between an engine and its front processes, with a real engine behind it: what is said, and
+what becomes of fronts that hang up, do not read, or talk nonsense."""
 
 from __future__ import annotations
 
@@ -26,7 +26,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from served import DEADLINE_S, until
 
-from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSource, OffloadConfig, ServerConfig
+from penstock.config import (
+    Config,
+    EngineConfig,
+    KvConfig,
+    LoraConfig,
+    ModelSource,
+    OffloadConfig,
+    ServerConfig,
+)
 from penstock.contract import (
     Adapter,
     FinishReason,
@@ -45,7 +53,15 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduling.residency import Division, ResidencyChoice
-from penstock.errors import ContextExceeded, DeadlineExceeded, EngineClosed, InvalidRequest, InvariantBroken, Overloaded, StoreFailed
+from penstock.errors import (
+    ContextExceeded,
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    InvariantBroken,
+    Overloaded,
+    StoreFailed,
+)
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer, TokenizerSpec, spec_of, tokenizer_of
 from penstock.server import boundary, remote
@@ -75,11 +91,20 @@ MOST_BEATS = 120  # until an answer that takes milliseconds
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
-def greeting(limits: PromptLimits, adapters: Sequence[LoadedAdapter] = (), lora: bool = False, version: int = boundary.VERSION) -> bytes:
+def greeting(
+    limits: PromptLimits,
+    adapters: Sequence[LoadedAdapter] = (),
+    lora: bool = False,
+    version: int = boundary.VERSION,
+) -> bytes:
     """What an engine says first."""
     tokenizer = spec_of(ByteTokenizer(300))
     residency = ResidencyChoice(8, 16, False, (), Division(4, 16, 1, 3, 1))
-    return frame(boundary.Hello(version, "m", limits, {}, ("device",), 9, 1, 0.0, lora, tokenizer, list(adapters), residency))
+    return frame(
+        boundary.Hello(
+            version, "m", limits, {}, ("device",), 9, 1, 0.0, lora, tokenizer, list(adapters), residency
+        )
+    )
 
 
 class Linked:
@@ -154,7 +179,7 @@ def steps_of(wire: Wire[FromEngine]) -> Iterator[boundary.Tokens]:
             yield message
 
 
-# ---------------------------------------------------------------------------------------------------------------------- a step
+# ----------------------------------------------------------------------------------------------------- a step
 
 
 def test_a_step_is_left_for_a_front_as_one_list_of_all_its_requests() -> None:
@@ -199,7 +224,8 @@ def event(number: int, **fields: object) -> tuple[int, TokenEvent]:
 
 
 def test_events_of_a_request_keep_their_order_where_steps_were_merged() -> None:
-    """What comes behind an event that is more than a token goes behind it: plain tokens of a message are read first."""
+    """What comes behind an event that is more than a token goes behind it: plain tokens of a message are read
+    first."""
     batch = [
         event(1, tokens=(10,)),
         event(2, tokens=(20,), source=KvSource(computed=1)),
@@ -238,12 +264,22 @@ def test_an_event_arrives_as_it_was() -> None:
     (read,) = Frames[boundary.Tokens](FromEngine).feed(frame(tokens_of([(5, given_event)])))
     made = read.rest[0].made("r")
     assert made[:11] == given_event[:11]
-    assert isinstance(made.failure, Overloaded) and (str(made.failure), made.failure.retry_after_s) == ("later", 3.0)
+    assert isinstance(made.failure, Overloaded) and (str(made.failure), made.failure.retry_after_s) == (
+        "later",
+        3.0,
+    )
 
 
 @pytest.mark.parametrize(
     "error",
-    [InvalidRequest("a", "p"), ContextExceeded(3, "x"), Overloaded("o", 2.5), EngineClosed("z"), StoreFailed("s"), DeadlineExceeded("d")],
+    [
+        InvalidRequest("a", "p"),
+        ContextExceeded(3, "x"),
+        Overloaded("o", 2.5),
+        EngineClosed("z"),
+        StoreFailed("s"),
+        DeadlineExceeded("d"),
+    ],
 )
 def test_an_error_is_the_same_on_the_other_side(error: Exception) -> None:
     made = error_from(fault_from(error))
@@ -272,7 +308,11 @@ def test_a_tokenizer_is_made_again_from_plain_data() -> None:
 
 def test_a_vocabulary_with_a_template_is_made_again_with_all_that_the_template_names() -> None:
     roles = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", roles, "{{ eos_token }}{{ tools | tojson }}")
+    template = ChatTemplate(
+        "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+        roles,
+        "{{ eos_token }}{{ tools | tojson }}",
+    )
     made = Tokenizer(tiny_tokenizer(), (2, 7), template)
     again = tokenizer_of(spec_of(made))
     messages = [{"role": "user", "content": "hello"}]
@@ -282,10 +322,12 @@ def test_a_vocabulary_with_a_template_is_made_again_with_all_that_the_template_n
     assert again.eos_ids == {2, 7} and again.encode("a b c") == made.encode("a b c")
 
 
-# ------------------------------------------------------------------------------------------------- fronts that are no good
+# ------------------------------------------------------------------------------------ fronts that are no good
 
 
-def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_that_hangs_up_has_its_requests_cancelled_and_is_over_then(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, left = linked.front(), linked.front()
     kept.send(submit(1, max_tokens=1500))
     for number in range(1, 4):
@@ -319,8 +361,11 @@ def test_an_adapter_that_a_front_held_when_it_hung_up_can_be_freed(linked: Linke
         adapters.hold(adapter)
 
 
-def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "MOST_EVENTS", 640)  # more than the other one is told: however late it reads, it is not cut off
+def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # more than the other one is told: however late it reads, it is not cut off
+    monkeypatch.setattr(links_module, "MOST_EVENTS", 640)
     deaf, good = linked.front(small=True), linked.front()
     for number in range(1, 5):
         deaf.send(submit(number, "deaf", max_tokens=600, logprobs=20))
@@ -335,7 +380,9 @@ def test_a_front_that_does_not_read_is_cut_off_and_holds_up_nobody(linked: Linke
     assert linked.engine.stats().generated_tokens < 5 * 600
 
 
-def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beats gather, and answers: nothing may grow without bound for somebody who does not read."""
     monkeypatch.setattr(links_module, "MOST_MESSAGES", 16)
     deaf = linked.front(small=True)
@@ -350,7 +397,8 @@ def test_a_front_that_stands_still_is_cut_off_though_nothing_is_generated(linked
 def test_a_front_that_says_nothing_any_more_is_cut_off_and_its_requests_are_cancelled(
     linked: Linked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped process: its socket takes what it is told for minutes. One that has yet to say something is still starting."""
+    """A stopped process: its socket takes what it is told for minutes. One that has yet to say something is
+    still starting."""
     stopped, starting = linked.front(), linked.front()
     stopped.send(submit(1, "stopped", max_tokens=1900))
     starting.sock.setblocking(False)
@@ -361,7 +409,9 @@ def test_a_front_that_says_nothing_any_more_is_cut_off_and_its_requests_are_canc
     assert [link.index for link in linked.links._links] == [1]
 
 
-def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A submit may wait for a store; what the front says meanwhile is not read yet."""
     entered, gate = threading.Event(), threading.Event()
     submitted = linked.engine.submit
@@ -387,10 +437,18 @@ def test_a_front_is_not_silent_while_the_engine_deals_with_what_it_said(linked: 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff" * 64, b"\x05\0\0\0hello", b"\x01\0\0\0\xc1", frame(boundary.Tokens([], [])), b"GET / HTTP/1.1\r\n\r\n"],
+    [
+        b"\xff" * 64,
+        b"\x05\0\0\0hello",
+        b"\x01\0\0\0\xc1",
+        frame(boundary.Tokens([], [])),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
     ids=["length", "text", "no MessagePack", "the other end's", "HTTP"],
 )
-def test_garbage_cuts_off_whoever_says_it_and_nobody_else(linked: Linked, garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_cuts_off_whoever_says_it_and_nobody_else(
+    linked: Linked, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     bad, good = linked.front(), linked.front()
     bad.send(submit(1, max_tokens=1900))
     until(lambda: linked.num_open == 1, "it is running")
@@ -432,7 +490,9 @@ def test_a_reset_is_alone_in_the_whole_server(linked: Linked, monkeypatch: pytes
     assert _reply(other).fault is None  # the first one is over
 
 
-def test_a_beat_tells_fronts_how_long_the_loop_has_been_silent(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_tells_fronts_how_long_the_loop_has_been_silent(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They answer probes by it."""
     monkeypatch.setattr(linked.loop, "beat_age_s", lambda: 42.0)
     front = linked.front()
@@ -453,7 +513,9 @@ def test_fronts_are_told_whether_the_engine_is_warm_in_the_greeting_and_when_it_
     assert any(next(beats).is_warm for _ in range(3))
 
 
-def test_a_call_that_fails_is_answered_with_its_error(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_is_answered_with_its_error(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(tiers: object) -> dict[str, int]:
         raise StoreFailed("the disk is gone")
 
@@ -478,7 +540,9 @@ def test_a_session_of_a_front_that_is_gone_ends_with_its_prompt(linked: Linked) 
 
 
 # Holds invariant 20: a call about snapshots can be cancelled while it waits.
-def test_a_call_about_snapshots_that_is_abandoned_leaves_the_line_and_one_of_a_front_that_is_gone_does(linked: Linked) -> None:
+def test_a_call_about_snapshots_that_is_abandoned_leaves_the_line_and_one_of_a_front_that_is_gone_does(
+    linked: Linked,
+) -> None:
     """No thread waits for either."""
     snapshots, reached, go_on = linked.engine.snapshots, threading.Event(), threading.Event()
     busy = snapshots._begin(lambda: (reached.set(), go_on.wait(60.0)))
@@ -496,7 +560,9 @@ def test_a_call_about_snapshots_that_is_abandoned_leaves_the_line_and_one_of_a_f
     go_on.set()
 
 
-@pytest.mark.parametrize(("method", "arguments"), [("reset_cache", (("device",),)), ("wait_flushed", ("persisted", 1.0))])
+@pytest.mark.parametrize(
+    ("method", "arguments"), [("reset_cache", (("device",),)), ("wait_flushed", ("persisted", 1.0))]
+)
 def test_one_that_failed_is_not_in_progress_any_more(
     linked: Linked, method: str, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,7 +576,9 @@ def test_one_that_failed_is_not_in_progress_any_more(
         assert _reply(front).fault == boundary.SentError("StoreFailed", "the disk is gone")
 
 
-def test_a_prefetch_reaches_the_engine_as_its_front_said_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefetch_reaches_the_engine_as_its_front_said_it(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, begun = list[dict[str, object]](), Future[None]()
     begun.set_result(None)
 
@@ -520,12 +588,25 @@ def test_a_prefetch_reaches_the_engine_as_its_front_said_it(linked: Linked, monk
 
     monkeypatch.setattr(linked.engine, "prefetch", prefetch)
     front = linked.front()
-    front.send(call(1, "EngineClient.prefetch", np.arange(3, dtype=np.uint32).tobytes(), "s", "t", Adapter("a", "digest")))
+    front.send(
+        call(
+            1,
+            "EngineClient.prefetch",
+            np.arange(3, dtype=np.uint32).tobytes(),
+            "s",
+            "t",
+            Adapter("a", "digest"),
+        )
+    )
     assert _reply(front).fault is None
-    assert asked == [{"prompt": [0, 1, 2], "session": "s", "cache_salt": "t", "adapter": Adapter("a", "digest")}]
+    assert asked == [
+        {"prompt": [0, 1, 2], "session": "s", "cache_salt": "t", "adapter": Adapter("a", "digest")}
+    ]
 
 
-def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(links_module, "ANSWER_S", DEADLINE_S)
     one, other = linked.front(), linked.front()
     _, second = linked.links._links
@@ -560,7 +641,10 @@ def test_an_adapter_can_be_submitted_to_until_every_front_knows_that_it_is_unloa
     late = submit(1, max_tokens=2)
     late.options.adapter = adapter
     other.send(late)  # before it has read that
-    assert any(sent.event.finish is FinishReason.LENGTH for sent in itertools.chain(*(step.rest for step in _until_over(other))))
+    assert any(
+        sent.event.finish is FinishReason.LENGTH
+        for sent in itertools.chain(*(step.rest for step in _until_over(other)))
+    )
     for wire in (one, other):
         wire.send(boundary.Awake(message.version))
     assert _reply(one).value == msgspec.msgpack.encode(True)
@@ -597,7 +681,9 @@ def test_a_compiled_grammar_is_kept_until_its_front_lets_go(linked: Linked) -> N
     until(lambda: not link._kept, "it is let go of")
 
 
-def test_a_grammar_that_its_front_lets_go_of_is_compiled_no_further(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_its_front_lets_go_of_is_compiled_no_further(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiling = Future[object]()
     monkeypatch.setattr(linked.engine.grammars, "begin", lambda grammar: compiling)
     front = linked.front()
@@ -622,7 +708,7 @@ def _wait_dealt_with(front: Wire[FromEngine]) -> None:
     assert any(one.number == 1 << 30 for one in next(steps_of(front)).rest)
 
 
-# ---------------------------------------------------------------------------------------------------------- the front's side
+# ------------------------------------------------------------------------------------------- the front's side
 
 
 def test_settings_reach_the_processes_whatever_bytes_and_numbers_they_have() -> None:
@@ -636,7 +722,9 @@ def test_settings_reach_the_processes_whatever_bytes_and_numbers_they_have() -> 
         OffloadConfig(ssd_dir=path, host_gib=0.1),
         lora=LoraConfig((("a", path),), path),
     )
-    sent = boundary.EngineSetup(boundary.VERSION, packed(config), packed(server), ("info", "text"), "http://x")
+    sent = boundary.EngineSetup(
+        boundary.VERSION, packed(config), packed(server), ("info", "text"), "http://x"
+    )
     (got,) = Frames[boundary.FromParent](boundary.FromParent).feed(frame(sent))
     assert isinstance(got, boundary.EngineSetup)
     assert (unpacked(got.config, Config), unpacked(got.server, ServerConfig)) == (config, server)
@@ -650,7 +738,10 @@ def test_another_version_is_refused() -> None:
     with engine, front:
         made = Linked()
         engine.sendall(greeting(made.engine.limits, version=boundary.VERSION + 1))
-        with pytest.raises(ProtocolBroken, match=f"version {boundary.VERSION + 1} of the protocol, and this process {boundary.VERSION}"):
+        with pytest.raises(
+            ProtocolBroken,
+            match=f"version {boundary.VERSION + 1} of the protocol, and this process {boundary.VERSION}",
+        ):
             greeted(Wire(front, FromEngine))
         made.loop.start()
         made.close()
@@ -666,9 +757,14 @@ def test_a_child_of_another_version_says_so_and_ends() -> None:
         with subprocess.Popen(command, pass_fds=[fd], env=environment) as child:
             theirs.close()
             wire: Wire[boundary.ToParent] = Wire(ours, boundary.ToParent)
-            wire.send(boundary.FrontSetup(boundary.VERSION + 1, packed(ServerConfig()), ("info", "text"), 0, 1))
+            wire.send(
+                boundary.FrontSetup(boundary.VERSION + 1, packed(ServerConfig()), ("info", "text"), 0, 1)
+            )
             said = wire.receive()
-            assert isinstance(said, boundary.Broken) and "of the protocol, and this process" in said.fault.message
+            assert (
+                isinstance(said, boundary.Broken)
+                and ("of the protocol, and this process") in said.fault.message
+            )
             assert child.wait(DEADLINE_S) == 1
 
 
@@ -722,14 +818,19 @@ def test_messages_of_many_socket_buffers_arrive_as_they_are_though_the_engine_re
         engine.settimeout(DEADLINE_S)
         for prompt in prompts:
             message = await asyncio.to_thread(wire.receive)
-            assert isinstance(message, boundary.Submit) and np.frombuffer(message.prompt, np.uint32).tolist() == prompt
+            assert (
+                isinstance(message, boundary.Submit)
+                and np.frombuffer(message.prompt, np.uint32).tolist() == prompt
+            )
 
     asyncio.run(run())
     for one in (engine, front):
         one.close()
 
 
-def as_front(play: Callable[[RemoteEngine, Wire[FromFront]], Awaitable[None]], *adapters: LoadedAdapter) -> None:
+def as_front(
+    play: Callable[[RemoteEngine, Wire[FromFront]], Awaitable[None]], *adapters: LoadedAdapter
+) -> None:
     """`play` on the event loop of a front, with the engine's end of its connection."""
     engine, front = socket.socketpair()
     engine.settimeout(30.0)  # for what takes milliseconds
@@ -777,7 +878,11 @@ def test_a_prefetch_is_asked_for_as_it_was_said() -> None:
         asked = await _heard(engine)
         assert isinstance(asked, boundary.Call)
         prompt, *others = boundary.arguments_of(asked)
-        assert np.frombuffer(prompt, np.uint32).tolist() == [1, 2] and others == ["s", "t", Adapter("a", "digest")]
+        assert np.frombuffer(prompt, np.uint32).tolist() == [1, 2] and others == [
+            "s",
+            "t",
+            Adapter("a", "digest"),
+        ]
 
     as_front(play)
 
@@ -803,7 +908,11 @@ def test_an_answer_that_nobody_waits_for_any_more_costs_nobody_theirs() -> None:
         given_up, waited_for = (client.prefetch(session="s") for _ in range(2))
         assert given_up.cancel()
         asked = [await _heard(engine) for _ in range(2)]
-        answers = [boundary.Returned(one.number, msgspec.msgpack.encode(None)) for one in asked if isinstance(one, boundary.Call)]
+        answers = [
+            boundary.Returned(one.number, msgspec.msgpack.encode(None))
+            for one in asked
+            if isinstance(one, boundary.Call)
+        ]
         engine.sock.sendall(b"".join(map(frame, answers)))
         assert await asyncio.wait_for(asyncio.wrap_future(waited_for), 30.0) is None
 
@@ -837,7 +946,10 @@ def test_nothing_is_asked_of_an_engine_that_has_said_goodbye() -> None:
         engine.send(boundary.Bye())
         with pytest.raises(EngineClosed):
             await asyncio.wait_for(asyncio.wrap_future(asked), DEADLINE_S)
-        for ask in (lambda: client.prefetch([1]), lambda: client.submit([1], SamplingParams(max_tokens=4), lambda event: None)):
+        for ask in (
+            lambda: client.prefetch([1]),
+            lambda: client.submit([1], SamplingParams(max_tokens=4), lambda event: None),
+        ):
             with pytest.raises(EngineClosed, match="shutting down"):
                 ask()
 
@@ -888,7 +1000,9 @@ def test_a_request_is_cancelled_by_its_own_name_until_it_has_ended() -> None:
         ({"max_tokens": 10**6}, "max_tokens"),
     ],
 )
-def test_what_can_be_wrong_with_a_request_is_said_before_it_is_sent(options: dict[str, Any], param: str) -> None:
+def test_what_can_be_wrong_with_a_request_is_said_before_it_is_sent(
+    options: dict[str, Any], param: str
+) -> None:
     """A stream has its status then, and its client is told by an event of it alone."""
     sampling = SamplingParams(max_tokens=options.pop("max_tokens", 4))
 
@@ -896,7 +1010,9 @@ def test_what_can_be_wrong_with_a_request_is_said_before_it_is_sent(options: dic
         with pytest.raises(InvalidRequest) as raised:
             client.submit([1] * 200, sampling, lambda event: None, **options)
         assert raised.value.param == param and not client._asked
-        client.submit([1] * 200, SamplingParams(max_tokens=4), lambda event: None, residency="scored", pins=[(0, 5)])
+        client.submit(
+            [1] * 200, SamplingParams(max_tokens=4), lambda event: None, residency="scored", pins=[(0, 5)]
+        )
         sent = await _heard(engine)
         assert isinstance(sent, boundary.Submit) and sent.options.residency == "scored"
 
@@ -941,7 +1057,9 @@ def test_a_call_says_all_that_it_takes_and_is_answered_with_a_future() -> None:
 
 def test_a_call_that_is_cancelled_is_given_up_there_and_its_answer_goes_nowhere() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
-        opening = asyncio.create_task(asyncio.wait_for(asyncio.wrap_future(client.snapshots.begin_open("talk")), 60.0))
+        opening = asyncio.create_task(
+            asyncio.wait_for(asyncio.wrap_future(client.snapshots.begin_open("talk")), 60.0)
+        )
         asked = await _heard(engine)
         assert isinstance(asked, boundary.Call) and boundary.arguments_of(asked) == ("talk", "", None)
         opening.cancel()
@@ -981,10 +1099,14 @@ def test_half_a_pair_of_tokens_ends_the_connection() -> None:
         await asyncio.to_thread(until, lambda: heard, "its end is told")
 
     as_front(play)
-    assert heard[-1].finish is FinishReason.ERROR and "connection to the engine's process is broken" in (heard[-1].error or "")
+    assert heard[-1].finish is FinishReason.ERROR and ("connection to the engine's process is broken") in (
+        heard[-1].error or ""
+    )
 
 
-def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(remote, "STATS_S", 0.01)
 
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
@@ -1001,7 +1123,9 @@ def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(m
     as_front(play)
 
 
-def test_who_waits_for_the_end_of_an_engine_that_does_not_end_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_the_end_of_an_engine_that_does_not_end_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waited: list[float | None] = []
 
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
@@ -1023,7 +1147,9 @@ def test_who_has_asked_an_engine_that_fails_is_told_why_and_so_is_who_asks_later
             client.submit([1], SamplingParams(max_tokens=4), heard.append)
 
     as_front(play)
-    assert [(event.error, str(event.failure)) for event in heard] == [("the engine has failed: RuntimeError: no",) * 2]
+    assert [(event.error, str(event.failure)) for event in heard] == [
+        ("the engine has failed: RuntimeError: no",) * 2
+    ]
 
 
 def test_the_end_of_the_engine_reaches_all_who_wait_though_one_has_given_up() -> None:
@@ -1033,7 +1159,9 @@ def test_the_end_of_the_engine_reaches_all_who_wait_though_one_has_given_up() ->
         client._take(boundary.Bye())
         assert waits.done() and isinstance(waits.exception(), EngineClosed)
         loop = asyncio.get_running_loop()
-        assert not loop.remove_reader(client._sock), "the loop does not turn for a socket that has nothing more to say"
+        assert not loop.remove_reader(client._sock), (
+            "the loop does not turn for a socket that has nothing more to say"
+        )
 
     as_front(play)
 
@@ -1080,7 +1208,11 @@ def test_figures_are_sent_when_they_are_asked_for() -> None:
         engine.send(boundary.WantFigures())
         engine.send(boundary.Beat(0.0))
         told = await _heard(engine)
-        assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == 3 and told.were_wanted
+        assert (
+            isinstance(told, boundary.FrontFigures)
+            and told.figures.by_finish["stop"] == 3
+            and told.were_wanted
+        )
 
     as_front(play)
 
@@ -1112,14 +1244,20 @@ def test_a_grammar_that_the_engine_refuses_is_refused_here() -> None:
         compiling = client.grammars.begin(Grammar("regex", "[ab"))
         asked = await _heard(engine)
         assert isinstance(asked, boundary.Call)
-        engine.send(boundary.Returned(asked.number, fault=fault_from(InvalidRequest("no such pattern", "guided_regex"))))
+        engine.send(
+            boundary.Returned(
+                asked.number, fault=fault_from(InvalidRequest("no such pattern", "guided_regex"))
+            )
+        )
         with pytest.raises(InvalidRequest, match="no such pattern"):
             await asyncio.wait_for(asyncio.wrap_future(compiling), DEADLINE_S)
 
     as_front(play)
 
 
-def test_an_adapter_that_is_not_loaded_cannot_be_held_and_none_is_loaded_where_the_engine_has_no_place_for_them() -> None:
+def test_an_adapter_that_is_not_loaded_cannot_be_held_and_none_is_loaded_where_the_engine_has_no_place_for_them() -> (  # noqa: E501
+    None
+):
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         assert client.adapters.try_hold("none") is None
         assert client.adapters.root is None
@@ -1147,7 +1285,9 @@ def test_a_connection_that_fails_in_any_way_ends_what_waits_for_it() -> None:
         client._read()
 
     as_front(play)
-    assert [str(event.failure) for event in heard] == ["the connection to the engine's process failed: no route"]
+    assert [str(event.failure) for event in heard] == [
+        "the connection to the engine's process failed: no route"
+    ]
 
 
 def test_a_message_does_not_overtake_the_rest_of_one_before_it() -> None:
@@ -1167,7 +1307,9 @@ def test_a_message_does_not_overtake_the_rest_of_one_before_it() -> None:
         while len(found) < 3:
             found += frames.feed(await asyncio.to_thread(engine.recv, 1 << 20))
         assert [type(message) for message in found] == [boundary.Submit, boundary.Submit, boundary.Cancel]
-        assert not asyncio.get_running_loop().remove_writer(front), "the loop does not turn for a socket that could take more"
+        assert not asyncio.get_running_loop().remove_writer(front), (
+            "the loop does not turn for a socket that could take more"
+        )
 
     with engine, front:
         asyncio.run(run())
@@ -1219,7 +1361,11 @@ def test_figures_are_sent_whenever_they_have_changed() -> None:
             engine.send(boundary.Beat(0.0))
             assert await _heard(engine) == boundary.Awake(0)
             told = await _heard(engine)
-            assert isinstance(told, boundary.FrontFigures) and told.figures.by_finish["stop"] == num and not told.were_wanted
+            assert (
+                isinstance(told, boundary.FrontFigures)
+                and told.figures.by_finish["stop"] == num
+                and not told.were_wanted
+            )
 
     as_front(play)
 
@@ -1277,7 +1423,7 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
     made.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------- seats
+# ------------------------------------------------------------------------------------------------------ seats
 
 
 def test_seats_are_counted_over_all_fronts_and_those_of_one_that_is_gone_come_back() -> None:
@@ -1317,7 +1463,13 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def seat_process(script: str, fd: int) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", script, str(fd)], pass_fds=[fd], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(fd)],
+        pass_fds=[fd],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_who_looks_and_takes_is_alone() -> None:
@@ -1337,7 +1489,9 @@ def test_a_process_that_stands_still_with_the_lock_stops_nobody() -> None:
     with seat_process(HOLD, book.fd) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         taken: list[bool] = []
-        taker = threading.Thread(target=lambda: taken.append(book.try_add(0, GateNumber.GENERATIONS, 1, 3)), daemon=True)
+        taker = threading.Thread(
+            target=lambda: taken.append(book.try_add(0, GateNumber.GENERATIONS, 1, 3)), daemon=True
+        )
         taker.start()
         try:
             until(lambda: taken, "it has its seat")
@@ -1360,7 +1514,11 @@ def test_processes_that_take_seats_at_once_never_take_more_than_there_are_nor_fe
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     takers = [
         subprocess.Popen(
-            [sys.executable, "-c", TAKE, str(book.fd), str(row)], pass_fds=[book.fd], env=environment, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", TAKE, str(book.fd), str(row)],
+            pass_fds=[book.fd],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for row in range(4)
     ]
@@ -1368,17 +1526,26 @@ def test_processes_that_take_seats_at_once_never_take_more_than_there_are_nor_fe
     assert sum(taken) == 1000 == book.total(GateNumber.GENERATIONS)
 
 
-# ----------------------------------------------------------------------------------------------------------------- how many fronts
+# -------------------------------------------------------------------------------------------- how many fronts
 
 
 @pytest.mark.parametrize(
     ("given", "device", "num_cores", "expected"),
-    [(None, "cpu", 64, 1), (None, "cuda", 2, 1), (None, "cuda", 8, 2), (None, "cuda", 16, 4), (None, "cuda", 64, 4), (7, "cpu", 2, 7)],
+    [
+        (None, "cpu", 64, 1),
+        (None, "cuda", 2, 1),
+        (None, "cuda", 8, 2),
+        (None, "cuda", 16, 4),
+        (None, "cuda", 64, 4),
+        (7, "cpu", 2, 7),
+    ],
 )
 def test_how_many_fronts_there_are_unless_it_is_said(
     monkeypatch: pytest.MonkeyPatch, given: int | None, device: str, num_cores: int, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        parent = Supervisor(Config(), ServerConfig(api_processes=given), ("info", "text"), listener, lambda kind, fds: [])
+        parent = Supervisor(
+            Config(), ServerConfig(api_processes=given), ("info", "text"), listener, lambda kind, fds: []
+        )
         assert parent._num_fronts(device) == expected

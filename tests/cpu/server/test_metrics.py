@@ -1,4 +1,5 @@
-"""Every figure of the engine under its own name: no two of them are equal here, so that none can stand in for another."""
+"""Every figure of the engine under its own name: no two of them are equal here, so that none can stand in for
+another."""
 
 from __future__ import annotations
 
@@ -73,10 +74,14 @@ def scraped(stats: EngineStats) -> dict[str, float]:
     engine: Any = Fixed(stats)
     families = text_string_to_metric_families(exposition(engine.stats(), RequestFigures(), "tiny").decode())
     return {
-        " ".join((sample.name.removeprefix("penstock_"), *(sample.labels[name] for name in sorted(sample.labels)))): sample.value
+        " ".join(
+            (sample.name.removeprefix("penstock_"), *(sample.labels[name] for name in sorted(sample.labels)))
+        ): sample.value
         for family in families
         for sample in family.samples
-        if sample.name.startswith("penstock_") and not sample.name.endswith("_created") and "model" not in sample.labels
+        if sample.name.startswith("penstock_")
+        and not sample.name.endswith("_created")
+        and "model" not in sample.labels
     }
 
 
@@ -166,10 +171,15 @@ def test_every_figure_is_shown_under_its_own_name() -> None:
     }
 
 
-def test_the_statistics_of_the_cache_are_those_of_the_engine(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_statistics_of_the_cache_are_those_of_the_engine(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served.engine, "stats", lambda: STATS)
     assert served.http.get("/cache/stats").json() == {
-        "kv_blocks": {"device": {"total": 63, "free": 31, "active": 32}, "host": {"total": 67, "free": 33, "idle": 34}},
+        "kv_blocks": {
+            "device": {"total": 63, "free": 31, "active": 32},
+            "host": {"total": 67, "free": 33, "idle": 34},
+        },
         "cache": STATS.cache,
         "prompt_tokens": STATS.prompt_tokens,
         "retractions": 41,
@@ -221,4 +231,7 @@ def test_usage_adds_up_what_was_proposed_for_each_choice_and_kept(served: Served
     assert "completion_tokens_details" not in usage_of([prompt], choices, 2)
     for choice, drafted, accepted in ((choices[0], 4, 1), (choices[1], 3, 3), (choices[0], 2, 2)):
         choice.feed([TokenEvent("r", (5,) * (accepted + 1), drafted=drafted, accepted=accepted)])
-    assert usage_of([prompt], choices, 2)["completion_tokens_details"] == {"draft_tokens": 9, "accepted_draft_tokens": 6}
+    assert usage_of([prompt], choices, 2)["completion_tokens_details"] == {
+        "draft_tokens": 9,
+        "accepted_draft_tokens": 6,
+    }

@@ -52,15 +52,20 @@ def lines() -> Any:
 
 def sample(served: Served, name: str, **labels: str) -> float:
     families = text_string_to_metric_families(served.http.get("/metrics").text)
-    found = [s.value for f in families for s in f.samples if s.name == name and labels.items() <= s.labels.items()]
+    found = [
+        s.value for f in families for s in f.samples if s.name == name and labels.items() <= s.labels.items()
+    ]
     return sum(found) if found else 0.0
 
 
-# ------------------------------------------------------------------------------------------------------------------- ids
+# -------------------------------------------------------------------------------------------------------- ids
 
 
 def test_a_clients_own_id_comes_back_and_is_in_the_log(served: Served, lines: Lines) -> None:
-    for path, body in (("/v1/completions", completion(max_tokens=1)), ("/v1/chat/completions", {"model": MODEL, "messages": HI})):
+    for path, body in (
+        ("/v1/completions", completion(max_tokens=1)),
+        ("/v1/chat/completions", {"model": MODEL, "messages": HI}),
+    ):
         for stream in (False, True):
             sent = {**body, "max_tokens": 1, "stream": stream}
             reply = served.http.post(path, json=sent, headers={"x-request-id": "my-id/7"})
@@ -72,7 +77,9 @@ def test_a_clients_own_id_comes_back_and_is_in_the_log(served: Served, lines: Li
 
 def test_two_requests_with_one_id_run_at_once(served: Served) -> None:
     served.engine.hold()
-    both = [served.send("/v1/completions", completion(max_tokens=2), "X-Request-Id: same\r\n") for _ in range(2)]
+    both = [
+        served.send("/v1/completions", completion(max_tokens=2), "X-Request-Id: same\r\n") for _ in range(2)
+    ]
     until(lambda: served.engine.num_open == 2, "both are open")
     served.engine.release()
     for connection in both:
@@ -102,14 +109,24 @@ def test_every_answer_has_an_id_also_a_refusal(served: Served) -> None:
     assert len(set(ids)) == 4
 
 
-# ------------------------------------------------------------------------------------------------------------------- log
+# -------------------------------------------------------------------------------------------------------- log
 
 
 def test_a_line_says_who_asked_for_what_and_how_it_went(served: Served, lines: Lines) -> None:
     served.http.post("/v1/completions", json=completion("x" * 40, max_tokens=5, n=2))
     fields = lines.last()
-    assert (fields["method"], fields["path"], fields["status"], fields["model"]) == ("POST", "/v1/completions", 200, MODEL)
-    assert (fields["prompt_tokens"], fields["output_tokens"], fields["finish"], fields["stream"]) == (40, 10, "length", False)
+    assert (fields["method"], fields["path"], fields["status"], fields["model"]) == (
+        "POST",
+        "/v1/completions",
+        200,
+        MODEL,
+    )
+    assert (fields["prompt_tokens"], fields["output_tokens"], fields["finish"], fields["stream"]) == (
+        40,
+        10,
+        "length",
+        False,
+    )
     assert fields["from_computed"] + fields.get("from_device", 0) == 40
     assert 0 <= fields["ttft_s"] <= fields["total_s"] and "error" not in fields
     text = lines.records[-1].getMessage()
@@ -162,7 +179,9 @@ def test_a_stream_that_fails_says_why(lines: Lines) -> None:
     with serving(engine) as served:
         served.http.post("/v1/completions", json=completion(stream=True, max_tokens=5))
         fields = lines.last()
-        assert (fields["status"], fields["finish"]) == (200, "error") and "the device is gone" in fields["error"]
+        assert (fields["status"], fields["finish"]) == (200, "error") and ("the device is gone") in fields[
+            "error"
+        ]
         assert sample(served, "penstock_finished_total", reason="error") == 1
 
 
@@ -176,7 +195,7 @@ def test_probes_are_not_in_the_log_unless_they_fail(served: Served, lines: Lines
     served.loop.age_s = None
 
 
-# --------------------------------------------------------------------------------------------------------------- figures
+# ---------------------------------------------------------------------------------------------------- figures
 
 
 def test_requests_are_counted_by_path_status_and_finish(served: Served) -> None:
@@ -212,7 +231,10 @@ def test_dashboards_of_vllm_find_their_figures(served: Served, monkeypatch: pyte
         **{
             **{name: getattr(stats, name) for name in EngineStats.__dataclass_fields__},
             "requests": {"waiting": 3, "loading": 1, "running": 4, "retracted": 2},
-            "kv_blocks": {"device": {"free": 10, "idle": 15, "active": 60, "reserved": 15}, "host": {"free": 1}},
+            "kv_blocks": {
+                "device": {"free": 10, "idle": 15, "active": 60, "reserved": 15},
+                "host": {"free": 1},
+            },
             "prompt_tokens": {"device": 30, "host": 20, "computed": 50},
             "retractions": 9,
         }
@@ -239,17 +261,23 @@ def test_dashboards_of_vllm_find_their_figures(served: Served, monkeypatch: pyte
 
 def test_an_engine_without_blocks_has_a_usage(served: Served) -> None:
     stats = served.engine.stats()
-    bare = EngineStats(**{**{n: getattr(stats, n) for n in EngineStats.__dataclass_fields__}, "kv_blocks": {}})
+    bare = EngineStats(
+        **{**{n: getattr(stats, n) for n in EngineStats.__dataclass_fields__}, "kv_blocks": {}}
+    )
     engine: Any = type("Bare", (), {"stats": lambda self: bare})()
-    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in exposition(engine.stats(), RequestFigures(), "m")
+    assert b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.0' in exposition(
+        engine.stats(), RequestFigures(), "m"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- the small routes
+# ------------------------------------------------------------------------------------------- the small routes
 
 
 def test_the_key_does_not_guard_metrics_where_that_was_asked_for() -> None:
     with serving(api_key="k", public_metrics=True) as served:
-        assert [served.http.get(path).status_code for path in ("/metrics", "/v1/models", "/", "/version")] == [200, 401, 401, 401]
+        assert [
+            served.http.get(path).status_code for path in ("/metrics", "/v1/models", "/", "/version")
+        ] == [200, 401, 401, 401]
     with serving(api_key="k") as served:
         assert served.http.get("/metrics").status_code == 401
     with pytest.raises(ConfigError, match="--public-metrics needs --api-key"):
@@ -258,9 +286,17 @@ def test_the_key_does_not_guard_metrics_where_that_was_asked_for() -> None:
 
 def test_several_names_are_one_model() -> None:
     with serving(served_names=("gpt-4o", "org/other")) as served:
-        assert [card["id"] for card in served.http.get("/v1/models").json()["data"]] == ["gpt-4o", "org/other"]
+        assert [card["id"] for card in served.http.get("/v1/models").json()["data"]] == [
+            "gpt-4o",
+            "org/other",
+        ]
         for name in ("gpt-4o", "org/other"):
-            assert served.http.post("/v1/completions", json=completion(max_tokens=1) | {"model": name}).json()["model"] == name
+            assert (
+                served.http.post("/v1/completions", json=completion(max_tokens=1) | {"model": name}).json()[
+                    "model"
+                ]
+                == name
+            )
             assert served.http.get(f"/v1/models/{name}").json()["root"] == MODEL
         refused = served.http.post("/v1/completions", json=completion(max_tokens=1))
         assert refused.status_code == 404 and "'gpt-4o'" in refused.text
@@ -273,7 +309,9 @@ def test_an_adapter_cannot_have_a_name_of_the_model(tmp_path: Path) -> None:
     store.load("mine", tmp_path)
     with serving(ScriptedEngine(adapters=store), served_names=("gpt-4o",)) as served:
         reply = served.http.post("/v1/load_lora_adapter", json={"lora_name": "gpt-4o", "lora_path": "x"})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "lora_name") and "the model itself" in reply.text
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "lora_name") and (
+            "the model itself"
+        ) in reply.text
         assert served.http.get("/v1/models/mine").json()["parent"] == "gpt-4o"
     engine = ScriptedEngine(adapters=store)
     with pytest.raises(ConfigError, match="an adapter has that name"):

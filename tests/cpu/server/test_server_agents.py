@@ -1,4 +1,5 @@
-"""What coding agents really send, from their first request on: each is answered in the shape that the agent reads, whole and streamed."""
+"""What coding agents really send, from their first request on: each is answered in the shape that the agent
+reads, whole and streamed."""
 
 from __future__ import annotations
 
@@ -11,9 +12,16 @@ import pytest
 from served import MODEL, Served, serving
 from test_server_tools import KNOWS_TOOLS, saying
 
-RECORDED = [json.loads(line) for line in (Path(__file__).parents[2] / "data" / "agent-requests.jsonl").read_text().splitlines()]
+RECORDED = [
+    json.loads(line)
+    for line in (Path(__file__).parents[2] / "data" / "agent-requests.jsonl").read_text().splitlines()
+]
 SAID = "Let me see."
-NAMES = {"/v1/messages?beta=true": "Bash", "/v1/responses": "multi_agent_v1__wait_agent", "/v1/chat/completions": "bash"}
+NAMES = {
+    "/v1/messages?beta=true": "Bash",
+    "/v1/responses": "multi_agent_v1__wait_agent",
+    "/v1/chat/completions": "bash",
+}
 IGNORED = {
     "Claude Code": {"context_management", "metadata", "output_config.effort", "system[].cache_control"},
     "Codex": {"client_metadata", "include", "tools[web_search]"},
@@ -51,26 +59,43 @@ def parts(path: str, reply: dict[str, Any]) -> tuple[str, list[str]]:
         return "".join(block["text"] for block in blocks if block["type"] == "text").strip(), calls
     if path == "/v1/responses":
         calls = [
-            "__".join(filter(None, (item.get("namespace"), item["name"]))) for item in reply["output"] if item["type"] == "function_call"
+            "__".join(filter(None, (item.get("namespace"), item["name"])))
+            for item in reply["output"]
+            if item["type"] == "function_call"
         ]
-        said = [part["text"] for item in reply["output"] if item["type"] == "message" for part in item["content"]]
+        said = [
+            part["text"] for item in reply["output"] if item["type"] == "message" for part in item["content"]
+        ]
         return "".join(said).strip(), calls
     message = reply["choices"][0]["message"]
-    return (message["content"] or "").strip(), [call["function"]["name"] for call in message.get("tool_calls") or ()]
+    return (message["content"] or "").strip(), [
+        call["function"]["name"] for call in message.get("tool_calls") or ()
+    ]
 
 
 def streamed_parts(path: str, text: str) -> tuple[str, list[str]]:
     found = events(text)
     if path.startswith("/v1/messages"):
         assert (found[0]["type"], found[-1]["type"]) == ("message_start", "message_stop")
-        calls = [event["content_block"]["name"] for event in found if event.get("content_block", {}).get("type") == "tool_use"]
-        return "".join(event["delta"]["text"] for event in found if event.get("delta", {}).get("type") == "text_delta").strip(), calls
+        calls = [
+            event["content_block"]["name"]
+            for event in found
+            if event.get("content_block", {}).get("type") == "tool_use"
+        ]
+        return "".join(
+            event["delta"]["text"] for event in found if event.get("delta", {}).get("type") == "text_delta"
+        ).strip(), calls
     if path == "/v1/responses":
         assert (found[0]["type"], found[-1]["type"]) == ("response.created", "response.completed")
         return parts(path, found[-1]["response"])
     assert text.rstrip().endswith("[DONE]")
     deltas = [choice["delta"] for event in found for choice in event["choices"]]
-    calls = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls") or () if call["function"].get("name")]
+    calls = [
+        call["function"]["name"]
+        for delta in deltas
+        for call in delta.get("tool_calls") or ()
+        if call["function"].get("name")
+    ]
     return "".join(delta.get("content") or "" for delta in deltas).strip(), calls
 
 
@@ -85,13 +110,17 @@ def test_every_recorded_request_is_answered_and_its_tools_are_called(calling: tu
         assert whole == streamed and (expected is None or whole == expected), one["agent"]
 
 
-def test_the_model_is_told_of_the_tools_that_can_be_run_and_of_results_of_calls(calling: tuple[str, Served]) -> None:
+def test_the_model_is_told_of_the_tools_that_can_be_run_and_of_results_of_calls(
+    calling: tuple[str, Served],
+) -> None:
     path, served = calling
     for one in RECORDED:
         if one["path"] == path and one["body"].get("tools"):
             post(served, one, stream=False)
             prompt = bytes(served.engine.submitted[-1][0]).decode()
             assert "<tools>" in prompt and "web_search" not in prompt
-            results = json.dumps(one["body"]).count('"tool_result"') + json.dumps(one["body"]).count('"function_call_output"')
+            results = json.dumps(one["body"]).count('"tool_result"') + json.dumps(one["body"]).count(
+                '"function_call_output"'
+            )
             results += sum(message.get("role") == "tool" for message in one["body"].get("messages", ()))
             assert prompt.count("[tool]") == results

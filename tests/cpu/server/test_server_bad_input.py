@@ -33,10 +33,18 @@ BAD_COMPLETIONS = {
     "half a surrogate pair": (b'{"model":"scripted","prompt":"\\ud800 x"}', None, "valid JSON"),
     "nan": (b'{"model":"scripted","prompt":"x","temperature":NaN}', None, "valid JSON"),
     "infinity": (b'{"model":"scripted","prompt":"x","temperature":Infinity}', None, "valid JSON"),
-    "a number beyond floats": (b'{"model":"scripted","prompt":"x","temperature":1e999}', "temperature", "out of range"),
+    "a number beyond floats": (
+        b'{"model":"scripted","prompt":"x","temperature":1e999}',
+        "temperature",
+        "out of range",
+    ),
     "deep lists": (b'{"model":"scripted","prompt":' + b"[" * DEEP, "prompt[0][0]", "expected `int`"),
     "deep objects": (b'{"a":' * DEEP, "a", "not a field"),
-    "too many lists": (b'{"model":"scripted","prompt":[' + b"[]," * 20_000 + b"[]]}", None, "more than 16384 lists and objects"),
+    "too many lists": (
+        b'{"model":"scripted","prompt":[' + b"[]," * 20_000 + b"[]]}",
+        None,
+        "more than 16384 lists and objects",
+    ),
     "no model": ({"prompt": "x"}, "model", "required"),
     "no prompt": ({"model": MODEL}, "prompt", "required"),
     "an empty prompt": (completion(""), "prompt", "empty"),
@@ -55,9 +63,21 @@ BAD_COMPLETIONS = {
     "max_tokens as text": (completion(max_tokens="5"), "max_tokens", "`str`"),
     "max_tokens as a truth value": (completion(max_tokens=True), "max_tokens", "`bool`"),
     "huge max_tokens": (completion(max_tokens=10**30), "max_tokens", "<="),
-    "more than the context": (completion("x" * 90_000, max_tokens=20_000), "max_tokens", "maximum context length is 100000 tokens"),
-    "a prompt longer than the context": (completion("x" * 100_001), "prompt", "maximum context length is 100000 tokens"),
-    "ids longer than the context": (completion([1] * 100_001), "prompt", "maximum context length is 100000 tokens"),
+    "more than the context": (
+        completion("x" * 90_000, max_tokens=20_000),
+        "max_tokens",
+        "maximum context length is 100000 tokens",
+    ),
+    "a prompt longer than the context": (
+        completion("x" * 100_001),
+        "prompt",
+        "maximum context length is 100000 tokens",
+    ),
+    "ids longer than the context": (
+        completion([1] * 100_001),
+        "prompt",
+        "maximum context length is 100000 tokens",
+    ),
     "a negative temperature": (completion(temperature=-0.1), "temperature", "at least 0"),
     "top_p of nothing": (completion(top_p=0), "top_p", "above 0"),
     "top_p above one": (completion(top_p=1.1), "top_p", "at most 1"),
@@ -76,8 +96,16 @@ BAD_COMPLETIONS = {
     "too many stops": (completion(stop=["a"] * 17), "stop", "at most 16"),
     "a stop of the wrong type": (completion(stop=[1]), "stop[0]", "expected `str`"),
     "stream as text": (completion(stream="yes"), "stream", "`str`"),
-    "stream options without a stream": (completion(stream_options={"include_usage": True}), "stream_options", "stream is true"),
-    "unknown stream options": (completion(stream=True, stream_options={"x": 1}), "stream_options.x", "not a field"),
+    "stream options without a stream": (
+        completion(stream_options={"include_usage": True}),
+        "stream_options",
+        "stream is true",
+    ),
+    "unknown stream options": (
+        completion(stream=True, stream_options={"x": 1}),
+        "stream_options.x",
+        "not a field",
+    ),
     "a salt of the wrong type": (completion(cache_salt=1), "cache_salt", "expected `str"),
 }
 
@@ -100,41 +128,107 @@ BAD_CHATS = {
     "an unknown role": (said("x", "wizard"), "messages[0].role", "wizard"),
     "no content": (said(None), "messages[0]", "`null`"),
     "calls by a user": (
-        chat(messages=[{"role": "user", "content": "x", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}]),
+        chat(
+            messages=[
+                {
+                    "role": "user",
+                    "content": "x",
+                    "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
+                }
+            ]
+        ),
         "messages[0]",
         "only an assistant",
     ),
     "a call without an id": (
-        chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]),
+        chat(
+            messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]
+        ),
         "messages[0].tool_calls[0].id",
         "required",
     ),
     "arguments that are no text": (
-        chat(messages=[{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}]),
+        chat(
+            messages=[
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": {}}}]}
+            ]
+        ),
         "messages[0].tool_calls[0].function.arguments",
         "`object`",
     ),
     "a result of no call": (said("x", "tool"), "messages[0]", "tool_call_id"),
-    "a call id of a user": (chat(messages=[{"role": "user", "content": "x", "tool_call_id": "c"}]), "messages[0]", "tool_call_id"),
-    "a picture": (said([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type", "image_url"),
-    "an unknown field of a message": (chat(messages=[{"role": "user", "content": "x", "nom": "n"}]), "messages[0].nom", "not a field"),
-    "a name of the wrong type": (chat(messages=[{"role": "user", "content": "x", "name": 1}]), "messages[0].name", "expected `str"),
-    "a huge name": (chat(messages=[{"role": "user", "content": "x", "name": "n" * 1025}]), "messages[0].name", "<= 1024"),
+    "a call id of a user": (
+        chat(messages=[{"role": "user", "content": "x", "tool_call_id": "c"}]),
+        "messages[0]",
+        "tool_call_id",
+    ),
+    "a picture": (
+        said([{"type": "image_url", "image_url": {"url": "x"}}]),
+        "messages[0].content[0].type",
+        "image_url",
+    ),
+    "an unknown field of a message": (
+        chat(messages=[{"role": "user", "content": "x", "nom": "n"}]),
+        "messages[0].nom",
+        "not a field",
+    ),
+    "a name of the wrong type": (
+        chat(messages=[{"role": "user", "content": "x", "name": 1}]),
+        "messages[0].name",
+        "expected `str",
+    ),
+    "a huge name": (
+        chat(messages=[{"role": "user", "content": "x", "name": "n" * 1025}]),
+        "messages[0].name",
+        "<= 1024",
+    ),
     "a tool without a function": (chat(tools=[{"type": "function"}]), "tools[0].function", "required"),
-    "a tool of another kind": (chat(tools=[{"type": "web_search", "function": {"name": "f"}}]), "tools[0].type", "web_search"),
-    "a tool without a name": (chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name", "required"),
+    "a tool of another kind": (
+        chat(tools=[{"type": "web_search", "function": {"name": "f"}}]),
+        "tools[0].type",
+        "web_search",
+    ),
+    "a tool without a name": (
+        chat(tools=[{"type": "function", "function": {}}]),
+        "tools[0].function.name",
+        "required",
+    ),
     "a tool with a strange name": (chat(tools=[tool("a b")]), "tools[0].function.name", "regex"),
-    "a tool whose name ends with a line break": (chat(tools=[tool("a\n")]), "tools[0].function.name", "regex"),
-    "a tool with a list of parameters": (chat(tools=[tool(parameters=[])]), "tools[0].function.parameters", "`array`"),
-    "a tool with parameters in one another without end": (chat(tools=[tool(parameters=nested(101))]), "tools", "deeper than 100"),
-    "the same where it is not told of": (chat(tools=[tool(parameters=nested(900))], tool_choice="none"), "tools", "deeper than 100"),
-    "the same where it has to be called": (chat(tools=[tool(parameters=nested(480))], tool_choice="required"), "tools", "deeper than 100"),
+    "a tool whose name ends with a line break": (
+        chat(tools=[tool("a\n")]),
+        "tools[0].function.name",
+        "regex",
+    ),
+    "a tool with a list of parameters": (
+        chat(tools=[tool(parameters=[])]),
+        "tools[0].function.parameters",
+        "`array`",
+    ),
+    "a tool with parameters in one another without end": (
+        chat(tools=[tool(parameters=nested(101))]),
+        "tools",
+        "deeper than 100",
+    ),
+    "the same where it is not told of": (
+        chat(tools=[tool(parameters=nested(900))], tool_choice="none"),
+        "tools",
+        "deeper than 100",
+    ),
+    "the same where it has to be called": (
+        chat(tools=[tool(parameters=nested(480))], tool_choice="required"),
+        "tools",
+        "deeper than 100",
+    ),
     "a schema in itself without end": (
         chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": nested(101)}}),
         "response_format",
         "deeper than 100",
     ),
-    "the same of another field": (chat(structured_outputs={"json": nested(900)}), "structured_outputs.json", "deeper than 100"),
+    "the same of another field": (
+        chat(structured_outputs={"json": nested(900)}),
+        "structured_outputs.json",
+        "deeper than 100",
+    ),
     "two tools of one name": (chat(tools=[tool(), tool()]), "tools", "same name"),
     "too many tools": (chat(tools=[tool(f"f{i}") for i in range(129)]), "tools", "length <= 128"),
     "a tool choice without tools": (chat(tool_choice="required"), "tool_choice", "where there are tools"),
@@ -144,9 +238,17 @@ BAD_CHATS = {
         "tool_choice",
         "no tool has that name",
     ),
-    "parallel calls as text": (chat(tools=[tool()], parallel_tool_calls="no"), "parallel_tool_calls", "`str`"),
+    "parallel calls as text": (
+        chat(tools=[tool()], parallel_tool_calls="no"),
+        "parallel_tool_calls",
+        "`str`",
+    ),
     "an unknown format": (chat(response_format={"type": "xml"}), "response_format.type", "xml"),
-    "a format without its schema": (chat(response_format={"type": "json_schema"}), "response_format", "json_schema goes with"),
+    "a format without its schema": (
+        chat(response_format={"type": "json_schema"}),
+        "response_format",
+        "json_schema goes with",
+    ),
     "a schema without its format": (
         chat(response_format={"type": "text", "json_schema": {"name": "x", "schema": {}}}),
         "response_format",
@@ -167,11 +269,27 @@ BAD_CHATS = {
         "ignore_eos",
         "structured output",
     ),
-    "two forms": (chat(response_format={"type": "json_object"}, guided_regex="a"), "guided_regex", "give one of them"),
+    "two forms": (
+        chat(response_format={"type": "json_object"}, guided_regex="a"),
+        "guided_regex",
+        "give one of them",
+    ),
     "no form": (chat(structured_outputs={}), "structured_outputs", "one of json"),
-    "a form that is off": (chat(structured_outputs={"json_object": False}), "structured_outputs", "one of json"),
-    "two forms in one": (chat(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs.choice", "give one of them"),
-    "an unknown form": (chat(structured_outputs={"structural_tag": "x"}), "structured_outputs.structural_tag", "not a field"),
+    "a form that is off": (
+        chat(structured_outputs={"json_object": False}),
+        "structured_outputs",
+        "one of json",
+    ),
+    "two forms in one": (
+        chat(structured_outputs={"regex": "a", "choice": ["b"]}),
+        "structured_outputs.choice",
+        "give one of them",
+    ),
+    "an unknown form": (
+        chat(structured_outputs={"structural_tag": "x"}),
+        "structured_outputs.structural_tag",
+        "not a field",
+    ),
     "no choice": (chat(structured_outputs={"choice": []}), "structured_outputs.choice", "length >= 1"),
     "an empty choice": (chat(guided_choice=[""]), "guided_choice[0]", "length >= 1"),
     "a regular expression of the wrong type": (chat(guided_regex=1), "guided_regex", "`int`"),
@@ -239,7 +357,7 @@ def test_a_model_without_a_chat_template_says_so(served: Served, monkeypatch: py
     check_refused(served, "/v1/chat/completions", chat(), "messages", "chat template")
 
 
-# ------------------------------------------------------------------------------------------------------- size and methods
+# ------------------------------------------------------------------------------------------- size and methods
 
 
 def test_a_body_of_ten_megabytes_is_refused_whole_or_in_parts(served: Served) -> None:
@@ -259,7 +377,13 @@ def test_a_body_of_ten_megabytes_is_refused_whole_or_in_parts(served: Served) ->
 
 def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(served: Served) -> None:
     connection = served.connect()
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n")
+    connection.sendall(
+        b"POST "
+        b"/v1/completions "
+        b"HTTP/1.1\r\nHost: "
+        b"x\r\nContent-Length: "
+        b"99999999999\r\nExpect: 100-continue\r\n\r\n"
+    )
     assert connection.recv(1000).startswith(b"HTTP/1.1 413")
     connection.close()
 
@@ -284,8 +408,18 @@ def test_an_endless_upload_is_refused_while_little_of_it_is_held(served: Served)
 def test_a_body_just_within_the_limit_is_taken() -> None:
     with serving(ScriptedEngine(max_model_len=10_000), max_body_bytes=2048) as served:
         size = len(json.dumps(completion("")))
-        assert served.http.post("/v1/completions", content=json.dumps(completion("x" * (2048 - size)))).status_code == 200
-        assert served.http.post("/v1/completions", content=json.dumps(completion("x" * (2049 - size)))).status_code == 413
+        assert (
+            served.http.post(
+                "/v1/completions", content=json.dumps(completion("x" * (2048 - size)))
+            ).status_code
+            == 200
+        )
+        assert (
+            served.http.post(
+                "/v1/completions", content=json.dumps(completion("x" * (2049 - size)))
+            ).status_code
+            == 413
+        )
 
 
 def test_a_body_that_never_comes_does_not_hold_its_seat() -> None:
@@ -298,7 +432,10 @@ def test_a_body_that_never_comes_does_not_hold_its_seat() -> None:
 
 
 def test_compressed_bodies_are_refused(served: Served) -> None:
-    assert served.http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}).status_code == 415
+    assert (
+        served.http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"}).status_code
+        == 415
+    )
 
 
 def test_paths_methods_and_queries_that_do_not_exist(served: Served) -> None:
@@ -352,7 +489,11 @@ def test_of_a_key_that_comes_twice_the_last_one_counts(served: Served) -> None:
 
 
 def test_garbage_instead_of_http_is_survived(served: Served) -> None:
-    for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+    for garbage in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    ):
         connection = served.connect()
         connection.sendall(garbage)
         connection.shutdown(1)
@@ -365,7 +506,9 @@ def test_garbage_instead_of_http_is_survived(served: Served) -> None:
 CHUNKED = b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.parametrize("garbage", [b"zz\r\n", b'5\r\n{"mod\r\nzz\r\n'], ids=["at once", "behind a part of the body"])
+@pytest.mark.parametrize(
+    "garbage", [b"zz\r\n", b'5\r\n{"mod\r\nzz\r\n'], ids=["at once", "behind a part of the body"]
+)
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/tokenize", b"/nowhere"])
 def test_a_client_that_stops_speaking_http_within_a_request_is_refused_once_and_fails_nothing(
     served: Served, caplog: pytest.LogCaptureFixture, path: bytes, garbage: bytes
@@ -382,7 +525,9 @@ def test_a_client_that_stops_speaking_http_within_a_request_is_refused_once_and_
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_garbage_behind_a_refusal_ends_the_connection_and_fails_nothing(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_behind_a_refusal_ends_the_connection_and_fails_nothing(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = served.connect()
     connection.sendall(CHUNKED % b"/nowhere")
     answer = b""
@@ -396,7 +541,7 @@ def test_garbage_behind_a_refusal_ends_the_connection_and_fails_nothing(served: 
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-# ------------------------------------------------------------------------------------------------------------------- key
+# -------------------------------------------------------------------------------------------------------- key
 
 
 def test_the_key_guards_everything_but_the_probes() -> None:
@@ -420,16 +565,28 @@ def test_the_key_guards_everything_but_the_probes() -> None:
             reply = http.request(method, path)
             assert reply.status_code == 401, path
             assert reply.json()["error"]["code"] == "invalid_api_key"
-        for wrong in ("", "Bearer", "Bearer secret", "Basic secret-key-value", "secret-key-value", "Bearer secret-key-valuex"):
+        for wrong in (
+            "",
+            "Bearer",
+            "Bearer secret",
+            "Basic secret-key-value",
+            "secret-key-value",
+            "Bearer secret-key-valuex",
+        ):
             assert http.get("/metrics", headers={"authorization": wrong}).status_code == 401, wrong
         assert http.get("/metrics", headers={"authorization": "bearer secret-key-value"}).status_code == 200
 
 
-def test_the_key_shows_in_no_log_and_no_error(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_shows_in_no_log_and_no_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(0)
     with serving(api_key="secret-key-value") as served:
         monkeypatch.setattr(served.engine, "stats", lambda: 1 / 0)
-        answers = [served.http.get("/metrics", headers={"authorization": f"Bearer {key}"}) for key in ("secret-key-value", "wrong-value")]
+        answers = [
+            served.http.get("/metrics", headers={"authorization": f"Bearer {key}"})
+            for key in ("secret-key-value", "wrong-value")
+        ]
         assert [answer.status_code for answer in answers] == [500, 401]
         until(lambda: "ZeroDivisionError" in caplog.text, "the failure is in the log")
         for text in (caplog.text, *(answer.text for answer in answers)):

@@ -48,5 +48,7 @@ def test_a_body_has_one_deadline_however_many_pieces_it_comes_in() -> None:
 @pytest.mark.parametrize("coding", ["identity", "Identity", "IDENTITY"])
 def test_a_body_that_is_said_not_to_be_compressed_is_taken(served: Served, coding: str) -> None:
     """Names of codings have no case in HTTP."""
-    answer = served.http.post("/v1/completions", json=completion(max_tokens=1), headers={"content-encoding": coding})
+    answer = served.http.post(
+        "/v1/completions", json=completion(max_tokens=1), headers={"content-encoding": coding}
+    )
     assert answer.status_code == 200

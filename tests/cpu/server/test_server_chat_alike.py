@@ -22,7 +22,9 @@ def test_impossible_tokens_of_a_chat_have_a_score_that_json_can_say() -> None:
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("num", [0, 1, 7])
-def test_a_chat_has_as_many_tokens_as_were_asked_for_and_none_where_none_were(served: Served, name: str, num: int) -> None:
+def test_a_chat_has_as_many_tokens_as_were_asked_for_and_none_where_none_were(
+    served: Served, name: str, num: int
+) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], name: num}
     reply = served.http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 200
@@ -30,8 +32,12 @@ def test_a_chat_has_as_many_tokens_as_were_asked_for_and_none_where_none_were(se
     assert reply.json()["usage"]["completion_tokens"] == num
 
 
-@pytest.mark.parametrize("given", [{}, {"max_tokens": None}, {"max_tokens": None, "max_completion_tokens": None}])
-def test_a_chat_that_asks_for_no_number_may_fill_the_context(served: Served, monkeypatch: pytest.MonkeyPatch, given: dict) -> None:
+@pytest.mark.parametrize(
+    "given", [{}, {"max_tokens": None}, {"max_tokens": None, "max_completion_tokens": None}]
+)
+def test_a_chat_that_asks_for_no_number_may_fill_the_context(
+    served: Served, monkeypatch: pytest.MonkeyPatch, given: dict
+) -> None:
     monkeypatch.setattr(served.engine, "max_model_len", 60)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **given}
     usage = served.http.post("/v1/chat/completions", json=body).json()["usage"]

@@ -12,7 +12,12 @@ TEXT = "é東🙂"
 def test_the_bytes_of_all_tokens_are_those_of_the_text() -> None:
     """A client puts characters together from them."""
     with serving(ScriptedEngine(script=lambda prompt, sampling: iter(TEXT.encode()))) as served:
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": len(TEXT.encode()), "logprobs": True}
+        asked = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": len(TEXT.encode()),
+            "logprobs": True,
+        }
         choice = served.http.post("/v1/chat/completions", json=asked).json()["choices"][0]
     assert choice["message"]["content"] == TEXT
     entries = choice["logprobs"]["content"]

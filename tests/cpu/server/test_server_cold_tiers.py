@@ -1,5 +1,5 @@
-"""Disk and shared store over HTTP: flush to what lasts, reset, statistics, metrics. Before a scripted engine that says it has those tiers,
-where something must fail, and before a real one with a disk."""
+"""Disk and shared store over HTTP: flush to what lasts, reset, statistics, metrics. Before a scripted engine
+that says it has those tiers, where something must fail, and before a real one with a disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from support.scripted_engine import ScriptedEngine
 from support.servers import Valkey
 
 TIERS = ("device", "host", "ssd", "remote")
-ROUTES = (("device", "host"), ("host", "device"), ("host", "ssd"), ("ssd", "host"), ("host", "remote"), ("remote", "host"))
+ROUTES = (
+    ("device", "host"),
+    ("host", "device"),
+    ("host", "ssd"),
+    ("ssd", "host"),
+    ("host", "remote"),
+    ("remote", "host"),
+)
 
 
 class ColdEngine(ScriptedEngine):
@@ -75,7 +82,7 @@ def cold() -> Iterator[Served]:
         yield running
 
 
-# ------------------------------------------------------------------------------------------------------------------ flush
+# ------------------------------------------------------------------------------------------------------ flush
 
 
 @pytest.mark.parametrize("tiers", [("device", "host", "ssd"), ("device", "host", "remote"), TIERS])
@@ -92,7 +99,11 @@ def test_nothing_is_persisted_where_no_tier_lasts(tiers: tuple[str, ...]) -> Non
     engine = ColdEngine(tiers)
     with serving(engine) as served:
         reply = served.http.post("/cache/flush?level=persisted")
-    assert (reply.status_code, error_of(reply)["param"], error_of(reply)["type"]) == (400, "level", "invalid_request_error")
+    assert (reply.status_code, error_of(reply)["param"], error_of(reply)["type"]) == (
+        400,
+        "level",
+        "invalid_request_error",
+    )
     assert "no tier of this server outlives it" in error_of(reply)["message"]
     assert engine.asked == []
 
@@ -116,13 +127,17 @@ def test_a_flush_that_failed_says_why_and_the_server_goes_on(
     assert cold.http.post("/cache/flush?level=persisted").status_code == 200
 
 
-# ------------------------------------------------------------------------------------------------------------------ reset
+# ------------------------------------------------------------------------------------------------------ reset
 
 
 @pytest.mark.parametrize(("tier", "asked"), [("ssd", ("ssd",)), ("remote", ("remote",)), ("all", TIERS)])
 def test_a_cold_tier_is_reset_alone_or_with_all(cold: Served, tier: str, asked: tuple[str, ...]) -> None:
     reply = cold.http.post("/cache/reset", params={"tier": tier})
-    assert reply.json() == {"tier": tier, "evicted_blocks": 3 * len(asked), "by_tier": dict.fromkeys(asked, 3)}
+    assert reply.json() == {
+        "tier": tier,
+        "evicted_blocks": 3 * len(asked),
+        "by_tier": dict.fromkeys(asked, 3),
+    }
     assert cold.engine.asked == [asked]
 
 
@@ -158,7 +173,7 @@ def test_a_reset_that_takes_long_is_a_504_and_goes_on(cold: Served, monkeypatch:
     assert left.wait(DEADLINE_S)
 
 
-# ------------------------------------------------------------------------------------------------- statistics and metrics
+# ------------------------------------------------------------------------------------- statistics and metrics
 
 
 def test_statistics_have_the_cold_tiers_and_no_count_that_nobody_made(cold: Served) -> None:
@@ -177,8 +192,14 @@ def test_statistics_have_the_cold_tiers_and_no_count_that_nobody_made(cold: Serv
 def test_metrics_have_the_cold_tiers(cold: Served) -> None:
     families = text_string_to_metric_families(cold.http.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
-    moved = {(s.labels["src"], s.labels["dst"]): s.value for s in samples if s.name == "penstock_transfer_bytes_total"}
-    assert moved == {route: 100 * number for number, route in enumerate(ROUTES, 1)}, "also of a route that nothing is under way on"
+    moved = {
+        (s.labels["src"], s.labels["dst"]): s.value
+        for s in samples
+        if s.name == "penstock_transfer_bytes_total"
+    }
+    assert moved == {route: 100 * number for number, route in enumerate(ROUTES, 1)}, (
+        "also of a route that nothing is under way on"
+    )
     seen = {(s.name, *sorted(s.labels.values())): s.value for s in samples}
     assert seen["penstock_checksum_failures_total", "ssd"] == 8
     assert seen["penstock_checksum_failures_total", "remote"] == 0
@@ -186,11 +207,14 @@ def test_metrics_have_the_cold_tiers(cold: Served) -> None:
     assert seen["penstock_kv_blocks", "ssd", "used"] == 30 and seen["penstock_kv_blocks", "free", "ssd"] == 70
     assert not any(name == "penstock_kv_blocks" and "remote" in labels for name, *labels in seen)
     assert seen["penstock_transfer_failures_total", "remote", "timeout"] == 5
-    assert seen["penstock_saves_skipped_total", "queue"] == 6 and seen["penstock_saves_skipped_total", "broken"] == 7
+    assert (
+        seen["penstock_saves_skipped_total", "queue"] == 6
+        and seen["penstock_saves_skipped_total", "broken"] == 7
+    )
     assert seen["penstock_transfer_seconds_count", "host", "ssd"] == 3
 
 
-# --------------------------------------------------------------------------------------------------------- with a real disk
+# ------------------------------------------------------------------------------------------- with a real disk
 
 
 def with_disk(folder: Path, **settings: Any) -> AbstractContextManager[Tiered]:
@@ -210,13 +234,19 @@ def test_a_prompt_comes_from_disk_and_the_answer_and_every_figure_say_so(tmp_pat
         forget_memory(server)
         restored, details = server.ask()
         assert restored == cold
-        assert details == {"cached_tokens": 64, "kv_source": {"device": 0, "host": 0, "ssd": 64, "remote": 0, "computed": 6}}
+        assert details == {
+            "cached_tokens": 64,
+            "kv_source": {"device": 0, "host": 0, "ssd": 64, "remote": 0, "computed": 6},
+        }
         until(lambda: not server.engine.is_transferring(), "nothing is on its way")
         seen, stats = server.scrape(), server.http.get("/cache/stats").json()
         num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
         for route in ((("dst", "ssd"), ("src", "host")), (("dst", "host"), ("src", "ssd"))):
             assert seen["penstock_transfer_bytes_total", route] == num_bytes
-            assert seen["penstock_transfer_seconds_count", route] >= 1 and seen["penstock_transfer_seconds_sum", route] > 0
+            assert (
+                seen["penstock_transfer_seconds_count", route] >= 1
+                and seen["penstock_transfer_seconds_sum", route] > 0
+            )
             assert seen["penstock_transfers_inflight", route] == 0
         assert seen["penstock_prompt_tokens_total", (("source", "ssd"),)] == 64
         assert seen["penstock_kv_blocks", (("state", "used"), ("tier", "ssd"))] == 4
@@ -232,13 +262,18 @@ def test_what_was_persisted_is_there_for_the_next_server(tmp_path: Path) -> None
         cold, _ = server.ask()
         assert server.http.post("/cache/flush?level=persisted").status_code == 200
     with with_disk(tmp_path) as server:
-        until(lambda: server.http.get("/cache/stats").json()["kv_blocks"]["ssd"]["used"] == 4, "the directory has been read")
+        until(
+            lambda: server.http.get("/cache/stats").json()["kv_blocks"]["ssd"]["used"] == 4,
+            "the directory has been read",
+        )
         again, details = server.ask()
         assert again == cold and details["kv_source"]["ssd"] == 64
 
 
 @pytest.mark.parametrize("admission", ["reuse", "evict"])
-def test_a_flush_persists_also_what_its_admission_would_not_have_written(tmp_path: Path, admission: str) -> None:
+def test_a_flush_persists_also_what_its_admission_would_not_have_written(
+    tmp_path: Path, admission: str
+) -> None:
     with with_disk(tmp_path, ssd_admission=admission) as server:
         server.ask()
         assert server.http.post("/cache/flush").status_code == 200
@@ -247,13 +282,17 @@ def test_a_flush_persists_also_what_its_admission_would_not_have_written(tmp_pat
         assert server.ask()[1]["kv_source"]["ssd"] == 64
 
 
-@pytest.mark.parametrize(("tier", "left"), [("ssd", {"device": 64, "ssd": 0}), ("all", {"device": 0, "ssd": 0})])
+@pytest.mark.parametrize(
+    ("tier", "left"), [("ssd", {"device": 64, "ssd": 0}), ("all", {"device": 0, "ssd": 0})]
+)
 def test_a_reset_forgets_the_disk(tmp_path: Path, tier: str, left: dict[str, int]) -> None:
     with with_disk(tmp_path) as server:
         server.ask()
         server.http.post("/cache/flush?level=persisted")
         evicted = server.http.post(f"/cache/reset?tier={tier}").json()["by_tier"]
-        assert evicted["ssd"] == 4 and set(evicted) == ({"ssd"} if tier == "ssd" else {"device", "host", "ssd"})
+        assert evicted["ssd"] == 4 and set(evicted) == (
+            {"ssd"} if tier == "ssd" else {"device", "host", "ssd"}
+        )
         assert server.http.get("/cache/stats").json()["kv_blocks"]["ssd"]["used"] == 0
         found = server.ask()[1]["kv_source"]
         assert {name: found[name] for name in left} == left
@@ -271,12 +310,20 @@ def test_damage_on_disk_is_counted_and_changes_no_answer(tmp_path: Path) -> None
                         file.seek(place)
                         file.write(b"rotten")
         again, details = server.ask()
-        assert again == cold and details["kv_source"] == {"device": 0, "host": 0, "ssd": 0, "remote": 0, "computed": 70}
+        assert again == cold and details["kv_source"] == {
+            "device": 0,
+            "host": 0,
+            "ssd": 0,
+            "remote": 0,
+            "computed": 70,
+        }
         until(lambda: not server.engine.is_transferring(), "nothing is on its way")
         assert server.scrape()["penstock_checksum_failures_total", (("tier", "ssd"),)] >= 1
 
 
-def test_a_disk_that_fails_is_a_503_with_its_reason_and_requests_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_a_503_with_its_reason_and_requests_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -299,15 +346,22 @@ def test_a_directory_that_is_made_anew_is_used_again_and_gets_what_host_memory_h
         folder.mkdir(0o700)
         reply = server.http.post("/cache/flush?level=persisted")
         assert (reply.status_code, error_of(reply)["code"]) == (503, "tier_failed")
-        assert "removed or replaced" in error_of(reply)["message"] and str(tmp_path) not in error_of(reply)["message"]
+        assert ("removed or replaced") in error_of(reply)["message"] and str(tmp_path) not in error_of(reply)[
+            "message"
+        ]
         assert server.ask()[0] == cold
-        until(lambda: server.scrape()["penstock_tier_usable", (("tier", "ssd"),)] == 1, "a probe has found the new directory")
+        until(
+            lambda: server.scrape()["penstock_tier_usable", (("tier", "ssd"),)] == 1,
+            "a probe has found the new directory",
+        )
         forget_memory(server)
         again, details = server.ask()
-        assert again == cold and details["kv_source"]["ssd"] == 64, "a flush writes what the old directory had"
+        assert again == cold and details["kv_source"]["ssd"] == 64, (
+            "a flush writes what the old directory had"
+        )
 
 
-# -------------------------------------------------------------------------------------------------------- with a real store
+# ------------------------------------------------------------------------------------------ with a real store
 
 PASSWORD = "pa55word"
 
@@ -323,7 +377,13 @@ def test_a_prompt_that_one_server_has_computed_comes_to_another_from_the_store(s
         cold, _ = first.ask()
         assert first.http.post("/cache/flush?level=persisted").json() == {"level": "persisted"}
         restored, details = second.ask()
-        assert restored == cold and details["kv_source"] == {"device": 0, "host": 0, "ssd": 0, "remote": 64, "computed": 6}
+        assert restored == cold and details["kv_source"] == {
+            "device": 0,
+            "host": 0,
+            "ssd": 0,
+            "remote": 64,
+            "computed": 6,
+        }
         assert second.scrape()["penstock_prompt_tokens_total", (("source", "remote"),)] == 64
         assert first.http.post("/cache/reset?tier=remote").status_code == 200
         for tier in ("device", "host"):
@@ -331,7 +391,9 @@ def test_a_prompt_that_one_server_has_computed_comes_to_another_from_the_store(s
         assert second.ask()[1]["kv_source"]["computed"] == 70, "what one has reset is gone for all"
 
 
-def test_a_store_that_dies_is_seen_and_its_password_is_not(store: Valkey, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_dies_is_seen_and_its_password_is_not(
+    store: Valkey, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
     with tiered(remote=store.url(), remote_timeout_s=5.0) as server:
         cold, _ = server.ask()
@@ -343,8 +405,16 @@ def test_a_store_that_dies_is_seen_and_its_password_is_not(store: Valkey, caplog
         reply = server.http.post("/cache/flush?level=persisted")
         assert (reply.status_code, error_of(reply)["code"]) == (503, "tier_failed")
         assert server.ask()[0] == cold
-        until(lambda: server.scrape()["penstock_tier_usable", (("tier", "remote"),)] == 0, "the store is fenced off")
-        shown = [reply.text, server.http.get("/metrics").text, server.http.get("/cache/stats").text, caplog.text]
+        until(
+            lambda: server.scrape()["penstock_tier_usable", (("tier", "remote"),)] == 0,
+            "the store is fenced off",
+        )
+        shown = [
+            reply.text,
+            server.http.get("/metrics").text,
+            server.http.get("/cache/stats").text,
+            caplog.text,
+        ]
         assert "remote" in shown[2] and not any(PASSWORD in text for text in shown)
 
 
@@ -353,5 +423,7 @@ def test_a_request_that_the_store_has_nothing_for_asks_it_once(store: Valkey) ->
         server.ask()
         store.ask("CONFIG", "RESETSTAT")
         assert server.ask([5, *range(100, 165)])[1]["kv_source"]["computed"] == 66
-        (asked,) = [line for line in store.ask("INFO", "commandstats").decode().splitlines() if "exists" in line]
+        (asked,) = [
+            line for line in store.ask("INFO", "commandstats").decode().splitlines() if "exists" in line
+        ]
         assert ":calls=4," in asked, "one for each full block"

@@ -26,16 +26,37 @@ def asked_of_the_engine(served: Served, path: str, body: dict[str, Any]) -> Samp
 
 def test_values_that_are_zero_or_false_are_not_absent(served: Served) -> None:
     """Where the default is another one, leaving the field out does something else."""
-    zeros = {"temperature": 0, "seed": 0, "max_tokens": 0, "logprobs": 0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0}
-    found = asked_of_the_engine(served, "/v1/completions", completion(**zeros, ignore_eos=False, stop=[], stop_token_ids=[]))
+    zeros = {
+        "temperature": 0,
+        "seed": 0,
+        "max_tokens": 0,
+        "logprobs": 0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+    }
+    found = asked_of_the_engine(
+        served, "/v1/completions", completion(**zeros, ignore_eos=False, stop=[], stop_token_ids=[])
+    )
     assert (found.temperature, found.seed, found.max_tokens, found.logprobs) == (0.0, 0, 0, 0)
-    assert (found.stop, found.stop_token_ids, found.ignore_eos, found.prompt_logprobs) == ((), frozenset(), False, None)
+    assert (found.stop, found.stop_token_ids, found.ignore_eos, found.prompt_logprobs) == (
+        (),
+        frozenset(),
+        False,
+        None,
+    )
     left_out = asked_of_the_engine(served, "/v1/completions", completion())
-    assert (left_out.temperature, left_out.seed, left_out.max_tokens, left_out.logprobs) == (1.0, None, 16, None)
+    assert (left_out.temperature, left_out.seed, left_out.max_tokens, left_out.logprobs) == (
+        1.0,
+        None,
+        16,
+        None,
+    )
 
 
 LENGTHS: list[tuple[dict[str, Any], int]] = [
-    ({"max_tokens": 3}, 3), ({"max_completion_tokens": 4}, 4), ({"max_tokens": 5, "max_completion_tokens": 5}, 5),
+    ({"max_tokens": 3}, 3), ({"max_completion_tokens": 4}, 4), ({"max_tokens": 5,
+    "max_completion_tokens": 5}, 5),
     ({"max_completion_tokens": 0}, 0), ({"max_tokens": 6, "max_completion_tokens": None}, 6),
 ]  # fmt: skip
 
@@ -46,7 +67,8 @@ def test_both_names_of_a_chats_length_count(served: Served) -> None:
 
 
 RIVALS: list[tuple[dict[str, Any], int | None]] = [
-    ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 0}, 0), ({"logprobs": True, "top_logprobs": 2}, 2),
+    ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 0}, 0), ({"logprobs": True,
+    "top_logprobs": 2}, 2),
     ({"logprobs": False}, None), ({}, None),
 ]  # fmt: skip
 
@@ -64,18 +86,24 @@ def test_a_chat_has_as_many_rivals_as_it_asked_for(served: Served) -> None:
 def test_a_completion_names_the_chosen_token_beside_its_rivals(served: Served) -> None:
     """The chosen one is the second likeliest of the scripted engine: it comes on top of a list of one."""
     for logprobs, num in ((0, None), (1, 2), (2, 2), (3, 3)):
-        scores = served.http.post("/v1/completions", json=completion(max_tokens=2, logprobs=logprobs)).json()["choices"][0]["logprobs"]
+        scores = served.http.post("/v1/completions", json=completion(max_tokens=2, logprobs=logprobs)).json()[
+            "choices"
+        ][0]["logprobs"]
         assert scores["token_logprobs"] == [-0.5, -0.5]
         if num is None:
             assert scores["top_logprobs"] is None
         else:
             assert [len(top) for top in scores["top_logprobs"]] == [num] * 2
-            assert all(token in top for token, top in zip(scores["tokens"], scores["top_logprobs"], strict=True))
+            assert all(
+                token in top for token, top in zip(scores["tokens"], scores["top_logprobs"], strict=True)
+            )
 
 
 def test_a_prompt_is_scored_where_it_is_echoed_and_scores_are_asked_for(served: Served) -> None:
     for echo, logprobs in itertools.product((True, False, None), (None, 0, 2)):
-        found = asked_of_the_engine(served, "/v1/completions", completion("ab", echo=echo, logprobs=logprobs, max_tokens=1))
+        found = asked_of_the_engine(
+            served, "/v1/completions", completion("ab", echo=echo, logprobs=logprobs, max_tokens=1)
+        )
         assert (found.logprobs, found.prompt_logprobs) == (logprobs, logprobs if echo else None)
 
 
@@ -87,18 +115,27 @@ def test_parts_of_a_message_are_lines_of_their_own(served: Served) -> None:
 
 def test_a_stop_string_is_one_string(served: Served) -> None:
     for stop, expected in (("ab", ("ab",)), (["ab"], ("ab",)), (["a", "b"], ("a", "b"))):
-        assert asked_of_the_engine(served, "/v1/completions", completion(stop=stop, max_tokens=1)).stop == expected
+        assert (
+            asked_of_the_engine(served, "/v1/completions", completion(stop=stop, max_tokens=1)).stop
+            == expected
+        )
 
 
 LIMITS: list[tuple[dict[str, Any], str | None]] = [
-    ({"stop": ["x"] * MAX_STOPS}, None), ({"stop": ["x"] * (MAX_STOPS + 1)}, "stop"), ({"stop": [""]}, "stop"),
-    ({"logprobs": MAX_LOGPROBS}, None), ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"), ({"logprobs": -1}, "logprobs"),
-    ({"temperature": 100}, None), ({"temperature": 100.5}, "temperature"), ({"temperature": -0.1}, "temperature"),
+    ({"stop": ["x"] * MAX_STOPS}, None), ({"stop": ["x"] * (MAX_STOPS + 1)}, "stop"), ({"stop": [""]},
+    "stop"),
+    ({"logprobs": MAX_LOGPROBS}, None), ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"), ({"logprobs": -1},
+    "logprobs"),
+    ({"temperature": 100}, None), ({"temperature": 100.5}, "temperature"), ({"temperature": -0.1},
+    "temperature"),
     ({"top_p": 1}, None), ({"top_p": 1.01}, "top_p"), ({"top_p": 0}, "top_p"), ({"top_p": 1e-9}, None),
     ({"min_p": 1}, None), ({"min_p": 1.01}, "min_p"), ({"top_k": -1}, None), ({"top_k": -2}, "top_k"),
-    ({"presence_penalty": -2}, None), ({"presence_penalty": 2.1}, "presence_penalty"), ({"frequency_penalty": -2.1}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"), ({"repetition_penalty": 100}, None), ({"n": 128}, None), ({"n": 129}, "n"),
-    ({"seed": 2**63 - 1}, None), ({"seed": 2**63}, "seed"), ({"seed": -(2**63)}, "seed"), ({"seed": -(2**63) + 1}, None),
+    ({"presence_penalty": -2}, None), ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"), ({"repetition_penalty": 100}, None), ({"n": 128},
+    None), ({"n": 129}, "n"),
+    ({"seed": 2**63 - 1}, None), ({"seed": 2**63}, "seed"), ({"seed": -(2**63)}, "seed"),
+    ({"seed": -(2**63) + 1}, None),
 ]  # fmt: skip
 
 
@@ -112,7 +149,10 @@ def test_every_field_is_taken_to_its_limit_and_refused_beyond_it(served: Served)
 
 def test_as_many_generations_run_as_there_are_seats_and_one_request_may_take_them_all() -> None:
     with serving(max_concurrent=4) as served:
-        assert served.http.post("/v1/completions", json=completion(["a", "b"], n=2, max_tokens=1)).status_code == 200
+        assert (
+            served.http.post("/v1/completions", json=completion(["a", "b"], n=2, max_tokens=1)).status_code
+            == 200
+        )
         refused = served.http.post("/v1/completions", json=completion(["a"], n=5, max_tokens=1))
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
         served.engine.hold()
@@ -129,7 +169,10 @@ def test_as_many_generations_run_as_there_are_seats_and_one_request_may_take_the
 
 def test_a_salt_reaches_the_engine_and_its_absence_too(served: Served) -> None:
     for salt, expected in (("mine", "mine"), (None, ""), ("", "")):
-        assert served.http.post("/v1/completions", json=completion(max_tokens=1, cache_salt=salt)).status_code == 200
+        assert (
+            served.http.post("/v1/completions", json=completion(max_tokens=1, cache_salt=salt)).status_code
+            == 200
+        )
         assert served.engine.submitted[-1][2] == expected
 
 
@@ -147,7 +190,9 @@ def test_an_echoed_prompt_of_several_bytes_a_character_shifts_offsets_by_charact
     assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 3, 4]
 
 
-def test_special_tokens_are_text_where_tokens_are_turned_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_are_text_where_tokens_are_turned_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = embedded_tokenizer()
     special = next(id for id in range(100) if tokenizer.is_special(id))
     monkeypatch.setattr(served.engine, "tokenizer", tokenizer)
@@ -159,7 +204,9 @@ def test_special_tokens_are_text_where_tokens_are_turned_back(served: Served, mo
     assert served.http.post("/detokenize", json={"tokens": [beyond]}).json()["error"]["param"] == "tokens"
 
 
-def test_special_tokens_are_added_to_prompts_as_asked_and_never_to_a_chat(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_are_added_to_prompts_as_asked_and_never_to_a_chat(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     added: list[bool] = []
     encode = served.engine.tokenizer.encode
 
@@ -180,17 +227,24 @@ def test_special_tokens_are_added_to_prompts_as_asked_and_never_to_a_chat(served
         assert added.pop() is expected and not added
 
 
-def test_a_stream_says_null_usage_in_every_chunk_but_the_last_where_usage_was_asked_for(served: Served) -> None:
+def test_a_stream_says_null_usage_in_every_chunk_but_the_last_where_usage_was_asked_for(
+    served: Served,
+) -> None:
     routes = (("/v1/completions", completion(max_tokens=2)), ("/v1/chat/completions", chat(max_tokens=2)))
     for asked, (path, body) in itertools.product((True, False, None), routes):
         options = None if asked is None else {"include_usage": asked}
         reply = served.http.post(path, json={**body, "stream": True, "stream_options": options})
-        chunks = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+        chunks = [
+            line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")
+        ]
         assert chunks.pop() == "[DONE]"
         if not asked:
             assert not any('"usage"' in chunk for chunk in chunks)
         else:
-            assert all('"usage":null' in chunk for chunk in chunks[:-1]) and '"completion_tokens":2' in chunks[-1]
+            assert (
+                all('"usage":null' in chunk for chunk in chunks[:-1])
+                and '"completion_tokens":2' in chunks[-1]
+            )
 
 
 def test_a_prompt_whose_source_nobody_told_counts_as_computed() -> None:

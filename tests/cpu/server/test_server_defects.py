@@ -1,5 +1,5 @@
-"""What the server does about its own defects and about what changes under a request: an answer that fails half-way, an adapter that is
-gone between two looks, a connection that is lost before its deadlines."""
+"""What the server does about its own defects and about what changes under a request: an answer that fails
+half-way, an adapter that is gone between two looks, a connection that is lost before its deadlines."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 def events_of(text: str) -> list[Any]:
-    return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and line != "data: [DONE]"]
+    return [
+        json.loads(line.removeprefix("data: "))
+        for line in text.split("\n\n")
+        if line and line != "data: [DONE]"
+    ]
 
 
 @pytest.mark.parametrize(
     ("error", "code", "told", "is_defect"),
-    [(ZeroDivisionError("/secret"), "internal", "internal error", True), (StoreFailed("the disk"), "tier_failed", "the disk", False)],
+    [
+        (ZeroDivisionError("/secret"), "internal", "internal error", True),
+        (StoreFailed("the disk"), "tier_failed", "the disk", False),
+    ],
 )
 def test_a_stream_that_fails_half_way_ends_with_the_error_and_nothing_behind_it(
     served: Served,
@@ -63,7 +70,9 @@ def test_a_stream_that_fails_half_way_ends_with_the_error_and_nothing_behind_it(
     assert last["error"]["code"] == code and told in last["error"]["message"] and "secret" not in text
     assert "[DONE]" not in text and len(events_of(text)) == 2
     (record,) = [record for record in caplog.records if "ended early" in record.message]
-    assert record.levelname == "ERROR" and bool(record.exc_info) == is_defect, "a defect is logged with where it was"
+    assert record.levelname == "ERROR" and bool(record.exc_info) == is_defect, (
+        "a defect is logged with where it was"
+    )
     served.assert_idle()
 
 
@@ -101,7 +110,11 @@ def test_an_adapter_that_is_unloaded_between_the_look_and_the_hold_is_a_404(
 ) -> None:
     monkeypatch.setattr(served.engine.adapters, "find", lambda name: SimpleNamespace(adapter=None))
     reply = served.http.post(path, json={"model": "gone", "prompt": "x"})
-    assert (reply.status_code, reply.json()["error"]["code"], reply.json()["error"]["param"]) == (404, "model_not_found", "model")
+    assert (reply.status_code, reply.json()["error"]["code"], reply.json()["error"]["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
     assert served.engine.submitted == []
     served.assert_idle()
 
@@ -120,7 +133,9 @@ def test_a_template_that_takes_no_greeting_does_not_keep_the_server_from_startin
     caplog.set_level(logging.INFO, "penstock.server")
     asyncio.run(Service(engine, ScriptedLoop(engine), ServerConfig()).warm())
     assert len(asked) == 2, "where a small body is worked at, and where a large one is"
-    assert [record.message for record in caplog.records] == ["the chat template was not warmed up: it must begin with a system message"] * 2
+    assert [record.message for record in caplog.records] == [
+        "the chat template was not warmed up: it must begin with a system message"
+    ] * 2
 
 
 def test_the_deadlines_of_a_connection_end_with_it(served: Served) -> None:
@@ -186,6 +201,9 @@ def test_every_answer_names_its_request_in_its_header_and_in_its_body(served: Se
         ids = {event["id"] for event in events_of(streamed.text)}
         assert whole.json()["id"] == prefix + whole.headers["x-request-id"]
         assert ids == {prefix + streamed.headers["x-request-id"]}
-        assert streamed.headers["content-type"].startswith("text/event-stream") and streamed.headers["cache-control"] == "no-cache"
+        assert (
+            streamed.headers["content-type"].startswith("text/event-stream")
+            and streamed.headers["cache-control"] == "no-cache"
+        )
         seen |= {whole.headers["x-request-id"], streamed.headers["x-request-id"]}
     assert len(seen) == 4

@@ -1,5 +1,5 @@
-"""Limits and answers of the server looked at from both sides, without a connection: errors by kind, brackets of a body, times that the
-documents name."""
+"""Limits and answers of the server looked at from both sides, without a connection: errors by kind, brackets
+of a body, times that the documents name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ MADE: dict[type[Exception], Callable[[], Exception]] = {  # those that take more
     errors.PromptTooLong: lambda: errors.PromptTooLong("9 tokens", 8),
     errors.ContextExceeded: lambda: errors.ContextExceeded(8, "you requested 9 tokens"),
 }
-OURS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.PenstockError)]
+OURS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.PenstockError)
+]
 
 
 @pytest.mark.parametrize("kind", [*OURS, ValueError, MemoryError])
@@ -51,7 +55,12 @@ def test_each_error_has_its_answer(kind: type[Exception]) -> None:
     error = MADE[kind]() if kind in MADE else kind("what happened")
     status, type_, code, tells = ANSWERS.get(kind, (500, "server_error", "internal", False))
     fault = fault_of(error)
-    assert (fault.status, fault.type, fault.code, fault.param) == (status, type_, code, getattr(error, "param", None))
+    assert (fault.status, fault.type, fault.code, fault.param) == (
+        status,
+        type_,
+        code,
+        getattr(error, "param", None),
+    )
     assert fault.message == (str(error) if tells else "internal error; the server's log says more")
     reply = error_response(error)
     assert (reply.status_code, json.loads(reply.body)) == (status, fault.body())
@@ -63,26 +72,44 @@ def test_a_client_is_told_to_wait_for_whole_seconds_and_never_less_than_one(wait
     assert fault_of(errors.Overloaded("busy", wait_s)).headers == {"Retry-After": told}
 
 
-@pytest.mark.parametrize("kind", [errors.EngineClosed, errors.StoreFailed, errors.TransferFailed, errors.StepFailed])
+@pytest.mark.parametrize(
+    "kind", [errors.EngineClosed, errors.StoreFailed, errors.TransferFailed, errors.StepFailed]
+)
 def test_an_error_without_words_says_something(kind: type[Exception]) -> None:
     assert len(fault_of(kind()).message) > 10
 
 
-@pytest.mark.parametrize(("status", "kind"), [(401, "authentication_error"), (403, "invalid_request_error"), (429, "rate_limit_error")])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(401, "authentication_error"), (403, "invalid_request_error"), (429, "rate_limit_error")],
+)
 def test_a_refusal_keeps_its_status_its_field_and_its_code(status: int, kind: str) -> None:
     fault = fault_of(Refused(status, "no", param="lora_name", code="not_this"))
-    assert (fault.status, fault.message, fault.type, fault.param, fault.code) == (status, "no", kind, "lora_name", "not_this")
+    assert (fault.status, fault.message, fault.type, fault.param, fault.code) == (
+        status,
+        "no",
+        kind,
+        "lora_name",
+        "not_this",
+    )
     assert fault_of(InvalidRequest("no", "stop")).param == "stop"
 
 
 def test_a_path_and_a_method_that_are_not_there_are_told_in_our_words() -> None:
-    for status, words, code in ((404, "no such path", "not_found"), (405, "does not take that method", "method_not_allowed")):
+    for status, words, code in (
+        (404, "no such path", "not_found"),
+        (405, "does not take that method", "method_not_allowed"),
+    ):
         fault = fault_of(HTTPException(status, "theirs", headers={"Allow": "GET"}))
-        assert (fault.status, fault.code, fault.headers) == (status, code, {"Allow": "GET"}) and words in fault.message
+        assert (fault.status, fault.code, fault.headers) == (
+            status,
+            code,
+            {"Allow": "GET"},
+        ) and words in fault.message
     assert fault_of(HTTPException(418, "theirs")).message == "theirs"
 
 
-# -------------------------------------------------------------------------------------------------------------------- bodies
+# ----------------------------------------------------------------------------------------------------- bodies
 
 
 def body_of(num_lists: int, *texts: str) -> bytes:
@@ -116,7 +143,7 @@ def test_as_many_lists_as_are_allowed_are_decoded_where_no_text_has_brackets() -
         schema._check_shape(body_of(schema.MAX_CONTAINERS + 1))
 
 
-# ----------------------------------------------------------------------------------------------------------------- documents
+# -------------------------------------------------------------------------------------------------- documents
 
 
 def test_the_times_after_which_an_operator_is_answered_are_those_of_the_document() -> None:
@@ -132,17 +159,59 @@ def rows() -> list[str]:
     return [
         f"| a header takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
         f"| a body takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
-        f"| a client takes less than {connection.MIN_TAKEN >> 10} KiB of a waiting reply in | {of.write_timeout_s:g} s |",
-        f"| pieces of a body | {connection.FREE_PIECES}, and more only where they have {connection.MIN_PIECE} bytes on average |",
+        f"| a client takes less than {connection.MIN_TAKEN >> 10} KiB of "
+        f"a "
+        f"waiting "
+        f"reply "
+        f"in "
+        f"| "
+        f"{of.write_timeout_s:g} s |",
+        f"| pieces of a body | {connection.FREE_PIECES}, and "
+        f"more "
+        f"only "
+        f"where "
+        f"they "
+        f"have "
+        f"{connection.MIN_PIECE} bytes on average |",
         f"| size of a body | {of.max_body_bytes >> 20} MiB | `--max-body-bytes` |",
         f"| lists and objects in a body | {schema.MAX_CONTAINERS:,} |",
-        f"| lists and objects in one another: a schema, a tool's parameters, the input of a call | {tools.MAX_DEPTH} |",
-        f"| generations at once (prompts × `n`), running or waiting | {of.max_concurrent} | `--max-concurrent` |",
-        f"| tokens of a `/tokenize` or `/detokenize` call | {service.SIDE_TOKENS:,}, or `--max-model-len` if that is more |",
+        f"| lists and objects in one another: a schema, a tool's parameters, the "
+        f"input "
+        f"of "
+        f"a "
+        f"call "
+        f"| "
+        f"{tools.MAX_DEPTH} |",
+        f"| generations at once (prompts × `n`), running "
+        f"or "
+        f"waiting "
+        f"| "
+        f"{of.max_concurrent} "
+        f"| "
+        f"`--max-concurrent` |",
+        f"| tokens of a `/tokenize` or `/detokenize` "
+        f"call "
+        f"| "
+        f"{service.SIDE_TOKENS:,}, "
+        f"or "
+        f"`--max-model-len` "
+        f"if that is more |",
         f"| `/tokenize`, `/detokenize` and `/cache/prefetch` calls at once | {service.NUM_SIDE} |",
         f"| adapter loads at once | {service.NUM_LOADS} |",
-        f"| `cache_salt`, `session_id`, `prompt_cache_key`, `user`, `lora_name` | {schema.MAX_LABEL} characters each |",
-        f"| what an error repeats of a request | {faults.MAX_SHOWN} characters of a message or name, its beginning and its end |",
+        f"| `cache_salt`, `session_id`, "
+        f"`prompt_cache_key`, "
+        f"`user`, "
+        f"`lora_name` "
+        f"| "
+        f"{schema.MAX_LABEL} "
+        f"characters each |",
+        f"| what an error repeats of a request | {faults.MAX_SHOWN} characters of "
+        f"a "
+        f"message "
+        f"or "
+        f"name, "
+        f"its "
+        f"beginning and its end |",
         f"| running requests at the end | {of.shutdown_s:g} s | `--shutdown-s` |",
     ]
 

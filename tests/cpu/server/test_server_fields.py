@@ -1,4 +1,5 @@
-"""Fields that change nothing are taken, fields that would change the answer and are not supported are refused with a reason.
+"""Fields that change nothing are taken, fields that would change the answer and are not supported are refused
+with a reason.
 
 Holds invariant 26: a field that is unknown or not supported is a 400."""
 
@@ -38,7 +39,11 @@ WRONG = ["NaN", "1e999", "-Infinity", '{"a": [[]]}', "[[1]]", "-7", "9" * 400, '
 
 
 def ask(served: Served, path: str, field: str, value: str) -> Any:
-    base = completion(max_tokens=1) if path == "/v1/completions" else {"model": MODEL, "messages": HI, "max_tokens": 1}
+    base = (
+        completion(max_tokens=1)
+        if path == "/v1/completions"
+        else {"model": MODEL, "messages": HI, "max_tokens": 1}
+    )
     content = json.dumps(base)[:-1] + f', "{field}": {value}}}'
     return served.http.post(path, content=content)
 
@@ -54,7 +59,9 @@ def test_values_that_mean_nothing_are_taken_and_change_nothing(served: Served) -
         for path in having(field):
             for value in values:
                 reply = ask(served, path, "seed", f'7, "{field}": {json.dumps(value)}')
-                assert (reply.status_code, reply.json().get("choices")) == (200, plain[path]), f"{path} {field}={value}: {reply.text}"
+                assert (reply.status_code, reply.json().get("choices")) == (200, plain[path]), (
+                    f"{path} {field}={value}: {reply.text}"
+                )
 
 
 @pytest.mark.parametrize("field", sorted(HARMLESS))
@@ -88,7 +95,17 @@ def test_biases_reach_the_engine_and_bad_ones_are_refused_by_name(served: Served
     assert ask(served, path, "logit_bias", '{"5": 1, "70": -100.0, "6": 0}').status_code == 200
     assert served.engine.submitted[-1][1].logit_bias == ((5, 1.0), (70, -100.0), (6, 0.0))
     many = json.dumps({str(token): 1 for token in range(513)})
-    for bad in ('{"5": 100.5}', '{"5": -101}', '{"5": 1e999}', '{"5": NaN}', '{"-5": 1}', '{"x": 1}', '{"5.5": 1}', '{"": 1}', many):
+    for bad in (
+        '{"5": 100.5}',
+        '{"5": -101}',
+        '{"5": 1e999}',
+        '{"5": NaN}',
+        '{"-5": 1}',
+        '{"x": 1}',
+        '{"5.5": 1}',
+        '{"": 1}',
+        many,
+    ):
         reply = ask(served, path, "logit_bias", bad)
         assert reply.status_code == 400, f"{bad}: {reply.text}"
         assert (reply.json()["error"]["param"] or "logit_bias").startswith("logit_bias"), reply.text
@@ -97,12 +114,20 @@ def test_biases_reach_the_engine_and_bad_ones_are_refused_by_name(served: Served
 
 
 def test_a_developers_message_is_a_system_message_and_names_change_nothing(served: Served) -> None:
-    turns = [{"role": "developer", "content": "be", "name": "boss"}, {"role": "user", "content": "hi", "name": "me"}]
-    assert served.http.post("/v1/chat/completions", json={"model": MODEL, "messages": turns, "max_tokens": 1}).status_code == 200
+    turns = [
+        {"role": "developer", "content": "be", "name": "boss"},
+        {"role": "user", "content": "hi", "name": "me"},
+    ]
+    assert (
+        served.http.post(
+            "/v1/chat/completions", json={"model": MODEL, "messages": turns, "max_tokens": 1}
+        ).status_code
+        == 200
+    )
     assert bytes(served.engine.submitted[-1][0]).decode() == "system: be\nuser: hi\nassistant: "
 
 
-# --------------------------------------------------------------------------------------------------------------- streams
+# ---------------------------------------------------------------------------------------------------- streams
 
 
 def chunks_of(served: Served, path: str, **fields: Any) -> list[Any]:
@@ -138,14 +163,19 @@ def test_obfuscated_chunks_are_of_one_size(served: Served, path: str) -> None:
 def test_unknown_or_wrong_stream_options_are_refused(served: Served) -> None:
     for name in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
         for value in (1, "true", [], {}, -1):
-            reply = served.http.post("/v1/completions", json=completion(stream=True, stream_options={name: value}))
+            reply = served.http.post(
+                "/v1/completions", json=completion(stream=True, stream_options={name: value})
+            )
             assert reply.json()["error"]["param"] == f"stream_options.{name}"
 
 
 def test_the_role_comes_with_the_first_token_and_not_before(served: Served) -> None:
-    """The engine is held, so whatever a client sees of the answer before `permit` has come before any token."""
+    """The engine is held, so whatever a client sees of the answer before `permit` has come before any
+    token."""
     served.engine.hold()
-    connection = served.send("/v1/chat/completions", {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 3, "seed": 7})
+    connection = served.send(
+        "/v1/chat/completions", {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 3, "seed": 7}
+    )
     with connection:
         head = read_until(connection, b"\r\n\r\n")
         served.engine.permit(0)
@@ -163,7 +193,7 @@ def test_the_role_comes_with_the_first_token_and_not_before(served: Served) -> N
         assert b'"role"' not in read_until(connection, b"[DONE]")
 
 
-# --------------------------------------------------------------------------------------------------------------- context
+# ---------------------------------------------------------------------------------------------------- context
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_clients_look_for() -> None:
@@ -171,18 +201,27 @@ def test_a_prompt_that_does_not_fit_is_refused_in_the_words_that_clients_look_fo
         for call, param in (
             (lambda client: client.completions.create(model=MODEL, prompt="x" * 65), "prompt"),
             (lambda client: client.completions.create(model=MODEL, prompt=[1] * 65), "prompt"),
-            (lambda client: client.completions.create(model=MODEL, prompt="x" * 60, max_tokens=5), "max_tokens"),
-            (lambda client: client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x" * 65}]), "prompt"),
+            (
+                lambda client: client.completions.create(model=MODEL, prompt="x" * 60, max_tokens=5),
+                "max_tokens",
+            ),
+            (
+                lambda client: client.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": "x" * 65}]
+                ),
+                "prompt",
+            ),
         ):
             with pytest.raises(openai.BadRequestError) as refused:
                 call(served.client())
             assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)
             assert "This model's maximum context length is 64 tokens. However, you" in refused.value.message
         side = served.http.post("/detokenize", json={"tokens": [1] * ((1 << 17) + 1)}).json()["error"]
-        assert (side["code"], "context" in side["message"]) == (None, False)  # a limit of that route, and not the model's
+        # a limit of that route, and not the model's
+        assert (side["code"], "context" in side["message"]) == (None, False)
 
 
-# ------------------------------------------------------------------------------------------------------------- vLLM's own
+# ------------------------------------------------------------------------------------------------- vLLM's own
 
 
 def test_token_ids_are_in_the_answer_whole_and_streamed() -> None:
@@ -193,12 +232,20 @@ def test_token_ids_are_in_the_answer_whole_and_streamed() -> None:
         asked = {"return_token_ids": True, "n": 2, "stop": "<y"}
         text = served.http.post("/v1/completions", json=completion(prompt=["ab", "c"], **asked)).json()
         assert [choice["prompt_token_ids"] for choice in text["choices"]] == [[97, 98]] * 2 + [[99]] * 2
-        assert [choice["token_ids"] for choice in text["choices"]] == [ids] * 4 and text["usage"]["completion_tokens"] == 4 * len(ids)
+        assert [choice["token_ids"] for choice in text["choices"]] == [ids] * 4 and text["usage"][
+            "completion_tokens"
+        ] == 4 * len(ids)
         chat = {"model": MODEL, "messages": HI, **asked}
         whole = served.http.post("/v1/chat/completions", json=chat).json()
         prompt = list(engine.submitted[-1][0])
-        assert whole["prompt_token_ids"] == prompt and [choice["token_ids"] for choice in whole["choices"]] == [ids] * 2
-        for path, body in (("/v1/completions", completion(prompt="ab", **asked)), ("/v1/chat/completions", chat)):
+        assert (
+            whole["prompt_token_ids"] == prompt
+            and [choice["token_ids"] for choice in whole["choices"]] == [ids] * 2
+        )
+        for path, body in (
+            ("/v1/completions", completion(prompt="ab", **asked)),
+            ("/v1/chat/completions", chat),
+        ):
             lines = served.http.post(path, json={**body, "stream": True}).text.splitlines()
             chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
             streamed: dict[int, list[int]] = {0: [], 1: []}
@@ -216,8 +263,14 @@ def test_a_stop_string_ends_the_token_ids_and_may_stay_in_the_text() -> None:
         (choice,) = served.http.post("/v1/completions", json=asked).json()["choices"]
         assert choice["text"] == "one " and bytes(choice["token_ids"]) == b"one two"
         for stream in (False, True):
-            reply = served.http.post("/v1/completions", json={**asked, "include_stop_str_in_output": True, "stream": stream}).text
-            found = [json.loads(line.removeprefix("data: ")) for line in reply.splitlines() if line.startswith(("data: {", "{"))]
+            reply = served.http.post(
+                "/v1/completions", json={**asked, "include_stop_str_in_output": True, "stream": stream}
+            ).text
+            found = [
+                json.loads(line.removeprefix("data: "))
+                for line in reply.splitlines()
+                if line.startswith(("data: {", "{"))
+            ]
             assert "".join(one["choices"][0]["text"] for one in found) == "one two"
 
 
@@ -228,22 +281,41 @@ def test_special_tokens_have_text_where_a_client_wants_it_and_logprobs_may_name_
     engine.tokenizer.is_special = lambda id: id >= EOS  # type: ignore[method-assign]
     with serving(engine) as served:
         texts = [
-            served.http.post("/v1/completions", json=completion(skip_special_tokens=skip)).json()["choices"][0]["text"]
+            served.http.post("/v1/completions", json=completion(skip_special_tokens=skip)).json()["choices"][
+                0
+            ]["text"]
             for skip in (True, False)
         ]
         assert texts == ["ab", "a<300>b"]
         asked = completion(logprobs=1, return_tokens_as_token_ids=True)
-        assert served.http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["tokens"][0] == "token_id:97"
+        assert (
+            served.http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["tokens"][0]
+            == "token_id:97"
+        )
         chat = {"model": MODEL, "messages": HI, "logprobs": True, "return_tokens_as_token_ids": True}
-        entry = served.http.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"][0]
+        entry = served.http.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"][
+            "content"
+        ][0]
         assert (entry["token"], entry["bytes"]) == ("token_id:97", [97])
 
 
 def test_no_stop_string_ends_an_answer_that_is_too_short_and_least_is_at_most_most() -> None:
     with serving(ScriptedEngine(lambda prompt, sampling: [*b"stop, and stop again", EOS])) as served:
-        for least, text in ((0, ""), (3, ""), (4, "stop, and "), (13, "stop, and "), (14, "stop, and stop again")):
-            (choice,) = served.http.post("/v1/completions", json=completion(stop="stop", min_tokens=least, max_tokens=40)).json()["choices"]
+        for least, text in (
+            (0, ""),
+            (3, ""),
+            (4, "stop, and "),
+            (13, "stop, and "),
+            (14, "stop, and stop again"),
+        ):
+            (choice,) = served.http.post(
+                "/v1/completions", json=completion(stop="stop", min_tokens=least, max_tokens=40)
+            ).json()["choices"]
             assert choice["text"] == text, least
-        for fields in ({"max_tokens": 4, "min_tokens": 5}, {"min_tokens": 1 << 30, "max_tokens": None}, {"min_tokens": -1}):
+        for fields in (
+            {"max_tokens": 4, "min_tokens": 5},
+            {"min_tokens": 1 << 30, "max_tokens": None},
+            {"min_tokens": -1},
+        ):
             reply = served.http.post("/v1/completions", json=completion(**fields))
             assert (reply.status_code, reply.json()["error"]["param"]) == (400, "min_tokens")

@@ -1,4 +1,5 @@
-"""What a model's generation_config.json states is what a request gets that leaves a field out; what it gives itself counts."""
+"""What a model's generation_config.json states is what a request gets that leaves a field out; what it gives
+itself counts."""
 
 from __future__ import annotations
 
@@ -26,9 +27,15 @@ STATED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repeti
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"), [("completions", {"prompt": "hi"}), ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]})]
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": "hi"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
 )
-def test_a_request_gets_what_the_model_states_where_it_says_nothing_itself(served: Served, path: str, asked: dict[str, Any]) -> None:
+def test_a_request_gets_what_the_model_states_where_it_says_nothing_itself(
+    served: Served, path: str, asked: dict[str, Any]
+) -> None:
     served.engine.sampling = dict(STATED)
     given = {"temperature": 0.0, "top_k": -1}
     for own in ({}, given):
@@ -41,20 +48,28 @@ def test_a_request_gets_what_the_model_states_where_it_says_nothing_itself(serve
 
 def test_a_null_counts_as_left_out(served: Served) -> None:
     served.engine.sampling = dict(STATED)
-    served.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 1, "temperature": None})
+    served.http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 1, "temperature": None}
+    )
     assert served.engine.submitted[-1][1].temperature == 0.6
 
 
 def stating(folder: Path, **fields: Any) -> Path:
     model = write_tiny_model(folder / "model")
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5, 0], "do_sample": True, **fields}))
+    (model / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 5, 0], "do_sample": True, **fields})
+    )
     return model
 
 
 @pytest.mark.parametrize(("choice", "expected"), [("auto", STATED), ("none", {})])
-def test_a_served_model_has_the_defaults_and_all_end_ids_of_its_file(tmp_path: Path, choice: Any, expected: dict[str, Any]) -> None:
+def test_a_served_model_has_the_defaults_and_all_end_ids_of_its_file(
+    tmp_path: Path, choice: Any, expected: dict[str, Any]
+) -> None:
     model = stating(tmp_path, **STATED)
-    engine = build(Config(ModelSource(str(model), device="cpu", generation_config=choice), KvConfig(device_blocks=16)))
+    engine = build(
+        Config(ModelSource(str(model), device="cpu", generation_config=choice), KvConfig(device_blocks=16))
+    )
     assert (dict(engine.sampling), engine.tokenizer.eos_ids) == (expected, frozenset({0, 2, 5}))
     engine.close(timeout_s=20.0)
 
@@ -63,7 +78,9 @@ def test_a_server_answers_as_the_file_says(tmp_path: Path) -> None:
     """The likeliest tokens, though the API's own default samples: over HTTP, with a real engine."""
     torch.set_num_threads(1)
     model = stating(tmp_path, temperature=0.0)
-    engine = build(Config(ModelSource(str(model), device="cpu"), KvConfig(device_blocks=64), EngineConfig(max_batch=4)))
+    engine = build(
+        Config(ModelSource(str(model), device="cpu"), KvConfig(device_blocks=64), EngineConfig(max_batch=4))
+    )
     loop = EngineLoop(engine)
     server = HttpServer(engine, loop, ServerConfig(port=0))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -73,8 +90,16 @@ def test_a_server_answers_as_the_file_says(tmp_path: Path) -> None:
     try:
         ask = {"model": "model", "prompt": [5, 6, 7], "max_tokens": 12, "ignore_eos": True}
         texts = [
-            httpx.post(f"{server.url}/v1/completions", json={**ask, **own}, timeout=120).json()["choices"][0]["text"]
-            for own in ({}, {"seed": 3}, {"temperature": 0}, {"temperature": 5.0, "seed": 1}, {"temperature": 5.0, "seed": 2})
+            httpx.post(f"{server.url}/v1/completions", json={**ask, **own}, timeout=120).json()["choices"][0][
+                "text"
+            ]
+            for own in (
+                {},
+                {"seed": 3},
+                {"temperature": 0},
+                {"temperature": 5.0, "seed": 1},
+                {"temperature": 5.0, "seed": 2},
+            )
         ]
     finally:
         server.should_exit = True
@@ -92,7 +117,9 @@ def test_a_server_answers_as_the_file_says(tmp_path: Path) -> None:
         ("min_p", True, "min_p must be a number, got True"),
     ],
 )
-def test_a_file_that_states_nonsense_is_refused_by_name(tmp_path: Path, field: str, value: Any, message: str) -> None:
+def test_a_file_that_states_nonsense_is_refused_by_name(
+    tmp_path: Path, field: str, value: Any, message: str
+) -> None:
     model = stating(tmp_path, **{field: value})
     with pytest.raises(ModelError, match=rf"generation_config\.json: {message}.*--generation-config none"):
         read_sampling(model)
@@ -103,5 +130,8 @@ def test_a_file_that_states_nonsense_is_refused_by_name(tmp_path: Path, field: s
 def test_the_flag_is_of_serve_and_other_commands_keep_their_own_defaults() -> None:
     parser = cli.make_parser()
     assert config_of(parser.parse_args(["serve"])).source.generation_config == "auto"
-    assert config_of(parser.parse_args(["serve", "--generation-config", "none"])).source.generation_config == "none"
+    assert (
+        config_of(parser.parse_args(["serve", "--generation-config", "none"])).source.generation_config
+        == "none"
+    )
     assert config_of(parser.parse_args(["generate", "hi"])).source.generation_config == "none"

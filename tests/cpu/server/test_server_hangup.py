@@ -41,7 +41,9 @@ def test_a_hang_up_before_the_first_token_cancels(served: Served, stream: bool) 
 
 
 def test_a_hang_up_cancels_a_reply_that_is_being_gathered(served: Served) -> None:
-    connection = served.send("/v1/chat/completions", {"model": "scripted", "messages": [{"role": "user", "content": "x"}]})
+    connection = served.send(
+        "/v1/chat/completions", {"model": "scripted", "messages": [{"role": "user", "content": "x"}]}
+    )
     until(lambda: served.engine.stats().generated_tokens > 100, "tokens are flowing")
     connection.close()
     served.assert_idle()
@@ -79,7 +81,9 @@ def test_a_hang_up_during_the_upload_gives_the_seat_back(served: Served) -> None
     assert served.engine.submitted == []
 
 
-def test_a_hang_up_while_prompts_are_tokenised_submits_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_up_while_prompts_are_tokenised_submits_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The worker thread is between two prompts: one was submitted, the client goes, the next must not be."""
     with serving() as served:
         first, gone = threading.Event(), threading.Event()
@@ -96,7 +100,9 @@ def test_a_hang_up_while_prompts_are_tokenised_submits_no_more_of_them(monkeypat
         connection = served.send("/v1/completions", completion(["x" * 20_000] * 3, max_tokens=LONG))
         assert first.wait(DEADLINE_S)
         connection.close()
-        until(lambda: served.engine.num_open == 0, "the first one is cancelled while the worker is still busy")
+        until(
+            lambda: served.engine.num_open == 0, "the first one is cancelled while the worker is still busy"
+        )
         gone.set()
         served.assert_idle()
         assert len(served.engine.submitted) == 1
@@ -146,17 +152,27 @@ def test_a_server_that_forgets_to_cancel_is_found_out(monkeypatch: pytest.Monkey
             served.assert_idle(deadline_s=0.3)
 
 
-# ----------------------------------------------------------------------------------------------------------------- crowd
+# ------------------------------------------------------------------------------------------------------ crowd
 
 
 async def _one_client(port: int, number: int) -> str | None:
-    """Even ones read to the end; odd ones leave at different points: before, at, or after the first bytes of the answer."""
+    """Even ones read to the end; odd ones leave at different points: before, at, or after the first bytes of
+    the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         stream = number % 3 != 0
         leaves = number % 2 == 1
-        body = json.dumps(completion(f"client {number}", stream=stream, max_tokens=LONG if leaves else 40, seed=number)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        body = json.dumps(
+            completion(f"client {number}", stream=stream, max_tokens=LONG if leaves else 40, seed=number)
+        ).encode()
+        head = (
+            f"POST "
+            f"/v1/completions "
+            f"HTTP/1.1\r\nHost: "
+            f"x\r\nConnection: "
+            f"close\r\nContent-Length: "
+            f"{len(body)}\r\n\r\n"
+        ).encode()
         if leaves and number % 8 == 1:
             writer.write((head + body)[: len(head) + 5])
             await writer.drain()
@@ -182,12 +198,19 @@ def test_two_hundred_clients_of_which_half_hang_up_leave_nothing_behind() -> Non
         answers = asyncio.run(asyncio.wait_for(_crowd(port, 200), 120))
         stayed = [answer for answer in answers if answer is not None]
         assert len(stayed) == 100
-        assert all(answer.startswith("HTTP/1.1 200 OK") and '"finish_reason":"length"' in answer for answer in stayed)
+        assert all(
+            answer.startswith("HTTP/1.1 200 OK") and '"finish_reason":"length"' in answer for answer in stayed
+        )
         served.assert_idle()
         stats = served.engine.stats()
         assert stats.requests == {"waiting": 0, "running": 0}
         assert stats.kv_blocks["device"]["active"] == 0
-        assert served.client().completions.create(model="scripted", prompt="still there?", max_tokens=2).usage.completion_tokens == 2
+        assert (
+            served.client()
+            .completions.create(model="scripted", prompt="still there?", max_tokens=2)
+            .usage.completion_tokens
+            == 2
+        )
 
 
 def test_more_clients_than_seats_are_answered_429_and_the_rest_is_served() -> None:
@@ -207,14 +230,17 @@ def test_more_clients_than_seats_are_answered_429_and_the_rest_is_served() -> No
         served.assert_idle()
 
 
-# ----------------------------------------------------------------------------------------------------------- slow reader
+# ------------------------------------------------------------------------------------------------ slow reader
 
 
 def test_a_slow_reader_gets_everything_in_few_large_chunks(served: Served) -> None:
     num_tokens = 30_000
     body = completion(stream=True, max_tokens=num_tokens, seed=7)
     connection = served.send("/v1/completions", body, "Connection: close\r\n", small_buffer=True)
-    until(lambda: served.engine.num_open == 0 and served.engine.submitted, "the engine does not wait for the reader")
+    until(
+        lambda: served.engine.num_open == 0 and served.engine.submitted,
+        "the engine does not wait for the reader",
+    )
     data = b""
     while more := connection.recv(65536):
         data += more

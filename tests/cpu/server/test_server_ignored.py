@@ -1,4 +1,5 @@
-"""Fields that have no effect, over all generating routes: taken and named, or refused with the reason; and tools that cannot be run.
+"""Fields that have no effect, over all generating routes: taken and named, or refused with the reason; and
+tools that cannot be run.
 
 Holds invariant 26: nothing that would change the answer is ignored."""
 
@@ -33,7 +34,12 @@ CHAT_TOOL = {"type": "function", "function": {"name": "f"}}
 TOOL = {"type": "function", "name": "f"}
 SPACE = {"type": "namespace", "name": "space", "tools": [{"type": "function", "name": "g"}]}
 OWN_TOOL = {"name": "f", "input_schema": {"type": "object"}}
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
+PATHS = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
 BODIES: dict[str, dict[str, Any]] = {
     "completions": {"prompt": ASK, "max_tokens": 5},
     "chat": {"messages": CHAT_TURNS, "tools": [CHAT_TOOL], "max_tokens": 5},
@@ -59,8 +65,16 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 }
 # Of types: what is taken. Where a type is Any, these are some of everything.
 TAKEN: dict[str, list[Any]] = {
-    "context_management": [{}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
-    "include": [[], ["reasoning.encrypted_content"], ["web_search_call.action.sources", "file_search_call.results"]],
+    "context_management": [
+        {},
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ],
+    "include": [
+        [],
+        ["reasoning.encrypted_content"],
+        ["web_search_call.action.sources", "file_search_call.results"],
+    ],
     "truncation": ["auto", "disabled"],
     "verbosity": ["low", "medium", "high"],
     "service_tier": ["auto", "flex", "priority"],
@@ -89,7 +103,11 @@ SAMPLES: tuple[Any, ...] = ("x", True, 7, {"a": {"b": [1]}}, [], ["x"], [{"type"
 
 
 def rows() -> list[Any]:
-    return [pytest.param(api, row, id=f"{api}-{row.path}") for api in PATHS for row in ignored.rows_of(api).values()]
+    return [
+        pytest.param(api, row, id=f"{api}-{row.path}")
+        for api in PATHS
+        for row in ignored.rows_of(api).values()
+    ]
 
 
 def places(value: Any, steps: list[str]) -> Iterator[dict[str, Any]]:
@@ -143,7 +161,8 @@ def test_a_field_of_the_table_is_named_and_changes_nothing_or_is_refused_with_th
     assert nothing.status_code == 200 and HEADER not in nothing.headers  # null is absent
     before = len(shared.engine.submitted)
     for value in [*REFUSED.get(row.path, REFUSED.get(row.name, [])), *SAMPLES]:
-        if row.refusal(value) is None or (row.path == "mcp_servers" and isinstance(value, list)):  # lists have a test below
+        # lists have a test below
+        if row.refusal(value) is None or (row.path == "mcp_servers" and isinstance(value, list)):
             continue
         reply = ask(shared, api, with_field(api, row, value))
         error = reply.json()["error"]
@@ -169,7 +188,9 @@ def fields_at(kind: Any, steps: list[str]) -> set[str]:
 @pytest.mark.parametrize("api", PATHS)
 def test_no_field_is_both_in_the_table_and_in_the_type(api: str) -> None:
     """It would have an effect in some bodies and none in others."""
-    assert {"format"} <= fields_at(messages.MessagesBody, ["output_config"]) and "name" in fields_at(messages.MessagesBody, ["tools", "[]"])
+    assert {"format"} <= fields_at(messages.MessagesBody, ["output_config"]) and "name" in fields_at(
+        messages.MessagesBody, ["tools", "[]"]
+    )
     for path, row in ignored.rows_of(api).items():
         assert row.name not in fields_at(KINDS[api], path.replace("[]", ".[]").split(".")[:-1]), path
 
@@ -195,7 +216,9 @@ def test_streams_and_refusals_have_the_header_too(shared: Served) -> None:
     assert ask(shared, "chat", BODIES["chat"], user="u", stream=True).headers[HEADER] == "user"
     refused = ask(shared, "messages", BODIES["messages"], metadata={}, temperature=-1)
     assert (refused.status_code, refused.headers[HEADER]) == (400, "metadata")
-    counted = shared.http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": SAID, "speed": "fast"})
+    counted = shared.http.post(
+        "/v1/messages/count_tokens", json={"model": MODEL, "messages": SAID, "speed": "fast"}
+    )
     assert (counted.status_code, counted.headers[HEADER]) == (200, "speed")
 
 
@@ -209,11 +232,13 @@ def test_the_log_names_a_field_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_values_that_json_has_and_the_table_has_not_are_no_defect(shared: Served) -> None:
     for value in ("NaN", "1e999", "9" * 400, '"\\ud800"', '{"a": ' * 2000):
-        body = json.dumps({"model": MODEL, **BODIES["chat"]})[:-1] + f', "client_metadata": {{"a": {value}}}}}'
+        body = (
+            json.dumps({"model": MODEL, **BODIES["chat"]})[:-1] + f', "client_metadata": {{"a": {value}}}}}'
+        )
         assert shared.http.post(PATHS["chat"], content=body.encode()).status_code in (200, 400)
 
 
-# ------------------------------------------------------------------------------------------------------------------ tools
+# ------------------------------------------------------------------------------------------------------ tools
 
 HOSTED = {
     "chat": [{"type": "custom", "custom": {"name": "patch"}}],
@@ -223,7 +248,10 @@ HOSTED = {
         {"type": "custom", "name": "patch", "format": {"type": "grammar"}},
         {"type": "mcp", "server_label": "x"},
     ],
-    "messages": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, {"type": "bash_20250124", "name": "bash"}],
+    "messages": [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        {"type": "bash_20250124", "name": "bash"},
+    ],
 }
 FORCING = {
     "chat": {"type": "custom", "custom": {"name": "patch"}},
@@ -244,11 +272,15 @@ def test_tools_that_cannot_be_run_are_left_out_where_others_remain(shared: Serve
 
 
 @pytest.mark.parametrize("api", HOSTED)
-def test_tools_that_cannot_be_run_are_refused_alone_and_where_they_are_forced(shared: Served, api: str) -> None:
+def test_tools_that_cannot_be_run_are_refused_alone_and_where_they_are_forced(
+    shared: Served, api: str
+) -> None:
     for tool in HOSTED[api]:
         alone = ask(shared, api, BODIES[api], tools=[tool]).json()["error"]
         assert alone["param"] == "tools[0].type" and "runs no tools itself" in alone["message"]
-    forced = ask(shared, api, BODIES[api], tools=[*HOSTED[api], *BODIES[api]["tools"]], tool_choice=FORCING[api]).json()["error"]
+    forced = ask(
+        shared, api, BODIES[api], tools=[*HOSTED[api], *BODIES[api]["tools"]], tool_choice=FORCING[api]
+    ).json()["error"]
     assert forced["param"] == "tool_choice" and "runs no tools itself" in forced["message"]
     none = {"type": "none"} if api == "messages" else "none"
     assert ask(shared, api, BODIES[api], tools=HOSTED[api], tool_choice=none).status_code == 200
@@ -278,7 +310,14 @@ def test_functions_of_a_namespace_are_called_by_both_names_whole_and_streamed() 
         streamed = ask(served, "responses", body, stream=True).text
         done = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: ")]
         items = [event["item"] for event in done if event["type"] == "response.output_item.done"]
-        assert [(one["namespace"], one["name"]) for one in items if one["type"] == "function_call"] == [("space", "g")]
-        turns = [*body["input"], item, {"type": "function_call_output", "call_id": item["call_id"], "output": "7"}]
+        assert [(one["namespace"], one["name"]) for one in items if one["type"] == "function_call"] == [
+            ("space", "g")
+        ]
+        turns = [
+            *body["input"],
+            item,
+            {"type": "function_call_output", "call_id": item["call_id"], "output": "7"},
+        ]
         assert ask(served, "responses", body, input=turns).status_code == 200
-        assert bytes(served.engine.submitted[-1][0]).decode().count("space__g") >= 2  # as a tool, and as what was called
+        # as a tool, and as what was called
+        assert bytes(served.engine.submitted[-1][0]).decode().count("space__g") >= 2

@@ -16,7 +16,11 @@ ASK, THEN = "How warm is it in Bern?", "And in Basel?"
 
 def ask(served: Served, key: str = "mine", **fields: Any) -> Any:
     headers = {"authorization": f"Bearer {key}"}
-    return served.http.post("/v1/responses", json={"model": MODEL, "input": ASK, "max_output_tokens": 200, **fields}, headers=headers)
+    return served.http.post(
+        "/v1/responses",
+        json={"model": MODEL, "input": ASK, "max_output_tokens": 200, **fields},
+        headers=headers,
+    )
 
 
 def prompt_of(served: Served) -> str:
@@ -32,7 +36,9 @@ def is_missing(reply: Any, param: str | None = "previous_response_id") -> bool:
 def test_the_model_is_told_the_whole_conversation_as_if_all_of_it_had_been_sent(stream: bool) -> None:
     with serving(saying("Warm.", KNOWS_TOOLS)) as served:
         first = ask(served, instructions="Be brief.").json()
-        reply = ask(served, input=THEN, previous_response_id=first["id"], instructions="Be kind.", stream=stream)
+        reply = ask(
+            served, input=THEN, previous_response_id=first["id"], instructions="Be kind.", stream=stream
+        )
         assert reply.status_code == 200, reply.text
         told = prompt_of(served)
         turns = [{"role": "user", "content": ASK}, *first["output"], {"role": "user", "content": THEN}]
@@ -68,7 +74,9 @@ def test_another_key_or_another_cache_salt_does_not_find_an_answer() -> None:
             headers = {"authorization": f"Bearer {key}"}
             query = {} if salt is None else {"cache_salt": salt}
             for method in ("GET", "DELETE"):
-                assert is_missing(served.http.request(method, f"/v1/responses/{mine}", headers=headers, params=query), None)
+                assert is_missing(
+                    served.http.request(method, f"/v1/responses/{mine}", headers=headers, params=query), None
+                )
         assert ask(served, cache_salt="a", previous_response_id=mine).status_code == 200
 
 
@@ -82,7 +90,7 @@ def test_an_answer_is_read_and_deleted_by_its_id() -> None:
         assert is_missing(ask(served, previous_response_id=whole["id"]))
 
 
-# -------------------------------------------------------------------------------------------------------------- the store
+# -------------------------------------------------------------------------------------------------- the store
 
 
 class Clock:

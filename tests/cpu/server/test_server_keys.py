@@ -14,4 +14,6 @@ def test_of_two_keys_none_counts(shown: tuple[str, str]) -> None:
     with serving(api_key=KEY) as served:
         several = [("authorization", f"Bearer {key}") for key in shown]
         assert served.http.get("/v1/models", headers=several).status_code == 401
-        assert served.http.get("/v1/models", headers=several[:1]).status_code == (200 if shown[0] == KEY else 401)
+        assert served.http.get("/v1/models", headers=several[:1]).status_code == (
+            200 if shown[0] == KEY else 401
+        )

@@ -1,4 +1,5 @@
-"""What one client may hold and for how long: deadlines of a connection, crumbs, long names in errors, keys, large replies."""
+"""What one client may hold and for how long: deadlines of a connection, crumbs, long names in errors, keys,
+large replies."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-# ------------------------------------------------------------------------------------------------------------- slow clients
+# ----------------------------------------------------------------------------------------------- slow clients
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTT"], ids=["nothing", "half a header"])
@@ -72,7 +73,9 @@ def test_a_header_in_drops_has_one_deadline_for_all_of_it() -> None:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"X-Drop: 1\r\n")
             num_drops += 1
-            assert num_drops < 500, "long before the header is too large, which would end the connection as well"
+            assert num_drops < 500, (
+                "long before the header is too large, which would end the connection as well"
+            )
 
 
 def test_a_body_that_does_not_end_behind_an_early_reply_ends_the_connection() -> None:
@@ -101,15 +104,20 @@ def test_a_body_in_crumbs_is_refused_and_one_in_pieces_is_not(served: Served) ->
     body = b'{"prompt": "' + b"x" * 100_000 + b'"}'
     pieces = [body[at : at + 64] for at in range(0, len(body), 64)]
     with served.connect() as connection:
-        connection.sendall(head + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n")
+        connection.sendall(
+            head + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        )
         assert ends(connection).startswith(b"HTTP/1.1 200")
 
 
-# -------------------------------------------------------------------------------------------------------------------- echo
+# ------------------------------------------------------------------------------------------------------- echo
 
 
 def test_an_error_shows_the_beginning_and_the_end_of_a_long_name() -> None:
-    for error in (Refused(404, f"no {'m' * 10_000} here", param="p" * 10_000), Refused(400, "x" * (MAX_SHOWN + 1))):
+    for error in (
+        Refused(404, f"no {'m' * 10_000} here", param="p" * 10_000),
+        Refused(400, "x" * (MAX_SHOWN + 1)),
+    ):
         body = fault_of(error).body()["error"]
         assert all(len(value) < MAX_SHOWN + 50 for value in body.values() if value)
         assert body["message"].endswith(str(error)[-100:]) and body["message"].startswith(str(error)[:100])
@@ -122,7 +130,7 @@ def test_brackets_in_text_are_no_lists(served: Served) -> None:
     assert served.http.post("/tokenize", json={"prompt": text[: 1 << 17]}).json()["count"] == 1 << 17
 
 
-# -------------------------------------------------------------------------------------------------------------------- keys
+# ------------------------------------------------------------------------------------------------------- keys
 
 
 @pytest.mark.parametrize("key", ["voilà", "plain", "two words", "東京", "\udca0\udcff", "x\u00a0"])
@@ -134,8 +142,13 @@ def test_a_key_of_any_bytes_admits_exactly_those_bytes(key: str) -> None:
             return served.http.get("/v1/models", headers=[(b"authorization", value)]).status_code
 
         assert status(b"Bearer " + sent) == status(b"bearer   " + sent) == 200
-        assert {status(b"Bearer " + wrong) for wrong in (sent[:-1], sent + b"\xa0", b"\xc2\xa0" + sent, sent.upper() + b"!")} == {401}
-        twice = served.http.get("/v1/models", headers=[(b"authorization", b"Bearer " + sent), (b"authorization", b"Bearer x")])
+        assert {
+            status(b"Bearer " + wrong)
+            for wrong in (sent[:-1], sent + b"\xa0", b"\xc2\xa0" + sent, sent.upper() + b"!")
+        } == {401}
+        twice = served.http.get(
+            "/v1/models", headers=[(b"authorization", b"Bearer " + sent), (b"authorization", b"Bearer x")]
+        )
         assert twice.status_code == 401
 
 
@@ -145,11 +158,13 @@ def test_a_key_that_no_client_can_send_refuses_to_start(key: str) -> None:
         HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=key))
 
 
-# ---------------------------------------------------------------------------------------------------------------- large replies
+# ---------------------------------------------------------------------------------------------- large replies
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_scores_of_a_long_prompt_are_written_off_the_event_loop(served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_a_long_prompt_are_written_off_the_event_loop(
+    served: Served, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[tuple[int, str]] = []
     scores = CompletionReply._scores
 
@@ -158,7 +173,14 @@ def test_scores_of_a_long_prompt_are_written_off_the_event_loop(served: Served, 
         return scores(self, tokens)
 
     monkeypatch.setattr(CompletionReply, "_scores", watched)
-    body = {"model": MODEL, "prompt": "x" * 5000, "echo": True, "logprobs": 5, "max_tokens": 2, "stream": stream}
+    body = {
+        "model": MODEL,
+        "prompt": "x" * 5000,
+        "echo": True,
+        "logprobs": 5,
+        "max_tokens": 2,
+        "stream": stream,
+    }
     assert served.http.post("/v1/completions", json=body).status_code == 200
     assert sum(count for count, _ in written) >= 5000
     assert all("worker" in name.lower() for count, name in written if count > 1000)

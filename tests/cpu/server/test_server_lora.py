@@ -1,4 +1,5 @@
-"""Adapters over HTTP: chosen by `model`, listed, loaded and unloaded; off unless a directory is given, and then only from inside it."""
+"""Adapters over HTTP: chosen by `model`, listed, loaded and unloaded; off unless a directory is given, and
+then only from inside it."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def error_of(reply: httpx.Response) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ load and choose
+# -------------------------------------------------------------------------------------------- load and choose
 
 
 def test_a_loaded_adapter_is_listed_and_chosen_by_name(served: Served) -> None:
@@ -76,7 +77,12 @@ def test_a_loaded_adapter_is_listed_and_chosen_by_name(served: Served) -> None:
     assert reply.status_code == 200
     card = reply.json()
     assert card.pop("replaced") is False
-    assert (card["id"], card["object"], card["parent"], card["root"]) == ("org/tuned", "model", MODEL, "group/two")
+    assert (card["id"], card["object"], card["parent"], card["root"]) == (
+        "org/tuned",
+        "model",
+        MODEL,
+        "group/two",
+    )
     client = served.client()
     assert [m.id for m in client.models.list()] == [MODEL, "org/tuned"]
     assert served.http.get("/v1/models/org/tuned").json() == card
@@ -84,7 +90,9 @@ def test_a_loaded_adapter_is_listed_and_chosen_by_name(served: Served) -> None:
     assert (base["root"], base["parent"]) == (MODEL, None)
     answer = client.completions.create(model="org/tuned", prompt="hello", n=2)
     assert answer.model == "org/tuned"
-    chat = client.chat.completions.create(model="org/tuned", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
+    chat = client.chat.completions.create(
+        model="org/tuned", messages=[{"role": "user", "content": "hi"}], max_tokens=2
+    )
     assert chat.model == "org/tuned"
     chunks = list(client.completions.create(model="org/tuned", prompt="hello", max_tokens=2, stream=True))
     assert {chunk.model for chunk in chunks} == {"org/tuned"}
@@ -96,7 +104,9 @@ def test_a_loaded_adapter_is_listed_and_chosen_by_name(served: Served) -> None:
 def test_tokenising_takes_the_names_of_adapters(served: Served) -> None:
     load(served, "tuned", "one")
     assert served.http.post("/tokenize", json={"prompt": "ab", "model": "tuned"}).json()["tokens"] == [97, 98]
-    assert served.http.post("/detokenize", json={"tokens": [97, 98], "model": "tuned"}).json() == {"prompt": "ab"}
+    assert served.http.post("/detokenize", json={"tokens": [97, 98], "model": "tuned"}).json() == {
+        "prompt": "ab"
+    }
     assert served.http.post("/tokenize", json={"prompt": "ab", "model": "other"}).status_code == 404
 
 
@@ -113,7 +123,11 @@ def test_loading_over_a_name_replaces_it_and_says_so(served: Served, allowed: Pa
 
 def test_an_unloaded_adapter_is_gone_and_its_name_free(served: Served) -> None:
     load(served, "tuned", "one")
-    assert served.http.post(UNLOAD, json={"lora_name": "tuned"}).json() == {"id": "tuned", "object": "model", "deleted": True}
+    assert served.http.post(UNLOAD, json={"lora_name": "tuned"}).json() == {
+        "id": "tuned",
+        "object": "model",
+        "deleted": True,
+    }
     reply = served.http.post("/v1/completions", json=completion(model="tuned"))
     assert reply.status_code == 404 and error_of(reply)["code"] == "model_not_found"
     assert served.http.get("/v1/models/tuned").status_code == 404
@@ -148,12 +162,14 @@ def test_an_adapter_that_is_reloaded_while_a_request_comes_in_serves_all_its_cho
 
     monkeypatch.setattr(served.engine, "submit", reloading)
     # Large enough for a thread of its own, so that the event loop can answer the reloads meanwhile.
-    reply = served.http.post("/v1/completions", json=completion("x" * 20_000, model="tuned", n=4, max_tokens=1))
+    reply = served.http.post(
+        "/v1/completions", json=completion("x" * 20_000, model="tuned", n=4, max_tokens=1)
+    )
     assert reply.status_code == 200
     assert len(served.engine.adapted) == 4 and len(set(served.engine.adapted)) == 1
 
 
-# -------------------------------------------------------------------------------------------------------------- refused
+# ---------------------------------------------------------------------------------------------------- refused
 
 
 def test_without_a_directory_both_routes_are_off() -> None:
@@ -161,7 +177,9 @@ def test_without_a_directory_both_routes_are_off() -> None:
         for path, body in ((LOAD, {"lora_name": "a", "lora_path": "/tmp"}), (UNLOAD, {"lora_name": "a"})):
             reply = served.http.post(path, json=body)
             assert reply.status_code == 403
-            assert "--lora-dir" in error_of(reply)["message"] and error_of(reply)["code"] == "lora_loading_off"
+            assert (
+                "--lora-dir" in error_of(reply)["message"] and error_of(reply)["code"] == "lora_loading_off"
+            )
 
 
 def test_nothing_outside_the_directory_can_be_loaded(served: Served, allowed: Path) -> None:
@@ -170,12 +188,23 @@ def test_nothing_outside_the_directory_can_be_loaded(served: Served, allowed: Pa
         borrowed = write_random_adapter(allowed / f"borrowed-{name}", TINY_LLAMA, 3)
         (borrowed / name).unlink()
         (borrowed / name).symlink_to(allowed.parent / "outside" / name)
-    paths = ["../outside", allowed.parent / "outside", "one/../../outside", "link", "borrowed-adapter_config.json", "/etc", "/", "a\0b"]
+    paths = [
+        "../outside",
+        allowed.parent / "outside",
+        "one/../../outside",
+        "link",
+        "borrowed-adapter_config.json",
+        "/etc",
+        "/",
+        "a\0b",
+    ]
     for path in [*paths, "borrowed-adapter_model.safetensors", "/no/such/path"]:
         reply = load(served, "tuned", path)
         assert reply.status_code == 400, path
         assert error_of(reply)["param"] == "lora_path"
-        assert error_of(reply)["message"] == "lora_path must lie inside the directory that the server was given as --lora-dir"
+        assert error_of(reply)["message"] == (
+            "lora_path must lie inside the directory that the server was given as --lora-dir"
+        )
     assert served.engine.adapters.all() == ()
 
 
@@ -185,8 +214,16 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty path": ({"lora_name": "a", "lora_path": ""}, "lora_path", "length"),
     "a long path": ({"lora_name": "a", "lora_path": "x" * 5000}, "lora_path", "length"),
     "a name too long for a file": ({"lora_name": "a", "lora_path": "x" * 300}, "lora_path", "cannot be read"),
-    "an unknown field": ({"lora_name": "a", "lora_path": "one", "load_inplace": True}, "load_inplace", "not a field"),
-    "the model's own name": ({"lora_name": MODEL, "lora_path": "one"}, "lora_name", "name of the model itself"),
+    "an unknown field": (
+        {"lora_name": "a", "lora_path": "one", "load_inplace": True},
+        "load_inplace",
+        "not a field",
+    ),
+    "the model's own name": (
+        {"lora_name": MODEL, "lora_path": "one"},
+        "lora_name",
+        "name of the model itself",
+    ),
     "a name with a blank": ({"lora_name": "a b", "lora_path": "one"}, "lora_name", "no name for an adapter"),
     "nothing there": ({"lora_name": "a", "lora_path": "three"}, "lora_path", "three is no directory"),
     "no adapter": ({"lora_name": "a", "lora_path": "group"}, "lora_path", "group has no adapter_config.json"),
@@ -211,7 +248,8 @@ def test_a_bad_load_is_refused_by_field_and_changes_nothing(
 
 
 def test_loads_are_read_one_after_another_and_off_the_event_loop(model: Decoder, allowed: Path) -> None:
-    """While a load is stuck in a file, everybody else is served; more loads than seats are told to come back."""
+    """While a load is stuck in a file, everybody else is served; more loads than seats are told to come
+    back."""
     gate, started = threading.Event(), threading.Semaphore(0)
     num_reading = []
 
@@ -234,7 +272,10 @@ def test_loads_are_read_one_after_another_and_off_the_event_loop(model: Decoder,
             thread.start()
         assert started.acquire(timeout=DEADLINE_S)
         assert served.client().completions.create(model=MODEL, prompt="x", max_tokens=1).model == MODEL
-        until(lambda: served.http.post(LOAD, json={"lora_name": "b", "lora_path": "one"}).status_code == 429, "the seats are taken")
+        until(
+            lambda: served.http.post(LOAD, json={"lora_name": "b", "lora_path": "one"}).status_code == 429,
+            "the seats are taken",
+        )
         gate.set()
         for thread in asking:
             thread.join(DEADLINE_S)
@@ -243,7 +284,7 @@ def test_loads_are_read_one_after_another_and_off_the_event_loop(model: Decoder,
         assert len(served.engine.adapters.all()) == 8 and len(served.engine.adapters._weights) == 1
 
 
-# --------------------------------------------------------------------------------------------------- with a real engine
+# ----------------------------------------------------------------------------------------- with a real engine
 
 
 @contextlib.contextmanager
@@ -255,7 +296,10 @@ def real_server(lora: LoraConfig) -> Iterator[tuple[str, openai.OpenAI]]:
     thread.start()
     until(lambda: server.started, "the server is up")
     try:
-        yield server.url, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        yield (
+            server.url,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S),
+        )
     finally:
         server.should_exit = True
         thread.join(DEADLINE_S)
@@ -263,13 +307,20 @@ def real_server(lora: LoraConfig) -> Iterator[tuple[str, openai.OpenAI]]:
 
 
 def test_salts_and_adapter_names_do_not_collide_end_to_end_and_a_reload_finds_nothing(allowed: Path) -> None:
-    lora = LoraConfig(adapters=(("x", str(allowed / "one")), ("twin", str(allowed / "one"))), dir=str(allowed))
+    lora = LoraConfig(
+        adapters=(("x", str(allowed / "one")), ("twin", str(allowed / "one"))), dir=str(allowed)
+    )
     with real_server(lora) as (url, client):
 
         def ask(model: str, salt: str | None) -> tuple[list[str], int]:
             extra = {} if salt is None else {"cache_salt": salt}
             reply = client.completions.create(
-                model=model, prompt=list(range(3, 43)), max_tokens=6, temperature=0, logprobs=0, extra_body={**extra, "ignore_eos": True}
+                model=model,
+                prompt=list(range(3, 43)),
+                max_tokens=6,
+                temperature=0,
+                logprobs=0,
+                extra_body={**extra, "ignore_eos": True},
             )
             assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
             return reply.choices[0].logprobs.tokens, reply.usage.prompt_tokens_details.cached_tokens
@@ -282,7 +333,10 @@ def test_salts_and_adapter_names_do_not_collide_end_to_end_and_a_reload_finds_no
         base, tuned = cold[0][0], cold[2][0]
         assert [tokens for tokens, _ in cold] == [base, base, tuned, tuned, tuned] and base != tuned
         assert ask("twin", None) == (tuned, 32), "the same content under another name"
-        assert httpx.post(f"{url}{LOAD}", json={"lora_name": "x", "lora_path": "group/two"}).json()["replaced"] is True
+        assert (
+            httpx.post(f"{url}{LOAD}", json={"lora_name": "x", "lora_path": "group/two"}).json()["replaced"]
+            is True
+        )
         reloaded, cached = ask("x", None)
         assert cached == 0 and reloaded not in (base, tuned)
         assert ask("twin", None) == (tuned, 32)

@@ -1,4 +1,5 @@
-"""Anthropic's `/v1/messages` in front of a scripted engine: what the model is told, what its clients get, whole and streamed.
+"""Anthropic's `/v1/messages` in front of a scripted engine: what the model is told, what its clients get,
+whole and streamed.
 
 Holds invariant 26: what is unknown or not supported is a 400 in Anthropic's shape."""
 
@@ -14,18 +15,30 @@ from test_server_tools import CALL, KNOWS_TOOLS, WEATHER, saying
 from tiered_server import MODEL as REAL_MODEL
 from tiered_server import tiered
 
-from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded, SessionMissing, SnapshotTaken
+from penstock.errors import (
+    DeadlineExceeded,
+    EngineClosed,
+    InvalidRequest,
+    Overloaded,
+    SessionMissing,
+    SnapshotTaken,
+)
 from penstock.server.access import Exchange
 from penstock.server.faults import Refused, error_response
 from support.scripted_engine import ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it in Bern?"}]
-TOOLS = [{"name": "weather", "description": "How warm it is", "input_schema": WEATHER}, {"name": "now", "input_schema": {"type": "object"}}]
+TOOLS = [
+    {"name": "weather", "description": "How warm it is", "input_schema": WEATHER},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
 THINKS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{# <think></think> #}"
 
 
 def ask(served: Served, **fields: Any) -> Any:
-    return served.http.post("/v1/messages", json={"model": MODEL, "messages": ASK, "max_tokens": 200, **fields})
+    return served.http.post(
+        "/v1/messages", json={"model": MODEL, "messages": ASK, "max_tokens": 200, **fields}
+    )
 
 
 def answer(served: Served, **fields: Any) -> dict[str, Any]:
@@ -47,9 +60,15 @@ def events(served: Served, **fields: Any) -> list[dict[str, Any]]:
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that a client makes of a stream, which also checks its order."""
     start, *middle, delta, stop = events
-    assert (start["type"], delta["type"], stop) == ("message_start", "message_delta", {"type": "message_stop"})
+    assert (start["type"], delta["type"], stop) == (
+        "message_start",
+        "message_delta",
+        {"type": "message_stop"},
+    )
     message = start["message"]
-    assert message["content"] == [] and message["stop_reason"] is None and message["usage"]["input_tokens"] > 0
+    assert (
+        message["content"] == [] and message["stop_reason"] is None and message["usage"]["input_tokens"] > 0
+    )
     json_text = ""
     for event in middle:
         content = message["content"]
@@ -81,14 +100,16 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content, "id": ""}
 
 
-# ---------------------------------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------------------- answers
 
 
 def test_an_answer_is_a_message_of_blocks_whole_and_streamed() -> None:
     with serving(saying("It is warm.")) as served:
         whole = answer(served, system=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief"}])
         assert whole["content"] == [{"type": "text", "text": "It is warm."}]
-        assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", MODEL) and whole["id"].startswith("msg_")
+        assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", MODEL) and whole[
+            "id"
+        ].startswith("msg_")
         assert (whole["stop_reason"], whole["stop_sequence"]) == ("end_turn", None)
         assert prompt_of(served) == "system: Be\nbrief\nuser: How warm is it in Bern?\nassistant: "
         streamed = put_together(events(served, system="Be\nbrief"))
@@ -96,7 +117,11 @@ def test_an_answer_is_a_message_of_blocks_whole_and_streamed() -> None:
         # Sixteen tokens are a block of the cache; cached tokens are not counted as input tokens.
         first, again = whole["usage"], streamed["usage"]
         assert (first["cache_read_input_tokens"], again["cache_read_input_tokens"]) == (0, 48)
-        assert first["input_tokens"] == again["input_tokens"] + again["cache_read_input_tokens"] == len(prompt_of(served))
+        assert (
+            first["input_tokens"]
+            == again["input_tokens"] + again["cache_read_input_tokens"]
+            == len(prompt_of(served))
+        )
         assert first["output_tokens"] == again["output_tokens"] == len("It is warm.") + 1
 
 
@@ -108,7 +133,11 @@ def test_why_an_answer_ended() -> None:
             ({}, "end_turn", None, "one two three"),
         ):
             for message in (answer(served, **fields), put_together(events(served, **fields))):
-                assert (message["stop_reason"], message["stop_sequence"], message["content"][0]["text"]) == (reason, sequence, text)
+                assert (message["stop_reason"], message["stop_sequence"], message["content"][0]["text"]) == (
+                    reason,
+                    sequence,
+                    text,
+                )
 
 
 def test_an_answer_may_be_allowed_more_than_the_context_has_and_ends_with_it() -> None:
@@ -117,24 +146,34 @@ def test_an_answer_may_be_allowed_more_than_the_context_has_and_ends_with_it() -
             assert message["stop_reason"] == "model_context_window_exceeded"
             assert message["usage"]["output_tokens"] == 64 - len(prompt_of(served))
         refused = ask(served, messages=[{"role": "user", "content": "x" * 65}]).json()["error"]
-        assert refused["type"] == "invalid_request_error" and refused["message"].startswith("prompt is too long: ")
+        assert refused["type"] == "invalid_request_error" and refused["message"].startswith(
+            "prompt is too long: "
+        )
 
 
 def test_an_answer_without_text_has_a_block_without_text() -> None:
     with serving(saying("")) as served:
         for message in (answer(served), put_together(events(served))):
-            assert message["content"] == [{"type": "text", "text": ""}] and message["stop_reason"] == "end_turn"
+            assert (
+                message["content"] == [{"type": "text", "text": ""}] and message["stop_reason"] == "end_turn"
+            )
 
 
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:
-    with serving(ScriptedEngine(lambda prompt, sampling: [*b"ab", RuntimeError("the step failed")])) as served:
+    with serving(
+        ScriptedEngine(lambda prompt, sampling: [*b"ab", RuntimeError("the step failed")])
+    ) as served:
         *before, last = events(served)
         assert [event["type"] for event in before[:2]] == ["message_start", "content_block_start"]
         assert "".join(event["delta"]["text"] for event in before[2:]) == "ab"
-        assert last["type"] == "error" and last["error"]["type"] == "api_error" and "the step failed" in last["error"]["message"]
+        assert (
+            last["type"] == "error"
+            and last["error"]["type"] == "api_error"
+            and ("the step failed") in last["error"]["message"]
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------ tools
+# ------------------------------------------------------------------------------------------------------ tools
 
 
 def test_calls_are_blocks_and_come_back_with_their_results() -> None:
@@ -142,36 +181,66 @@ def test_calls_are_blocks_and_come_back_with_their_results() -> None:
         whole = answer(served, tools=TOOLS)
         text, weather, now = whole["content"]
         assert text == {"type": "text", "text": "Let me see."} and whole["stop_reason"] == "tool_use"
-        assert (weather["type"], weather["name"], weather["input"]) == ("tool_use", "weather", {"city": "Bern"})
-        assert (now["name"], now["input"]) == ("now", {}) and now["id"] != weather["id"] and now["id"].startswith("toolu_")
+        assert (weather["type"], weather["name"], weather["input"]) == (
+            "tool_use",
+            "weather",
+            {"city": "Bern"},
+        )
+        assert (
+            (now["name"], now["input"]) == ("now", {})
+            and now["id"] != weather["id"]
+            and now["id"].startswith("toolu_")
+        )
         streamed = put_together(events(served, tools=TOOLS))
         assert without_ids(streamed) == {**without_ids(whole), "usage": streamed["usage"]}
         results = [
-            {"type": "tool_result", "tool_use_id": weather["id"], "content": [{"type": "text", "text": "21 C"}]},
+            {
+                "type": "tool_result",
+                "tool_use_id": weather["id"],
+                "content": [{"type": "text", "text": "21 C"}],
+            },
             {"type": "tool_result", "tool_use_id": now["id"], "content": "no clock", "is_error": True},
             {"type": "text", "text": "Well?"},
         ]
         answer(
-            served, tools=TOOLS, messages=[*ASK, {"role": "assistant", "content": whole["content"]}, {"role": "user", "content": results}]
+            served,
+            tools=TOOLS,
+            messages=[
+                *ASK,
+                {"role": "assistant", "content": whole["content"]},
+                {"role": "user", "content": results},
+            ],
         )
         prompt = prompt_of(served)
     assert prompt.startswith("<tools>[{") and '"description": "How warm it is"' in prompt
-    assert "Let me see.<tool_call>weather" in prompt and "</tool_call>[tool]21 C[tool]Error: no clock[user]Well?" in prompt
+    assert ("Let me see.<tool_call>weather") in prompt and (
+        "</tool_call>[tool]21 C[tool]Error: no clock[user]Well?"
+    ) in prompt
 
 
 def test_blocks_are_in_the_order_in_which_the_model_wrote_them_whole_and_streamed() -> None:
-    with serving(saying('A<tool_call>{"name": "now"}</tool_call>B<tool_call>{"name": "now"}</tool_call>C')) as served:
+    with serving(
+        saying('A<tool_call>{"name": "now"}</tool_call>B<tool_call>{"name": "now"}</tool_call>C')
+    ) as served:
         for message in (answer(served, tools=TOOLS), put_together(events(served, tools=TOOLS))):
             said = [block.get("text") or block["name"] for block in message["content"]]
             assert said == ["A", "now", "B", "now", "C"]
 
 
-@pytest.mark.parametrize("arguments", ['{"city": ', '{"city": "\\ud83d"}', '{"city": ' + "[" * 2000], ids=["cut", "half a pair", "deep"])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"city": ', '{"city": "\\ud83d"}', '{"city": ' + "[" * 2000],
+    ids=["cut", "half a pair", "deep"],
+)
 def test_calls_that_are_no_json_are_handed_on_as_text(arguments: str) -> None:
     with serving(saying(f'<tool_call>{{"name": "weather", "arguments": {arguments}')) as served:
         (block,) = answer(served, tools=TOOLS, max_tokens=4000)["content"]
         assert block["input"] == {"INVALID_JSON": arguments}
-        said = [event["delta"] for event in events(served, tools=TOOLS, max_tokens=4000) if event["type"] == "content_block_delta"]
+        said = [
+            event["delta"]
+            for event in events(served, tools=TOOLS, max_tokens=4000)
+            if event["type"] == "content_block_delta"
+        ]
         assert "".join(delta["partial_json"] for delta in said) == arguments
 
 
@@ -189,15 +258,29 @@ def test_an_answer_that_is_cut_inside_a_call_says_so_whole_and_streamed() -> Non
 )
 def test_how_many_calls_a_choice_leaves(choice: dict[str, Any], seen: int) -> None:
     with serving(saying(CALL)) as served:
-        found = [block for block in answer(served, tools=TOOLS, tool_choice=choice)["content"] if block["type"] == "tool_use"]
+        found = [
+            block
+            for block in answer(served, tools=TOOLS, tool_choice=choice)["content"]
+            if block["type"] == "tool_use"
+        ]
         assert len(found) == seen and ("weather" in prompt_of(served)) == bool(seen)
 
 
 def test_a_forced_call_fits_its_schema_whole_and_streamed() -> None:
     pytest.importorskip("llguidance", reason="structured output is an extra")
     with tiered(host_blocks=0, blocks=1024) as server:
-        base = {"model": REAL_MODEL, "messages": ASK, "tools": TOOLS[:1], "max_tokens": 600, "temperature": 1, "seed": 3}
-        for choice in ({"type": "tool", "name": "weather"}, {"type": "any", "disable_parallel_tool_use": True}):
+        base = {
+            "model": REAL_MODEL,
+            "messages": ASK,
+            "tools": TOOLS[:1],
+            "max_tokens": 600,
+            "temperature": 1,
+            "seed": 3,
+        }
+        for choice in (
+            {"type": "tool", "name": "weather"},
+            {"type": "any", "disable_parallel_tool_use": True},
+        ):
             reply = server.http.post("/v1/messages", json={**base, "tool_choice": choice}).json()
             (block,) = reply["content"]
             assert (block["name"], reply["stop_reason"]) == ("weather", "tool_use")
@@ -206,18 +289,26 @@ def test_a_forced_call_fits_its_schema_whole_and_streamed() -> None:
         fields = {key: value for key, value in base.items() if key != "tools"}
         reply = server.http.post("/v1/messages", json={**fields, "output_config": form}).json()
         assert json.loads(reply["content"][0]["text"])["unit"] in ("C", "F")
-        bad = {"format": {"type": "json_schema", "schema": {"type": "object", "properties": {"x": False}, "required": ["x"]}}}
+        bad = {
+            "format": {
+                "type": "json_schema",
+                "schema": {"type": "object", "properties": {"x": False}, "required": ["x"]},
+            }
+        }
         error = server.http.post("/v1/messages", json={**fields, "output_config": bad}).json()["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", "output_config.format")
 
 
-# --------------------------------------------------------------------------------------------------------------- thinking
+# --------------------------------------------------------------------------------------------------- thinking
 
 
 def test_reasoning_is_a_thinking_block_and_is_not_shown_again() -> None:
     with serving(saying("<think>hm</think>Hi", THINKS)) as served:
         whole = answer(served, thinking={"type": "adaptive"})
-        assert whole["content"] == [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Hi"}]
+        assert whole["content"] == [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "Hi"},
+        ]
         assert put_together(events(served))["content"] == whole["content"]
         answer(served, messages=[*ASK, {"role": "assistant", "content": whole["content"]}, *ASK])
         assert "[assistant]Hi[user]" in prompt_of(served) and "hm" not in prompt_of(served)
@@ -227,25 +318,40 @@ def test_reasoning_is_a_thinking_block_and_is_not_shown_again() -> None:
 
 def test_a_model_without_reasoning_has_no_thinking_blocks() -> None:
     with serving(saying("<think>hm</think>Hi")) as served:
-        for thinking in ({"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 50}, None):
-            assert answer(served, thinking=thinking)["content"] == [{"type": "text", "text": "<think>hm</think>Hi"}]
+        for thinking in (
+            {"type": "disabled"},
+            {"type": "adaptive"},
+            {"type": "enabled", "budget_tokens": 50},
+            None,
+        ):
+            assert answer(served, thinking=thinking)["content"] == [
+                {"type": "text", "text": "<think>hm</think>Hi"}
+            ]
 
 
-# ----------------------------------------------------------------------------------------------------------------- tokens
+# ----------------------------------------------------------------------------------------------------- tokens
 
 
 def test_tokens_are_counted_as_a_message_would_have_them() -> None:
     with serving(saying("x")) as served:
-        for fields in ({}, {"system": "Be brief", "tools": TOOLS}, {"tools": TOOLS, "tool_choice": {"type": "none"}}):
-            counted = served.http.post("/v1/messages/count_tokens?beta=true", json={"model": MODEL, "messages": ASK, **fields})
+        for fields in (
+            {},
+            {"system": "Be brief", "tools": TOOLS},
+            {"tools": TOOLS, "tool_choice": {"type": "none"}},
+        ):
+            counted = served.http.post(
+                "/v1/messages/count_tokens?beta=true", json={"model": MODEL, "messages": ASK, **fields}
+            )
             usage = answer(served, **fields, cache_salt=repr(fields))["usage"]
             assert counted.json() == {"input_tokens": usage["input_tokens"]}, counted.text
         for fields in ({"max_tokens": 1}, {"messages": []}, {"tools": [{"name": "x"}]}, {"model": "other"}):
-            refused = served.http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": ASK, **fields})
+            refused = served.http.post(
+                "/v1/messages/count_tokens", json={"model": MODEL, "messages": ASK, **fields}
+            )
             assert refused.status_code in (400, 404) and refused.json()["type"] == "error"
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 HARMLESS: dict[str, list[Any]] = {
     "output_config": [{}],
@@ -276,7 +382,12 @@ def test_errors_are_of_the_kinds_that_clients_tell_apart(error: Exception, statu
     """They try again after some, and not after others."""
     reply = error_response(error, Exchange("POST", "/v1/messages", 0.0, id="mine"))
     body = json.loads(bytes(reply.body))
-    assert (reply.status_code, body["type"], body["error"]["type"], body["request_id"]) == (status, "error", kind, "mine")
+    assert (reply.status_code, body["type"], body["error"]["type"], body["request_id"]) == (
+        status,
+        "error",
+        kind,
+        "mine",
+    )
 
 
 def test_values_that_mean_nothing_are_taken_and_change_nothing() -> None:
@@ -284,7 +395,10 @@ def test_values_that_mean_nothing_are_taken_and_change_nothing() -> None:
         plain = answer(served, seed=7, max_tokens=5)["content"]
         for field, values in HARMLESS.items():
             for value in [*values, None]:
-                assert answer(served, seed=7, max_tokens=5, **{field: value})["content"] == plain, (field, value)
+                assert answer(served, seed=7, max_tokens=5, **{field: value})["content"] == plain, (
+                    field,
+                    value,
+                )
 
 
 @pytest.fixture(scope="module")
@@ -300,10 +414,26 @@ USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 DEEP = json.loads("[" * 60 + "]" * 60)
 DEEPER = {"a": json.loads("[" * 900 + "]" * 900)}
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "reads and writes text"),
-    ({"messages": [{"role": "user", "content": [DOCUMENT]}]}, "messages[0].content[0].type", "reads and writes text"),
     (
-        {"messages": [*ASK, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}]},
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        "messages[0].content[0].type",
+        "reads and writes text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [DOCUMENT]}]},
+        "messages[0].content[0].type",
+        "reads and writes text",
+    ),
+    (
+        {
+            "messages": [
+                *ASK,
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}],
+                },
+            ]
+        },
         "messages[1].content[0].content[0].type",
         "reads and writes text",
     ),
@@ -322,10 +452,18 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "deeper than 100",
     ),
     ({"tools": [{"name": "f", "input_schema": DEEPER}]}, "tools", "deeper than 100"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": DEEPER}}}, "output_config.format", "deeper than 100"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": DEEPER}}},
+        "output_config.format",
+        "deeper than 100",
+    ),
     ({"system": [IMAGE]}, "system[0].type", "text"),
     ({"system": 7}, "system", "expected"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "runs no tools itself"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools[0].type",
+        "runs no tools itself",
+    ),
     ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema", "expected"),
     ({"tools": [{"name": "f g", "input_schema": {}}]}, "tools[0].name", "match"),
     ({"tools": [{"name": "f\n", "input_schema": {}}]}, "tools[0].name", "match"),
@@ -333,7 +471,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOLS[0]] * 129}, "tools", "length"),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "where there are tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice", "name goes with"),
-    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice", "no tool has that name"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}},
+        "tool_choice",
+        "no tool has that name",
+    ),
     ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", "expected"),
     ({"stop_sequences": ["x"] * 17}, "stop_sequences", ""),
     ({"stop_sequences": "x"}, "stop_sequences", "expected"),
@@ -357,7 +499,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), BAD)
-def test_what_is_wrong_is_refused_by_name_in_anthropics_shape(shared: Served, fields: dict[str, Any], param: str, words: str) -> None:
+def test_what_is_wrong_is_refused_by_name_in_anthropics_shape(
+    shared: Served, fields: dict[str, Any], param: str, words: str
+) -> None:
     reply = ask(shared, **fields)
     assert reply.status_code == 400, reply.text
     body = reply.json()
@@ -367,8 +511,14 @@ def test_what_is_wrong_is_refused_by_name_in_anthropics_shape(shared: Served, fi
     assert words in body["error"]["message"].lower() and shared.engine.submitted == [], body
 
 
-@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "9" * 400, '{"a": ' * 2000, '"\\ud800"', '["' + "x" * 100_000 + '"]'])
-@pytest.mark.parametrize("field", ["max_tokens", "temperature", "top_p", "seed", "tool_choice", "thinking", "stop_sequences", "metadata"])
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "1e999", "-Infinity", "9" * 400, '{"a": ' * 2000, '"\\ud800"', '["' + "x" * 100_000 + '"]'],
+)
+@pytest.mark.parametrize(
+    "field",
+    ["max_tokens", "temperature", "top_p", "seed", "tool_choice", "thinking", "stop_sequences", "metadata"],
+)
 def test_wild_values_are_refused(shared: Served, field: str, value: str) -> None:
     body = json.dumps({"model": MODEL, "messages": ASK, "max_tokens": 1})[:-1] + f', "{field}": {value}}}'
     reply = shared.http.post("/v1/messages", content=body.encode())
@@ -393,11 +543,16 @@ def test_every_error_of_this_door_has_anthropics_shape() -> None:
         assert served.http.get("/v1/models", headers=right).status_code == 200
         both = {"x-api-key": "other", "authorization": "Bearer k"}
         assert served.http.post("/v1/messages", json=body, headers=both).status_code == 200
-        assert served.http.get("/v1/messages", headers=right).json()["error"]["type"] == "invalid_request_error"
-        assert served.http.post("/v1/messages/batches", headers=right).json()["error"]["type"] == "not_found_error"
+        assert (
+            served.http.get("/v1/messages", headers=right).json()["error"]["type"] == "invalid_request_error"
+        )
+        assert (
+            served.http.post("/v1/messages/batches", headers=right).json()["error"]["type"]
+            == "not_found_error"
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------- their client
+# ----------------------------------------------------------------------------------------------- their client
 
 
 def test_anthropics_client_chats_streams_and_calls_tools() -> None:
@@ -406,16 +561,29 @@ def test_anthropics_client_chats_streams_and_calls_tools() -> None:
         client = anthropic.Anthropic(base_url=served.url, api_key="k", max_retries=0)
         options: Any = {"model": MODEL, "max_tokens": 200, "tools": TOOLS, "messages": ASK}
         message = client.messages.create(**options)
-        assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"] and message._request_id
+        assert [block.type for block in message.content] == [
+            "text",
+            "tool_use",
+            "tool_use",
+        ] and message._request_id
         with client.messages.stream(**options) as stream:
             text = "".join(stream.text_stream)
             final = stream.get_final_message()
-        assert text == "Let me see." and final.content[1].input == {"city": "Bern"} and final.stop_reason == "tool_use"
-        results = [{"type": "tool_result", "tool_use_id": block.id, "content": "21 C"} for block in message.content[1:]]
+        assert (
+            text == ("Let me see.")
+            and final.content[1].input == {"city": "Bern"}
+            and final.stop_reason == "tool_use"
+        )
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": "21 C"}
+            for block in message.content[1:]
+        ]
         turns: Any = [*ASK, message.to_param(), {"role": "user", "content": results}]
         assert client.messages.create(**{**options, "messages": turns}).stop_reason == "tool_use"
         assert client.beta.messages.create(**options).content[0].text == "Let me see."
-        assert client.messages.count_tokens(model=MODEL, messages=ASK).input_tokens == len("user: How warm is it in Bern?\nassistant: ")
+        assert client.messages.count_tokens(model=MODEL, messages=ASK).input_tokens == len(
+            "user: How warm is it in Bern?\nassistant: "
+        )
         with pytest.raises(anthropic.BadRequestError, match="reads and writes text"):
             client.messages.create(**{**options, "messages": [{"role": "user", "content": [IMAGE]}]})
         with pytest.raises(anthropic.AuthenticationError):

@@ -20,7 +20,9 @@ def test_a_completion_has_text_reason_and_usage(served: Served) -> None:
     reply = served.client().completions.create(model=MODEL, prompt="hello", seed=7, max_tokens=9)
     assert reply.object == "text_completion"
     assert reply.id.startswith("cmpl-")
-    assert [(c.index, c.text, c.finish_reason, c.logprobs) for c in reply.choices] == [(0, WORDS[:9], "length", None)]
+    assert [(c.index, c.text, c.finish_reason, c.logprobs) for c in reply.choices] == [
+        (0, WORDS[:9], "length", None)
+    ]
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.usage.total_tokens) == (5, 9, 14)
     assert reply.usage.model_dump(exclude_unset=True)["prompt_tokens_details"] == {
         "cached_tokens": 0,
@@ -35,8 +37,16 @@ def test_a_returning_prompt_says_which_of_its_tokens_were_cached(served: Served)
         usage = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1).usage.model_dump()
         details = usage["prompt_tokens_details"]
         assert details["cached_tokens"] == expected
-        assert details["kv_source"] == {"device": expected, "host": 0, "ssd": 0, "remote": 0, "computed": 40 - expected}
-    salted = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1, extra_body={"cache_salt": "tenant"})
+        assert details["kv_source"] == {
+            "device": expected,
+            "host": 0,
+            "ssd": 0,
+            "remote": 0,
+            "computed": 40 - expected,
+        }
+    salted = client.completions.create(
+        model=MODEL, prompt="p" * 40, max_tokens=1, extra_body={"cache_salt": "tenant"}
+    )
     assert salted.usage.prompt_tokens_details.cached_tokens == 0
 
 
@@ -101,7 +111,12 @@ def test_prompts_may_be_texts_token_ids_or_lists_of_either(served: Served) -> No
         assert [c.text for c in reply.choices] == expected
         assert reply.usage.prompt_tokens == sum(map(len, expected))
     two = client.completions.create(model=MODEL, prompt=["a", "b"], n=2, seed=1, max_tokens=9)
-    assert [(c.index, c.text) for c in two.choices] == [(0, "choice 1:"), (1, "choice 2:"), (2, "choice 1:"), (3, "choice 2:")]
+    assert [(c.index, c.text) for c in two.choices] == [
+        (0, "choice 1:"),
+        (1, "choice 2:"),
+        (2, "choice 1:"),
+        (3, "choice 2:"),
+    ]
     assert two.usage.prompt_tokens == 2
 
 
@@ -118,7 +133,11 @@ def test_a_stop_string_ends_the_choice_before_it_and_cancels_the_engine_request(
     for stop, text in [("three", WORDS[:18]), (["never", "o t"], WORDS[:16])]:
         reply = client.completions.create(model=MODEL, prompt="x", seed=7, max_tokens=90_000, stop=stop)
         assert (reply.choices[0].text, reply.choices[0].finish_reason) == (text, "stop")
-        streamed = list(client.completions.create(model=MODEL, prompt="x", seed=7, max_tokens=90_000, stop=stop, stream=True))
+        streamed = list(
+            client.completions.create(
+                model=MODEL, prompt="x", seed=7, max_tokens=90_000, stop=stop, stream=True
+            )
+        )
         assert "".join(c.choices[0].text for c in streamed) == text
         assert streamed[-1].choices[0].finish_reason == "stop"
         served.assert_idle()
@@ -127,7 +146,9 @@ def test_a_stop_string_ends_the_choice_before_it_and_cancels_the_engine_request(
 def test_a_stop_string_counts_the_tokens_up_to_its_end_however_they_were_batched(served: Served) -> None:
     usages = set()
     for _ in range(5):
-        reply = served.client().completions.create(model=MODEL, prompt="x", seed=7, max_tokens=90_000, stop="three")
+        reply = served.client().completions.create(
+            model=MODEL, prompt="x", seed=7, max_tokens=90_000, stop="three"
+        )
         usages.add(reply.usage.completion_tokens)
     assert usages == {len("choice 7: one two three")}
 
@@ -147,7 +168,12 @@ def test_logprobs_name_the_chosen_token_and_its_rivals(served: Served) -> None:
     assert scores.token_logprobs == [-0.5] * 3
     assert scores.text_offset == [0, 1, 2]
     assert scores.top_logprobs == [{"d": -0.25, "c": -0.5}, {"i": -0.25, "h": -0.5}, {"p": -0.25, "o": -0.5}]
-    none = served.client().completions.create(model=MODEL, prompt="x", seed=7, max_tokens=2, logprobs=0).choices[0].logprobs
+    none = (
+        served.client()
+        .completions.create(model=MODEL, prompt="x", seed=7, max_tokens=2, logprobs=0)
+        .choices[0]
+        .logprobs
+    )
     assert (none.tokens, none.top_logprobs) == (["c", "h"], None)
 
 
@@ -168,7 +194,9 @@ def test_streamed_logprobs_are_those_of_the_whole(served: Served) -> None:
 
 def test_echo_with_logprobs_scores_the_prompt_and_its_first_token_has_none(served: Served) -> None:
     for max_tokens in (0, 2):
-        reply = served.client().completions.create(model=MODEL, prompt="aé", seed=7, max_tokens=max_tokens, echo=True, logprobs=1)
+        reply = served.client().completions.create(
+            model=MODEL, prompt="aé", seed=7, max_tokens=max_tokens, echo=True, logprobs=1
+        )
         choice = reply.choices[0]
         assert choice.text == "aé" + "ch"[:max_tokens]
         assert choice.logprobs.tokens == ["a", "bytes:\\xc3", "bytes:\\xa9", "c", "h"][: 3 + max_tokens]
@@ -181,7 +209,13 @@ def test_echo_with_logprobs_scores_the_prompt_and_its_first_token_has_none(serve
 
 
 def test_sampling_fields_reach_the_engine(served: Served) -> None:
-    extra = {"top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "ignore_eos": True, "stop_token_ids": [3, 4]}
+    extra = {
+        "top_k": 5,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "ignore_eos": True,
+        "stop_token_ids": [3, 4],
+    }
     served.client().completions.create(
         model=MODEL,
         prompt="x",
@@ -197,17 +231,38 @@ def test_sampling_fields_reach_the_engine(served: Served) -> None:
     )
     sampling = served.engine.submitted[-1][1]
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.75, 5, 0.25)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
-    assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (-3, ("zz",), {3, 4}, True)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        0.5,
+        -0.5,
+        1.5,
+    )
+    assert (sampling.seed, sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (
+        -3,
+        ("zz",),
+        {3, 4},
+        True,
+    )
 
 
 def test_null_means_absent(served: Served) -> None:
-    fields = ("n", "stream", "stop", "seed", "temperature", "top_p", "logprobs", "echo", "logit_bias", "stream_options", "user")
+    fields = (
+        "n",
+        "stream",
+        "stop",
+        "seed",
+        "temperature",
+        "top_p",
+        "logprobs",
+        "echo",
+        "logit_bias",
+        "stream_options",
+        "user",
+    )
     reply = served.http.post("/v1/completions", json=completion(max_tokens=1) | dict.fromkeys(fields))
     assert reply.status_code == 200
 
 
-# ------------------------------------------------------------------------------------------------------------------ chat
+# ------------------------------------------------------------------------------------------------------- chat
 
 
 def test_a_chat_reply_is_an_assistants_message(served: Served) -> None:
@@ -219,9 +274,15 @@ def test_a_chat_reply_is_an_assistants_message(served: Served) -> None:
     reply = client.chat.completions.create(model=MODEL, messages=turns, seed=7, max_tokens=9)
     assert reply.object == "chat.completion"
     message = reply.choices[0].message
-    assert (message.role, message.content, reply.choices[0].finish_reason) == ("assistant", WORDS[:9], "length")
+    assert (message.role, message.content, reply.choices[0].finish_reason) == (
+        "assistant",
+        WORDS[:9],
+        "length",
+    )
     assert bytes(served.engine.submitted[-1][0]).decode() == "system: be\nuser: hi\nyou\nassistant: "
-    again = client.chat.completions.create(model=MODEL, messages=[*turns, message, {"role": "user", "content": "go on"}], max_tokens=1)
+    again = client.chat.completions.create(
+        model=MODEL, messages=[*turns, message, {"role": "user", "content": "go on"}], max_tokens=1
+    )
     assert again.usage.prompt_tokens > reply.usage.prompt_tokens
 
 
@@ -247,22 +308,34 @@ def test_a_chat_stream_begins_with_the_role(served: Served) -> None:
 
 def test_chat_logprobs_have_bytes_and_rivals(served: Served) -> None:
     reply = served.client().chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "hi"}], seed=7, max_tokens=2, logprobs=True, top_logprobs=2
+        model=MODEL,
+        messages=[{"role": "user", "content": "hi"}],
+        seed=7,
+        max_tokens=2,
+        logprobs=True,
+        top_logprobs=2,
     )
     content = reply.choices[0].logprobs.content
     assert [(e.token, e.logprob, e.bytes) for e in content] == [("c", -0.5, [99]), ("h", -0.5, [104])]
-    assert [(t.token, t.logprob, t.bytes) for t in content[0].top_logprobs] == [("d", -0.25, [100]), ("c", -0.5, [99])]
-    bare = served.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=1, logprobs=True)
+    assert [(t.token, t.logprob, t.bytes) for t in content[0].top_logprobs] == [
+        ("d", -0.25, [100]),
+        ("c", -0.5, [99]),
+    ]
+    bare = served.client().chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=1, logprobs=True
+    )
     assert bare.choices[0].logprobs.content[0].top_logprobs == []
 
 
 def test_a_chat_may_run_to_the_end_of_the_context() -> None:
     with serving(ScriptedEngine(max_model_len=64)) as served:
-        reply = served.client().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+        reply = served.client().chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}]
+        )
         assert (reply.usage.total_tokens, reply.choices[0].finish_reason) == (64, "length")
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# ----------------------------------------------------------------------------------------------------- errors
 
 
 def test_errors_are_those_that_the_client_knows(served: Served) -> None:
@@ -275,7 +348,11 @@ def test_errors_are_those_that_the_client_knows(served: Served) -> None:
         client.completions.create(model="other", prompt="x")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError, match="audio is not supported"):
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], audio={"voice": "alloy", "format": "wav"})
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            audio={"voice": "alloy", "format": "wav"},
+        )
     with pytest.raises(openai.BadRequestError, match="maximum context length") as long:
         client.completions.create(model=MODEL, prompt="x" * served.engine.max_model_len, max_tokens=1)
     assert long.value.type == "invalid_request_error"
@@ -346,4 +423,6 @@ def test_the_models_are_listed_and_looked_up(served: Served) -> None:
     assert client.models.retrieve(MODEL).owned_by == "penstock"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("org/other")
-    assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == served.engine.max_model_len
+    assert (
+        httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == served.engine.max_model_len
+    )

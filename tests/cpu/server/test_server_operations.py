@@ -39,7 +39,11 @@ def test_prompt_and_generated_tokens_are_conserved_between_usage_and_metrics(ser
         generated += usage.completion_tokens
         cached += usage.prompt_tokens_details.cached_tokens
     seen = scrape(served)
-    by_source = {labels[0][1]: value for (name, labels), value in seen.items() if name == "penstock_prompt_tokens_total"}
+    by_source = {
+        labels[0][1]: value
+        for (name, labels), value in seen.items()
+        if name == "penstock_prompt_tokens_total"
+    }
     assert sum(by_source.values()) == prompt_tokens
     assert by_source["device"] == cached == 64
     assert seen["penstock_generated_tokens_total", ()] == generated == 11
@@ -74,7 +78,9 @@ def test_a_live_loop_is_ready_and_a_silent_one_is_not(served: Served) -> None:
     assert served.http.get("/live").status_code == 200
 
 
-def test_while_the_engine_warms_up_the_server_is_live_and_not_ready(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_the_engine_warms_up_the_server_is_live_and_not_ready(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever balances load sends nobody there yet, and whoever restarts what hangs leaves it alone."""
     monkeypatch.setattr(served.loop, "is_warm", False)
     reply = served.http.get("/health")
@@ -110,7 +116,9 @@ def test_a_dead_loop_ends_everyones_wait() -> None:
             assert served.http.get(path).status_code == 503
 
 
-def test_findings_of_the_sanitizer_are_shown_only_where_it_listens(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_of_the_sanitizer_are_shown_only_where_it_listens(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "penstock_sanitizer_reports" not in served.http.get("/metrics").text
     listening = dataclasses.replace(served.engine.stats(), sanitizer={"race": 2, "lifetime": 0})
     monkeypatch.setattr(served.engine, "stats", lambda: listening)
@@ -128,7 +136,9 @@ def test_text_goes_to_tokens_and_back(served: Served) -> None:
     assert served.http.post("/tokenize", json={"prompt": large}).json()["count"] == len(large)
 
 
-def test_a_large_prompt_is_tokenised_off_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_prompt_is_tokenised_off_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads stuck on large prompts keep nobody with a small one waiting."""
     entered, leave = threading.Semaphore(0), threading.Event()
     encode = served.engine.tokenizer.encode
@@ -143,7 +153,9 @@ def test_a_large_prompt_is_tokenised_off_the_event_loop(served: Served, monkeypa
     stuck = [served.send("/v1/completions", completion("x" * 50_000, max_tokens=1)) for _ in range(4)]
     for _ in range(2):
         assert entered.acquire(timeout=DEADLINE_S)
-    assert served.client().completions.create(model=MODEL, prompt="small", max_tokens=1).usage.prompt_tokens == 5
+    assert (
+        served.client().completions.create(model=MODEL, prompt="small", max_tokens=1).usage.prompt_tokens == 5
+    )
     assert not entered.acquire(blocking=False), "more threads than were allowed"
     stuck.pop().close()
     stuck.pop().close()
@@ -160,16 +172,31 @@ def test_the_cache_can_be_reset_and_looked_at(served: Served) -> None:
     for _ in range(2):
         last = client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1)
     assert last.usage.prompt_tokens_details.cached_tokens == 32
-    assert served.http.post("/cache/reset?tier=device").json() == {"tier": "device", "evicted_blocks": 2, "by_tier": {"device": 2}}
-    assert served.http.post("/cache/reset").json() == {"tier": "all", "evicted_blocks": 0, "by_tier": {"device": 0}}
-    assert client.completions.create(model=MODEL, prompt="p" * 40, max_tokens=1).usage.prompt_tokens_details.cached_tokens == 0
+    assert served.http.post("/cache/reset?tier=device").json() == {
+        "tier": "device",
+        "evicted_blocks": 2,
+        "by_tier": {"device": 2},
+    }
+    assert served.http.post("/cache/reset").json() == {
+        "tier": "all",
+        "evicted_blocks": 0,
+        "by_tier": {"device": 0},
+    }
+    assert (
+        client.completions.create(
+            model=MODEL, prompt="p" * 40, max_tokens=1
+        ).usage.prompt_tokens_details.cached_tokens
+        == 0
+    )
     stats = served.http.get("/cache/stats").json()
     assert stats["prompt_tokens"] == {"device": 32, "host": 0, "ssd": 0, "remote": 0, "computed": 88}
     device = stats["kv_blocks"]["device"]
     assert device["total"] == device["free"] + device["active"]
 
 
-def test_only_one_reset_waits_for_the_engine_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_reset_waits_for_the_engine_at_a_time(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def stuck_reset(tiers: Sequence[str]) -> dict[str, int]:
@@ -186,7 +213,7 @@ def test_only_one_reset_waits_for_the_engine_at_a_time(served: Served, monkeypat
     first.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- shutdown
+# --------------------------------------------------------------------------------------------------- shutdown
 
 
 # Holds invariant 27: a shutdown lets requests end.
@@ -218,7 +245,9 @@ def test_a_request_that_slips_in_while_admission_closes_is_ended(monkeypatch: py
     with serving() as served:
         monkeypatch.setattr(served.engine, "submit", lambda *args, **fields: "lost")
         outcome: list[int] = []
-        waiting = threading.Thread(target=lambda: outcome.append(served.http.post("/v1/completions", json=completion()).status_code))
+        waiting = threading.Thread(
+            target=lambda: outcome.append(served.http.post("/v1/completions", json=completion()).status_code)
+        )
         waiting.start()
         until(lambda: served.service.generations.taken == 1, "the request is waiting")
         served.server.should_exit = True
@@ -248,7 +277,11 @@ def test_a_port_that_is_taken_is_a_configuration_error(served: Served) -> None:
     with pytest.raises(ConfigError, match=f"port {port}"):
         HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=port))
     with pytest.raises(ConfigError, match="not an address"):
-        HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(host="no.such.host.invalid", port=0))
+        HttpServer(
+            ScriptedEngine(),
+            ScriptedLoop(ScriptedEngine()),
+            ServerConfig(host="no.such.host.invalid", port=0),
+        )
     with pytest.raises(ConfigError, match="api-key is empty"):
         HttpServer(ScriptedEngine(), ScriptedLoop(ScriptedEngine()), ServerConfig(port=0, api_key=""))
 
@@ -275,7 +308,9 @@ def test_a_process_says_where_it_listens_and_ends_on_a_signal(number: signal.Sig
 
 def test_a_second_interrupt_gives_up_on_a_request_that_would_never_end() -> None:
     with process() as (running, url):
-        stream = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0).completions.create(model=MODEL, prompt="x", stream=True)
+        stream = openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0).completions.create(
+            model=MODEL, prompt="x", stream=True
+        )
         running.send_signal(signal.SIGINT)
         address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
         until(lambda: socket.socket().connect_ex(address) != 0, "the first interrupt has closed the door")
@@ -290,7 +325,9 @@ def test_a_second_interrupt_gives_up_on_a_request_that_would_never_end() -> None
 @contextlib.contextmanager
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    running = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True
+    )
     try:
         line = running.stdout.readline()
         assert line.startswith("Penstock is ready on http://127.0.0.1:")

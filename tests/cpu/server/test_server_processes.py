@@ -1,5 +1,5 @@
-"""The order in which a server's processes start, are started again and end. The children of the parent here are processes that sleep: the
-test says what they would say, and the clock is the test's own."""
+"""The order in which a server's processes start, are started again and end. The children of the parent here
+are processes that sleep: the test says what they would say, and the clock is the test's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.server.seats import SeatBook
 from penstock.server.supervise import LINGER_S, MOST_RESTARTS, RESTARTS_S, Supervisor
 from support.driving import tiny_config
 
-# -------------------------------------------------------------------------------------------------------------------- the parent
+# ------------------------------------------------------------------------------------------------- the parent
 
 PLAY_S = 30.0  # for what takes milliseconds: nothing is imported or computed
 
@@ -62,7 +62,9 @@ class Parent:
         self._sockets: list[socket.socket] = []
         self._wrong: list[BaseException] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.supervisor = Supervisor(Config(), ServerConfig(api_processes=1), ("info", "text"), self._listener, self._command)
+        self.supervisor = Supervisor(
+            Config(), ServerConfig(api_processes=1), ("info", "text"), self._listener, self._command
+        )
 
     def _command(self, kind: str, fds: Sequence[int]) -> list[str]:
         sock = socket.socket(fileno=os.dup(fds[0]))
@@ -127,7 +129,8 @@ class Parent:
         front.wire.sock.close()
 
     def end_process(self) -> None:
-        """Of the front; that its connection has ended is not seen before the test's copy of that is closed, too."""
+        """Of the front; that its connection has ended is not seen before the test's copy of that is closed,
+        too."""
         process = self.supervisor._fronts[0].process
         process.kill()
         with contextlib.suppress(ChildProcessError):  # the parent was quicker
@@ -172,7 +175,10 @@ def test_a_front_that_ends_again_and_again_is_the_end_of_the_server(parent: Pare
                 front = parent.front()
         assert engine.hear(boundary.Stop) == boundary.Stop(now=True)
 
-    with pytest.raises(PenstockError, match=f"front processes ended {MOST_RESTARTS + 1} times within {RESTARTS_S:g} s; the server ends"):
+    with pytest.raises(
+        PenstockError,
+        match=f"front processes ended {MOST_RESTARTS + 1} times within {RESTARTS_S:g} s; the server ends",
+    ):
         parent.run(play)
     assert parent.num_fronts == 1 + MOST_RESTARTS
 
@@ -194,7 +200,9 @@ def test_a_front_is_started_again_whichever_of_its_ends_is_seen_first(parent: Pa
         parent.run(play)
 
 
-def test_a_front_that_talks_nonsense_is_ended_and_started_again(parent: Parent, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_front_that_talks_nonsense_is_ended_and_started_again(
+    parent: Parent, caplog: pytest.LogCaptureFixture
+) -> None:
     def play(parent: Parent) -> None:
         engine, front = parent.engine(), parent.front()
         parent.wait_announced()
@@ -219,7 +227,9 @@ def test_a_front_that_ends_before_it_is_ready_is_the_end_of_the_start(parent: Pa
         parent.kill_front(front)
         until(lambda: engine.poll() is not None, "the engine is ended, too", PLAY_S)
 
-    with pytest.raises(PenstockError, match="a front process was ended by signal SIGKILL before it was ready"):
+    with pytest.raises(
+        PenstockError, match="a front process was ended by signal SIGKILL before it was ready"
+    ):
         parent.run(play)
 
 
@@ -238,7 +248,9 @@ def test_the_first_signal_waits_for_requests_the_second_does_not_and_the_third_k
         parent.run(play)
 
 
-def test_a_signal_that_comes_while_another_is_obeyed_counts(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_while_another_is_obeyed_counts(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of somebody who presses Ctrl-C twice."""
     stop, stops = Supervisor._stop, list[bool]()
 
@@ -281,7 +293,11 @@ def test_no_front_is_started_again_while_the_server_ends(parent: Parent) -> None
         engine.hear(boundary.Stop)
         parent.kill_front(front)
         engine.wire.send(boundary.Detached(0))
-        until(lambda: parent.supervisor._detached or len(parent.commands) > 2, "the parent has read that", PLAY_S)
+        until(
+            lambda: parent.supervisor._detached or len(parent.commands) > 2,
+            "the parent has read that",
+            PLAY_S,
+        )
 
     with pytest.raises(PenstockError, match="process was ended by signal SIGKILL"):
         parent.run(play)
@@ -310,24 +326,30 @@ def test_fronts_of_an_engine_that_is_gone_have_a_moment_to_say_so(parent: Parent
                 until(lambda: child.ready, "the parent comes round", PLAY_S)
         front.hear(boundary.Stop)
 
-    with pytest.raises(PenstockError, match="the engine process was ended by signal SIGKILL; its open requests have ended with an error"):
+    with pytest.raises(
+        PenstockError,
+        match="the engine process was ended by signal SIGKILL; its open requests have ended with an error",
+    ):
         parent.run(play)
 
 
-# -------------------------------------------------------------------------------------------------------------------- the engine
+# ------------------------------------------------------------------------------------------------- the engine
 
 
 MOST_BEATS = 120  # while an engine ends, which takes less than one
 
 
 class EngineChild:
-    """What runs in the engine's process, here on threads of the test's: its parent, its only front, and what a step does are the test's."""
+    """What runs in the engine's process, here on threads of the test's: its parent, its only front, and what
+    a step does are the test's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shutdown_s: float) -> None:
         self.engine = build(tiny_config("tiny-llama"))
         self.loop = EngineLoop(self.engine)
         self.entered, self.gate, self.gone = threading.Event(), threading.Event(), threading.Event()
-        monkeypatch.setattr(links, "os", SimpleNamespace(_exit=lambda code: self.gone.set(), getpid=os.getpid))
+        monkeypatch.setattr(
+            links, "os", SimpleNamespace(_exit=lambda code: self.gone.set(), getpid=os.getpid)
+        )
         self._codes: queue.Queue[int] = queue.Queue()
         self._sockets = [*socket.socketpair(), *socket.socketpair()]
         for one in self._sockets:
@@ -357,7 +379,9 @@ class EngineChild:
         assert self.entered.wait(DEADLINE_S)
 
     def submit(self) -> None:
-        self.front.send(boundary.Submit(1, "r", bytes(16), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)))
+        self.front.send(
+            boundary.Submit(1, "r", bytes(16), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+        )
         until(lambda: len(self.engine._inbox), "the engine has it")
 
     def code(self) -> int:
@@ -398,11 +422,15 @@ def test_an_engine_that_cannot_be_closed_says_so_and_ends_with_an_error(
             patched.setattr(f"penstock.engine.loop.{name}", 0.0)
         child.parent.send(boundary.Stop(now=True))
         assert child.code() == 1
-    assert "the engine loop closed with an error" in caplog.text and "a step is stuck on the device" in caplog.text
+    assert (
+        "the engine loop closed with an error"
+    ) in caplog.text and "a step is stuck on the device" in caplog.text
 
 
 @pytest.mark.parametrize(("now", "finish"), [(False, FinishReason.LENGTH), (True, FinishReason.CANCELLED)])
-def test_requests_are_waited_for_unless_the_end_is_to_be_now(child: EngineChild, now: bool, finish: FinishReason) -> None:
+def test_requests_are_waited_for_unless_the_end_is_to_be_now(
+    child: EngineChild, now: bool, finish: FinishReason
+) -> None:
     """Either way their last event comes, and then a goodbye."""
     child.hold_steps()
     child.submit()
@@ -415,7 +443,9 @@ def test_requests_are_waited_for_unless_the_end_is_to_be_now(child: EngineChild,
     assert child.code() == 0
 
 
-def test_when_the_loop_fails_the_front_and_the_parent_are_told_why(child: EngineChild, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_loop_fails_the_front_and_the_parent_are_told_why(
+    child: EngineChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> bool:
         raise RuntimeError("no such kernel")
 
@@ -429,19 +459,24 @@ def test_when_the_loop_fails_the_front_and_the_parent_are_told_why(child: Engine
     assert boundary.Bye(why) in child.told()
 
 
-def test_an_engine_that_fails_while_it_closes_ends_with_an_error(child: EngineChild, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_while_it_closes_ends_with_an_error(
+    child: EngineChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(timeout_s: float) -> None:
         raise RuntimeError("no such tier")
 
-    monkeypatch.setattr(links, "WATCH_S", DEADLINE_S)  # nobody happens to look between the failure and the end
+    # nobody happens to look between the failure and the end
+    monkeypatch.setattr(links, "WATCH_S", DEADLINE_S)
     monkeypatch.setattr(child.engine, "close", fail)
     child.parent.send(boundary.Stop())
     assert child.code() == 1
     broken = child.parent.receive()
-    assert isinstance(broken, boundary.Broken) and broken.fault.message == "the engine has failed: RuntimeError: no such tier"
+    assert isinstance(broken, boundary.Broken) and broken.fault.message == (
+        "the engine has failed: RuntimeError: no such tier"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------- a front
+# ---------------------------------------------------------------------------------------------------- a front
 
 
 @pytest.fixture
@@ -452,7 +487,13 @@ def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[FrontServer]:
     (engine, front), (parent, ours) = socket.socketpair(), socket.socketpair()
     limits, tokenizer = PromptLimits(512, 300, 512), spec_of(ByteTokenizer(300))
     fits = ResidencyChoice(0, 16, False, (), None)
-    engine.sendall(boundary.frame(boundary.Hello(boundary.VERSION, "m", limits, {}, ("device",), 3, 1, 0.0, False, tokenizer, [], fits)))
+    engine.sendall(
+        boundary.frame(
+            boundary.Hello(
+                boundary.VERSION, "m", limits, {}, ("device",), 3, 1, 0.0, False, tokenizer, [], fits
+            )
+        )
+    )
     with engine, front, parent, ours, socket.create_server(("127.0.0.1", 0)) as listener:
         server = boundary.packed(ServerConfig(max_concurrent=100))
         setup = boundary.FrontSetup(boundary.VERSION, server, ("info", "text"), 0, 1)
@@ -493,7 +534,8 @@ class Full:
 def test_a_front_that_is_out_of_files_leaves_its_listener_alone_for_a_while(
     front: FrontServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The connection that it cannot take is still there: it would look without a pause, and do nothing else."""
+    """The connection that it cannot take is still there: it would look without a pause, and do nothing
+    else."""
     monkeypatch.setattr("penstock.server.run.OUT_OF_FILES_S", 3600.0)
     address, full = front._listener.getsockname(), Full(front._listener)
     monkeypatch.setattr(front, "_listener", full)

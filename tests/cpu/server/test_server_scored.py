@@ -1,4 +1,5 @@
-"""Scored residency over HTTP: fields that reach the engine, answers that say what they are, and figures, before a real engine."""
+"""Scored residency over HTTP: fields that reach the engine, answers that say what they are, and figures,
+before a real engine."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_an_answer_says_that_it_is_scored() -> None:
         fields = {"ignore_eos": True, "kv_residency": "scored"}
         _, scored = server.ask(LONG, max_tokens=40, extra_body=fields)
         assert scored["kv_residency"] == "scored"
-        _, short = server.ask(LONG, max_tokens=1, extra_body=fields)  # it goes on from what the one before has left
+        # it goes on from what the one before has left
+        _, short = server.ask(LONG, max_tokens=1, extra_body=fields)
         assert short["kv_residency"] == "scored"
         _, fits = server.ask(LONG[:100], max_tokens=40, extra_body=fields)
         assert "kv_residency" not in fits, "it has all of its context"
@@ -71,7 +73,10 @@ def check_refusals(server: Tiered) -> None:
     for fields, said in (
         ({"kv_pin_spans": [[0, 5]]}, "kv_residency scored"),
         ({"kv_residency": "scored", "kv_pin_spans": [[0, 800]]}, "one has to be free"),
-        ({"kv_residency": "scored", "kv_pin_spans": [[890, 901]]}, "tokens 890 to 900 cannot be pinned: the prompt has 900"),
+        (
+            {"kv_residency": "scored", "kv_pin_spans": [[890, 901]]},
+            "tokens 890 to 900 cannot be pinned: the prompt has 900",
+        ),
         ({"kv_residency": "scored", "kv_pin_spans": [[5000, 6000]]}, "the prompt has 900"),
         ({"kv_residency": "scored", "kv_pin_spans": [[0, 9]], "prompt": LONG[:8]}, "the prompt has 8"),
     ):
@@ -82,10 +87,16 @@ def check_refusals(server: Tiered) -> None:
 def test_it_is_said_across_processes() -> None:
     event = TokenEvent("r", (1,), source=KvSource(computed=5), scored=True)
     assert boundary.SentEvent.of(3, event).made("r") == event
-    sent = boundary.Submit(1, "r", b"", SamplingParams(), boundary.SubmitOptions(residency="scored", pins=[(0, 64)]))
+    sent = boundary.Submit(
+        1, "r", b"", SamplingParams(), boundary.SubmitOptions(residency="scored", pins=[(0, 64)])
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=boundary.Submit) == sent
 
 
 def test_other_shapes_of_usage_say_it_too() -> None:
-    usage = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1, "kv_residency": "scored"}}
+    usage = {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 1, "kv_residency": "scored"},
+    }
     assert messages_usage(usage)["kv_residency"] == "scored"

@@ -1,4 +1,5 @@
-"""A vocabulary that writes blanks as tokens' first characters and rare characters as bytes, through every route that has text."""
+"""A vocabulary that writes blanks as tokens' first characters and rare characters as bytes, through every
+route that has text."""
 
 from __future__ import annotations
 
@@ -48,29 +49,47 @@ def test_a_chat_answer_is_a_text_of_its_own_whole_and_streamed(saying: Served) -
     chat = saying.client().chat.completions
     whole = chat.create(model=MODEL, messages=messages(), max_tokens=100)
     assert whole.choices[0].message.content == ANSWER == vocabulary("SentencePiece BPE").decode(IDS)
-    pieces = [chunk.choices[0].delta.content or "" for chunk in chat.create(model=MODEL, messages=messages(), max_tokens=100, stream=True)]
+    pieces = [
+        chunk.choices[0].delta.content or ""
+        for chunk in chat.create(model=MODEL, messages=messages(), max_tokens=100, stream=True)
+    ]
     assert "".join(pieces) == ANSWER and not any("\ufffd" in piece for piece in pieces)
 
 
 def test_the_bytes_of_a_chats_scored_tokens_in_a_row_are_its_text(saying: Served) -> None:
-    reply = saying.client().chat.completions.create(model=MODEL, messages=messages(), max_tokens=100, logprobs=True, top_logprobs=2)
+    reply = saying.client().chat.completions.create(
+        model=MODEL, messages=messages(), max_tokens=100, logprobs=True, top_logprobs=2
+    )
     scored = reply.choices[0].logprobs.content
     assert bytes(byte for token in scored for byte in token.bytes).decode() == ANSWER
     assert scored[0].token == "the" and scored[1].token == " blocks"
-    assert all(any(top.token == token.token and top.bytes == token.bytes for top in token.top_logprobs) for token in scored)
+    assert all(
+        any(top.token == token.token and top.bytes == token.bytes for top in token.top_logprobs)
+        for token in scored
+    )
 
 
 def test_a_blank_that_a_grammar_asks_for_is_part_of_the_answer(saying: Served) -> None:
-    """The engine here says what it says without a grammar, and a grammar that reads its tokens finds the blank."""
+    """The engine here says what it says without a grammar, and a grammar that reads its tokens finds the
+    blank."""
     pytest.importorskip("llguidance", reason="structured output is an extra")
     saying.engine.grammars = grammars = Grammars(SENTENCEPIECE, SENTENCEPIECE.vocab_size, (2,))  # type: ignore[attr-defined]
     matcher = grammars.wait_compiled(Grammar("choice", json.dumps([f" {ANSWER}"]))).copy()
     matcher.consume(IDS)
     assert matcher.is_accepting and matcher.error is None
-    asked = {"model": MODEL, "messages": messages(), "max_tokens": 100, "logprobs": True, "guided_choice": [f" {ANSWER}"]}
+    asked = {
+        "model": MODEL,
+        "messages": messages(),
+        "max_tokens": 100,
+        "logprobs": True,
+        "guided_choice": [f" {ANSWER}"],
+    }
     choice = saying.http.post("/v1/chat/completions", json=asked).json()["choices"][0]
     assert choice["message"]["content"] == f" {ANSWER}"
-    assert bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"]).decode() == f" {ANSWER}"
+    assert (
+        bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"]).decode()
+        == f" {ANSWER}"
+    )
     grammars.close()
 
 
@@ -86,16 +105,22 @@ def test_the_answer_sent_back_is_cut_as_it_was_generated(saying: Served) -> None
 def test_a_completion_goes_on_with_its_prompt(saying: Served) -> None:
     client = saying.client().completions
     assert client.create(model=MODEL, prompt="all", max_tokens=100).choices[0].text == f" {ANSWER}"
-    assert client.create(model=MODEL, prompt="all", max_tokens=100, echo=True).choices[0].text == f"all {ANSWER}"
+    assert client.create(model=MODEL, prompt="all", max_tokens=100, echo=True).choices[0].text == (
+        f"all {ANSWER}"
+    )
     streamed = client.create(model=MODEL, prompt="all", max_tokens=100, echo=True, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == f"all {ANSWER}"
     ids = SENTENCEPIECE.encode("all of the", add_special=False)
-    assert client.create(model=MODEL, prompt=ids, max_tokens=100, echo=True).choices[0].text == f"all of the {ANSWER}"
+    assert client.create(model=MODEL, prompt=ids, max_tokens=100, echo=True).choices[0].text == (
+        f"all of the {ANSWER}"
+    )
 
 
 @pytest.mark.parametrize("prompt", ["all of the 東京", " two  blanks", "a 🙂 b", ""])
 def test_offsets_of_scored_tokens_point_at_their_text(saying: Served, prompt: str) -> None:
-    reply = saying.client().completions.create(model=MODEL, prompt=prompt, max_tokens=100, echo=True, logprobs=1)
+    reply = saying.client().completions.create(
+        model=MODEL, prompt=prompt, max_tokens=100, echo=True, logprobs=1
+    )
     text, scores = reply.choices[0].text, reply.choices[0].logprobs
     assert text == f"{prompt} {ANSWER}" and scores.tokens[0] == "<s>" and scores.text_offset[0] == 0
     num_prompt = len(SENTENCEPIECE.encode(prompt))
@@ -103,18 +128,30 @@ def test_offsets_of_scored_tokens_point_at_their_text(saying: Served, prompt: st
         if token.startswith("bytes:"):
             assert text[offset] in "🙂東京"
         elif at:
-            own = token[1:] if at == 1 < num_prompt else token  # the blank before the first word is the tokenizer's
+            # the blank before the first word is the tokenizer's
+            own = token[1:] if at == 1 < num_prompt else token
             assert text.startswith(own, offset), (at, token, offset)
     assert scores.text_offset[num_prompt] == len(prompt)
 
 
 def test_stop_strings_are_found_where_the_text_has_them(saying: Served) -> None:
     chat = saying.client().chat.completions
-    for stop, left in (("🙂", "the blocks of 東京 "), ("the", ""), (" blocks", "the"), ("\t end", "the blocks of 東京 🙂\n")):
+    for stop, left in (
+        ("🙂", "the blocks of 東京 "),
+        ("the", ""),
+        (" blocks", "the"),
+        ("\t end", "the blocks of 東京 🙂\n"),
+    ):
         choice = chat.create(model=MODEL, messages=messages(), max_tokens=100, stop=[stop]).choices[0]
         assert (choice.message.content or "", choice.finish_reason) == (left, "stop")
-    stopped = saying.client().completions.create(model=MODEL, prompt="all", max_tokens=100, stop=[" the"]).choices[0]
-    assert (stopped.text, stopped.finish_reason) == ("", "stop"), "the text goes on with a blank, which is part of the stop string"
+    stopped = (
+        saying.client()
+        .completions.create(model=MODEL, prompt="all", max_tokens=100, stop=[" the"])
+        .choices[0]
+    )
+    assert (stopped.text, stopped.finish_reason) == ("", "stop"), (
+        "the text goes on with a blank, which is part of the stop string"
+    )
 
 
 def test_text_goes_to_the_librarys_tokens_and_back(saying: Served) -> None:
@@ -132,7 +169,11 @@ def test_a_character_of_several_tokens_is_sent_when_it_is_whole(saying: Served) 
     body = completion("all", stream=True, max_tokens=100)
     lines = saying.http.post("/v1/completions", json=body).text.split("\n\n")
     pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]
-    assert "".join(pieces) == f" {ANSWER}" and any("🙂" in piece for piece in pieces) and not any("\ufffd" in piece for piece in pieces)
+    assert (
+        "".join(pieces) == (f" {ANSWER}")
+        and any("🙂" in piece for piece in pieces)
+        and not any("\ufffd" in piece for piece in pieces)
+    )
 
 
 def test_what_messages_spell_stays_text(saying: Served) -> None:

@@ -1,5 +1,5 @@
-"""Session hints over HTTP: how they are checked and handed on, before a scripted engine; what becomes of a session's KV, before a real one
-with tiers, under the sanitizer."""
+"""Session hints over HTTP: how they are checked and handed on, before a scripted engine; what becomes of a
+session's KV, before a real one with tiers, under the sanitizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sessions(server: Tiered | Served) -> dict[str, int]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------- fields
+# ----------------------------------------------------------------------------------------------------- fields
 
 
 def test_what_a_client_says_reaches_the_engine_from_both_routes(served: Served) -> None:
@@ -51,7 +51,12 @@ def test_without_them_a_request_is_what_it_was(served: Served) -> None:
 
 def test_prompt_cache_key_names_a_session_unless_session_id_does(served: Served) -> None:
     client = served.client()
-    client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body={"prompt_cache_key": "k", "cache_hint": {"release": True}})
+    client.completions.create(
+        model=MODEL,
+        prompt="x",
+        max_tokens=1,
+        extra_body={"prompt_cache_key": "k", "cache_hint": {"release": True}},
+    )
     client.chat.completions.create(**CHAT, prompt_cache_key="k", extra_body={"session_id": "s"})
     assert served.engine.hinted == [(0, "k", CacheHint(release=True)), (0, "s", None)]
 
@@ -69,10 +74,26 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "a hint that is none": ({"session_id": "s", "cache_hint": "keep"}, "cache_hint", "`str`"),
     "an unknown hint": ({"session_id": "s", "cache_hint": {"retain": 5}}, "cache_hint.retain", "not a field"),
     "negative time": ({"session_id": "s", "cache_hint": {"retain_s": -1}}, "cache_hint.retain_s", ">= 0"),
-    "more than a day": ({"session_id": "s", "cache_hint": {"retain_s": 86_401}}, "cache_hint.retain_s", "<= 86400"),
-    "an unknown weight": ({"session_id": "s", "cache_hint": {"priority": "highest"}}, "cache_hint.priority", "highest"),
-    "a number for release": ({"session_id": "s", "cache_hint": {"release": 1}}, "cache_hint.release", "`int`"),
-    "both at once": ({"session_id": "s", "cache_hint": {"release": True, "retain_s": 5}}, "cache_hint", "give one of them"),
+    "more than a day": (
+        {"session_id": "s", "cache_hint": {"retain_s": 86_401}},
+        "cache_hint.retain_s",
+        "<= 86400",
+    ),
+    "an unknown weight": (
+        {"session_id": "s", "cache_hint": {"priority": "highest"}},
+        "cache_hint.priority",
+        "highest",
+    ),
+    "a number for release": (
+        {"session_id": "s", "cache_hint": {"release": 1}},
+        "cache_hint.release",
+        "`int`",
+    ),
+    "both at once": (
+        {"session_id": "s", "cache_hint": {"release": True, "retain_s": 5}},
+        "cache_hint",
+        "give one of them",
+    ),
 }
 
 
@@ -88,17 +109,19 @@ def test_wrong_hints_are_refused_by_name(served: Served, name: str, path: str) -
     assert not served.engine.submitted
 
 
-# ------------------------------------------------------------------------------------------------------------ what is kept
+# ----------------------------------------------------------------------------------------------- what is kept
 
 
 def wait_figures(server: Tiered, **wanted: int) -> None:
-    """A session's record is made in the turn in which its request ends, which may be a moment after the answer."""
+    """A session's record is made in the turn in which its request ends, which may be a moment after the
+    answer."""
     until(lambda: {name: sessions(server)[name] for name in wanted} == wanted, f"{wanted}")
 
 
 def test_a_session_is_known_with_what_its_last_request_generated(server: Tiered) -> None:
     server.ask(max_tokens=30, extra_body={"ignore_eos": True, "session_id": "agent"})
-    wait_figures(server, known=1, known_blocks=6, tenants=1, retained=0)  # 70 tokens and 29 that were fed back
+    # 70 tokens and 29 that were fed back
+    wait_figures(server, known=1, known_blocks=6, tenants=1, retained=0)
     _, again = server.ask(extra_body={"ignore_eos": True, "session_id": "agent"})
     assert again["kv_source"]["device"] == 64
     wait_figures(server, known=1, known_blocks=4, tenants=1, retained=0)
@@ -106,8 +129,17 @@ def test_a_session_is_known_with_what_its_last_request_generated(server: Tiered)
 
 def test_a_retained_session_shows_in_the_figures_until_it_is_given_up(server: Tiered) -> None:
     server.ask(extra_body={"ignore_eos": True, "prompt_cache_key": "agent", "cache_hint": {"retain_s": 3600}})
-    server.ask(extra_body={"ignore_eos": True, "session_id": "agent", "cache_salt": "x", "cache_hint": {"retain_s": 3600}})
-    wait_figures(server, retained=2, retained_blocks=8, retaining_tenants=2, retained_blocks_max=(256 + 64) // 2)
+    server.ask(
+        extra_body={
+            "ignore_eos": True,
+            "session_id": "agent",
+            "cache_salt": "x",
+            "cache_hint": {"retain_s": 3600},
+        }
+    )
+    wait_figures(
+        server, retained=2, retained_blocks=8, retaining_tenants=2, retained_blocks_max=(256 + 64) // 2
+    )
     metrics = server.scrape()
     assert metrics["penstock_sessions", (("state", "retained"),)] == 2
     assert metrics["penstock_retained_blocks", ()] == 8
@@ -116,7 +148,14 @@ def test_a_retained_session_shows_in_the_figures_until_it_is_given_up(server: Ti
 
 
 def test_names_of_tenants_and_sessions_show_nowhere(server: Tiered) -> None:
-    server.ask(extra_body={"ignore_eos": True, "session_id": "hush-hush", "cache_salt": "hush-salt", "cache_hint": {"retain_s": 60}})
+    server.ask(
+        extra_body={
+            "ignore_eos": True,
+            "session_id": "hush-hush",
+            "cache_salt": "hush-salt",
+            "cache_hint": {"retain_s": 60},
+        }
+    )
     wait_figures(server, retained=1)
     assert "hush" not in server.http.get("/cache/stats").text + server.http.get("/metrics").text
 
@@ -151,16 +190,25 @@ def test_a_release_leaves_what_another_session_shares(server: Tiered) -> None:
 
 def test_a_stop_string_ends_a_request_like_any_other(server: Tiered) -> None:
     tokens, _ = server.ask()
-    server.ask(stop=tokens[1], extra_body={"ignore_eos": True, "session_id": "agent", "cache_hint": {"retain_s": 60}})
+    server.ask(
+        stop=tokens[1], extra_body={"ignore_eos": True, "session_id": "agent", "cache_hint": {"retain_s": 60}}
+    )
     wait_figures(server, retained_blocks=4)
 
 
-# --------------------------------------------------------------------------------------------------------------- prefetch
+# --------------------------------------------------------------------------------------------------- prefetch
 
 
-def test_a_prefetch_of_a_prompt_a_chat_and_a_session_finds_nothing_colder_where_there_is_no_colder_tier(server: Tiered) -> None:
+def test_a_prefetch_of_a_prompt_a_chat_and_a_session_finds_nothing_colder_where_there_is_no_colder_tier(
+    server: Tiered,
+) -> None:
     server.ask(extra_body={"ignore_eos": True, "session_id": "agent"})
-    for body in ({"prompt": PROMPT}, {"prompt": "a text"}, {"session_id": "agent"}, {"prompt": PROMPT, "model": "tiny-qwen3"}):
+    for body in (
+        {"prompt": PROMPT},
+        {"prompt": "a text"},
+        {"session_id": "agent"},
+        {"prompt": PROMPT, "model": "tiny-qwen3"},
+    ):
         reply = server.http.post("/cache/prefetch", json=body)
         assert (reply.status_code, reply.json()) == (200, {"blocks": 0, "started": False})
 
@@ -204,7 +252,9 @@ def test_one_prefetch_too_many_is_a_429(served: Served, monkeypatch: pytest.Monk
     assert (reply.status_code, error_of(reply)["code"]) == (429, "overloaded")
 
 
-def test_an_engine_that_does_not_come_round_is_a_504_and_nobody_does_it_later(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_come_round_is_a_504_and_nobody_does_it_later(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.server.service.PREFETCH_TIMEOUT_S", 0.05)
     pending: Future[Prefetched | None] = Future()
     monkeypatch.setattr(served.engine, "prefetch", lambda *prompt, **options: pending)
@@ -215,11 +265,18 @@ def test_an_engine_that_does_not_come_round_is_a_504_and_nobody_does_it_later(se
 def test_a_prefetch_needs_the_key() -> None:
     with serving(api_key="k") as served:
         assert served.http.post("/cache/prefetch", json={"prompt": "x"}).status_code == 401
-        assert served.http.post("/cache/prefetch", json={"prompt": "x"}, headers={"Authorization": "Bearer k"}).status_code == 200
+        assert (
+            served.http.post(
+                "/cache/prefetch", json={"prompt": "x"}, headers={"Authorization": "Bearer k"}
+            ).status_code
+            == 200
+        )
 
 
 @pytest.mark.parametrize("body", [{"session_id": "agent"}, {"prompt": PROMPT}], ids=["session", "prompt"])
-def test_a_prefetch_brings_blocks_from_the_disk_into_host_memory(tmp_path: Path, body: dict[str, Any]) -> None:
+def test_a_prefetch_brings_blocks_from_the_disk_into_host_memory(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
     with tiered(ssd_dir=str(tmp_path / "ssd"), ssd_gib=0.05) as server:
         server.ask(extra_body={"ignore_eos": True, "session_id": "agent"})
         assert server.http.post("/cache/flush?level=persisted").status_code == 200
@@ -238,7 +295,9 @@ PREFETCHES = {
 }
 
 
-def test_what_is_to_be_prefetched_reaches_the_engine_with_its_salt(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_to_be_prefetched_reaches_the_engine_with_its_salt(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[dict[str, Any]] = []
 
     def prefetch(prompt: list[int] | None = None, **options: Any) -> Future[Prefetched | None]:
@@ -254,4 +313,6 @@ def test_what_is_to_be_prefetched_reaches_the_engine_with_its_salt(served: Serve
         one = asked.pop()
         assert one["cache_salt"] == (salt or "") and one.get("adapter") is None
         assert {name: one[name] for name in handed} == handed
-        assert ("session" in one) == ("session" in handed) and (one["prompt"] is None) == ("session" in handed)
+        assert ("session" in one) == ("session" in handed) and (one["prompt"] is None) == (
+            "session" in handed
+        )

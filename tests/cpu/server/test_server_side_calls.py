@@ -1,4 +1,5 @@
-"""What the server does beside generating: how long a text of a tokenize call may be, and what is left behind where it cannot listen."""
+"""What the server does beside generating: how long a text of a tokenize call may be, and what is left behind
+where it cannot listen."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from penstock.server.run import HttpServer, bind
 from support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
-@pytest.mark.parametrize(("context", "side", "most"), [(10, 50, 50), (50, 10, 50)], ids=["longer than a prompt", "as long as a prompt"])
+@pytest.mark.parametrize(
+    ("context", "side", "most"),
+    [(10, 50, 50), (50, 10, 50)],
+    ids=["longer than a prompt", "as long as a prompt"],
+)
 def test_a_text_may_be_longer_than_a_prompt_and_is_bounded_all_the_same(
     served: Served, monkeypatch: pytest.MonkeyPatch, context: int, side: int, most: int
 ) -> None:
@@ -33,14 +38,19 @@ def test_a_text_may_be_longer_than_a_prompt_and_is_bounded_all_the_same(
 
 def test_an_address_that_is_taken_leaves_no_socket_behind() -> None:
     engine = ScriptedEngine()
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken, warnings.catch_warnings(record=True) as said:
+    with (
+        contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken,
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         gc.collect()
         said.clear()
         with pytest.raises(ConfigError, match="cannot listen"):
             HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=taken.getsockname()[1]))
         gc.collect()
-        assert [str(warning.message) for warning in said if issubclass(warning.category, ResourceWarning)] == []
+        assert [
+            str(warning.message) for warning in said if issubclass(warning.category, ResourceWarning)
+        ] == []
 
 
 def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
@@ -49,7 +59,11 @@ def test_signals_are_the_callers_again_when_the_server_has_ended() -> None:
     server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0))
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
-    with contextlib.closing(server._listener), contextlib.suppress(ZeroDivisionError), server.capture_signals():
+    with (
+        contextlib.closing(server._listener),
+        contextlib.suppress(ZeroDivisionError),
+        server.capture_signals(),
+    ):
         assert [signal.getsignal(number) for number in numbers] == [server.handle_exit] * 2
         raise ZeroDivisionError
     assert [signal.getsignal(number) for number in numbers] == before
@@ -67,7 +81,8 @@ def test_a_server_that_is_shutting_down_is_alive_and_not_ready(served: Served) -
 
 
 def test_a_port_that_the_server_before_has_just_left_can_be_had_again() -> None:
-    """Whoever closes a connection first keeps its address for a minute; a server that is restarted must not wait for that."""
+    """Whoever closes a connection first keeps its address for a minute; a server that is restarted must not
+    wait for that."""
     with contextlib.closing(bind(ServerConfig(port=0))) as listener:
         listener.listen()
         port = listener.getsockname()[1]
@@ -79,7 +94,9 @@ def test_a_port_that_the_server_before_has_just_left_can_be_had_again() -> None:
 
 
 @pytest.mark.parametrize("shutdown_s", [0.0, 0.5, 20.0])
-def test_connections_are_cut_only_when_the_engine_has_had_its_time_and_a_little_more(shutdown_s: float) -> None:
+def test_connections_are_cut_only_when_the_engine_has_had_its_time_and_a_little_more(
+    shutdown_s: float,
+) -> None:
     """Those who read are told by the engine's own deadline; both at once would be a race."""
     engine = ScriptedEngine()
     server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=shutdown_s))
@@ -96,17 +113,24 @@ def test_whether_messages_may_spell_special_tokens_is_for_the_operator_to_say(al
     assert (rules.prompt_rules.most, rules.prompt_rules.special_in_text) == (50, allowed)
     assert (rules.side_rules.most, rules.side_rules.special_in_text) == (service.SIDE_TOKENS, allowed)
     asked: list[tuple[int, bool]] = []
-    engine.tokenizer.encode_chat = lambda messages, most, special, tools, how: asked.append((most, special)) or [1]  # type: ignore[method-assign, assignment]
+    engine.tokenizer.encode_chat = lambda messages, most, special, tools, how: (
+        asked.append((most, special)) or [1]
+    )  # type: ignore[method-assign, assignment]
     message = schema.Message(role="user", content="<|im_end|>")
     assert encode_chat(engine.tokenizer, [message], rules.prompt_rules) == [1] and asked == [(50, allowed)]
 
 
 @pytest.mark.parametrize(
-    "path", ["/tokenize", "/detokenize", "/cache/prefetch", "/v1/messages/count_tokens"], ids=lambda path: path.rpartition("/")[2]
+    "path",
+    ["/tokenize", "/detokenize", "/cache/prefetch", "/v1/messages/count_tokens"],
+    ids=lambda path: path.rpartition("/")[2],
 )
 def test_every_small_route_that_reads_a_text_takes_a_seat(served: Served, path: str) -> None:
     """Before it reads the body: what waits in memory is bounded."""
     with served.service.side.take(service.NUM_SIDE):
         refused = served.http.post(path, json={})
-    assert refused.status_code == 429 and f"its limit of {service.NUM_SIDE} concurrent tokenize and prefetch calls" in refused.text
+    assert (
+        refused.status_code == 429
+        and (f"its limit of {service.NUM_SIDE} concurrent tokenize and prefetch calls") in refused.text
+    )
     assert served.http.post(path, json={}).status_code == 400  # there is a seat, and the body is read

@@ -1,5 +1,5 @@
-"""Snapshots over HTTP, before a real engine with tiers, under the sanitizer: taken, listed, continued, deleted; what they pin, whose they
-are, and what is refused."""
+"""Snapshots over HTTP, before a real engine with tiers, under the sanitizer: taken, listed, continued,
+deleted; what they pin, whose they are, and what is refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,15 @@ def take(server: Tiered, status: int = 200, **fields: Any) -> dict[str, Any]:
 
 def ask(server: Tiered, prompt: list[int], status: int = 200, **fields: Any) -> Any:
     """Tokens and where the prompt's KV came from, or the error."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, "logprobs": 0, "ignore_eos": True, **fields}
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": 0,
+        "ignore_eos": True,
+        **fields,
+    }
     reply = server.http.post("/v1/completions", json=body)
     assert reply.status_code == status, reply.text
     if status != 200:
@@ -86,7 +94,7 @@ def forget(server: Tiered, *tiers: str) -> None:
         assert server.http.post(f"/cache/reset?tier={tier}").status_code == 200
 
 
-# -------------------------------------------------------------------------------------------------------------- a life of one
+# ---------------------------------------------------------------------------------------------- a life of one
 
 
 def test_a_prompt_is_taken_continued_and_deleted(server: Tiered) -> None:
@@ -94,17 +102,29 @@ def test_a_prompt_is_taken_continued_and_deleted(server: Tiered) -> None:
     card = take(server, prompt=PROMPT, name="talk", ttl_s=3600)
     assert card["id"] == "talk" and card["object"] == "snapshot" and card["pinned"] is True
     assert (card["tokens"], card["cached_tokens"], card["blocks"]) == (70, 64, 4)
-    assert card["expires_at"] - card["created"] in (3600, 3601) and card["chat"] is False and card["stored_in"] == []
+    assert (
+        card["expires_at"] - card["created"] in (3600, 3601)
+        and card["chat"] is False
+        and card["stored_in"] == []
+    )
     assert server.http.get("/v1/snapshots/talk").json() == card
     listed = all_of(server)
     assert listed["data"] == [card]
-    assert listed["pinned"]["blocks"] == 4 and listed["pinned"]["tier"] == "host" and listed["pinned"]["max_blocks"] == 32
+    assert (
+        listed["pinned"]["blocks"] == 4
+        and listed["pinned"]["tier"] == "host"
+        and listed["pinned"]["max_blocks"] == 32
+    )
     assert listed["pinned"]["bytes"] == 4 * server.engine.arena.layout.block_bytes
     forget(server, "device")
     tokens, source = ask(server, MORE, snapshot="talk")
     assert source["host"] == 64 and source["computed"] == len(PROMPT) + len(MORE) - 64
     assert tokens == ask(server, [*PROMPT, *MORE])[0], "the answer is the one to the whole prompt"
-    assert server.http.delete("/v1/snapshots/talk").json() == {"id": "talk", "object": "snapshot", "deleted": True}
+    assert server.http.delete("/v1/snapshots/talk").json() == {
+        "id": "talk",
+        "object": "snapshot",
+        "deleted": True,
+    }
     assert server.http.get("/v1/snapshots/talk").status_code == 404
     assert all_of(server)["data"] == [] and stats(server)["pinned_blocks"] == 0
     assert error_of(server.http.delete("/v1/snapshots/talk"))["code"] == "snapshot_not_found"
@@ -119,7 +139,8 @@ def test_a_session_is_taken_with_what_it_has_generated(server: Tiered) -> None:
     continued, source = ask(server, MORE, snapshot="turn-1", max_tokens=6)
     assert source["host"] == 96, source
     ids = server.http.post(
-        "/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        "/v1/completions",
+        json={"model": MODEL, "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "ignore_eos": True},
     )
     assert ids.status_code == 200 and len(tokens) == 30 and len(continued) == 6
 
@@ -129,7 +150,9 @@ def hold_readers(monkeypatch: pytest.MonkeyPatch, server: Tiered) -> None:
     inner = Generations.next_events
 
     async def late(self: Generations) -> Any:
-        await asyncio.to_thread(until, lambda: sum(server.engine.stats().requests.values()) == 0, "the engine has run ahead")
+        await asyncio.to_thread(
+            until, lambda: sum(server.engine.stats().requests.values()) == 0, "the engine has run ahead"
+        )
         return await inner(self)
 
     monkeypatch.setattr(Generations, "next_events", late)
@@ -154,7 +177,9 @@ def num_whole(server: Tiered, tokens: list[int], num_characters: int) -> int:
     tokenizer, num = server.engine.tokenizer, 0
     decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
     for count, token in enumerate(tokens, 1):
-        num_characters -= len(decoder.decode(b"" if tokenizer.is_special(token) else tokenizer.token_bytes(token)))
+        num_characters -= len(
+            decoder.decode(b"" if tokenizer.is_special(token) else tokenizer.token_bytes(token))
+        )
         if num_characters >= 0 and not decoder.getstate()[0]:
             num = count
     return num
@@ -169,7 +194,9 @@ def test_a_session_that_ended_at_a_stop_string_is_what_its_client_was_given(
     with tiered(speculate=speculate) as server:
         tokens, text = said_by(server)
         middle = len(text) // 2
-        for number, stop in enumerate([text[middle : middle + 4], text[middle - 1 : middle + 1], text[middle - 1 : middle + 3]]):
+        for number, stop in enumerate(
+            [text[middle : middle + 4], text[middle - 1 : middle + 1], text[middle - 1 : middle + 3]]
+        ):
             shown = text[: text.index(stop)]
             num = num_whole(server, tokens, len(shown))
             found = []
@@ -178,7 +205,9 @@ def test_a_session_that_ended_at_a_stop_string_is_what_its_client_was_given(
                     if ahead:
                         hold_readers(patch, server)
                     name = f"{number}-{ahead}"
-                    reply = server.http.post("/v1/completions", json={**SAID, "stop": stop, "session_id": name, "stream": stream})
+                    reply = server.http.post(
+                        "/v1/completions", json={**SAID, "stop": stop, "session_id": name, "stream": stream}
+                    )
                 assert reply.status_code == 200
                 assert stream or reply.json()["choices"][0]["text"] == shown
                 assert take(server, session_id=name, name=name)["tokens"] == 70 + num
@@ -188,7 +217,9 @@ def test_a_session_that_ended_at_a_stop_string_is_what_its_client_was_given(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_session_whose_client_hung_up_is_what_it_was_sent(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_a_session_whose_client_hung_up_is_what_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     """Nothing of an answer that is sent as a whole; of a stream what was written to it."""
     with tiered() as server:
         tokens, _ = said_by(server)
@@ -201,7 +232,9 @@ def test_a_session_whose_client_hung_up_is_what_it_was_sent(monkeypatch: pytest.
             nonlocal calls
             calls += 1
             if calls == 3:
-                await asyncio.to_thread(until, lambda: sum(server.engine.stats().requests.values()) == 0, "the engine ran ahead")
+                await asyncio.to_thread(
+                    until, lambda: sum(server.engine.stats().requests.values()) == 0, "the engine ran ahead"
+                )
                 gone.set()
                 await sent.wait()
             if not came:
@@ -209,14 +242,21 @@ def test_a_session_whose_client_hung_up_is_what_it_was_sent(monkeypatch: pytest.
             return {0: [came.pop(0)]}
 
         monkeypatch.setattr(Generations, "next_events", some)
-        data, url = json.dumps({**SAID, "stream": stream, "session_id": "gone"}).encode(), server.http.base_url
+        data, url = (
+            json.dumps({**SAID, "stream": stream, "session_id": "gone"}).encode(),
+            server.http.base_url,
+        )
         with socket.create_connection((url.host, url.port)) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            client.sendall(
+                (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n") % len(data) + data
+            )
             assert gone.wait(60.0)
             received = client.recv(1 << 20, socket.MSG_DONTWAIT) if stream else b""
         until(lambda: num_over(server, "/v1/completions") == 2, "the hang-up was seen")
         take(server, session_id="gone", name="gone")
-        shown = "".join(json.loads(data)["choices"][0]["text"] for data in re.findall(rb"data: (\{.*\})", received))
+        shown = "".join(
+            json.loads(data)["choices"][0]["text"] for data in re.findall(rb"data: " rb"(\{.*\})", received)
+        )
         assert content_of(server, "gone") == [*PROMPT, *tokens[: num_whole(server, tokens, len(shown))]]
         assert bool(shown) is stream
 
@@ -225,7 +265,11 @@ def test_a_session_of_several_choices_is_the_first() -> None:
     with tiered() as server:
         fields = {**SAID, "temperature": 1.0, "seed": 7, "n": 3, "logprobs": 0}
         alone = server.http.post("/v1/completions", json={**fields, "n": 1, "session_id": "one"})
-        assert alone.status_code == server.http.post("/v1/completions", json={**fields, "session_id": "three"}).status_code == 200
+        assert (
+            alone.status_code
+            == server.http.post("/v1/completions", json={**fields, "session_id": "three"}).status_code
+            == 200
+        )
         for name in ("one", "three"):
             take(server, session_id=name, name=name)
         assert content_of(server, "one") == content_of(server, "three")
@@ -238,14 +282,20 @@ def test_all_that_is_asked_for_holds_for_a_session_as_for_a_prompt(server: Tiere
     for of in ({"session_id": "agent"}, {"prompt": PROMPT}):
         cards.append(take(server, **asked, **of))
         assert server.http.delete("/v1/snapshots/talk", params={"cache_salt": "mine"}).status_code == 200
-    assert [(one["id"], one["tokens"], one["blocks"], one["cached_tokens"]) for one in cards] == [("talk", 40, 2, 32)] * 2
+    assert [(one["id"], one["tokens"], one["blocks"], one["cached_tokens"]) for one in cards] == [
+        ("talk", 40, 2, 32)
+    ] * 2
     assert all(99 <= one["expires_at"] - one["created"] <= 101 for one in cards)
 
 
 def test_a_boundary_may_be_chosen_and_what_is_behind_the_last_block_is_computed(server: Tiered) -> None:
     ask(server, PROMPT)
     card = take(server, prompt=PROMPT, tokens=40)
-    assert card["id"].startswith("snapshot-") and (card["tokens"], card["cached_tokens"], card["blocks"]) == (40, 32, 2)
+    assert card["id"].startswith("snapshot-") and (card["tokens"], card["cached_tokens"], card["blocks"]) == (
+        40,
+        32,
+        2,
+    )
     tokens, source = ask(server, MORE, snapshot=card["id"])
     assert tokens == ask(server, [*PROMPT[:40], *MORE])[0]
     assert source["device"] + source["host"] == 32 and source["computed"] == 8 + len(MORE)
@@ -255,7 +305,15 @@ def test_a_request_may_go_on_from_its_very_end(server: Tiered) -> None:
     ask(server, PROMPT)
     take(server, prompt=PROMPT, name="talk")
     whole, _ = ask(server, PROMPT)
-    body = {"model": MODEL, "prompt": "", "max_tokens": 4, "temperature": 0, "logprobs": 0, "ignore_eos": True, "snapshot": "talk"}
+    body = {
+        "model": MODEL,
+        "prompt": "",
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "snapshot": "talk",
+    }
     assert server.http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["tokens"] == whole
 
 
@@ -268,7 +326,9 @@ def test_a_conversation_goes_on_with_its_messages(server: Tiered) -> None:
     after = [{"role": "user", "content": "and now?"}]
     whole = server.http.post("/v1/chat/completions", json={**chat, "messages": [*so_far, *after]}).json()
     forget(server, "device", "host")
-    part = server.http.post("/v1/chat/completions", json={**chat, "messages": after, "snapshot": "chat"}).json()
+    part = server.http.post(
+        "/v1/chat/completions", json={**chat, "messages": after, "snapshot": "chat"}
+    ).json()
     assert part["choices"][0]["message"] == whole["choices"][0]["message"]
     assert part["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     assert part["usage"]["prompt_tokens_details"]["kv_source"]["host"] >= 48, "what is pinned is not reset"
@@ -294,7 +354,9 @@ ROUTES: dict[
 def test_a_conversation_goes_on_in_the_words_of_other_apis(server: Tiered, path: str) -> None:
     body, text_of, source_of = ROUTES[path]
     chat = {"model": MODEL, "max_tokens": 12, "temperature": 0}
-    whole = server.http.post("/v1/chat/completions", json={**chat, "messages": [*TURN, {"role": "user", "content": "and now?"}]}).json()
+    whole = server.http.post(
+        "/v1/chat/completions", json={**chat, "messages": [*TURN, {"role": "user", "content": "and now?"}]}
+    ).json()
     server.http.post("/v1/chat/completions", json={**chat, "messages": TURN})
     take(server, messages=TURN, name="chat", cache_salt="")
     forget(server, "device")
@@ -309,7 +371,9 @@ def test_a_conversation_goes_on_in_the_words_of_other_apis(server: Tiered, path:
 def test_a_snapshot_without_messages_is_no_conversation(server: Tiered) -> None:
     ask(server, PROMPT)
     take(server, prompt=PROMPT, name="text")
-    reply = server.http.post("/v1/chat/completions", json={"model": MODEL, "messages": TURN, "snapshot": "text"})
+    reply = server.http.post(
+        "/v1/chat/completions", json={"model": MODEL, "messages": TURN, "snapshot": "text"}
+    )
     assert reply.status_code == 400 and error_of(reply)["param"] == "snapshot"
     assert "not taken of messages" in error_of(reply)["message"]
 
@@ -317,7 +381,15 @@ def test_a_snapshot_without_messages_is_no_conversation(server: Tiered) -> None:
 def test_several_prompts_and_choices_go_on_from_one(server: Tiered) -> None:
     ask(server, PROMPT)
     take(server, prompt=PROMPT, name="talk")
-    body = {"model": MODEL, "prompt": [MORE, OTHER[:5]], "n": 2, "seed": 1, "max_tokens": 2, "snapshot": "talk", "ignore_eos": True}
+    body = {
+        "model": MODEL,
+        "prompt": [MORE, OTHER[:5]],
+        "n": 2,
+        "seed": 1,
+        "max_tokens": 2,
+        "snapshot": "talk",
+        "ignore_eos": True,
+    }
     reply = server.http.post("/v1/completions", json=body).json()
     assert len(reply["choices"]) == 4 and reply["usage"]["prompt_tokens"] == 2 * 70 + 4 + 5
 
@@ -330,11 +402,13 @@ def test_text_behind_a_snapshot_does_not_begin_a_text() -> None:
             return [*([300] if add_special else []), *super().encode(text, add_special, most)]
 
     body = schema.CompletionBody(model=MODEL, prompt=["ab", "c"], snapshot="talk")
-    prompts = prompts_of(Beginning(512), body, Rules(100), SnapshotContent(np.array([7, 8], np.uint32).tobytes(), ""))
+    prompts = prompts_of(
+        Beginning(512), body, Rules(100), SnapshotContent(np.array([7, 8], np.uint32).tobytes(), "")
+    )
     assert [list(prompt.ids) for prompt in prompts] == [[7, 8, 97, 98], [7, 8, 99]]
 
 
-# ---------------------------------------------------------------------------------------------------------------- what it pins
+# ----------------------------------------------------------------------------------------------- what it pins
 
 
 def fill(server: Tiered, num: int = 40) -> None:
@@ -376,7 +450,9 @@ def test_the_space_is_bounded_and_the_refusal_has_the_arithmetic(server: Tiered)
     assert take(server, prompt=long, tokens=32 * 16, name="fits")["pinned"] is True
     ask(server, OTHER)
     assert "4 more blocks: 32 of the 64" in take(server, 409, prompt=OTHER)["message"]
-    assert take(server, prompt=long, tokens=16 * 16, name="shared")["pinned"] is True, "what is pinned already costs nothing"
+    assert take(server, prompt=long, tokens=16 * 16, name="shared")["pinned"] is True, (
+        "what is pinned already costs nothing"
+    )
     assert stats(server)["pinned_blocks"] == 32 and stats(server)["refused"] == 2
     assert ask(server, OTHER)[1]["computed"] <= 6, "requests are served beside it"
     metrics = server.scrape()
@@ -414,7 +490,7 @@ def test_one_that_has_expired_is_not_found_even_before_it_is_let_go(server: Tier
     assert take(server, prompt=PROMPT, name="short")["id"] == "short", "its name is free again"
 
 
-# ---------------------------------------------------------------------------------------------------------------------- tenants
+# ---------------------------------------------------------------------------------------------------- tenants
 
 
 def test_another_tenant_neither_sees_nor_deletes_nor_continues_it(server: Tiered) -> None:
@@ -428,7 +504,9 @@ def test_another_tenant_neither_sees_nor_deletes_nor_continues_it(server: Tiered
     assert [one["id"] for one in all_of(server, cache_salt="mine")["data"]] == ["talk"]
     assert ask(server, MORE, snapshot="talk", cache_salt="mine")[1]["computed"] == 10
     ask(server, PROMPT, cache_salt="yours")
-    assert take(server, prompt=PROMPT, name="talk", cache_salt="yours")["id"] == "talk", "the same name is another's, too"
+    assert take(server, prompt=PROMPT, name="talk", cache_salt="yours")["id"] == "talk", (
+        "the same name is another's, too"
+    )
     assert server.http.delete("/v1/snapshots/talk", params={"cache_salt": "yours"}).status_code == 200
     assert len(all_of(server, cache_salt="mine")["data"]) == 1
 
@@ -446,7 +524,7 @@ def test_names_and_salts_show_in_no_figures(server: Tiered) -> None:
     assert "hush" not in server.http.get("/cache/stats").text + server.http.get("/metrics").text
 
 
-# ------------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 WRONG: dict[str, tuple[dict[str, Any], int, str | None, str]] = {
@@ -486,7 +564,9 @@ def test_fields_that_do_not_go_with_one(server: Tiered) -> None:
     take(server, prompt=PROMPT, name="talk")
     assert ask(server, MORE, 400, snapshot="talk", echo=True)["param"] == "echo"
     assert ask(server, [5] * 8192, 400, snapshot="talk")["code"] == "context_length_exceeded"
-    reply = server.http.post("/v1/messages", json={"model": MODEL, "messages": TURN, "max_tokens": 2, "snapshot": "talk"})
+    reply = server.http.post(
+        "/v1/messages", json={"model": MODEL, "messages": TURN, "max_tokens": 2, "snapshot": "talk"}
+    )
     assert reply.status_code == 400 and "snapshot" in reply.text
     assert server.http.get("/v1/snapshots?salt=x").status_code == 400
     assert server.http.get("/v1/snapshots", params={"cache_salt": "x" * 1025}).status_code == 400
@@ -501,7 +581,7 @@ def test_without_a_tier_behind_the_device_there_are_none() -> None:
         assert stats(server)["pinned_blocks_max"] == 0
 
 
-# ------------------------------------------------------------------------------------------------------- disks, and the middle
+# -------------------------------------------------------------------------------------- disks, and the middle
 
 
 def restarted(tmp_path: Path, **settings: Any) -> Any:
@@ -509,7 +589,9 @@ def restarted(tmp_path: Path, **settings: Any) -> Any:
 
 
 def scanned(server: Tiered) -> None:
-    until(lambda: server.engine.cache.cold_tiers["ssd"].calls.store.wait_scanned(0.0), "the directory is read")
+    until(
+        lambda: server.engine.cache.cold_tiers["ssd"].calls.store.wait_scanned(0.0), "the directory is read"
+    )
 
 
 def test_it_is_there_after_a_restart_and_under_another_pool_size(tmp_path: Path) -> None:
@@ -542,7 +624,9 @@ def test_in_a_smaller_tier_the_oldest_stay_pinned_and_the_others_can_be_continue
         ask(server, MORE, snapshot="first")
         fill(server)
         server.http.post("/cache/flush?level=persisted")
-        assert [one["cached_tokens"] for one in all_of(server)["data"]] == [64, 0], "the disk keeps what is pinned, and no more"
+        assert [one["cached_tokens"] for one in all_of(server)["data"]] == [64, 0], (
+            "the disk keeps what is pinned, and no more"
+        )
 
 
 def test_one_that_expired_meanwhile_is_gone_with_its_file(tmp_path: Path) -> None:
@@ -558,7 +642,9 @@ def test_one_that_expired_meanwhile_is_gone_with_its_file(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 3])
-def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_computed(tmp_path: Path, num_left: int) -> None:
+def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_computed(
+    tmp_path: Path, num_left: int
+) -> None:
     with restarted(tmp_path) as server:
         whole, _ = ask(server, [*PROMPT, *MORE])
         take(server, prompt=PROMPT, name="talk")
@@ -573,7 +659,10 @@ def test_with_blocks_gone_the_longest_intact_prefix_is_restored_and_the_rest_com
         assert tokens == whole and source["ssd"] == 16 * num_left
         assert source["computed"] == len(PROMPT) + len(MORE) - 16 * num_left
         forget(server)
-        until(lambda: server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 64, "what was computed again is there again")
+        until(
+            lambda: server.http.get("/v1/snapshots/talk").json()["cached_tokens"] == 64,
+            "what was computed again is there again",
+        )
 
 
 DAMAGE: dict[str, tuple[Any, str]] = {
@@ -584,7 +673,11 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "something else": (lambda data: b"hello" * 50, "no manifest"),
     "of another model": (
         lambda data: format_.pack(
-            dataclasses.replace(made := format_.unpack(data), space=b"o" * 32, made_with={**made.made_with, "weights": "ab" * 32})
+            dataclasses.replace(
+                made := format_.unpack(data),
+                space=b"o" * 32,
+                made_with={**made.made_with, "weights": "ab" * 32},
+            )
         ),
         "weights is abababababab",
     ),
@@ -602,7 +695,11 @@ def test_a_manifest_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Pat
     with restarted(tmp_path) as server:
         found = ask(server, MORE, 409, snapshot="talk")
         assert found["code"] == "snapshot_unusable" and words in found["message"], found
-        assert stats(server)["damaged"] == 1 and stats(server)["pinned_blocks"] == 0 and all_of(server)["data"] == []
+        assert (
+            stats(server)["damaged"] == 1
+            and stats(server)["pinned_blocks"] == 0
+            and all_of(server)["data"] == []
+        )
         assert take(server, 409, prompt=PROMPT, name="talk")["code"] == "snapshot_exists"
         assert ask(server, PROMPT)[1]["computed"] <= 70, "requests are served as before"
         assert server.http.delete("/v1/snapshots/talk").status_code == 200
@@ -667,26 +764,40 @@ def test_a_client_that_hangs_up_in_the_middle_leaves_all_of_it_or_nothing(on_dis
     body = json.dumps({"prompt": PROMPT, "name": "talk"}).encode()
     url = server.http.base_url
     with socket.create_connection((url.host, url.port)) as impatient:
-        impatient.sendall(b"POST /v1/snapshots HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        impatient.sendall(
+            (b"POST /v1/snapshots HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n") % len(body) + body
+        )
         assert there.wait(60.0)
     assert ask(server, OTHER)[1]["computed"] == 70, "requests are served meanwhile"
     go_on.set()
     until(lambda: stats(server)["taken"] == 1, "what the lane was at has ended")
     whole, nothing = (["talk"], 4), ([], 0)  # by whether the hang-up was seen before it was answered
-    until(lambda: ([one["id"] for one in all_of(server)["data"]], stats(server)["pinned_blocks"]) in (whole, nothing), "one of them")
+    until(
+        lambda: (
+            ([one["id"] for one in all_of(server)["data"]], stats(server)["pinned_blocks"])
+            in (whole, nothing)
+        ),
+        "one of them",
+    )
 
 
 def hang_up_on(server: Tiered, path: str, body: dict[str, Any]) -> None:
     """A request whose client goes as soon as it is sent."""
     data, url = json.dumps(body).encode(), server.http.base_url
     with socket.create_connection((url.host, url.port)) as client:
-        client.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data)
+        client.sendall(
+            (b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n") % (path.encode(), len(data)) + data
+        )
 
 
 def num_over(server: Tiered, *paths: str) -> float:
     """HTTP requests to `paths` that are over."""
     found = server.scrape().items()
-    return sum(num for (name, labels), num in found if name.endswith("http_requests_total") and dict(labels)["path"] in paths)
+    return sum(
+        num
+        for (name, labels), num in found
+        if name.endswith("http_requests_total") and dict(labels)["path"] in paths
+    )
 
 
 # Holds invariant 20: a cancel where a snapshot is waited for.
@@ -718,8 +829,12 @@ def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread()
                     body = {"model": MODEL, "prompt": MORE, "max_tokens": 1, "snapshot": f"other-{number}"}
                     hang_up_on(two, "/v1/completions", body)
                     hang_up_on(two, "/v1/snapshots", {"prompt": PROMPT, "name": f"new-{number}"})
-                until(lambda: num_over(two, "/v1/completions", "/v1/snapshots") == 201, "all of them are over, and the first")
-                assert stats(two)["waiting"] == 0 and threading.active_count() <= num_threads + 2  # and those of /cache/stats
+                until(
+                    lambda: num_over(two, "/v1/completions", "/v1/snapshots") == 201,
+                    "all of them are over, and the first",
+                )
+                # and those of /cache/stats
+                assert stats(two)["waiting"] == 0 and threading.active_count() <= num_threads + 2
                 go_on.set()
                 assert patient.result().status_code == 200
             assert ask(two, MORE, snapshot="talk")[1]["computed"] == 10
@@ -727,7 +842,9 @@ def test_clients_that_hang_up_before_a_slow_store_leave_the_line_and_no_thread()
             assert stats(two)["pinned_blocks"] == 0 and stats(two)["continued"] == 2
 
 
-def test_calls_that_wait_for_a_slow_store_are_bounded_and_equal_ones_share_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_wait_for_a_slow_store_are_bounded_and_equal_ones_share_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("penstock.kv.snapshots.MOST_WAITING", 3)
     there, go_on, reads = threading.Event(), threading.Event(), list[str]()
     with valkey_or_skip() as store, tiered(remote=store.url(), remote_timeout_s=60.0) as server:
@@ -750,7 +867,11 @@ def test_calls_that_wait_for_a_slow_store_are_bounded_and_equal_ones_share_an_an
                     assert there.wait(60.0)
             until(lambda: stats(server)["waiting"] == 6, "all wait but the first")
             refused = going_on(server, "fifth")
-            assert refused.status_code == 429 and error_of(refused)["code"] == "overloaded" and refused.headers["Retry-After"]
+            assert (
+                refused.status_code == 429
+                and error_of(refused)["code"] == "overloaded"
+                and refused.headers["Retry-After"]
+            )
             go_on.set()
             assert [one.result().status_code for one in asked] == [404] * len(names)
         assert len(reads) == len(set(reads)) == 4
@@ -768,7 +889,8 @@ def end_of(engine: Engine) -> EngineClosed:
 
 
 def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -> None:
-    """What waits to be saved is given up with the engine; its pins are, too, or closing would say that they leaked."""
+    """What waits to be saved is given up with the engine; its pins are, too, or closing would say that they
+    leaked."""
     there, failed = threading.Event(), list[int]()
     with restarted(tmp_path) as server:
         ask(server, PROMPT)
@@ -784,7 +906,11 @@ def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -
 
         def take_it() -> None:
             try:
-                failed.append(httpx.post(f"{server.http.base_url}/v1/snapshots", json={"prompt": PROMPT}, timeout=60.0).status_code)
+                failed.append(
+                    httpx.post(
+                        f"{server.http.base_url}/v1/snapshots", json={"prompt": PROMPT}, timeout=60.0
+                    ).status_code
+                )
             except httpx.HTTPError:
                 failed.append(0)
 
@@ -798,7 +924,7 @@ def test_a_server_that_closes_in_the_middle_leaves_no_snapshot(tmp_path: Path) -
     assert failed and failed[0] != 200 and not list((tmp_path / "ssd").glob("*.snapshot"))
 
 
-# --------------------------------------------------------------------------------------------------------------- a shared store
+# --------------------------------------------------------------------------------------------- a shared store
 
 
 def test_another_engine_continues_from_the_shared_store() -> None:
@@ -807,9 +933,14 @@ def test_another_engine_continues_from_the_shared_store() -> None:
         with tiered(**remote) as one:
             whole, _ = ask(one, [*PROMPT, *MORE], cache_salt="mine")
             card = take(one, prompt=PROMPT, name="talk", ttl_s=1000, cache_salt="mine")
-            assert card["stored_in"] == ["remote"] and all_of(one, cache_salt="mine")["pinned"]["tier"] == "host"
+            assert (
+                card["stored_in"] == ["remote"] and all_of(one, cache_salt="mine")["pinned"]["tier"] == "host"
+            )
         with tiered(**remote) as two:
-            assert all_of(two)["data"] == [] and ask(two, MORE, 404, snapshot="talk")["code"] == "snapshot_not_found"
+            assert (
+                all_of(two)["data"] == []
+                and ask(two, MORE, 404, snapshot="talk")["code"] == "snapshot_not_found"
+            )
             (found,) = all_of(two, cache_salt="mine")["data"]
             assert found == {**card, "pinned": False}, "an engine pins what it has itself"
             tokens, source = ask(two, MORE, snapshot="talk", cache_salt="mine")
@@ -831,12 +962,22 @@ def test_of_two_engines_that_take_one_name_at_the_same_moment_one_has_it_and_the
                 write_together(server, both_wait)
             lengths = {one: 64, two: 48}
             with ThreadPoolExecutor(2) as threads:
-                replies = dict(zip(lengths, threads.map(lambda server: take_first(server, lengths[server]), lengths), strict=True))
+                replies = dict(
+                    zip(
+                        lengths,
+                        threads.map(lambda server: take_first(server, lengths[server]), lengths),
+                        strict=True,
+                    )
+                )
             assert sorted(reply.status_code for reply in replies.values()) == [200, 409]
-            (holder,), (other,) = ([server for server in lengths if replies[server].status_code == code] for code in (200, 409))
+            (holder,), (other,) = (
+                [server for server in lengths if replies[server].status_code == code] for code in (200, 409)
+            )
             assert error_of(replies[other])["code"] == "snapshot_exists"
             for server in (one, two):
-                assert [card["tokens"] for card in all_of(server)["data"]] == [lengths[holder]], "both say which one holds"
+                assert [card["tokens"] for card in all_of(server)["data"]] == [lengths[holder]], (
+                    "both say which one holds"
+                )
                 assert ask(server, MORE, snapshot="talk", max_tokens=1)
             until(lambda: stats(other)["pinned_blocks"] == 0, "what the other one has pinned is given back")
             assert stats(holder)["pinned_blocks"] == lengths[holder] // 16
@@ -855,7 +996,11 @@ def write_together(server: Tiered, both_wait: threading.Barrier) -> None:
 
 
 def take_first(server: Tiered, num: int) -> httpx.Response:
-    return httpx.post(f"{server.http.base_url}/v1/snapshots", json={"prompt": PROMPT, "name": "talk", "tokens": num}, timeout=60.0)
+    return httpx.post(
+        f"{server.http.base_url}/v1/snapshots",
+        json={"prompt": PROMPT, "name": "talk", "tokens": num},
+        timeout=60.0,
+    )
 
 
 def test_a_damaged_manifest_in_the_shared_store_is_refused_with_the_reason() -> None:
@@ -872,7 +1017,10 @@ def test_a_damaged_manifest_in_the_shared_store_is_refused_with_the_reason() -> 
 
 
 def test_a_store_that_is_down_costs_its_own_snapshots_and_no_others(tmp_path: Path) -> None:
-    with valkey_or_skip() as store, tiered(remote=store.url(), remote_timeout_s=5.0, ssd_dir=tmp_path / "ssd", ssd_gib=0.01) as server:
+    with (
+        valkey_or_skip() as store,
+        tiered(remote=store.url(), remote_timeout_s=5.0, ssd_dir=tmp_path / "ssd", ssd_gib=0.01) as server,
+    ):
         ask(server, PROMPT)
         assert take(server, prompt=PROMPT, name="both")["stored_in"] == ["ssd", "remote"]
         assert all_of(server)["complete"]

@@ -1,4 +1,5 @@
-"""A client that takes some of its reply and then no more: each time limit asks for something new. The clock and the socket are a test's."""
+"""A client that takes some of its reply and then no more: each time limit asks for something new. The clock
+and the socket are a test's."""
 
 from __future__ import annotations
 

@@ -15,7 +15,15 @@ from penstock.engine.text import StopString
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
 from penstock.server.access import Exchange
 from penstock.server.generate import RunningRequest, prompt_offsets, prompts_of
-from penstock.server.replies import ChoiceDelta, ChoiceText, CompletionReply, Heading, Prompt, ScoredToken, usage_of
+from penstock.server.replies import (
+    ChoiceDelta,
+    ChoiceText,
+    CompletionReply,
+    Heading,
+    Prompt,
+    ScoredToken,
+    usage_of,
+)
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
 from penstock.server.service import Bridge, Generations, Rules
@@ -52,8 +60,15 @@ def test_one_wake_up_carries_all_events_that_have_gathered() -> None:
             engine.step(0.0)
         assert len(loop.calls) == 1
         loop.run()
-        assert {index: len(events) for index, events in asyncio.run(first.next_events()).items()} == {0: 4, 1: 4, 2: 4}
-        assert {index: len(events) for index, events in asyncio.run(second.next_events()).items()} == {0: 4, 1: 4}
+        assert {index: len(events) for index, events in asyncio.run(first.next_events()).items()} == {
+            0: 4,
+            1: 4,
+            2: 4,
+        }
+        assert {index: len(events) for index, events in asyncio.run(second.next_events()).items()} == {
+            0: 4,
+            1: 4,
+        }
         engine.step(0.0)
         assert len(loop.calls) == 1
 
@@ -121,7 +136,9 @@ def test_a_late_or_second_last_event_gives_no_seat_back_twice() -> None:
     bridge = Bridge(loop)
     with a_reading(engine, bridge, 2, gate) as reading:
         bridge.end_all(FinishReason.ERROR, "gone")
-        assert all(events[-1].finish is FinishReason.ERROR for events in asyncio.run(reading.next_events()).values())
+        assert all(
+            events[-1].finish is FinishReason.ERROR for events in asyncio.run(reading.next_events()).values()
+        )
         for index in (0, 1, 1):
             bridge.post(reading, index, TokenEvent("x", finish=FinishReason.CANCELLED))
     loop.run()
@@ -152,7 +169,7 @@ def test_a_gate_takes_all_or_none() -> None:
     assert gate.taken == 0
 
 
-# ---------------------------------------------------------------------------------------------------------- choices' text
+# ---------------------------------------------------------------------------------------------- choices' text
 
 
 def score(token: int) -> TokenLogprob:
@@ -195,10 +212,14 @@ def test_a_torn_character_at_the_end_keeps_its_scores() -> None:
     assert (piece.text, len(piece.tokens), piece.finish) == ("\ufffd", 1, "length")
 
 
-@pytest.mark.parametrize(("finish", "kind"), [(FinishReason.ERROR, StepFailed), (FinishReason.CANCELLED, EngineClosed)])
+@pytest.mark.parametrize(
+    ("finish", "kind"), [(FinishReason.ERROR, StepFailed), (FinishReason.CANCELLED, EngineClosed)]
+)
 def test_what_came_before_a_failure_is_said_first(finish: FinishReason, kind: type) -> None:
     choice = a_choice()
-    assert choice.feed([event("ab"), event("c", finish=finish, error="broken")]) == ChoiceDelta("abc", (), None)
+    assert choice.feed([event("ab"), event("c", finish=finish, error="broken")]) == ChoiceDelta(
+        "abc", (), None
+    )
     assert isinstance(choice.failure, kind)
     assert choice.finish is None
 
@@ -218,7 +239,9 @@ def test_special_tokens_before_a_prompt_do_not_shift_its_offsets() -> None:
     assert prompt_offsets(tokenizer, Prompt(list("aéb".encode()), "aéb")) == [0, 1, 1, 2], (
         "the second half of a character is where the first is"
     )
-    assert prompt_offsets(tokenizer, Prompt([0x80, 97, 0xC3, 98], "\ufffda\ufffdb")) == [0, 1, 2, 3], "what is no character is one"
+    assert prompt_offsets(tokenizer, Prompt([0x80, 97, 0xC3, 98], "\ufffda\ufffdb")) == [0, 1, 2, 3], (
+        "what is no character is one"
+    )
     assert prompt_offsets(tokenizer, Prompt([EOS, *b"ab"], "ab")) == [0, 0, 1]
     assert prompt_offsets(tokenizer, Prompt([97, EOS, 98], "a<256>b")) == [0, 1, 6]
 
@@ -233,20 +256,30 @@ class SkippingTokenizer(ScriptedTokenizer):
 def test_a_prompt_of_tokens_is_echoed_with_its_special_ones_however_few_they_are() -> None:
     """Its text is what the client gave, and where its scores lie is counted in it."""
     for ids, text in (([97], "a"), ([97, EOS, 98], "a<256>b")):
-        (prompt,) = prompts_of(SkippingTokenizer(), CompletionBody(model="m", prompt=ids, echo=True), Rules(10))
+        (prompt,) = prompts_of(
+            SkippingTokenizer(), CompletionBody(model="m", prompt=ids, echo=True), Rules(10)
+        )
         assert (list(prompt.ids), prompt.text) == (ids, text)
 
 
 def test_usage_counts_each_prompt_once_and_its_sources_sum_to_it() -> None:
     prompts = [Prompt([1] * 20), Prompt([1] * 7)]
     choices = [a_choice() for _ in range(4)]
-    sources = [KvSource(device=16, computed=4), KvSource(device=16, computed=4), KvSource(computed=7), KvSource(computed=7)]
+    sources = [
+        KvSource(device=16, computed=4),
+        KvSource(device=16, computed=4),
+        KvSource(computed=7),
+        KvSource(computed=7),
+    ]
     for choice, source in zip(choices, sources, strict=True):
         choice.feed([event("abc", source=source, finish=FinishReason.LENGTH)])
     usage = usage_of(prompts, choices, 2)
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (27, 12, 39)
     details = usage["prompt_tokens_details"]
-    assert details == {"cached_tokens": 16, "kv_source": {"device": 16, "host": 0, "ssd": 0, "remote": 0, "computed": 11}}
+    assert details == {
+        "cached_tokens": 16,
+        "kv_source": {"device": 16, "host": 0, "ssd": 0, "remote": 0, "computed": 11},
+    }
     assert sum(details["kv_source"].values()) == usage["prompt_tokens"]
 
 
@@ -259,7 +292,9 @@ def test_a_prompt_that_waits_while_another_of_its_request_runs_is_not_counted_as
 
 
 def test_impossible_tokens_have_a_score_that_json_can_say() -> None:
-    reply = CompletionReply(ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m"))
+    reply = CompletionReply(
+        ScriptedTokenizer(), CompletionBody(model="m", prompt="", logprobs=1), Heading("cmplx", "m")
+    )
     never = TokenLogprob(97, float("-inf"), 9, ((98, 0.0),))
     scores = reply.choice(0, ChoiceDelta("a", (ScoredToken(97, never, 0),), None))["logprobs"]
     assert scores["token_logprobs"] == [-9999.0]
@@ -307,7 +342,11 @@ def test_of_several_choices_the_one_that_waited_longest_is_noted() -> None:
 
 @pytest.mark.parametrize(
     ("failures", "expected"),
-    [((None, None), ["cancelled", "stop"]), (("the device is gone", None), ["error", "stop"]), ((None, "gone"), ["error", "stop"])],
+    [
+        ((None, None), ["cancelled", "stop"]),
+        (("the device is gone", None), ["error", "stop"]),
+        ((None, "gone"), ["error", "stop"]),
+    ],
 )
 def test_of_several_choices_those_cut_short_are_errors_where_one_has_failed(
     failures: tuple[str | None, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
@@ -316,7 +355,10 @@ def test_of_several_choices_those_cut_short_are_errors_where_one_has_failed(
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"kv_source": {}}}
     monkeypatch.setattr(RunningRequest, "usage", lambda self: usage)
     some: Any = None
-    choices: Any = [SimpleNamespace(failure=failure, finish=finish) for failure, finish in zip(failures, (None, "stop"), strict=True)]
+    choices: Any = [
+        SimpleNamespace(failure=failure, finish=finish)
+        for failure, finish in zip(failures, (None, "stop"), strict=True)
+    ]
     exchange = Exchange("POST", "/v1/completions", 0.0)
     RunningRequest(some, [], choices, some, some, some, exchange).settle()
     assert exchange.finish == expected

@@ -74,7 +74,9 @@ class Plan(pydantic.BaseModel):
 
 
 def test_the_clients_own_parsing_gets_a_value_of_the_callers_type(server: Tiered) -> None:
-    reply = server._client.chat.completions.parse(model=MODEL, messages=SAY, response_format=Plan, max_tokens=400, seed=2)
+    reply = server._client.chat.completions.parse(
+        model=MODEL, messages=SAY, response_format=Plan, max_tokens=400, seed=2
+    )
     plan = reply.choices[0].message.parsed
     assert isinstance(plan, Plan) and 1 <= len(plan.steps) <= 2
 
@@ -84,8 +86,14 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "choice": ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
     "grammar": ({"structured_outputs": {"grammar": 'start: "<" /[xy]{2}/ ">"'}}, "<[xy]{2}>"),
     "json": ({"structured_outputs": {"json": POINT}}, r"(?s)\{.*\}"),
-    "json as text": ({"structured_outputs": {"json": json.dumps({"type": "integer", "minimum": 1, "maximum": 3})}}, "[123]"),
-    "no other form": ({"structured_outputs": {"regex": "[a-d]{4}", "json_object": False, "choice": None}}, "[a-d]{4}"),
+    "json as text": (
+        {"structured_outputs": {"json": json.dumps({"type": "integer", "minimum": 1, "maximum": 3})}},
+        "[123]",
+    ),
+    "no other form": (
+        {"structured_outputs": {"regex": "[a-d]{4}", "json_object": False, "choice": None}},
+        "[a-d]{4}",
+    ),
     "guided_json": ({"guided_json": {"const": "v"}}, '"v"'),
     "guided_regex": ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
     "guided_choice": ({"guided_choice": ["ja", "nein"]}, "ja|nein"),
@@ -98,7 +106,9 @@ def test_vllms_fields_mean_what_they_mean_there(server: Tiered, name: str) -> No
     fields, pattern = FORMS[name]
     for text in (
         ask(server, extra_body=fields).choices[0].message.content,
-        server._client.completions.create(model=MODEL, prompt="x", max_tokens=300, seed=3, extra_body=fields).choices[0].text,
+        server._client.completions.create(model=MODEL, prompt="x", max_tokens=300, seed=3, extra_body=fields)
+        .choices[0]
+        .text,
     ):
         assert re.fullmatch(pattern, text), text
 
@@ -118,15 +128,28 @@ def test_a_stop_string_still_ends_the_text(server: Tiered) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": False}}}, "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"$ref": "#"}},
+                }
+            },
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": False}}},
+            "response_format",
+        ),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": {"type": "integer", "minimum": 2, "maximum": 1}}, "guided_json"),
     ],
 )
-def test_what_cannot_be_met_is_a_400_that_names_the_field(server: Tiered, fields: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_met_is_a_400_that_names_the_field(
+    server: Tiered, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         ask(server, extra_body=fields)
     assert bad.value.param == param and "cannot be" in bad.value.message
@@ -135,7 +158,10 @@ def test_what_cannot_be_met_is_a_400_that_names_the_field(server: Tiered, fields
 HOSTILE = {
     "multipleOf": {"type": "integer", "multipleOf": 86_400, "minimum": 0, "maximum": 10**15},
     "properties": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(600)}},
-    "patternProperties": {"type": "object", "patternProperties": {f"^p{i}.*x{i}$": {"type": "string"} for i in range(700)}},
+    "patternProperties": {
+        "type": "object",
+        "patternProperties": {f"^p{i}.*x{i}$": {"type": "string"} for i in range(700)},
+    },
 }
 
 
@@ -170,7 +196,13 @@ def test_a_hang_up_ends_the_compiling_of_a_schema(server: Tiered, monkeypatch: p
     body = json.dumps({"model": MODEL, "messages": SAY, "guided_json": schema}).encode()
     url = urlsplit(str(server.http.base_url))
     with socket.create_connection((url.hostname, url.port)) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST "
+            f"/v1/chat/completions "
+            f"HTTP/1.1\r\nhost: "
+            f"x\r\ncontent-type: "
+            f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         connection.sendall(head.encode() + body)
         until(lambda: server.engine.grammars._compiling, "it is being compiled")
     assert given_up.wait(60.0)

@@ -1,4 +1,5 @@
-"""What clients ask of reasoning and of chat templates over HTTP: what the template is given, what is refused, what is continued."""
+"""What clients ask of reasoning and of chat templates over HTTP: what the template is given, what is refused,
+what is continued."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from penstock.models.chat import ChatTemplate
 from support.scripted_engine import EOS, ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it?"}]
-TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[/]{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TURNS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | "
+    "trim "
+    "}}[/]{% "
+    "endfor "
+    "%}{% "
+    "if "
+    "add_generation_prompt %}[assistant]{% endif %}"
+)
 SWITCHED = TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 LEVELS = "{{ reasoning_effort | default('medium') }}:" + TURNS
 THINKS = TURNS + "<think>"  # always; </think> is what the model writes
@@ -51,13 +60,25 @@ def error(reply: Any) -> tuple[int, str | None]:
         (LEVELS, {}, "medium:", "[assistant]"),
         (LEVELS, {"reasoning_effort": "none"}, "none:", "[assistant]"),
         (LEVELS, {"reasoning_effort": "low"}, "low:", "[assistant]"),
-        (LEVELS, {"chat_template_kwargs": {"reasoning_effort": "xhigh", "other": [1, {"a": None}]}}, "xhigh:", "[assistant]"),
+        (
+            LEVELS,
+            {"chat_template_kwargs": {"reasoning_effort": "xhigh", "other": [1, {"a": None}]}},
+            "xhigh:",
+            "[assistant]",
+        ),
         (THINKS, {"reasoning_effort": "low"}, "[user]", "<think>"),
-        (PLAIN, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": False}}, "[user]", "[assistant]"),
+        (
+            PLAIN,
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": False}},
+            "[user]",
+            "[assistant]",
+        ),
         (PLAIN, {"reasoning_effort": "high"}, "[user]", "[assistant]"),
     ],
 )
-def test_a_template_is_given_what_it_knows(template: str, fields: dict[str, Any], starts: str, ends: str) -> None:
+def test_a_template_is_given_what_it_knows(
+    template: str, fields: dict[str, Any], starts: str, ends: str
+) -> None:
     with serving(saying("Yes.", template)) as served:
         assert chat(served, **fields).status_code == 200
         assert prompt_of(served).startswith(starts) and prompt_of(served).endswith(ends)
@@ -68,7 +89,11 @@ def test_a_template_is_given_what_it_knows(template: str, fields: dict[str, Any]
     [
         (THINKS, {"reasoning_effort": "none"}, "reasoning_effort"),
         (THINKS, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
-        (SWITCHED, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "reasoning_effort"),
+        (
+            SWITCHED,
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "reasoning_effort",
+        ),
         (PLAIN, {"reasoning_effort": "much"}, "reasoning_effort"),
         (PLAIN, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (PLAIN, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
@@ -80,7 +105,9 @@ def test_a_template_is_given_what_it_knows(template: str, fields: dict[str, Any]
         (PLAIN, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ],
 )
-def test_what_cannot_be_or_says_two_things_is_refused_by_name(template: str, fields: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_or_says_two_things_is_refused_by_name(
+    template: str, fields: dict[str, Any], param: str
+) -> None:
     with serving(saying("Yes.", template)) as served:
         assert error(chat(served, **fields)) == (400, param)
         assert not served.engine.submitted
@@ -92,10 +119,13 @@ def test_responses_take_an_effort_and_say_it_again() -> None:
         reply = served.http.post("/v1/responses", json={**asked, "reasoning": {"effort": "none"}})
         assert reply.json()["reasoning"]["effort"] == "none" and prompt_of(served).endswith("<think></think>")
     with serving(saying("Yes.", THINKS)) as served:
-        assert error(served.http.post("/v1/responses", json={**asked, "reasoning": {"effort": "none"}})) == (400, "reasoning.effort")
+        assert error(served.http.post("/v1/responses", json={**asked, "reasoning": {"effort": "none"}})) == (
+            400,
+            "reasoning.effort",
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------- continuing
+# ------------------------------------------------------------------------------------------------- continuing
 
 BEGUN = [*ASK, {"role": "assistant", "content": "It is "}]
 
@@ -136,14 +166,21 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{
     [
         ({"messages": ASK}, "continue_final_message"),
         ({"messages": BEGUN, "add_generation_prompt": True}, "continue_final_message"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "x", "tool_calls": [CALL]}]}, "continue_final_message"),
+        (
+            {"messages": [*ASK, {"role": "assistant", "content": "x", "tool_calls": [CALL]}]},
+            "continue_final_message",
+        ),
     ],
 )
 def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], param: str) -> None:
     with serving(saying("21 C.", PLAIN)) as served:
         assert error(chat(served, continue_final_message=True, **fields)) == (400, param)
         block = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
-        asked = {"model": MODEL, "max_tokens": 9, "messages": [*ASK, {"role": "assistant", "content": [block]}]}
+        asked = {
+            "model": MODEL,
+            "max_tokens": 9,
+            "messages": [*ASK, {"role": "assistant", "content": [block]}],
+        }
         assert error(served.http.post("/v1/messages", json=asked)) == (400, "messages")
 
 
@@ -152,11 +189,13 @@ def test_a_template_that_does_not_show_the_last_message_cannot_continue_it() -> 
         assert error(chat(served, messages=BEGUN, continue_final_message=True)) == (400, "messages")
 
 
-# --------------------------------------------------------------------------------------------------- Anthropic's thinking
+# --------------------------------------------------------------------------------------- Anthropic's thinking
 
 
 def ask(served: Served, **fields: Any) -> Any:
-    return served.http.post("/v1/messages", json={"model": MODEL, "messages": ASK, "max_tokens": 400, **fields})
+    return served.http.post(
+        "/v1/messages", json={"model": MODEL, "messages": ASK, "max_tokens": 400, **fields}
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +214,11 @@ def test_thinking_is_turned_on_and_off_by_the_template(thinking: dict[str, Any],
 
 def test_a_model_that_does_not_think_takes_any_thinking_and_has_no_block_of_it() -> None:
     with serving(saying("Yes.", PLAIN)) as served:
-        for thinking in ({"type": "enabled", "budget_tokens": 100}, {"type": "adaptive"}, {"type": "disabled"}):
+        for thinking in (
+            {"type": "enabled", "budget_tokens": 100},
+            {"type": "adaptive"},
+            {"type": "disabled"},
+        ):
             reply = ask(served, thinking=thinking, output_config={"effort": "low"})
             assert reply.json()["content"] == [{"type": "text", "text": "Yes."}]
 
@@ -196,7 +239,7 @@ def test_thinking_that_cannot_be_is_refused(thinking: dict[str, Any], param: str
         assert status == 400 and str(found).startswith(param)
 
 
-# --------------------------------------------------------------------------------------------------------------- budgets
+# ---------------------------------------------------------------------------------------------------- budgets
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +251,14 @@ def server() -> Iterator[Tiered]:
 
 
 def budgeted(server: Tiered, budget: int, **fields: Any) -> Any:
-    asked = {"model": REAL_MODEL, "messages": ASK, "max_tokens": 90, "seed": 3, "thinking_token_budget": budget, **fields}
+    asked = {
+        "model": REAL_MODEL,
+        "messages": ASK,
+        "max_tokens": 90,
+        "seed": 3,
+        "thinking_token_budget": budget,
+        **fields,
+    }
     return server.http.post("/v1/chat/completions", json=asked).json()
 
 
@@ -226,22 +276,39 @@ def test_a_budget_is_kept_in_a_stream_and_in_front_of_a_form(server: Tiered) -> 
     pytest.importorskip("llguidance", reason="structured output is an extra")
     for form in (None, {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [20, 21]}}}):
         whole = budgeted(server, 12, response_format=form)["choices"][0]
-        assert form is None or (whole["message"]["content"].strip() in ("20", "21") and whole["finish_reason"] == "stop")
+        assert form is None or (
+            whole["message"]["content"].strip() in ("20", "21") and whole["finish_reason"] == "stop"
+        )
         client = server._client.chat.completions
         asked: Any = {"response_format": form} if form else {}
         extra = {"thinking_token_budget": 12}
         deltas = [
             chunk.choices[0].delta
-            for chunk in client.create(model=REAL_MODEL, messages=ASK, max_tokens=90, seed=3, stream=True, extra_body=extra, **asked)
+            for chunk in client.create(
+                model=REAL_MODEL, messages=ASK, max_tokens=90, seed=3, stream=True, extra_body=extra, **asked
+            )
         ]
-        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == whole["message"]["reasoning_content"]
+        assert (
+            "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+            == whole["message"]["reasoning_content"]
+        )
         assert "".join(delta.content or "" for delta in deltas) == whole["message"]["content"]
 
 
 def test_anthropics_budget_makes_a_block_of_thinking_and_an_answer(server: Tiered) -> None:
-    asked = {"model": REAL_MODEL, "messages": ASK, "max_tokens": 60, "seed": 3, "thinking": {"type": "enabled", "budget_tokens": 10}}
+    asked = {
+        "model": REAL_MODEL,
+        "messages": ASK,
+        "max_tokens": 60,
+        "seed": 3,
+        "thinking": {"type": "enabled", "budget_tokens": 10},
+    }
     blocks = server.http.post("/v1/messages", json=asked).json()["content"]
-    assert [block["type"] for block in blocks] == ["thinking", "text"] and blocks[0]["thinking"] and blocks[1]["text"]
+    assert (
+        [block["type"] for block in blocks] == ["thinking", "text"]
+        and blocks[0]["thinking"]
+        and blocks[1]["text"]
+    )
 
 
 def test_a_model_that_does_not_reason_has_no_use_for_a_budget() -> None:

@@ -1,4 +1,5 @@
-"""The cache over HTTP, before a real engine with a host tier: flush, reset, statistics, metrics, and where a prompt's KV came from."""
+"""The cache over HTTP, before a real engine with a host tier: flush, reset, statistics, metrics, and where a
+prompt's KV came from."""
 
 from __future__ import annotations
 
@@ -20,17 +21,26 @@ def server() -> Iterator[Tiered]:
         yield running
 
 
-# ------------------------------------------------------------------------------------------------------------------ usage
+# ------------------------------------------------------------------------------------------------------ usage
 
 
 def test_usage_tells_device_host_and_computed_tokens_apart(server: Tiered) -> None:
     cold, first = server.ask()
-    assert first == {"cached_tokens": 0, "kv_source": {"device": 0, "host": 0, "ssd": 0, "remote": 0, "computed": 70}}
+    assert first == {
+        "cached_tokens": 0,
+        "kv_source": {"device": 0, "host": 0, "ssd": 0, "remote": 0, "computed": 70},
+    }
     again, second = server.ask()
-    assert second == {"cached_tokens": 64, "kv_source": {"device": 64, "host": 0, "ssd": 0, "remote": 0, "computed": 6}}
+    assert second == {
+        "cached_tokens": 64,
+        "kv_source": {"device": 64, "host": 0, "ssd": 0, "remote": 0, "computed": 6},
+    }
     server.forget_the_device()
     restored, third = server.ask()
-    assert third == {"cached_tokens": 64, "kv_source": {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 6}}
+    assert third == {
+        "cached_tokens": 64,
+        "kv_source": {"device": 0, "host": 64, "ssd": 0, "remote": 0, "computed": 6},
+    }
     assert cold == again == restored
 
 
@@ -59,7 +69,7 @@ def test_echo_with_logprobs_computes_its_prompt_though_the_host_has_it(server: T
     until(lambda: server.scrape()["penstock_leases_open", ()] == 0, "no lease is left")
 
 
-# ------------------------------------------------------------------------------------------------------------------ flush
+# ------------------------------------------------------------------------------------------------------ flush
 
 
 @pytest.mark.parametrize("level", ["captured", "visible"])
@@ -68,9 +78,14 @@ def test_a_flush_answers_when_saves_are_as_far_as_asked_for(server: Tiered, leve
     demotions.hold()
     server.ask()
     answered: list[httpx.Response] = []
-    waiting = threading.Thread(target=lambda: answered.append(server.http.post(f"/cache/flush?level={level}")))
+    waiting = threading.Thread(
+        target=lambda: answered.append(server.http.post(f"/cache/flush?level={level}"))
+    )
     waiting.start()
-    until(lambda: server.scrape()["penstock_transfers_inflight", (("dst", "host"), ("src", "device"))] == 1, "the save is under way")
+    until(
+        lambda: server.scrape()["penstock_transfers_inflight", (("dst", "host"), ("src", "device"))] == 1,
+        "the save is under way",
+    )
     assert not answered
     demotions.let()
     waiting.join(DEADLINE_S)
@@ -78,7 +93,9 @@ def test_a_flush_answers_when_saves_are_as_far_as_asked_for(server: Tiered, leve
     assert server.http.get("/cache/stats").json()["kv_blocks"]["host"]["idle"] == 4
 
 
-def test_a_flush_that_does_not_end_in_time_is_a_504_and_the_save_goes_on(server: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_that_does_not_end_in_time_is_a_504_and_the_save_goes_on(
+    server: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.server.service.FLUSH_TIMEOUT_S", 0.05)
     _, demotions = gates(server.engine)
     demotions.hold()
@@ -86,7 +103,10 @@ def test_a_flush_that_does_not_end_in_time_is_a_504_and_the_save_goes_on(server:
     reply = server.http.post("/cache/flush")
     assert (reply.status_code, error_of(reply)["code"]) == (504, "deadline_exceeded")
     demotions.let()
-    until(lambda: server.http.get("/cache/stats").json()["kv_blocks"]["host"]["idle"] == 4, "the save has landed")
+    until(
+        lambda: server.http.get("/cache/stats").json()["kv_blocks"]["host"]["idle"] == 4,
+        "the save has landed",
+    )
 
 
 def test_only_one_flush_waits_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +137,9 @@ def test_only_one_flush_waits_at_a_time(served: Served, monkeypatch: pytest.Monk
         ("/cache/reset?level=host", "level"),
     ],
 )
-def test_what_cannot_be_flushed_or_reset_is_refused_and_nothing_is_lost(server: Tiered, path: str, param: str) -> None:
+def test_what_cannot_be_flushed_or_reset_is_refused_and_nothing_is_lost(
+    server: Tiered, path: str, param: str
+) -> None:
     server.ask()
     reply = server.http.post(path)
     assert reply.status_code == 400
@@ -133,7 +155,7 @@ def test_a_server_without_a_tier_has_nothing_to_flush_and_no_host_to_reset() -> 
         assert error_of(served.http.post("/cache/reset?tier=host"))["param"] == "tier"
 
 
-# ------------------------------------------------------------------------------------------------------------------ reset
+# ------------------------------------------------------------------------------------------------------ reset
 
 
 @pytest.mark.parametrize(
@@ -161,7 +183,7 @@ def test_a_reset_without_a_tier_forgets_all(server: Tiered) -> None:
     assert server.http.post("/cache/reset").json()["by_tier"] == {"device": 4, "host": 4}
 
 
-# ------------------------------------------------------------------------------------------------- statistics and metrics
+# ------------------------------------------------------------------------------------- statistics and metrics
 
 
 def test_statistics_tell_the_tiers_apart_and_each_adds_up(server: Tiered) -> None:
@@ -191,7 +213,10 @@ def test_no_metric_of_the_tiers_reads_zero_after_a_host_hit(server: Tiered) -> N
     num_bytes = 4 * server.engine._parts.arena.layout.block_bytes
     for route in (down, up):
         assert seen["penstock_transfer_bytes_total", route] == num_bytes
-        assert seen["penstock_transfer_seconds_count", route] >= 1 and seen["penstock_transfer_seconds_sum", route] > 0
+        assert (
+            seen["penstock_transfer_seconds_count", route] >= 1
+            and seen["penstock_transfer_seconds_sum", route] > 0
+        )
         assert seen["penstock_transfers_inflight", route] == 0
     assert seen["penstock_prompt_tokens_total", (("source", "host"),)] == 64
     assert seen["penstock_kv_blocks", (("state", "idle"), ("tier", "host"))] == 4
@@ -208,7 +233,8 @@ def test_transfers_in_flight_and_loading_requests_are_seen_while_they_last(serve
     promotions, _ = gates(server.engine)
     promotions.hold()
     body = {"model": MODEL, "prompt": [9] * 20, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with server.http.stream("POST", "/v1/completions", json=body) as other:  # while it runs, nobody else's load is waited for in a step
+    # while it runs, nobody else's load is waited for in a step
+    with server.http.stream("POST", "/v1/completions", json=body) as other:
         lines = other.iter_lines()  # the stream ends with it
         next(lines)
         waiting = threading.Thread(target=server.ask)
@@ -221,7 +247,8 @@ def test_transfers_in_flight_and_loading_requests_are_seen_while_they_last(serve
 
 
 def test_failures_and_skipped_saves_are_counted_and_change_no_answer() -> None:
-    with tiered(host_blocks=2, prefix_cache=False) as server:  # with one, the device keeps what host memory has no room for
+    # with one, the device keeps what host memory has no room for
+    with tiered(host_blocks=2, prefix_cache=False) as server:
         cold, _ = server.ask()
         server.forget_the_device()
         assert server.scrape()["penstock_saves_skipped_total", (("reason", "full"),)] == 2
@@ -229,13 +256,18 @@ def test_failures_and_skipped_saves_are_counted_and_change_no_answer() -> None:
         promotions.fail_next = 1
         again, details = server.ask()
         assert again == cold and details["kv_source"]["computed"] == 70
-        assert server.scrape()["penstock_transfer_failures_total", (("reason", "copy"), ("tier", "host"))] == 1
+        assert (
+            server.scrape()["penstock_transfer_failures_total", (("reason", "copy"), ("tier", "host"))] == 1
+        )
 
 
 def test_retractions_and_the_time_to_come_back_are_measured() -> None:
     with tiered(blocks=8, overcommit=4.0) as server:
         prompts = [[start + 5 * i % 400 for i in range(30)] for start in (1, 40, 80)]
-        threads = [threading.Thread(target=server.ask, args=(prompt,), kwargs={"max_tokens": 40}) for prompt in prompts]
+        threads = [
+            threading.Thread(target=server.ask, args=(prompt,), kwargs={"max_tokens": 40})
+            for prompt in prompts
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,4 +1,5 @@
-"""How long a server that stops waits for its engine's loop: as long as running requests may take, and a little more."""
+"""How long a server that stops waits for its engine's loop: as long as running requests may take, and a
+little more."""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ def test_a_loop_that_lets_requests_end_for_all_their_time_closes_in_time(
     assert not caplog.records
 
 
-def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the engine's loop would let requests that nobody reads run for all the time that a stop leaves them."""
+def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the engine's loop would let requests that nobody reads run for all the time that a stop leaves
+    them."""
     engine = ScriptedEngine()
     engine.hold()
     cancelled: list[str] = []
@@ -62,7 +66,9 @@ def test_giving_up_tells_readers_and_has_the_engine_drop_what_they_waited_for(mo
             assert sorted(cancelled) == sorted([f"{one.id}-0", f"{other.id}-0", f"{other.id}-1"])
             for reading, num in ((one, 1), (other, 2)):
                 events = await reading.next_events()
-                assert [[event.finish for event in events[index]] for index in range(num)] == [[FinishReason.CANCELLED]] * num
+                assert [[event.finish for event in events[index]] for index in range(num)] == [
+                    [FinishReason.CANCELLED]
+                ] * num
         assert service.generations.taken == 0
         engine.release()
         await service.wait_stopped()
@@ -90,7 +96,9 @@ def test_a_server_that_has_not_started_or_is_stopping_takes_no_request() -> None
     asyncio.run(asking())
 
 
-def test_a_loop_that_closes_with_an_error_says_so_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_closes_with_an_error_says_so_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = ScriptedEngine()
     loop = ScriptedLoop(engine)
 
@@ -108,7 +116,9 @@ def test_a_loop_that_closes_with_an_error_says_so_in_the_log(monkeypatch: pytest
     assert record.exc_info is not None and isinstance(record.exc_info[1], ZeroDivisionError)
 
 
-def test_a_loop_that_never_closes_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_never_closes_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = ScriptedEngine()
     loop = ScriptedLoop(engine)
     gate = threading.Event()
@@ -120,11 +130,15 @@ def test_a_loop_that_never_closes_is_left_behind(monkeypatch: pytest.MonkeyPatch
 
     asyncio.run(stopping())
     gate.set()
-    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["the engine loop did not close in time"]
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "the engine loop did not close in time"
+    ]
 
 
 @pytest.mark.parametrize("what", ["reset", "flush"])
-def test_an_operator_is_answered_though_the_engine_does_not_come_round(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_an_operator_is_answered_though_the_engine_does_not_come_round(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     """One that is under way goes on, and keeps the next one out until it is over."""
     engine = ScriptedEngine()
     gate = threading.Event()
@@ -153,7 +167,9 @@ def test_an_operator_is_answered_though_the_engine_does_not_come_round(monkeypat
     asyncio.run(asking())
 
 
-def test_a_loop_is_in_trouble_when_it_has_failed_or_is_silent_for_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_is_in_trouble_when_it_has_failed_or_is_silent_for_longer_than_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = ScriptedEngine()
     loop = ScriptedLoop(engine)
     service = Service(engine, loop, ServerConfig())
@@ -180,7 +196,9 @@ def test_whatever_ends_work_on_a_thread_of_its_own_ends_the_wait_for_it() -> Non
     asyncio.run(waiting())
 
 
-def test_work_that_outlives_the_server_or_whoever_waited_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_work_that_outlives_the_server_or_whoever_waited_disturbs_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     gate = threading.Event()
     unheard: list[object] = []
 
@@ -188,7 +206,9 @@ def test_work_that_outlives_the_server_or_whoever_waited_disturbs_nobody(caplog:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
         given_up = _in_thread(lambda: 1, "penstock-given-up")
         given_up.cancel()
-        (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock-given-up"] or [None]
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock-given-up"] or [
+            None
+        ]
         if thread is not None:
             thread.join(30.0)
         await asyncio.sleep(0)
@@ -200,5 +220,7 @@ def test_work_that_outlives_the_server_or_whoever_waited_disturbs_nobody(caplog:
     assert late.daemon, "it keeps no process"
     gate.set()
     late.join(30.0)
-    assert [record.message for record in caplog.records] == ["penstock-late ended after the server had closed"]
+    assert [record.message for record in caplog.records] == [
+        "penstock-late ended after the server had closed"
+    ]
     assert unheard == []

@@ -1,4 +1,5 @@
-"""Spans of requests: what a collector gets over OTLP, whose trace they belong to, and that nothing is imported without the flag."""
+"""Spans of requests: what a collector gets over OTLP, whose trace they belong to, and that nothing is
+imported without the flag."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.access import Exchange
 
-otlp = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="OpenTelemetry is an extra")
+otlp = pytest.importorskip(
+    "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="OpenTelemetry is an extra"
+)
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is an extra")
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -79,48 +82,79 @@ def test_a_request_is_a_span_with_its_parts_in_the_trace_of_its_client(collector
         assert server.http.post("/v1/completions", json=asked, headers=traced).status_code == 200
         assert server.http.get("/health").status_code == 200  # asked every few seconds: no span
     span = collector.of("POST /v1/completions")
-    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT) and collector.paths == {"/v1/traces"}
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT) and collector.paths == {
+        "/v1/traces"
+    }
     found = fields(span)
     assert found["gen_ai.request.model"] == REAL_MODEL and found["penstock.request_id"] == "mine"
     assert (found["gen_ai.usage.output_tokens"], found["http.response.status_code"]) == (3, 200)
     children = [one for one in collector.spans if one.parent_span_id == span.span_id]
-    assert [child.name for child in children] == ["match", "queue", "prefill", "decode"] and len(collector.spans) == 5
+    assert [child.name for child in children] == ["match", "queue", "prefill", "decode"] and len(
+        collector.spans
+    ) == 5
     assert {child.trace_id.hex() for child in children} == {TRACE}
     for before, after in itertools.pairwise(children):
         assert before.start_time_unix_nano <= before.end_time_unix_nano <= after.end_time_unix_nano
-    assert span.start_time_unix_nano <= children[0].start_time_unix_nano and children[-1].end_time_unix_nano <= span.end_time_unix_nano
+    assert (
+        span.start_time_unix_nano <= children[0].start_time_unix_nano
+        and children[-1].end_time_unix_nano <= span.end_time_unix_nano
+    )
 
 
 def test_a_trace_that_its_client_does_not_sample_is_left_out(collector: Collector) -> None:
     with serving(otlp_endpoint=f"{collector.url}/v1/traces") as served:
         for flags in ("00", "01"):
             traced = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"}
-            assert served.http.post("/v1/completions", json=completion(max_tokens=int(flags)), headers=traced).status_code == 200
+            assert (
+                served.http.post(
+                    "/v1/completions", json=completion(max_tokens=int(flags)), headers=traced
+                ).status_code
+                == 200
+            )
         served.http.get("/made-up", headers={"traceparent": "garbage"})
     assert fields(collector.of("POST /v1/completions"))["gen_ai.usage.output_tokens"] == 1
     other = collector.of("GET other")
-    assert other.parent_span_id == b"" and other.status.code == 2 and fields(other)["http.response.status_code"] == 404
+    assert (
+        other.parent_span_id == b""
+        and other.status.code == 2
+        and fields(other)["http.response.status_code"] == 404
+    )
 
 
 def test_loads_from_colder_tiers_are_a_part(collector: Collector) -> None:
     with tiered(server={"otlp_endpoint": collector.url}) as server:
         for _ in range(2):
-            reply = server.http.post("/v1/completions", json={"model": REAL_MODEL, "prompt": PROMPT, "max_tokens": 2})
+            reply = server.http.post(
+                "/v1/completions", json={"model": REAL_MODEL, "prompt": PROMPT, "max_tokens": 2}
+            )
             server.forget_the_device()
         assert reply.json()["usage"]["prompt_tokens_details"]["kv_source"]["host"] > 0
     roots = [span for span in collector.spans if span.name == "POST /v1/completions"]
     names = [[one.name for one in collector.spans if one.parent_span_id == root.span_id] for root in roots]
     assert names == [["match", "queue", "prefill", "decode"], ["match", "queue", "load", "prefill", "decode"]]
-    assert fields(roots[1])["penstock.prompt_tokens.host"] == reply.json()["usage"]["prompt_tokens_details"]["kv_source"]["host"]
+    assert (
+        fields(roots[1])["penstock.prompt_tokens.host"]
+        == reply.json()["usage"]["prompt_tokens_details"]["kv_source"]["host"]
+    )
 
 
 def test_parts_follow_each_other_without_overlaps() -> None:
     from penstock.server.tracing import parts
 
-    exchange = Exchange("POST", "/v1/completions", 10.0, prompt_tokens=5, submitted_s=11.0, queue_s=4.0, matched_s=1.0, loaded_s=2.0)
+    exchange = Exchange(
+        "POST",
+        "/v1/completions",
+        10.0,
+        prompt_tokens=5,
+        submitted_s=11.0,
+        queue_s=4.0,
+        matched_s=1.0,
+        loaded_s=2.0,
+    )
     exchange.first_s, exchange.ended_s = 16.0, 20.0
     assert [tuple(part) for part in parts(exchange)] == [
-        ("match", 11.0, 12.0), ("queue", 12.0, 13.0), ("load", 13.0, 15.0), ("prefill", 15.0, 16.0), ("decode", 16.0, 20.0),
+        ("match", 11.0, 12.0), ("queue", 12.0, 13.0), ("load", 13.0, 15.0), ("prefill", 15.0, 16.0),
+        ("decode", 16.0, 20.0),
     ]  # fmt: skip
     exchange.queue_s = exchange.first_s = None
     assert [tuple(part) for part in parts(exchange)] == [("queue", 11.0, 20.0)]
@@ -136,7 +170,13 @@ def test_a_collector_that_is_not_there_keeps_nobody_waiting() -> None:
 def test_nothing_of_it_is_imported_without_the_flag() -> None:
     """In a process of its own: the client of these tests has it imported already."""
     program = (
-        "import sys; from penstock.config import ServerConfig; from penstock.server.app import make_app; import penstock.cli\n"
+        "import sys; from penstock.config import "
+        "ServerConfig; "
+        "from "
+        "penstock.server.app "
+        "import "
+        "make_app; "
+        "import penstock.cli\n"
         "from support.scripted_engine import ScriptedEngine, ScriptedLoop\n"
         "engine = ScriptedEngine(); make_app(engine, ScriptedLoop(engine), ServerConfig())\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
@@ -152,7 +192,9 @@ def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
         ServerConfig(otlp_endpoint=endpoint)
 
 
-def test_a_missing_extra_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_extra_is_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli, "_has_opentelemetry", lambda: False)
     assert cli.main(["serve", "--otlp-endpoint", "http://127.0.0.1:4318"]) != 0
     assert "pip install 'penstock[otel]'" in capsys.readouterr().err

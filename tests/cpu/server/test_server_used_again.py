@@ -33,12 +33,14 @@ def test_a_reply_that_was_taken_leaves_no_deadline_behind(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Connection, "_watch_writing", watched)
     with serving(ScriptedEngine(max_model_len=10_000_000)) as served:
-        body = completion("x" * 200_000, echo=True, n=32, max_tokens=1)  # more than all socket buffers on the way hold
+        # more than all socket buffers on the way hold
+        body = completion("x" * 200_000, echo=True, n=32, max_tokens=1)
         with served.send("/v1/completions", body) as connection:
             until(lambda: timers, "the reply waits for its reader")
             end = b""
             while b'"total_tokens"' not in end:
                 end = end[-100:] + connection.recv(1 << 20)
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")  # its answer comes behind all that the first one left
+            # its answer comes behind all that the first one left
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             read_until(connection, b"ready")
             assert all(timer is not None and timer.cancelled() for timer in timers)

@@ -53,13 +53,17 @@ asked = {
 for name, (path, body) in asked.items():
     statuses[name] = ask(path, body)[0]
 print(json.dumps({"imported": sorted(set(sys.modules) - before), "statuses": statuses}))
-"""
+"""  # noqa: E501
 
 
 def test_nothing_is_imported_under_a_request() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(sys.path)], capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(sys.path)], capture_output=True, text=True, timeout=600
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     told = json.loads(ended.stdout.splitlines()[-1])
     answered = {name: status for name, status in told["statuses"].items() if status < 400}
-    assert {"completions", "streamed", "chat", "tokenize", "models", "metrics"} <= set(answered), told["statuses"]
+    assert {"completions", "streamed", "chat", "tokenize", "models", "metrics"} <= set(answered), told[
+        "statuses"
+    ]
     assert told["imported"] == []

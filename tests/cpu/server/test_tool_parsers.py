@@ -19,11 +19,20 @@ class Message(NamedTuple):
 
 
 def parse(
-    kind: str, pieces: list[str], thinks: bool = False, begun: bool = False, most: int | None = None, names: list[str] | None = None
+    kind: str,
+    pieces: list[str],
+    thinks: bool = False,
+    begun: bool = False,
+    most: int | None = None,
+    names: list[str] | None = None,
 ) -> Message:
     parser = MessageParser(most, names)
     reading = (
-        named_call(parser, "forced") if kind == "forced" else READERS[kind](parser) if names is None else calls_or_content(parser, kind)
+        named_call(parser, "forced")
+        if kind == "forced"
+        else READERS[kind](parser)
+        if names is None
+        else calls_or_content(parser, kind)
     )
     parser.start(thinking(parser, reading, begun) if thinks else reading)
     said = {"text": "", "reasoning": ""}
@@ -44,7 +53,11 @@ def parse(
 @pytest.mark.parametrize(
     "text",
     [
-        json.dumps({"text": 'as in <tool_call>{"name": "now"}</tool_call> [TOOL_CALLS]now{} <|python_tag|>{"name": "now"}'}),
+        json.dumps(
+            {
+                "text": 'as in <tool_call>{"name": "now"}</tool_call> [TOOL_CALLS]now{} <|python_tag|>{"name": "now"}'  # noqa: E501
+            }
+        ),
         json.dumps({"name": "Ann", "arguments": {"of": "the answer"}}),
         json.dumps([{"name": "Ann"}]),
         json.dumps("<tool_call>"),
@@ -111,13 +124,17 @@ SAID: dict[str, tuple[str, str, Message]] = {
     ),
     "no arguments as null": (
         "hermes",
-        '<tool_call>{"name": "f", "arguments": null}</tool_call><tool_call>{"arguments": null, "name": "g"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": null}</tool_call><tool_call>{"arguments": null, "name": "g"}</tool_call>',  # noqa: E501
         Message("", "", [("f", "{}"), ("g", "{}")]),
     ),
-    "no arguments as null of llama": ("llama3", '{"name": "f", "parameters": null}', Message("", "", [("f", "{}")])),
+    "no arguments as null of llama": (
+        "llama3",
+        '{"name": "f", "parameters": null}',
+        Message("", "", [("f", "{}")]),
+    ),
     "arguments that are no object": (
         "hermes",
-        '<tool_call>{"name": "f", "arguments": [1, 2]}</tool_call><tool_call>{"name": "g", "arguments": 5 }</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1, 2]}</tool_call><tool_call>{"name": "g", "arguments": 5 }</tool_call>',  # noqa: E501
         Message("", "", [("f", "[1, 2]"), ("g", "5")]),
     ),
     "arguments under both names": (
@@ -141,18 +158,38 @@ SAID: dict[str, tuple[str, str, Message]] = {
     "no arguments": ("hermes", '<tool_call>{"name": "f"}</tool_call>', Message("", "", [("f", "{}")])),
     "something like a marker": ("hermes", "a <tool_ca b <  c\n", Message("a <tool_ca b <  c\n", "", [])),
     "no call between markers": ("hermes", "<tool_call>what</tool_call> tail", Message("what tail", "", [])),
-    "another object between markers": ("hermes", '<tool_call>{"x": 1}</tool_call>', Message('{"x": 1}', "", [])),
-    "cut off in the arguments": ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', Message("", "", [("f", '{"a": 1')])),
+    "another object between markers": (
+        "hermes",
+        '<tool_call>{"x": 1}</tool_call>',
+        Message('{"x": 1}', "", []),
+    ),
+    "cut off in the arguments": (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1',
+        Message("", "", [("f", '{"a": 1')]),
+    ),
     "cut off in the name": ("hermes", '<tool_call>{"name": "f', Message('{"name": "f', "", [])),
     "cut off in the marker": ("hermes", "a <tool_c", Message("a <tool_c", "", [])),
-    "llama behind its tag": ("llama3", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', Message("", "", [("f", '{"a": 1}')])),
+    "llama behind its tag": (
+        "llama3",
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}',
+        Message("", "", [("f", '{"a": 1}')]),
+    ),
     "llama without": (
         "llama3",
         '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
         Message("", "", [("f", '{"a": 1}'), ("g", "{}")]),
     ),
-    "llama says something": ("llama3", 'Hello {"name": 1} <|pyt x', Message('Hello {"name": 1} <|pyt x', "", [])),
-    "llama says something first": ("llama3", 'Well <|python_tag|>{"name":"f","parameters":{}}', Message("Well ", "", [("f", "{}")])),
+    "llama says something": (
+        "llama3",
+        'Hello {"name": 1} <|pyt x',
+        Message('Hello {"name": 1} <|pyt x', "", []),
+    ),
+    "llama says something first": (
+        "llama3",
+        'Well <|python_tag|>{"name":"f","parameters":{}}',
+        Message("Well ", "", [("f", "{}")]),
+    ),
     "mistral's list": (
         "mistral",
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]',
@@ -173,7 +210,11 @@ SAID: dict[str, tuple[str, str, Message]] = {
     "a list of something else": ("json", "[1, 2]", Message("[1, 2]", "", [])),
     "text": ("json", "just text", Message("just text", "", [])),
     "a forced call": ("forced", '{"a": "x"}', Message("", "", [("forced", '{"a": "x"}')])),
-    "none": ("none", '<tool_call>{"name": "f"}</tool_call>', Message('<tool_call>{"name": "f"}</tool_call>', "", [])),
+    "none": (
+        "none",
+        '<tool_call>{"name": "f"}</tool_call>',
+        Message('<tool_call>{"name": "f"}</tool_call>', "", []),
+    ),
 }
 
 
@@ -184,7 +225,11 @@ def test_every_format_means_what_its_models_mean(name: str) -> None:
 
 
 THOUGHT = {
-    "reasoning first": ("<think>\nhm < x </thin> \n</think>\n\nHi", False, Message("Hi", "hm < x </thin>", [])),
+    "reasoning first": (
+        "<think>\nhm < x </thin> \n</think>\n\nHi",
+        False,
+        Message("Hi", "hm < x </thin>", []),
+    ),
     "opened by the prompt": ("hm\n</think>Hi", True, Message("Hi", "hm", [])),
     "none": ("Hi <think>", False, Message("Hi <think>", "", [])),
     "never ended": ("<think>hm  ", False, Message("", "hm", [])),
@@ -203,7 +248,17 @@ def test_reasoning_goes_before_the_rest(name: str) -> None:
     assert parse("hermes", [text], True, begun) == message == parse("hermes", list(text), True, begun)
 
 
-WORDS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<", "[T"]
+WORDS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<",
+    "[T",
+]
 WORDS += ["f", " ", "\n", ";", ",", "[", "]", '"', "\\", "{", "}", ":", '"name"']
 WORDS += ['{"name": "f", "arguments": {"a": 1}}', '{"name": "g"', ', "arguments": {"b": "}\\""}}']
 
@@ -216,7 +271,9 @@ WORDS += ['{"name": "f", "arguments": {"a": 1}}', '{"name": "g"', ', "arguments"
     thinks=st.booleans(),
     begun=st.booleans(),
 )
-def test_no_cut_of_a_text_changes_what_it_means(kind: str, words: list[str], cuts: list[int], thinks: bool, begun: bool) -> None:
+def test_no_cut_of_a_text_changes_what_it_means(
+    kind: str, words: list[str], cuts: list[int], thinks: bool, begun: bool
+) -> None:
     text = "".join(words)
     ends = sorted({min(cut, len(text)) for cut in cuts})
     pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
@@ -226,11 +283,19 @@ def test_no_cut_of_a_text_changes_what_it_means(kind: str, words: list[str], cut
 @settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from(["hermes", "llama3", "mistral", "json"]),
-    arguments=st.lists(st.dictionaries(st.sampled_from("ab"), st.text(alphabet='\\"{}[]<a/', max_size=6)), min_size=1, max_size=3),
+    arguments=st.lists(
+        st.dictionaries(st.sampled_from("ab"), st.text(alphabet='\\"{}[]<a/', max_size=6)),
+        min_size=1,
+        max_size=3,
+    ),
 )
 @example(kind="json", arguments=[{"a": "\\"}, {"a": '\\"'}])
-def test_calls_are_told_apart_whatever_their_arguments_hold(kind: str, arguments: list[dict[str, str]]) -> None:
-    said = [json.dumps({"name": "f", "parameters" if kind == "llama3" else "arguments": one}) for one in arguments]
+def test_calls_are_told_apart_whatever_their_arguments_hold(
+    kind: str, arguments: list[dict[str, str]]
+) -> None:
+    said = [
+        json.dumps({"name": "f", "parameters" if kind == "llama3" else "arguments": one}) for one in arguments
+    ]
     text = {
         "hermes": "".join(f"<tool_call>{one}</tool_call>" for one in said),
         "llama3": "; ".join(said),

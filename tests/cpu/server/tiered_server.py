@@ -47,7 +47,9 @@ class Tiered:
 
     def scrape(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         families = text_string_to_metric_families(self.http.get("/metrics").text)
-        return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+        return {
+            (s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples
+        }
 
 
 @contextlib.contextmanager

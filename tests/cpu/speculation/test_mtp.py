@@ -26,7 +26,9 @@ DEPTH = 3
 TOKENS = torch.tensor([[5, 9, 2, 40, 7, 7, 61, 13, 0, 90]])
 
 
-def saved(folder: Path, dims: ModelConfig = SMALL, module: Any = training_module) -> tuple[Trainable, MtpHead]:
+def saved(
+    folder: Path, dims: ModelConfig = SMALL, module: Any = training_module
+) -> tuple[Trainable, MtpHead]:
     """A head that is unlike its target, as it was in training and as it is read back."""
     target = tiny_target(dims)
     vocab = DraftVocab(torch.tensor([3, 9, 7, 50, 13, 90, 2]), dims.vocab, "here")
@@ -40,7 +42,8 @@ def saved(folder: Path, dims: ModelConfig = SMALL, module: Any = training_module
 
 
 def check_same(head: Trainable, read: MtpHead, entry: int) -> None:
-    """Drafts behind entry `entry`: its own step with the target's hidden state, then on what the head itself guessed."""
+    """Drafts behind entry `entry`: its own step with the target's hidden state, then on what the head itself
+    guessed."""
     hidden = hidden_states(head.target, TOKENS)
     with torch.no_grad():
         expected = head.unrolled(hidden, TOKENS, DEPTH)
@@ -58,12 +61,15 @@ def check_same(head: Trainable, read: MtpHead, entry: int) -> None:
             rotated_kv = _Shifted(kv)
             guess = read.step(state, fed, rotated_kv)
             torch.testing.assert_close(guess.hidden[-1], expected[s - 1][0, entry], rtol=2e-4, atol=2e-4)
-            torch.testing.assert_close(guess.logits[-1], head.logits(expected[s - 1])[0, entry], rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(
+                guess.logits[-1], head.logits(expected[s - 1])[0, entry], rtol=2e-4, atol=2e-4
+            )
             state, fed = guess.hidden[-1:], tokens[entry + s + 1 : entry + s + 2]
 
 
 class _Shifted:
-    """A cache whose first key is that of token 1: positions of rotation are one more than places among its keys."""
+    """A cache whose first key is that of token 1: positions of rotation are one more than places among its
+    keys."""
 
     def __init__(self, kv: ContiguousKv) -> None:
         self._kv = kv
@@ -83,11 +89,15 @@ FAMILIES = {
     "llama": SMALL,
     "llama with biases": dataclasses.replace(SMALL, qkv_bias=True, out_bias=True, mlp_bias=True),
     "qwen3": TINY_QWEN3,
-    "mistral, a window of several tokens": dataclasses.replace(SMALL, architecture="mistral", windows=(4,) * SMALL.num_layers),
+    "mistral, a window of several tokens": dataclasses.replace(
+        SMALL, architecture="mistral", windows=(4,) * SMALL.num_layers
+    ),
     "mistral, a window of fewer tokens than are drafted": dataclasses.replace(
         SMALL, architecture="mistral", windows=(2,) * SMALL.num_layers
     ),
-    "phi3, part of each head turned": dataclasses.replace(SMALL, architecture="phi3", rotary_dim=SMALL.head_dim // 2),
+    "phi3, part of each head turned": dataclasses.replace(
+        SMALL, architecture="phi3", rotary_dim=SMALL.head_dim // 2
+    ),
 }
 
 
@@ -98,13 +108,15 @@ def test_a_head_drafts_as_it_was_trained(dims: ModelConfig, entry: int, tmp_path
 
 
 FAULTS = {
-    "a step does not see its own earlier ones": ("scores += [(q * k).sum(dim=-1, keepdim=True) for k, _ in chain]",
-                                                 "scores += [(q * k).sum(dim=-1, keepdim=True) * 0 - 1e9 for k, _ in chain]"),
+    "a step does not see its own earlier ones": ("scores += [(q * k).sum(dim=-1, keepdim=True) for k, _ in chain]",  # noqa: E501
+                                                 "scores += [(q * k).sum(dim=-1, keepdim=True) * 0 - 1e9 for k, _ in chain]"),  # noqa: E501
     "an entry sees the one behind it": (".triu(1)", ".triu(2)"),
     "all steps are at the first one's position": ("torch.arange(s, s + num, device=tokens.device)",
                                                   "torch.arange(1, 1 + num, device=tokens.device)"),
-    "a step begins with the target's hidden state again": ("x = self._fused(state, ", "x = self._fused(hidden[:, :num], "),
-    "the token before is fed": ("F.embedding(tokens[:, s : s + num]", "F.embedding(tokens[:, s - 1 : s - 1 + num]"),
+    "a step begins with the target's hidden state again": ("x = self._fused(state, ",
+    "x = self._fused(hidden[:, :num], "),
+    "the token before is fed": ("F.embedding(tokens[:, s : s + num]",
+    "F.embedding(tokens[:, s - 1 : s - 1 + num]"),
 }  # fmt: skip
 
 
@@ -114,7 +126,7 @@ def test_a_forward_pass_that_drafts_otherwise_is_noticed(fault: str, tmp_path: P
         check_same(*saved(tmp_path, module=mutant), 4)
 
 
-# -------------------------------------------------------------------------------------------------------------------- files
+# ------------------------------------------------------------------------------------------------------ files
 
 
 def rewritten(folder: Path, change: Any) -> None:
@@ -143,7 +155,10 @@ CONFIGS = {
 }
 TENSORS = {
     "no map": (lambda t: t.pop("d2t"), "draft_vocab is 7, and there is no d2t"),
-    "a token outside": (lambda t: t["d2t"].__setitem__(2, 96), "d2t names token 96; the target's go from 0 to 95"),
+    "a token outside": (
+        lambda t: t["d2t"].__setitem__(2, 96),
+        "d2t names token 96; the target's go from 0 to 95",
+    ),
     "a token twice": (lambda t: t["d2t"].__setitem__(2, 3), "d2t names token 3 more than once"),
     "a tensor less": (lambda t: t.pop("fc"), "missing tensors: fc"),
     "a tensor more": (lambda t: t.update(lm_head=torch.zeros(3)), "unexpected tensors: lm_head"),

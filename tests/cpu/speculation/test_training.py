@@ -1,4 +1,5 @@
-"""Training a draft head: the loss falls, what is drafted is kept more often, a run can be continued, and the command leaves a head."""
+"""Training a draft head: the loss falls, what is drafted is kept more often, a run can be continued, and the
+command leaves a head."""
 
 from __future__ import annotations
 
@@ -33,10 +34,15 @@ from train_mtp.training import (
 CONFIG = TrainingConfig(depth=2, batch_tokens=512, learning_rate=3e-3)
 
 
-def learned(num_steps: int, stop_at: int | None = None, state: dict | None = None) -> tuple[Training, list[float]]:  # type: ignore[type-arg]
+def learned(
+    num_steps: int, stop_at: int | None = None, state: dict | None = None
+) -> tuple[Training, list[float]]:  # type: ignore[type-arg]
     target = tiny_target()
     training = Training(
-        Trainable(target, None, 0), batches(written(target, 40, 24, 1), target, CONFIG, silent), CONFIG, by_steps(num_steps)
+        Trainable(target, None, 0),
+        batches(written(target, 40, 24, 1), target, CONFIG, silent),
+        CONFIG,
+        by_steps(num_steps),
     )
     if state is not None:
         training.restore(state)
@@ -71,12 +77,17 @@ def test_a_run_that_was_ended_goes_on_where_it_was() -> None:
     assert all(torch.equal(whole.head.tensors[name], tensor) for name, tensor in rest.head.tensors.items())
 
 
-@pytest.mark.parametrize("times", [[50.0, 20.0, *[1.0] * 99], [1.0] * 60 + [40.0] * 9], ids=["slow at first", "slow later"])
+@pytest.mark.parametrize(
+    "times", [[50.0, 20.0, *[1.0] * 99], [1.0] * 60 + [40.0] * 9], ids=["slow at first", "slow later"]
+)
 def test_a_run_by_the_clock_ends_in_time_with_the_rate_of_its_end(times: list[float]) -> None:
-    """Whatever its first steps take: neither does it end early, nor is it cut off while it still learns fast."""
+    """Whatever its first steps take: neither does it end early, nor is it cut off while it still learns
+    fast."""
     target, now_s, rates = tiny_target(), [0.0], []
     done = by_clock(100.0, clock=lambda: now_s[0])
-    training = Training(Trainable(target, None, 0), batches(written(target, 8, 24, 1), target, CONFIG, silent), CONFIG, done)
+    training = Training(
+        Trainable(target, None, 0), batches(written(target, 8, 24, 1), target, CONFIG, silent), CONFIG, done
+    )
 
     def each(training: Training) -> bool:
         rates.append(training.rate(training.share))
@@ -85,7 +96,9 @@ def test_a_run_by_the_clock_ends_in_time_with_the_rate_of_its_end(times: list[fl
 
     train(training, silent, each)
     assert 100.0 <= now_s[0] <= 100.0 + max(times[training.step - 1], 1.0)
-    assert max(rates) > 0.5 * CONFIG.learning_rate and training.rate(training.share) == pytest.approx(0.02 * CONFIG.learning_rate)
+    assert max(rates) > 0.5 * CONFIG.learning_rate and training.rate(training.share) == pytest.approx(
+        0.02 * CONFIG.learning_rate
+    )
     assert all(rate <= CONFIG.learning_rate for rate in rates)
 
 
@@ -104,19 +117,28 @@ def test_hidden_states_are_those_of_the_forward_pass() -> None:
     hidden = hidden_states(target, torch.tensor(texts))
     logits = Trainable(target, None, 0).target_logits(hidden)
     for row, text in zip(logits, texts, strict=True):
-        torch.testing.assert_close(row, forward(target, ContiguousKv(target.config, target.rope), text), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            row, forward(target, ContiguousKv(target.config, target.rope), text), rtol=1e-4, atol=1e-4
+        )
 
 
-def test_a_head_that_guesses_as_the_target_does_is_kept_whole_and_a_pruned_one_as_far_as_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_guesses_as_the_target_does_is_kept_whole_and_a_pruned_one_as_far_as_it_covers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target = tiny_target()
     head, texts = Trainable(target, None, 0), held_out(Trainable(target, None, 0))
     head.tensors["norm"] = target.norm
-    monkeypatch.setattr(head, "unrolled", lambda hidden, tokens, depth: [hidden[:, s : s + tokens.shape[1] - depth] for s in (1, 2)])
+    monkeypatch.setattr(
+        head,
+        "unrolled",
+        lambda hidden, tokens, depth: [hidden[:, s : s + tokens.shape[1] - depth] for s in (1, 2)],
+    )
     half = DraftVocab(torch.arange(0, 96, 2), 96, "here")
     found = measured_acceptance(head, texts, 2, {"full": None, "half": half})
     assert found["full"].rates == [1.0, 1.0] and found["full"].kept == 2.0
     chosen = [head.target_logits(batch.hidden).argmax(dim=-1) for batch in texts]
-    # A chain starts at each written token that has two behind it; its first place is the target's choice behind that token.
+    # A chain starts at each written token that has two behind it; its first place is the target's choice
+    # behind that token.
     firsts = torch.cat([choice[:, 2:23].flatten() for choice in chosen])
     assert found["half"].rates[0] == pytest.approx(float((firsts % 2 == 0).double().mean()))
 
@@ -134,21 +156,56 @@ def test_a_batch_has_no_more_tokens_than_it_may_and_every_text_once() -> None:
     texts = [text for length in (9, 17, 24) for text in written(target, 10, length, length)]
     made = batches(texts, target, TrainingConfig(depth=2, batch_tokens=64), silent)
     assert all(batch.tokens.numel() <= 64 for batch in made)
-    found = [tuple(row[:length].tolist()) for batch in made for row, length in zip(batch.tokens, batch.lengths, strict=True)]
+    found = [
+        tuple(row[:length].tolist())
+        for batch in made
+        for row, length in zip(batch.tokens, batch.lengths, strict=True)
+    ]
     assert sorted(found) == sorted(tuple(text.tokens) for text in texts)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------------------ the command
 
 
-def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Text by the engine, a few steps, a measurement; then once more with what was kept of it."""
     model, out, work = write_tiny_model(tmp_path / "model"), tmp_path / "head", tmp_path / "work"
-    flags = ["--model", str(model), "--device", "cpu", "--out", str(out), "--work", str(work), "--max-batch", "16", "--text-len", "200"]
-    flags += ["--tokens", "5000", "--minutes", "10", "--steps", "3", "--batch-tokens", "1024", "--draft-vocab", "100", "--depth", "2"]
+    flags = [
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        "--work",
+        str(work),
+        "--max-batch",
+        "16",
+        "--text-len",
+        "200",
+    ]
+    flags += [
+        "--tokens",
+        "5000",
+        "--minutes",
+        "10",
+        "--steps",
+        "3",
+        "--batch-tokens",
+        "1024",
+        "--draft-vocab",
+        "100",
+        "--depth",
+        "2",
+    ]
     assert main(flags) == 0
     said = capsys.readouterr().out
-    assert re.search(r"draft vocabulary +100 +[\d.]+% +[\d.]+% +[\d.]+% +[\d.]+%", said) and "draft vocabulary   full" in said
+    assert (
+        re.search(r"draft " r"vocabulary " r"+100 " r"+[\d.]+% " r"+[\d.]+% " r"+[\d.]+% " r"+[\d.]+%", said)
+        and "draft vocabulary   full" in said
+    )
     stated = json.loads((out / CONFIG_FILE).read_text())
     assert stated["draft_vocab"] == 100 and stated["depth"] == 2 and stated["notes"]["steps"] == 3
     assert sorted(file.name for file in out.iterdir()) == [CONFIG_FILE, TENSORS_FILE]
@@ -170,7 +227,20 @@ def test_a_head_that_the_command_wrote_runs_on_its_model(tmp_path: Path) -> None
     model, out = write_tiny_model(tmp_path / "model"), tmp_path / "head"
     text = tmp_path / "text.txt"
     text.write_text("A penstock lets water through. " * 200)
-    flags = ["--model", str(model), "--device", "cpu", "--out", str(out), "--text", str(text), "--text-len", "64", "--steps", "2"]
+    flags = [
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        "--text",
+        str(text),
+        "--text-len",
+        "64",
+        "--steps",
+        "2",
+    ]
     assert main([*flags, "--draft-vocab", "0"]) == 0
     assert not (out / "work").exists()
     target = load_target(Config(ModelSource(str(model), device="cpu")), silent)
@@ -181,14 +251,31 @@ def test_a_head_that_the_command_wrote_runs_on_its_model(tmp_path: Path) -> None
     assert guess.logits.shape == (3, target.config.vocab) and guess.hidden.shape == (3, target.config.hidden)
 
 
-@pytest.mark.parametrize("flags", [("--draft-vocab", "-1"), ("--minutes", "0"), ("--learning-rate", "nan"), ("--steps", "0")])
-def test_numbers_that_cannot_be_are_refused(flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "flags", [("--draft-vocab", "-1"), ("--minutes", "0"), ("--learning-rate", "nan"), ("--steps", "0")]
+)
+def test_numbers_that_cannot_be_are_refused(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--out", str(tmp_path / "head"), *flags]) == 2
     assert flags[0] in capsys.readouterr().err
     assert not (tmp_path / "head").exists()
 
 
 def test_short_texts_are_long_enough_for_questions_that_the_model_makes_up(tmp_path: Path) -> None:
-    sizes = ("--steps", "1", "--minutes", "0.2", "--tokens", "600", "--text-len", "64", "--batch-tokens", "256", "--max-batch", "8")
+    sizes = (
+        "--steps",
+        "1",
+        "--minutes",
+        "0.2",
+        "--tokens",
+        "600",
+        "--text-len",
+        "64",
+        "--batch-tokens",
+        "256",
+        "--max-batch",
+        "8",
+    )
     model = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu")
     assert main(["--out", str(tmp_path / "head"), *sizes, *model]) == 0

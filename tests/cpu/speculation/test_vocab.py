@@ -17,7 +17,9 @@ def test_the_most_frequent_tokens_are_covered_and_of_equals_the_lower() -> None:
     assert DraftVocab.most_frequent(counts, 3).target_ids.tolist() == [1, 3, 4]
     assert DraftVocab.most_frequent(counts, 3, always=[2]).target_ids.tolist() == [1, 2, 3]
     level = torch.tensor([7, 7, 7, 0, 7])
-    assert DraftVocab.most_frequent(level, 2, always=[3]).target_ids.tolist() == [0, 3], "before all that were counted most often"
+    assert DraftVocab.most_frequent(level, 2, always=[3]).target_ids.tolist() == [0, 3], (
+        "before all that were counted most often"
+    )
     assert DraftVocab.most_frequent(counts, 3).coverage(counts) == 12 / 15
 
 
@@ -45,8 +47,9 @@ def test_offsets_that_leave_the_vocabulary_are_refused() -> None:
 
 
 def test_the_target_over_a_part_of_its_vocabulary_is_kept_exactly_where_it_chooses_within() -> None:
-    """The control of a pruned head: with the same scores and the same noise, what is drafted is the target's choice wherever that is in the
-    draft vocabulary. So the share that is kept is what the vocabulary covers."""
+    """The control of a pruned head: with the same scores and the same noise, what is drafted is the target's
+    choice wherever that is in the draft vocabulary. So the share that is kept is what the vocabulary
+    covers."""
     num, vocab = 20_000, 12
     lane = CpuLane("compute", around=torch.inference_mode)
     draws = RowDraws(num, vocab, Uploads(torch.device("cpu"), lane))
@@ -62,4 +65,6 @@ def test_the_target_over_a_part_of_its_vocabulary_is_kept_exactly_where_it_choos
     assert torch.equal(drafts[inside], choice[inside]) and not torch.isin(choice[~inside], part).any()
     coverage = float((logits[0] / 0.9).softmax(-1)[part].sum())
     assert 0.2 < coverage < 0.9
-    assert float((drafts == choice).double().mean()) == pytest.approx(coverage, abs=4 * (coverage * (1 - coverage) / num) ** 0.5)
+    assert float((drafts == choice).double().mean()) == pytest.approx(
+        coverage, abs=4 * (coverage * (1 - coverage) / num) ** 0.5
+    )

@@ -16,9 +16,23 @@ SMALL = ("--device", "cpu", "--device-kv-blocks", "128", "--max-model-len", "102
 
 def test_generate_knows_the_capital_of_france(tmp_path):
     file = tmp_path / "figures.json"
-    argv = ["generate", "What is the capital of France?", *SMALL, "--max-tokens", "16", "--temperature", "0", "--json", str(file)]
+    argv = [
+        "generate",
+        "What is the capital of France?",
+        *SMALL,
+        "--max-tokens",
+        "16",
+        "--temperature",
+        "0",
+        "--json",
+        str(file),
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "penstock", *argv], capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-m", "penstock", *argv],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout

@@ -1,5 +1,5 @@
-"""What the fuzzer sends: requests to every route, derived from the routes and types of the server itself. Owns the choice of requests and
-what may come of them; sends nothing and judges nothing."""
+"""What the fuzzer sends: requests to every route, derived from the routes and types of the server itself.
+Owns the choice of requests and what may come of them; sends nothing and judges nothing."""
 
 from __future__ import annotations
 
@@ -61,9 +61,13 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "passing", "lora_path": "a1"},
     "/v1/unload_lora_adapter": {"lora_name": "passing"},
     "/cache/flush": {},
-    "/cache/prefetch": {"prompt": "When the gate opens, the water arrives and the wheel turns for as long as there is some"},
+    "/cache/prefetch": {
+        "prompt": "When the gate opens, the water arrives and the wheel turns for as long as there is some"
+    },
     "/cache/reset": {},
-    "/v1/snapshots": {"prompt": "When the gate opens, the water arrives and the wheel turns for as long as there is some"},
+    "/v1/snapshots": {
+        "prompt": "When the gate opens, the water arrives and the wheel turns for as long as there is some"
+    },
 }
 WITH_FIELDS = sorted(path for path, fields in BASES.items() if fields)
 # A field may also be refused under the name of another one that it does not go with.
@@ -72,7 +76,11 @@ RELATED: dict[str, set[str]] = {
     "messages": {"prompt", "session_id", "tokens"},
     "prompt": {"max_tokens", "session_id", "tokens"},
     "n": {"n"},
-    "tools": {"prompt", "messages", "input"},  # the model is told of them in its prompt, which may be too long then
+    "tools": {
+        "prompt",
+        "messages",
+        "input",
+    },  # the model is told of them in its prompt, which may be too long then
     "system": {"messages"},
     "instructions": {"input"},
     "tool_choice": {"tools"},
@@ -87,8 +95,12 @@ class Case:
     target: str  # path and query
     body: bytes | None = None
     headers: tuple[tuple[str, str], ...] = ()
-    fields: Mapping[str, Any] | None = None  # what `body` says, where it is one JSON object with each key once
-    fault: str | None = None  # the field that is wrong; an answer below 400, or one that names another field, is a finding
+    fields: Mapping[str, Any] | None = (
+        None  # what `body` says, where it is one JSON object with each key once
+    )
+    fault: str | None = (
+        None  # the field that is wrong; an answer below 400, or one that names another field, is a finding
+    )
     suspect: str | None = None  # the field that may be wrong: whatever is refused must be this one
     legal: bool = False  # nothing is wrong: only 200 will do
     odd: bool = False  # its query is none that the path knows: only a refusal will do
@@ -101,7 +113,15 @@ class Case:
 
     def curl(self, url: str) -> str:
         """A command for a shell that sends the same bytes."""
-        words = ["curl", "-sS", "-i", "--path-as-is", "-X", self.method, *(["--head"] if self.method == "HEAD" else [])]
+        words = [
+            "curl",
+            "-sS",
+            "-i",
+            "--path-as-is",
+            "-X",
+            self.method,
+            *(["--head"] if self.method == "HEAD" else []),
+        ]
         for name, value in self.headers:
             words += ["-H", f"{name}: {value}"]
         if self.pieces:
@@ -109,17 +129,29 @@ class Case:
         line = shlex.join([*words, f"{url}{self.target}"])
         if self.body is None:
             return line
-        shown = "".join(chr(byte) if 32 <= byte < 127 and byte not in b"'\\%" else f"\\x{byte:02x}" for byte in self.body)
+        shown = "".join(
+            chr(byte) if 32 <= byte < 127 and byte not in b"'\\%" else f"\\x{byte:02x}" for byte in self.body
+        )
         return f"printf '{shown}' | {line} --data-binary @-"
 
 
-# ------------------------------------------------------------------------------------------------------------ legal ones
+# ------------------------------------------------------------------------------------------------- legal ones
 
-# Values that a client may use, by field. A field that is not here gets what its type allows and is not promised to be taken.
+# Values that a client may use, by field. A field that is not here gets what its type allows and is not
+# promised to be taken.
 LEGAL: dict[str, list[Any]] = {
     "model": [MODEL, ADAPTER],
-    "prompt": ["When the gate", [[5, 6, 7], [300]], "naïve \U0001f600", [9] * 40, ["a", "the water arrives " * 6]],
-    "messages": [HELLO, [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}]],
+    "prompt": [
+        "When the gate",
+        [[5, 6, 7], [300]],
+        "naïve \U0001f600",
+        [9] * 40,
+        ["a", "the water arrives " * 6],
+    ],
+    "messages": [
+        HELLO,
+        [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}]}],
+    ],
     "n": [None, 1, 3],
     "stream": [None, False, True],
     "stream_options": [
@@ -179,7 +211,10 @@ LEGAL: dict[str, list[Any]] = {
 }
 
 
-TEXT_PARTS = [{"type": "text", "text": "y"}, {"type": "text", "text": "z", "cache_control": {"type": "ephemeral"}}]
+TEXT_PARTS = [
+    {"type": "text", "text": "y"},
+    {"type": "text", "text": "z", "cache_control": {"type": "ephemeral"}},
+]
 OF_DOOR: dict[str, dict[str, list[Any]]] = {
     "/v1/responses": {
         "input": [
@@ -202,11 +237,19 @@ OF_DOOR: dict[str, dict[str, list[Any]]] = {
     },
     "/v1/completions": {"min_tokens": [None, 0, 1]},
     "/v1/messages": {
-        "messages": [HELLO, [{"role": "user", "content": TEXT_PARTS}, {"role": "assistant", "content": "b"}, *HELLO]],
+        "messages": [
+            HELLO,
+            [{"role": "user", "content": TEXT_PARTS}, {"role": "assistant", "content": "b"}, *HELLO],
+        ],
         "system": [None, "x", TEXT_PARTS],
         "stop_sequences": [None, [], ["the", " a"]],
         "tool_choice": [None, {"type": "none"}],
-        "thinking": [None, {"type": "adaptive"}, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 1}],
+        "thinking": [
+            None,
+            {"type": "adaptive"},
+            {"type": "disabled"},
+            {"type": "enabled", "budget_tokens": 1},
+        ],
     },
 }
 
@@ -259,7 +302,7 @@ legal_in_choices = st.sampled_from(GENERATING).flatmap(_drawn)
 legal = legal_in_choices | st.sampled_from(DOORS).flatmap(_drawn)
 
 
-# ---------------------------------------------------------------------------------------------------------- one wrong field
+# -------------------------------------------------------------------------------------------- one wrong field
 
 
 @st.composite
@@ -285,8 +328,12 @@ def absent_or_unknown(draw: st.DrawFn) -> Case:
         name = draw(st.sampled_from(required))
         fields = {key: value for key, value in BASES[path].items() if key != name}
     else:
-        characters = st.characters(codec="utf-8", exclude_characters="`")  # the parser's own messages quote names with it
-        name = draw(st.text(characters, min_size=1, max_size=30).filter(lambda drawn: drawn not in known(path)))
+        characters = st.characters(
+            codec="utf-8", exclude_characters="`"
+        )  # the parser's own messages quote names with it
+        name = draw(
+            st.text(characters, min_size=1, max_size=30).filter(lambda drawn: drawn not in known(path))
+        )
         fields = {**BASES[path], name: draw(st.sampled_from([1, None, "x"]))}
     return Case("POST", path, encode(fields), fields=fields, fault=name, suspect=name)
 
@@ -295,12 +342,13 @@ def known(path: str) -> set[str]:
     return {field.encode_name for field in mi.type_info(BODIES[path]).fields}
 
 
-# ----------------------------------------------------------------------------------------------------------- wild bodies
+# ------------------------------------------------------------------------------------------------ wild bodies
 
 
 @st.composite
 def wild_body(draw: st.DrawFn) -> Case:
-    """Several fields at once with anything in them, keys that repeat, and bodies that are cut, spoiled or no objects at all."""
+    """Several fields at once with anything in them, keys that repeat, and bodies that are cut, spoiled or no
+    objects at all."""
     path = draw(st.sampled_from(sorted(BODIES)))
     names = [*sorted(known(path)), "x", "", "model"]
     items = [*BASES[path].items(), *draw(st.lists(st.tuples(st.sampled_from(names), anything), max_size=4))]
@@ -311,16 +359,31 @@ def wild_body(draw: st.DrawFn) -> Case:
         case "spoiled":
             at = draw(st.integers(0, len(data) - 1))
             data = (
-                data[:at] + draw(st.sampled_from([b"\xff", b"\x00", b"\\", b'"', b"}", b"\xc0\x80", b"\xf4\x90\x80\x80"])) + data[at + 1 :]
+                data[:at]
+                + draw(
+                    st.sampled_from([b"\xff", b"\x00", b"\\", b'"', b"}", b"\xc0\x80", b"\xf4\x90\x80\x80"])
+                )
+                + data[at + 1 :]
             )
         case "tail":
             data += draw(st.sampled_from([b" ", b"\n{}", b"x", b"\x00", b",", b"}", b" " * 3000]))
         case "other":
             data = draw(
-                st.sampled_from([b"", b" ", b"\xef\xbb\xbf" + data, b"[%b]" % data, data.decode("latin-1").encode("utf-16"), *_TEXTS])
+                st.sampled_from(
+                    [
+                        b"",
+                        b" ",
+                        b"\xef\xbb\xbf" + data,
+                        b"[%b]" % data,
+                        data.decode("latin-1").encode("utf-16"),
+                        *_TEXTS,
+                    ]
+                )
             )
     headers = draw(st.lists(st.sampled_from(ODD_HEADERS), max_size=2, unique_by=lambda pair: pair[0].lower()))
-    pieces = draw(st.sampled_from([0, 0, 0, 1, 7, 4096])) if len(data) < 2000 else draw(st.sampled_from([0, 4096]))
+    pieces = (
+        draw(st.sampled_from([0, 0, 0, 1, 7, 4096])) if len(data) < 2000 else draw(st.sampled_from([0, 4096]))
+    )
     return Case("POST", path, data, tuple(headers), pieces=pieces)
 
 
@@ -356,7 +419,21 @@ ODD_QUERIES = (
     "\n?\n?&&\n?=\n?a\n?a=1&a=2\n?%00=%00\n?level\n?level=\n?tier=all&tier=all\n?tier=ALL\n?level=visible%00\n?\x7f\n?%ff=%fe\n"
     f"?tier=remote\n?x={'y' * 3000}\n?{'q' * 3000}\n?a[]=1;b=2\n?+=+"
 ).split("\n")
-ODD_ENDS = ["", "/", "//", "/..", "/%2e%2e", "%00", "%2f", ";x", "/%ff", "/" + "p" * 2000, "/" + ADAPTER, "/" + MODEL, "/a/b"]
+ODD_ENDS = [
+    "",
+    "/",
+    "//",
+    "/..",
+    "/%2e%2e",
+    "%00",
+    "%2f",
+    ";x",
+    "/%ff",
+    "/" + "p" * 2000,
+    "/" + ADAPTER,
+    "/" + MODEL,
+    "/a/b",
+]
 
 
 @st.composite
@@ -375,7 +452,7 @@ def any_route(draw: st.DrawFn) -> Case:
     return Case(method, path + end + query, body, tuple(headers), odd=odd)
 
 
-# ------------------------------------------------------------------------------------------------------------- crowds, TCP
+# ------------------------------------------------------------------------------------------------ crowds, TCP
 
 
 @st.composite
@@ -383,7 +460,13 @@ def leaving(draw: st.DrawFn) -> Case:
     """A legal request whose client hangs up before, within or after the answer."""
     case = draw(legal_in_choices)
     fields = {**case.fields, "max_tokens": draw(st.sampled_from([1, 30, 100])), "ignore_eos": True}
-    return dataclasses.replace(case, body=encode(fields), fields=fields, legal=False, leave_after=draw(st.sampled_from([0, 1, 200, 2000])))
+    return dataclasses.replace(
+        case,
+        body=encode(fields),
+        fields=fields,
+        legal=False,
+        leave_after=draw(st.sampled_from([0, 1, 200, 2000])),
+    )
 
 
 crowd = st.lists(st.one_of(legal, leaving(), leaving(), one_field(), any_route()), min_size=2, max_size=6)
@@ -402,7 +485,9 @@ class Bytes:
 
 
 def _head(path: str, length: str, *more: str) -> bytes:
-    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length}", *more, "", ""]).encode("latin-1")
+    return "\r\n".join(
+        [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {length}", *more, "", ""]
+    ).encode("latin-1")
 
 
 GOOD = encode(BASES["/v1/completions"])
@@ -427,7 +512,7 @@ LINES = [
     b"GET /health HTTP/1.1\r\nHost: x\r\nX: \x00\r\n\r\n",
     b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(300)) + b"\r\n",
     b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"h" * 70_000 + b"\r\n\r\n",
-    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x\r\n\r\n",  # noqa: E501
     _head("/v1/completions", "x"),
     _head("/v1/completions", "-1"),
     _head("/v1/completions", "+5") + b"12345",
@@ -462,4 +547,6 @@ def tcp(draw: st.DrawFn) -> Bytes:
     pieces = [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
     if draw(st.integers(0, 3)) == 0:
         pieces.pop()
-    return Bytes(tuple(piece for piece in pieces if piece), draw(st.sampled_from(["wait", "half", "close", "reset"])))
+    return Bytes(
+        tuple(piece for piece in pieces if piece), draw(st.sampled_from(["wait", "half", "close", "reset"]))
+    )

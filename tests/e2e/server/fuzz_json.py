@@ -1,5 +1,5 @@
-"""JSON that a client might send, derived from the server's own types: what fits them, what does not, and text that is no JSON. Owns
-values; sends nothing."""
+"""JSON that a client might send, derived from the server's own types: what fits them, what does not, and text
+that is no JSON. Owns values; sends nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def encode(value: Any) -> bytes:
             return value.text
         case Pairs() | dict():
             items = value.items if isinstance(value, Pairs) else value.items()
-            return b"{%b}" % b",".join(json.dumps(str(key)).encode() + b":" + encode(item) for key, item in items)
+            return b"{%b}" % b",".join(
+                json.dumps(str(key)).encode() + b":" + encode(item) for key, item in items
+            )
         case list():
             return b"[%b]" % b",".join(map(encode, value))
         case _:
@@ -67,7 +69,7 @@ BY_KIND: dict[str, list[Any]] = {
 }
 # Text that is not well-formed, or so deep, long or large that a parser may refuse it.
 _NO_JSON = (
-    rb"""NaN Infinity -Infinity nan +1 01 1. .5 0x10 1_000 tru None 'x' // /**/1 , { [1,] {"a":1,} {"a"} {1:2} "x "\x" "\u12" """
+    rb"""NaN Infinity -Infinity nan +1 01 1. .5 0x10 1_000 tru None 'x' // /**/1 , { [1,] {"a":1,} {"a"} {1:2} "x "\x" "\u12" """  # noqa: E501
     rb""""\ud800" "\ud800\ud800" "\udfff" "a\ud83d" """
 )
 _NO_TEXT = [b"", b"\x00", b"\xff", b"\xef\xbb\xbf1", b'"\x01"', b'"\xff\xfe"', b'"\xed\xa0\x80"']
@@ -90,14 +92,18 @@ anything = st.one_of(
     st.sampled_from(HUGE),
     st.sampled_from(BROKEN),
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
         max_leaves=5,
     ),
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------- types
+# ------------------------------------------------------------------------------------------------------ types
 
 
 def kinds(kind: mi.Type) -> set[str]:
@@ -140,22 +146,34 @@ def fits(kind: mi.Type) -> st.SearchStrategy[Any]:
         case mi.FloatType():
             return st.sampled_from([0, 1, -1, 2, -2, 100, *BY_KIND["float"]]) | st.floats(-3, 3)
         case mi.StrType(pattern=str()):
-            return st.sampled_from(["f", "a-b_c.1", "x" * 64])  # names of functions: no other field has a pattern
+            # names of functions: no other field has a pattern
+            return st.sampled_from(["f", "a-b_c.1", "x" * 64])
         case mi.StrType():
             low, high = kind.min_length or 0, kind.max_length or 400
             texts = [text for text in BY_KIND["str"] if low <= len(text) <= high]
-            return st.sampled_from(texts) | st.text(st.characters(exclude_categories=["Cs"]), min_size=low, max_size=min(high, 12))
+            return st.sampled_from(texts) | st.text(
+                st.characters(exclude_categories=["Cs"]), min_size=low, max_size=min(high, 12)
+            )
         case mi.LiteralType():
             return st.sampled_from(list(kind.values))
         case mi.ListType():
-            return st.lists(fits(kind.item_type), min_size=kind.min_length or 0, max_size=max(3, kind.min_length or 0))
+            return st.lists(
+                fits(kind.item_type), min_size=kind.min_length or 0, max_size=max(3, kind.min_length or 0)
+            )
         case mi.TupleType():
             return st.tuples(*map(fits, kind.item_types)).map(list)
         case mi.StructType():
             return _struct(kind)
         case mi.DictType() if isinstance(kind.value_type, mi.AnyType):  # schemas
             return st.sampled_from(
-                [{}, {"type": "object"}, {"enum": [1, "a"]}, {"type": "strange"}, {"$ref": "#"}, {"properties": {"a": {}}}]
+                [
+                    {},
+                    {"type": "object"},
+                    {"enum": [1, "a"]},
+                    {"type": "strange"},
+                    {"$ref": "#"},
+                    {"properties": {"a": {}}},
+                ]
             )
         case mi.DictType():
             return st.dictionaries(fits(kind.key_type), fits(kind.value_type), max_size=3)
@@ -167,7 +185,8 @@ def fits(kind: mi.Type) -> st.SearchStrategy[Any]:
 
 
 def fits_not(kind: mi.Type) -> st.SearchStrategy[Any]:
-    """Well-formed JSON that the type certainly refuses: of another kind, out of its bounds, or with such a part."""
+    """Well-formed JSON that the type certainly refuses: of another kind, out of its bounds, or with such a
+    part."""
     taken = kinds(kind)
     wrong = [st.sampled_from(values) for name, values in BY_KIND.items() if name not in taken]
     wrong.append(st.sampled_from([Raw(b"1e400"), Raw(b"-1e400")]))
@@ -182,7 +201,9 @@ def fits_not(kind: mi.Type) -> st.SearchStrategy[Any]:
             case mi.StrType(min_length=low) if low:
                 wrong.append(st.just(""))
             case mi.ListType() if not isinstance(part.item_type, mi.AnyType):
-                wrong.append(st.tuples(fits(part), fits_not(part.item_type)).map(lambda both: [*both[0], both[1]]))
+                wrong.append(
+                    st.tuples(fits(part), fits_not(part.item_type)).map(lambda both: [*both[0], both[1]])
+                )
                 if part.min_length:
                     wrong.append(st.just([]))
             case mi.StructType():
@@ -219,13 +240,23 @@ def _struct(kind: mi.StructType) -> st.SearchStrategy[Any]:
 def _broken_struct(kind: mi.StructType) -> st.SearchStrategy[Any]:
     """One of its fields is wrong or missing, or there is one more."""
     whole = _struct(kind)
-    ways = [st.tuples(whole, st.text("abc_", min_size=6, max_size=9)).map(lambda both: {**both[0], both[1]: 1})]
+    ways = [
+        st.tuples(whole, st.text("abc_", min_size=6, max_size=9)).map(lambda both: {**both[0], both[1]: 1})
+    ]
     if (tag := kind.tag_field) is not None:
         ways.append(whole.map(lambda fields: {**fields, tag: "image"}))
         ways.append(whole.map(lambda fields: {key: value for key, value in fields.items() if key != tag}))
     for field in kind.fields:
         name = field.encode_name
-        ways.append(st.tuples(whole, st.just(name), fits_not(field.type)).map(lambda three: {**three[0], three[1]: three[2]}))
+        ways.append(
+            st.tuples(whole, st.just(name), fits_not(field.type)).map(
+                lambda three: {**three[0], three[1]: three[2]}
+            )
+        )
         if field.required:
-            ways.append(st.tuples(whole, st.just(name)).map(lambda both: {key: value for key, value in both[0].items() if key != both[1]}))
+            ways.append(
+                st.tuples(whole, st.just(name)).map(
+                    lambda both: {key: value for key, value in both[0].items() if key != both[1]}
+                )
+            )
     return st.one_of(*ways)

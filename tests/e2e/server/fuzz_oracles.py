@@ -1,4 +1,5 @@
-"""What every answer of the server has to be, from docs/http-api.md. Owns the judgement of one answer; sends nothing."""
+"""What every answer of the server has to be, from docs/http-api.md. Owns the judgement of one answer; sends
+nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ def strict_json(text: bytes) -> Any:
 def judge(case: Case, answer: Answer) -> None:
     """Raises Finding where the answer is not one that the case may have."""
     status = answer.status
-    need(status in (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429), f"status {status}: {answer.body[:500]!r}")
+    need(
+        status in (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429),
+        f"status {status}: {answer.body[:500]!r}",
+    )
     if not answer.whole:
         return
     if case.method == "HEAD":
@@ -74,33 +78,58 @@ def judge(case: Case, answer: Answer) -> None:
             raise Finding(f"an answer of another shape ({error!r}): {answer.body[:300]!r}") from error
         return
     error = check_error(answer)
-    if case.path in ("/v1/messages", "/v1/messages/count_tokens") and "not valid HTTP" not in error["message"]:
+    if (
+        case.path in ("/v1/messages", "/v1/messages/count_tokens")
+        and ("not valid HTTP") not in error["message"]
+    ):
         need(b'"request_id"' in answer.body, "an error of another API")
     need(not case.legal or status == 429, f"a legal request is refused: {error['message']}")
     _check_named(case, status, error)
-    need(("allow" in answer.headers) == (status == 405), "405 says which methods there are, and nothing else does")
-    need(("retry-after" in answer.headers) == (status == 429), "429 says when to come back, and nothing else does")
+    need(
+        ("allow" in answer.headers) == (status == 405),
+        "405 says which methods there are, and nothing else does",
+    )
+    need(
+        ("retry-after" in answer.headers) == (status == 429),
+        "429 says when to come back, and nothing else does",
+    )
 
 
 def check_error(answer: Answer) -> Json:
-    need(answer.headers.get("content-type") == "application/json", f"an error of type {answer.headers.get('content-type')}")
+    need(
+        answer.headers.get("content-type") == "application/json",
+        f"an error of type {answer.headers.get('content-type')}",
+    )
     body = strict_json(answer.body)
-    need(isinstance(body, dict) and set(body) in ({"error"}, {"type", "error", "request_id"}), "an error is OpenAI's or Anthropic's")
+    need(
+        isinstance(body, dict) and set(body) in ({"error"}, {"type", "error", "request_id"}),
+        "an error is OpenAI's or Anthropic's",
+    )
     error = body["error"]
-    need(isinstance(error, dict) and set(error) == {"message", "type", "param", "code"}, f"an error has four keys, this one {list(error)}")
+    need(
+        isinstance(error, dict) and set(error) == {"message", "type", "param", "code"},
+        f"an error has four keys, this one {list(error)}",
+    )
     need(isinstance(error["message"], str) and error["message"], "an error has a message")
     need(isinstance(error["type"], str) and error["type"], "an error has a type")
-    need(all(isinstance(error[key], str | None) for key in ("param", "code")), "param and code are text or null")
+    need(
+        all(isinstance(error[key], str | None) for key in ("param", "code")),
+        "param and code are text or null",
+    )
     need(len(answer.body) <= MAX_ERROR_BYTES, f"an error of {len(answer.body)} bytes")
     return error
 
 
 def _check_named(case: Case, status: int, error: Json) -> None:
-    if case.suspect is None or status in (408, 409, 413, 415, 429):  # what is there already, or not, is no field's fault
+    # what is there already, or not, is no field's fault
+    if case.suspect is None or status in (408, 409, 413, 415, 429):
         return
     param = error["param"]
     allowed = {case.suspect} if case.fault else {case.suspect, *RELATED.get(case.suspect, ())}
-    need(param is not None and any(_within(param, name) for name in allowed), f"{case.suspect} is refused as {param!r}: {error['message']}")
+    need(
+        param is not None and any(_within(param, name) for name in allowed),
+        f"{case.suspect} is refused as {param!r}: {error['message']}",
+    )
 
 
 def _within(param: str, name: str) -> bool:
@@ -108,7 +137,7 @@ def _within(param: str, name: str) -> bool:
     return param == name or param.startswith((f"{name}.", f"{name}["))
 
 
-# ---------------------------------------------------------------------------------------------------------------- generations
+# ------------------------------------------------------------------------------------------------ generations
 
 
 @dataclass(frozen=True)
@@ -119,7 +148,8 @@ class Choice:
     finish: str
     tokens: tuple[str, ...]
     logprobs: tuple[float | None, ...]
-    tops: tuple[Mapping[str, float] | None, ...] = ()  # alternatives, where some were asked for; of chat without the chosen token
+    # alternatives, where some were asked for; of chat without the chosen token
+    tops: tuple[Mapping[str, float] | None, ...] = ()
     offsets: tuple[int, ...] = ()  # of completions
 
 
@@ -143,10 +173,15 @@ def generated(case: Case, answer: Answer) -> Generated:
         need(answer.headers.get("content-type") == "application/json", "a reply that is not streamed is JSON")
         whole = strict_json(answer.body)
         replies, usage = [whole], whole.pop("usage")
-    kind = ("chat.completion" if chat else "text_completion") + (".chunk" if chat and fields.get("stream") else "")
+    kind = ("chat.completion" if chat else "text_completion") + (
+        ".chunk" if chat and fields.get("stream") else ""
+    )
     parts: dict[int, list[Json]] = {}
     for reply in replies:
-        need(set(reply) - _ids_asked(fields) == {"id", "object", "created", "model", "choices"}, f"a reply has the keys {sorted(reply)}")
+        need(
+            set(reply) - _ids_asked(fields) == {"id", "object", "created", "model", "choices"},
+            f"a reply has the keys {sorted(reply)}",
+        )
         need(reply["object"] == kind, f"object {reply['object']}")
         need(reply["model"] == fields["model"], "the reply is of another model")
         need(reply["id"] == replies[0]["id"], "events of one reply have one id")
@@ -154,7 +189,10 @@ def generated(case: Case, answer: Answer) -> Generated:
             parts.setdefault(choice["index"], []).append(choice)
     prompts = [] if chat else _prompts(fields["prompt"])
     num_choices = (fields.get("n") or 1) * (1 if chat else len(prompts))
-    need(sorted(parts) == list(range(num_choices)), f"{num_choices} choices were asked for, these came: {sorted(parts)}")
+    need(
+        sorted(parts) == list(range(num_choices)),
+        f"{num_choices} choices were asked for, these came: {sorted(parts)}",
+    )
     read = _read_chat if chat else _read_completion
     choices = [read(fields, prompts, index, parts[index]) for index in range(num_choices)]
     if usage is not None:
@@ -169,7 +207,10 @@ def of_door(case: Case, answer: Answer) -> Generated:
         need(answer.headers.get("content-type") == "application/json", "a reply that is not streamed is JSON")
         made = strict_json(answer.body)
     else:
-        need(answer.headers.get("content-type", "").startswith("text/event-stream"), "a stream is a text/event-stream")
+        need(
+            answer.headers.get("content-type", "").startswith("text/event-stream"),
+            "a stream is a text/event-stream",
+        )
         events = []
         for event in answer.body.split(b"\n\n")[:-1]:
             name, _, data = event.partition(b"\n")
@@ -177,11 +218,16 @@ def of_door(case: Case, answer: Answer) -> Generated:
             need(name.decode() == f"event: {events[-1]['type']}", f"an event named {name!r}")
         made = _message(events) if case.path == "/v1/messages" else _response(events)
     need(made["model"] == fields["model"], "the reply is of another model")
-    return Generated([_of_message(fields, made) if case.path == "/v1/messages" else _of_response(fields, made)], None)
+    return Generated(
+        [_of_message(fields, made) if case.path == "/v1/messages" else _of_response(fields, made)], None
+    )
 
 
 def _message(events: list[Json]) -> Json:
-    need([event["type"] for event in events[-2:]] == ["message_delta", "message_stop"], f"a stream ends with {events[-2:]}")
+    need(
+        [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"],
+        f"a stream ends with {events[-2:]}",
+    )
     texts = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
     begun = [event["index"] for event in events if event["type"] == "content_block_start"]
     ended = [event["index"] for event in events if event["type"] == "content_block_stop"]
@@ -195,10 +241,16 @@ def _message(events: list[Json]) -> Json:
 
 
 def _of_message(fields: Json, made: Json) -> Choice:
-    need(set(made) == {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"}, f"a message has {list(made)}")
+    need(
+        set(made) == {"id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"},
+        f"a message has {list(made)}",
+    )
     (block,) = made["content"]
     need(made["usage"]["output_tokens"] <= fields["max_tokens"], f"usage {made['usage']}")
-    need((made["stop_sequence"] is None) == (made["stop_reason"] != "stop_sequence"), "a sequence goes with its reason")
+    need(
+        (made["stop_sequence"] is None) == (made["stop_reason"] != "stop_sequence"),
+        "a sequence goes with its reason",
+    )
     for one in fields.get("stop_sequences") or []:
         need(one not in block["text"], f"{one!r} is in {block['text']!r}")
     return Choice(block["text"], made["stop_reason"], (), ())
@@ -207,7 +259,10 @@ def _of_message(fields: Json, made: Json) -> Choice:
 def _response(events: list[Json]) -> Json:
     need([event["sequence_number"] for event in events] == list(range(len(events))), "events are numbered")
     made = events[-1]["response"]
-    need(events[-1]["type"] in ("response.completed", "response.incomplete"), f"a stream ends with {events[-1]['type']}")
+    need(
+        events[-1]["type"] in ("response.completed", "response.incomplete"),
+        f"a stream ends with {events[-1]['type']}",
+    )
     texts = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
     need(texts == made["output"][0]["content"][0]["text"], "the deltas are not the text")
     return dict(made)
@@ -215,16 +270,32 @@ def _response(events: list[Json]) -> Json:
 
 def _of_response(fields: Json, made: Json) -> Choice:
     (item,) = made["output"]
-    need(made["object"] == "response" and item["status"] == made["status"], f"status {made['status']} and {item['status']}")
-    need(fields.get("max_output_tokens") is None or made["usage"]["output_tokens"] <= fields["max_output_tokens"], f"usage {made['usage']}")
+    need(
+        made["object"] == "response" and item["status"] == made["status"],
+        f"status {made['status']} and {item['status']}",
+    )
+    need(
+        fields.get("max_output_tokens") is None
+        or made["usage"]["output_tokens"] <= fields["max_output_tokens"],
+        f"usage {made['usage']}",
+    )
     return Choice(item["content"][0]["text"], made["status"], (), ())
 
 
 def _events(answer: Answer, options: Json) -> tuple[list[Json], Json | None]:
-    need(answer.headers.get("content-type", "").startswith("text/event-stream"), "a stream is a text/event-stream")
-    need(answer.body.endswith(b"data: [DONE]\n\n"), f"a stream ends with [DONE], this one with {answer.body[-80:]!r}")
+    need(
+        answer.headers.get("content-type", "").startswith("text/event-stream"),
+        "a stream is a text/event-stream",
+    )
+    need(
+        answer.body.endswith(b"data: [DONE]\n\n"),
+        f"a stream ends with [DONE], this one with {answer.body[-80:]!r}",
+    )
     events = answer.body.split(b"\n\n")[:-2]
-    need(all(event.startswith(b"data: ") and b"\n" not in event for event in events), "an event is one line of data")
+    need(
+        all(event.startswith(b"data: ") and b"\n" not in event for event in events),
+        "an event is one line of data",
+    )
     replies = [strict_json(event.removeprefix(b"data: ")) for event in events]
     need(not any("error" in reply for reply in replies), f"a stream ended with an error: {replies[-1]}")
     usage = None
@@ -233,7 +304,10 @@ def _events(answer: Answer, options: Json) -> tuple[list[Json], Json | None]:
         usage = replies.pop().pop("usage")
     if options.get("include_usage") or options.get("continuous_usage_stats"):
         everywhere = bool(options.get("continuous_usage_stats"))
-        need(all((reply.pop("usage") is not None) == everywhere for reply in replies), "usage is where it was asked for, else null")
+        need(
+            all((reply.pop("usage") is not None) == everywhere for reply in replies),
+            "usage is where it was asked for, else null",
+        )
     if options.get("include_obfuscation"):
         need(all(isinstance(reply.pop("obfuscation"), str) for reply in replies), "every chunk is padded")
     return replies, usage
@@ -259,22 +333,43 @@ def _read_completion(fields: Json, prompts: Sequence[list[int]], index: int, par
     tokens, logprobs, alternatives, offsets = [], [], [], []
     for part in parts:
         scores = part["logprobs"]
-        need((scores is None) == (asked is None), "logprobs are there where they were asked for, and nowhere else")
+        need(
+            (scores is None) == (asked is None),
+            "logprobs are there where they were asked for, and nowhere else",
+        )
         if scores is not None:
-            need(set(scores) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}, "logprobs have four keys")
+            need(
+                set(scores) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"},
+                "logprobs have four keys",
+            )
             tops = scores["top_logprobs"]
             need((tops is None) == (asked == 0), "alternatives are there where some were asked for")
-            columns = [scores["tokens"], scores["token_logprobs"], scores["text_offset"], *([] if tops is None else [tops])]
-            need(len(set(map(len, columns))) == 1, f"logprobs of different lengths: {list(map(len, columns))}")
+            columns = [
+                scores["tokens"],
+                scores["token_logprobs"],
+                scores["text_offset"],
+                *([] if tops is None else [tops]),
+            ]
+            need(
+                len(set(map(len, columns))) == 1, f"logprobs of different lengths: {list(map(len, columns))}"
+            )
             tokens += scores["tokens"]
             logprobs += scores["token_logprobs"]
             offsets += scores["text_offset"]
             alternatives += tops or []
-            for token, logprob, top in zip(scores["tokens"], scores["token_logprobs"], tops or [], strict=False):
+            for token, logprob, top in zip(
+                scores["tokens"], scores["token_logprobs"], tops or [], strict=False
+            ):
                 _check_top(token, logprob, top, asked)
     first = bool(fields.get("echo")) and asked is not None
-    need(all(_is_logprob(value) or (value is None and first and at == 0) for at, value in enumerate(logprobs)), f"logprobs {logprobs}")
-    need(offsets == sorted(offsets) and all(0 <= offset <= len(text) for offset in offsets), f"offsets {offsets} in {len(text)} characters")
+    need(
+        all(_is_logprob(value) or (value is None and first and at == 0) for at, value in enumerate(logprobs)),
+        f"logprobs {logprobs}",
+    )
+    need(
+        offsets == sorted(offsets) and all(0 <= offset <= len(text) for offset in offsets),
+        f"offsets {offsets} in {len(text)} characters",
+    )
     made = text
     if fields.get("echo"):
         shown = _tokenizer.decode(ids, skip_special_tokens=False)
@@ -289,31 +384,49 @@ def _check_top(token: str, logprob: float | None, top: Any, asked: int) -> None:
     if logprob is None:
         need(top is None, "a token without a logprob has no alternatives")
         return
-    need(isinstance(top, dict) and asked <= len(top) <= asked + 1, f"{asked} alternatives were asked for, these came: {top}")
-    need(top.get(token) == logprob and all(map(_is_logprob, top.values())), f"{token!r} of {logprob} among {top}")
+    need(
+        isinstance(top, dict) and asked <= len(top) <= asked + 1,
+        f"{asked} alternatives were asked for, these came: {top}",
+    )
+    need(
+        top.get(token) == logprob and all(map(_is_logprob, top.values())),
+        f"{token!r} of {logprob} among {top}",
+    )
 
 
 def _read_chat(fields: Json, prompts: Sequence[list[int]], index: int, parts: list[Json]) -> Choice:
     streamed = bool(fields.get("stream"))
     keys = {"index", "delta" if streamed else "message", "logprobs", "finish_reason"}
-    need(all(set(part) - _ids_asked(fields) == keys for part in parts), f"a choice has the keys {sorted(keys)}")
+    need(
+        all(set(part) - _ids_asked(fields) == keys for part in parts), f"a choice has the keys {sorted(keys)}"
+    )
     said = [part["delta" if streamed else "message"] for part in parts]
-    need(said[0]["role"] == "assistant" and not any("role" in one for one in said[1:]), "the role is said once")
+    need(
+        said[0]["role"] == "assistant" and not any("role" in one for one in said[1:]), "the role is said once"
+    )
     text = "".join(one.get("content", "") for one in said)
     tokens, logprobs, alternatives = [], [], []
     for number, part in enumerate(parts):
         scores = part["logprobs"]
         opening = streamed and number == 0
-        need((scores is None) == (opening or not fields.get("logprobs")), "logprobs are there where they were asked for, and nowhere else")
+        need(
+            (scores is None) == (opening or not fields.get("logprobs")),
+            "logprobs are there where they were asked for, and nowhere else",
+        )
         for entry in [] if scores is None else scores["content"]:
             tops = entry["top_logprobs"]
             need(len(tops) == (fields.get("top_logprobs") or 0), f"{len(tops)} alternatives came")
             for one in (entry, *tops):
                 need(_is_logprob(one["logprob"]), f"logprob {one['logprob']}")
-                named = bytes(one["bytes"]).decode(errors="replace") if not fields.get("return_tokens_as_token_ids") else one["token"]
+                named = (
+                    bytes(one["bytes"]).decode(errors="replace")
+                    if not fields.get("return_tokens_as_token_ids")
+                    else one["token"]
+                )
                 need(named == one["token"], f"{one['token']!r} is not {one['bytes']}")
             need(
-                [one["logprob"] for one in tops] == sorted((one["logprob"] for one in tops), reverse=True), "alternatives, likeliest first"
+                [one["logprob"] for one in tops] == sorted((one["logprob"] for one in tops), reverse=True),
+                "alternatives, likeliest first",
             )
             tokens.append(_label(entry))
             logprobs.append(entry["logprob"])
@@ -333,7 +446,10 @@ def _label(entry: Json) -> str:
 
 def _finish(parts: list[Json]) -> str:
     finishes = [part["finish_reason"] for part in parts]
-    need(finishes[-1] in ("stop", "length") and not any(finishes[:-1]), f"a choice ends once, at its end: {finishes}")
+    need(
+        finishes[-1] in ("stop", "length") and not any(finishes[:-1]),
+        f"a choice ends once, at its end: {finishes}",
+    )
     return str(finishes[-1])
 
 
@@ -350,15 +466,24 @@ def _is_logprob(value: object) -> bool:
 
 
 def _check_usage(fields: Json, num_prompt: int | None, choices: Sequence[Choice], usage: Json) -> None:
-    need(set(usage) == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}, f"usage has the keys {list(usage)}")
+    need(
+        set(usage) == {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"},
+        f"usage has the keys {list(usage)}",
+    )
     prompt, made, details = usage["prompt_tokens"], usage["completion_tokens"], usage["prompt_tokens_details"]
     sources = details["kv_source"]
     need(num_prompt in (None, prompt), f"{num_prompt} prompt tokens, said to be {prompt}")
     need(usage["total_tokens"] == prompt + made, f"usage does not add up: {usage}")
     need(set(sources) == SOURCES and all(count >= 0 for count in sources.values()), f"sources {sources}")
     need(sum(sources.values()) == prompt, f"sources {sources} of {prompt} tokens")
-    need(details["cached_tokens"] == prompt - sources["computed"] and sources["computed"] >= 1, f"cached {details}")
-    need(not (fields.get("echo") and fields.get("logprobs") is not None) or sources["computed"] == prompt, "a scored prompt is computed")
+    need(
+        details["cached_tokens"] == prompt - sources["computed"] and sources["computed"] >= 1,
+        f"cached {details}",
+    )
+    need(
+        not (fields.get("echo") and fields.get("logprobs") is not None) or sources["computed"] == prompt,
+        "a scored prompt is computed",
+    )
     limit = fields.get("max_tokens")
     if limit is not None:
         need(made <= limit * len(choices), f"{made} tokens for {len(choices)} choices of {limit} at most")
@@ -372,12 +497,17 @@ def same(one: Sequence[Choice], other: Sequence[Choice]) -> None:
     """Two answers to one question: equal, but for the last digits of scores."""
     need(len(one) == len(other), "different numbers of choices")
     for a, b in zip(one, other, strict=True):
-        need((a.text, a.finish, a.tokens) == (b.text, b.finish, b.tokens), f"the same request gave {a} and {b}")
+        need(
+            (a.text, a.finish, a.tokens) == (b.text, b.finish, b.tokens), f"the same request gave {a} and {b}"
+        )
         for x, y in zip(a.logprobs, b.logprobs, strict=True):
-            need((x is None) == (y is None) and (x is None or abs(x - y) < 2e-3), f"the same request scored {x} and {y}")
+            need(
+                (x is None) == (y is None) and (x is None or abs(x - y) < 2e-3),
+                f"the same request scored {x} and {y}",
+            )
 
 
-# ------------------------------------------------------------------------------------------------------------ other routes
+# ----------------------------------------------------------------------------------------------- other routes
 
 
 def _plain(check: Callable[[Case, Any], object]) -> Callable[[Case, Answer], None]:
@@ -390,7 +520,8 @@ def _plain(check: Callable[[Case, Any], object]) -> Callable[[Case, Answer], Non
 
 def _is_card(card: Json) -> bool:
     return (
-        set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"} and card["max_model_len"] == MAX_MODEL_LEN
+        set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"}
+        and card["max_model_len"] == MAX_MODEL_LEN
     )
 
 
@@ -401,7 +532,9 @@ def _loaded(case: Case, reply: Json) -> bool:
 def _counted(case: Case, reply: Json) -> bool:
     fields = case.fields or {}
     if isinstance(fields.get("prompt"), str):
-        need(reply["tokens"] == _tokenizer.encode(fields["prompt"]).ids, "another tokenizer gives other tokens")
+        need(
+            reply["tokens"] == _tokenizer.encode(fields["prompt"]).ids, "another tokenizer gives other tokens"
+        )
     return reply["count"] == len(reply["tokens"]) and reply["max_model_len"] == MAX_MODEL_LEN
 
 
@@ -411,7 +544,10 @@ def _written(case: Case, reply: Json) -> bool:
 
 
 def _blocks(case: Case, reply: Json) -> bool:
-    return all(states["total"] == sum(n for name, n in states.items() if name != "total") for states in reply["kv_blocks"].values())
+    return all(
+        states["total"] == sum(n for name, n in states.items() if name != "total")
+        for states in reply["kv_blocks"].values()
+    )
 
 
 def _exposition(case: Case, answer: Answer) -> None:
@@ -427,17 +563,29 @@ def _nothing(case: Case, answer: Answer) -> None:
 _OF_PATH: dict[str, Callable[[Case, Answer], object]] = {
     **dict.fromkeys(GENERATING, lambda case, answer: generated(case, answer) if case.fields else None),
     **dict.fromkeys(DOORS, lambda case, answer: of_door(case, answer) if case.legal else None),
-    "/v1/messages/count_tokens": _plain(lambda case, reply: set(reply) == {"input_tokens"} and reply["input_tokens"] > 0),
+    "/v1/messages/count_tokens": _plain(
+        lambda case, reply: set(reply) == {"input_tokens"} and reply["input_tokens"] > 0
+    ),
     "/v1/models": _plain(lambda case, reply: reply["object"] == "list" and all(map(_is_card, reply["data"]))),
     "/v1/load_lora_adapter": _plain(_loaded),
-    "/v1/unload_lora_adapter": _plain(lambda case, reply: set(reply) == {"id", "object", "deleted"} and reply["deleted"] is True),
+    "/v1/unload_lora_adapter": _plain(
+        lambda case, reply: set(reply) == {"id", "object", "deleted"} and reply["deleted"] is True
+    ),
     "/tokenize": _plain(_counted),
     "/detokenize": _plain(_written),
     "/cache/flush": _plain(lambda case, reply: set(reply) == {"level"}),
-    "/cache/reset": _plain(lambda case, reply: reply["evicted_blocks"] == sum(reply["by_tier"].values()) and set(reply) > {"tier"}),
-    "/cache/prefetch": _plain(lambda case, reply: set(reply) == {"blocks", "started"} and reply["started"] >= (reply["blocks"] > 0)),
+    "/cache/reset": _plain(
+        lambda case, reply: (
+            reply["evicted_blocks"] == sum(reply["by_tier"].values()) and set(reply) > {"tier"}
+        )
+    ),
+    "/cache/prefetch": _plain(
+        lambda case, reply: set(reply) == {"blocks", "started"} and reply["started"] >= (reply["blocks"] > 0)
+    ),
     "/cache/stats": _plain(_blocks),
-    "/v1/snapshots": _plain(lambda case, reply: reply["object"] in ("list", "snapshot") and ("pinned" in reply)),
+    "/v1/snapshots": _plain(
+        lambda case, reply: reply["object"] in ("list", "snapshot") and ("pinned" in reply)
+    ),
     "/health": _plain(lambda case, reply: reply == {"status": "ready"}),
     "/live": _plain(lambda case, reply: reply == {"status": "live"}),
     "/metrics": _exposition,

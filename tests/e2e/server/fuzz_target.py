@@ -1,4 +1,5 @@
-"""A `penstock serve` process that is fuzzed: how it is asked, and what has to hold of it between rounds. Owns the process."""
+"""A `penstock serve` process that is fuzzed: how it is asked, and what has to hold of it between rounds. Owns
+the process."""
 
 from __future__ import annotations
 
@@ -30,11 +31,19 @@ from support.adapters import write_random_adapter
 
 READY = "Penstock is ready on "
 DEADLINE_S = 120.0
-SILENCE_S = 0.2  # after which no more answers are waited for on a connection that a request may have left waiting
+# after which no more answers are waited for on a connection that a request may have left waiting
+SILENCE_S = 0.2
 NUM_SIDE, NUM_LOADS = 32, 8  # seats of the small routes, as the server's source has them
 GROWTH_BYTES = 192 << 20  # resident memory over what it was when first idle
 GROWTH_FILES = 64  # connections that are kept for a while after their last request
-CANARY = {"model": MODEL, "prompt": "Between the two lies an order that", "max_tokens": 24, "seed": 3, "temperature": 0.8, "logprobs": 2}
+CANARY = {
+    "model": MODEL,
+    "prompt": "Between the two lies an order that",
+    "max_tokens": 24,
+    "seed": 3,
+    "temperature": 0.8,
+    "logprobs": 2,
+}
 
 
 class Unsendable(Exception):
@@ -42,7 +51,8 @@ class Unsendable(Exception):
 
 
 class Target:
-    """Starts the process, and starts it anew when a request has ended it, so that a shorter request can be tried."""
+    """Starts the process, and starts it anew when a request has ended it, so that a shorter request can be
+    tried."""
 
     def __init__(self, folder: Path, key: str | None = None) -> None:
         write_tiny_model(folder / MODEL)
@@ -62,9 +72,12 @@ class Target:
         command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *self._settings()]
         self.log.write_text("")
         log = self._stack.enter_context(self.log.open("a"))
-        source = str(Path(penstock.__file__).parents[1])  # the tree that these tests are of, whatever is installed
+        # the tree that these tests are of, whatever is installed
+        source = str(Path(penstock.__file__).parents[1])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
         self._stack.callback(self._end)
         assert self._process.stdout is not None
         line = next((line for line in self._process.stdout if line.startswith(READY)), None)
@@ -74,17 +87,43 @@ class Target:
         address = urlsplit(self.url)
         self.address = (str(address.hostname), int(address.port or 0))
         headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
-        self._http = self._stack.enter_context(httpx.Client(base_url=self.url, timeout=DEADLINE_S, headers=headers))
+        self._http = self._stack.enter_context(
+            httpx.Client(base_url=self.url, timeout=DEADLINE_S, headers=headers)
+        )
         self.rest = Rest(self)
 
     def _settings(self) -> list[str]:
         """Small enough that blocks are evicted and limits are met; all tiers and the sanitizer on."""
         lora = ["--lora", f"{ADAPTER}={self._folder}/adapters/a0", "--lora-dir", f"{self._folder}/adapters"]
-        memory = ["--device-kv-blocks", "48", "--kv-offload-host-gib", "0.002", "--max-model-len", str(MAX_MODEL_LEN)]
+        memory = [
+            "--device-kv-blocks",
+            "48",
+            "--kv-offload-host-gib",
+            "0.002",
+            "--max-model-len",
+            str(MAX_MODEL_LEN),
+        ]
         disk = ["--kv-offload-ssd-dir", f"{self._folder}/ssd", "--kv-offload-ssd-gib", "0.02"]
-        limits = ["--max-concurrent", str(MAX_CONCURRENT), "--max-body-bytes", str(MAX_BODY_BYTES), "--max-batch", "16"]
+        limits = [
+            "--max-concurrent",
+            str(MAX_CONCURRENT),
+            "--max-body-bytes",
+            str(MAX_BODY_BYTES),
+            "--max-batch",
+            "16",
+        ]
         limits += [] if self._key is None else ["--api-key", self._key]
-        return ["--model", str(self._folder / MODEL), "--device", "cpu", "--sanitize=strict", *lora, *memory, *disk, *limits]
+        return [
+            "--model",
+            str(self._folder / MODEL),
+            "--device",
+            "cpu",
+            "--sanitize=strict",
+            *lora,
+            *memory,
+            *disk,
+            *limits,
+        ]
 
     def _end(self) -> None:
         self._process.kill()
@@ -98,7 +137,9 @@ class Target:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     @property
@@ -178,12 +219,23 @@ class Target:
 
     @contextlib.contextmanager
     def holding(self, path: str, num_bytes: int) -> Iterator[socket.socket]:
-        """A connection whose request has its seat and is waited for: the server says 100 when it begins to read the body."""
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {num_bytes}\r\nExpect: 100-continue\r\n\r\n"
+        """A connection whose request has its seat and is waited for: the server says 100 when it begins to
+        read the body."""
+        head = (
+            f"POST "
+            f"{path} "
+            f"HTTP/1.1\r\nHost: "
+            f"x\r\nConnection: "
+            f"close\r\nContent-Length: "
+            f"{num_bytes}\r\nExpect: 100-continue\r\n\r\n"
+        )
         with socket.create_connection(self.address, timeout=DEADLINE_S) as link:
             link.sendall(head.encode())
             begun = link.recv(4096)
-            need(begun.startswith(b"HTTP/1.1 100"), f"{path} has fewer seats than it should have: {begun[:60]!r}")
+            need(
+                begun.startswith(b"HTTP/1.1 100"),
+                f"{path} has fewer seats than it should have: {begun[:60]!r}",
+            )
             yield link
 
     def samples(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
@@ -195,7 +247,9 @@ class Target:
         """Resident bytes, and open files and connections."""
         parent = psutil.Process(self._process.pid)
         processes = [parent, *parent.children(recursive=True)]
-        return sum(int(one.memory_info().rss) for one in processes), sum(int(one.num_fds()) for one in processes)
+        return sum(int(one.memory_info().rss) for one in processes), sum(
+            int(one.num_fds()) for one in processes
+        )
 
 
 class Rest:
@@ -209,7 +263,13 @@ class Rest:
         self.size = target.size()
 
     def canary(self) -> list[Choice]:
-        case = Case("POST", "/v1/completions", httpx.Request("POST", self._target.url, json=CANARY).read(), fields=CANARY, legal=True)
+        case = Case(
+            "POST",
+            "/v1/completions",
+            httpx.Request("POST", self._target.url, json=CANARY).read(),
+            fields=CANARY,
+            legal=True,
+        )
         return generated(case, self._target.judged(case)).choices
 
     def check(self) -> None:
@@ -220,20 +280,29 @@ class Rest:
         self.check_log()
         self._check_counts()
         self.wait_idle()
-        need(self._blocks_by_tier() == self.totals, f"blocks were {self.totals} and are {self._blocks_by_tier()}")
+        need(
+            self._blocks_by_tier() == self.totals,
+            f"blocks were {self.totals} and are {self._blocks_by_tier()}",
+        )
         self._check_seats()
         same(self.first_canary, self.canary())
         self.wait_idle()
-        for what, now, first, limit in zip(("bytes", "files"), self._target.size(), self.size, (GROWTH_BYTES, GROWTH_FILES), strict=True):
+        for what, now, first, limit in zip(
+            ("bytes", "files"), self._target.size(), self.size, (GROWTH_BYTES, GROWTH_FILES), strict=True
+        ):
             need(now - first < limit, f"{what} have grown from {first} to {now}")
 
     def check_log(self) -> None:
         text = self._target.log.read_text(errors="replace")
         bad = re.search(r"^.*( ERROR | CRITICAL |Traceback).*(\n(?!\d{4}-).*)*", text, re.M)
-        need(bad is None, f"the log has an error: {bad[0][:100] if bad else ''} ... {bad[0][-1500:] if bad else ''}")
+        need(
+            bad is None,
+            f"the log has an error: {bad[0][:100] if bad else ''} ... {bad[0][-1500:] if bad else ''}",
+        )
 
     def wait_idle(self) -> None:
-        """Polled: what a hang-up has cancelled ends at the engine's next step, and saves go on by themselves."""
+        """Polled: what a hang-up has cancelled ends at the engine's next step, and saves go on by
+        themselves."""
         by_s = time.monotonic() + DEADLINE_S
         while busy := self.busy():
             need(time.monotonic() < by_s, f"not idle: {busy}")
@@ -266,7 +335,8 @@ class Rest:
         return totals
 
     def _check_seats(self) -> None:
-        """Each gate has all of its seats: one request takes all generations, and as many bodies as a gate admits are waited for."""
+        """Each gate has all of its seats: one request takes all generations, and as many bodies as a gate
+        admits are waited for."""
         fields = {"model": MODEL, "prompt": "x", "n": MAX_CONCURRENT, "max_tokens": 1, "seed": 1}
         body = httpx.Request("POST", self._target.url, json=fields).read()
         self._retry_busy(Case("POST", "/v1/completions", body, fields=fields, legal=True))
@@ -281,15 +351,21 @@ class Rest:
             time.sleep(0.01)
 
     def _fill(self, path: str, num: int, body: bytes) -> None:
-        """`num` requests at once, each past its gate and without its body: one more is refused, and then all of them are answered."""
+        """`num` requests at once, each past its gate and without its body: one more is refused, and then all
+        of them are answered."""
         with contextlib.ExitStack() as stack:
             links = [stack.enter_context(self._target.holding(path, len(body))) for _ in range(num)]
-            need(self._target.ask(Case("POST", path, body)).status == 429, f"{path} has more than {num} seats")
+            need(
+                self._target.ask(Case("POST", path, body)).status == 429, f"{path} has more than {num} seats"
+            )
             for link in links:
                 link.sendall(body)
             for link in links:
                 read_answers(link, answers := [])
-                need([answer.status for answer in answers] == [200], f"{path} does not answer what it has admitted")
+                need(
+                    [answer.status for answer in answers] == [200],
+                    f"{path} does not answer what it has admitted",
+                )
 
 
 def _pieces(body: bytes, size: int) -> Iterator[bytes]:

@@ -1,5 +1,5 @@
-"""What a request must be answered, computed from docs/http-api.md in float64 with `transformers`, numpy and plain Python: no code of the
-engine, its sampler or its text. Owns the expected answer; asks no server."""
+"""What a request must be answered, computed from docs/http-api.md in float64 with `transformers`, numpy and
+plain Python: no code of the engine, its sampler or its text. Owns the expected answer; asks no server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Weights:
 
 @dataclass
 class Expected:
-    """One choice. `margin`: how far every decision was from going the other way; below a float32's error nothing can be expected."""
+    """One choice. `margin`: how far every decision was from going the other way; below a float32's error
+    nothing can be expected."""
 
     text: str = ""
     finish: str = "length"
@@ -51,11 +52,12 @@ class Expected:
     margin: float = math.inf
 
 
-# ------------------------------------------------------------------------------------------------------------------ sampling
+# --------------------------------------------------------------------------------------------------- sampling
 
 
 def noise(seed: int, position: int, vocab: int) -> np.ndarray:
-    """Gumbel noise of (seed, position, token): splitmix64 of the first two, two rounds of a 32-bit mixing with the third."""
+    """Gumbel noise of (seed, position, token): splitmix64 of the first two, two rounds of a 32-bit mixing
+    with the third."""
     wide = (1 << 64) - 1
     x = ((seed & wide) + (position + 1) * 0x9E3779B97F4A7C15) & wide
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & wide
@@ -71,21 +73,25 @@ def _mixed(x: int) -> int:
     return x ^ x >> 16
 
 
-def penalised(logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], fields: Mapping[str, Any]) -> np.ndarray:
+def penalised(
+    logits: np.ndarray, prompt: Sequence[int], output: Sequence[int], fields: Mapping[str, Any]
+) -> np.ndarray:
     logits = logits.copy()
     repetition = fields.get("repetition_penalty", 1.0)
     for token in {*prompt, *output}:
         logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
     for token in set(output):
-        logits[token] -= fields.get("frequency_penalty", 0.0) * output.count(token) + fields.get("presence_penalty", 0.0)
+        logits[token] -= fields.get("frequency_penalty", 0.0) * output.count(token) + fields.get(
+            "presence_penalty", 0.0
+        )
     for token, bias in fields.get("logit_bias", {}).items():
         logits[int(token)] += bias
     return logits
 
 
 def kept(scores: np.ndarray, fields: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Which tokens may be chosen: the best k and those of at least min_p of the best, then of these the fewest that reach top_p. And how
-    near the nearest token is to the other side of one of the limits."""
+    """Which tokens may be chosen: the best k and those of at least min_p of the best, then of these the
+    fewest that reach top_p. And how near the nearest token is to the other side of one of the limits."""
     order = np.argsort(-scores, kind="stable")
     shares = np.exp(scores - scores.max())
     margin = math.inf
@@ -96,7 +102,12 @@ def kept(scores: np.ndarray, fields: Mapping[str, Any]) -> tuple[np.ndarray, flo
         margin = min(margin, scores[order[top_k - 1]] - scores[order[top_k]])
     if min_p := fields.get("min_p", 0.0):
         keep &= shares >= min_p
-        margin = min(margin, float(np.abs(np.log(shares) - math.log(min_p)).min()) if min_p < 1 else scores[order[0]] - scores[order[1]])
+        margin = min(
+            margin,
+            float(np.abs(np.log(shares) - math.log(min_p)).min())
+            if min_p < 1
+            else scores[order[0]] - scores[order[1]],
+        )
     if (top_p := fields.get("top_p", 1.0)) < 1:
         shares = np.where(keep, shares, 0.0)
         shares /= shares.sum()
@@ -117,7 +128,7 @@ def chosen(logits: np.ndarray, seed: int, position: int, fields: Mapping[str, An
     return int(scores.argmax()), min(margin, float(best - second))
 
 
-# ---------------------------------------------------------------------------------------------------------------------- text
+# ------------------------------------------------------------------------------------------------------- text
 
 
 def token_bytes(token: int) -> bytes:
@@ -139,7 +150,8 @@ def label(token: int) -> str:
 
 
 def spans(data: bytes) -> list[tuple[int, int]]:
-    """The bytes of each character of `data`, where every run that is no character is one replacement character."""
+    """The bytes of each character of `data`, where every run that is no character is one replacement
+    character."""
     found: list[tuple[int, int]] = []
     at = 0
     while at < len(data):
@@ -159,12 +171,15 @@ def spans(data: bytes) -> list[tuple[int, int]]:
 
 
 def starts(pieces: Sequence[bytes]) -> list[int]:
-    """The character in which each piece begins. An empty one is where the next character will be, or the unfinished one is."""
+    """The character in which each piece begins. An empty one is where the next character will be, or the
+    unfinished one is."""
     characters = spans(b"".join(pieces))
     offsets, at = [], 0
     for piece in pieces:
         ended = sum(end <= at for _, end in characters)
-        offsets.append(next(i for i, (start, end) in enumerate(characters) if start <= at < end) if piece else ended)
+        offsets.append(
+            next(i for i, (start, end) in enumerate(characters) if start <= at < end) if piece else ended
+        )
         at += len(piece)
     return offsets
 
@@ -183,10 +198,12 @@ def cut(text: str, stops: Sequence[str]) -> int | None:
     return None
 
 
-# --------------------------------------------------------------------------------------------------------------------- answer
+# ----------------------------------------------------------------------------------------------------- answer
 
 
-def expected(weights: Weights, prompt: tuple[int, ...], shown: str, seed: int, fields: Mapping[str, Any]) -> Expected:
+def expected(
+    weights: Weights, prompt: tuple[int, ...], shown: str, seed: int, fields: Mapping[str, Any]
+) -> Expected:
     """The answer to one prompt with one seed. `shown` is its text, for `echo`."""
     answer = Expected()
     stops = [fields["stop"]] if isinstance(fields.get("stop"), str) else fields.get("stop") or []
@@ -196,7 +213,9 @@ def expected(weights: Weights, prompt: tuple[int, ...], shown: str, seed: int, f
     length: int | None = None
     while len(output) < fields["max_tokens"] and length is None:
         logits = weights.logits((*prompt, *output))[-1]
-        token, margin = chosen(penalised(logits, prompt, output, fields), seed, len(prompt) + len(output) - 1, fields)
+        token, margin = chosen(
+            penalised(logits, prompt, output, fields), seed, len(prompt) + len(output) - 1, fields
+        )
         answer.margin = min(answer.margin, margin)
         answer.num_tokens += 1
         if token in ends:
@@ -215,12 +234,33 @@ def expected(weights: Weights, prompt: tuple[int, ...], shown: str, seed: int, f
     answer.text = base + whole
     if fields.get("logprobs") is not None:
         if fields.get("echo"):
-            _score(answer, weights, (), prompt, starts([token_bytes(token) for token in prompt]), fields["logprobs"])
-        _score(answer, weights, prompt, [output[i] for i in scored], [len(base) + offsets[i] for i in scored], fields["logprobs"])
+            _score(
+                answer,
+                weights,
+                (),
+                prompt,
+                starts([token_bytes(token) for token in prompt]),
+                fields["logprobs"],
+            )
+        _score(
+            answer,
+            weights,
+            prompt,
+            [output[i] for i in scored],
+            [len(base) + offsets[i] for i in scored],
+            fields["logprobs"],
+        )
     return answer
 
 
-def _score(answer: Expected, weights: Weights, before: tuple[int, ...], tokens: Sequence[int], offsets: list[int], num_top: int) -> None:
+def _score(
+    answer: Expected,
+    weights: Weights,
+    before: tuple[int, ...],
+    tokens: Sequence[int],
+    offsets: list[int],
+    num_top: int,
+) -> None:
     """Of the model itself: no penalty, temperature or filter. The first token of all has no score."""
     answer.offsets += offsets
     answer.labels += [label(token) for token in tokens]

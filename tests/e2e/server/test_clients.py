@@ -1,4 +1,5 @@
-"""The clients that install quickly, run as `make clients` runs them, against a server with the embedded model."""
+"""The clients that install quickly, run as `make clients` runs them, against a server with the embedded
+model."""
 
 from __future__ import annotations
 
@@ -27,14 +28,20 @@ run = load()
 
 
 @pytest.mark.parametrize(
-    ("name", "package", "script"), [("openai 3", "openai", "openai_sdk.py"), ("anthropic", "anthropic", "anthropic_sdk.py")]
+    ("name", "package", "script"),
+    [("openai 3", "openai", "openai_sdk.py"), ("anthropic", "anthropic", "anthropic_sdk.py")],
 )
 def test_a_client_does_all_that_its_script_tries_and_what_the_page_shows(
     server_url: str, tmp_path: Path, name: str, package: str, script: str
 ) -> None:
     pytest.importorskip(package, reason="it is in the dev extra")
     path = os.pathsep.join([str(run.HERE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PENSTOCK_URL": server_url, "PENSTOCK_MODEL": "smollm2-135m", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "PENSTOCK_URL": server_url,
+        "PENSTOCK_MODEL": "smollm2-135m",
+        "PYTHONPATH": path,
+    }
     checks = run.ran([sys.executable, str(run.HERE / script)], tmp_path, environment)
     assert len(checks) >= 6 and [check for check in checks if not check["ok"]] == []
     (example,) = run.examples_of(name)
@@ -52,10 +59,17 @@ def test_every_client_has_a_section_and_every_section_a_client() -> None:
 
 
 def test_the_page_keeps_the_rows_of_clients_that_were_not_run() -> None:
-    openai, anthropic = (next(client for client in run.CLIENTS if client.name == name) for name in ("openai 3", "anthropic"))
+    openai, anthropic = (
+        next(client for client in run.CLIENTS if client.name == name) for name in ("openai 3", "anthropic")
+    )
     ok, bad = {"check": "chat", "ok": True}, {"check": "stream", "ok": False, "why": "a | b\nc"}
-    first = run.page([run.Outcome(openai, "3.0", [ok, bad]), run.Outcome(anthropic, "", [], "not installed: no network")], "")
-    assert "| openai 3 | 3.0 | chat; stream | stream: FAILED, a / b c |\n" in first and "not installed" in first
+    first = run.page(
+        [run.Outcome(openai, "3.0", [ok, bad]), run.Outcome(anthropic, "", [], "not installed: no network")],
+        "",
+    )
+    assert (
+        "| openai 3 | 3.0 | chat; stream | stream: FAILED, a / b c |\n"
+    ) in first and "not installed" in first
     second = run.page([run.Outcome(anthropic, "2.0", [ok])], first)
     assert "| openai 3 | 3.0 | chat; stream | stream: FAILED, a / b c |\n" in second
     assert "| anthropic | 2.0 | chat | all pass |\n" in second and "not installed" not in second

@@ -1,4 +1,5 @@
-"""Random requests to every route of a real server: no answer that the API does not promise, and nothing is left behind.
+"""Random requests to every route of a real server: no answer that the API does not promise, and nothing is
+left behind.
 
 `PENSTOCK_FUZZ_S` seconds instead of a few rounds, `PENSTOCK_FUZZ_SEED` for other ones: see `make fuzz`.
 """
@@ -38,7 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         yield started
 
 
-# --------------------------------------------------------------------------------------------------------- one of each kind
+# ------------------------------------------------------------------------------------------- one of each kind
 
 
 def ask(target: Target, case: Case) -> None:
@@ -47,7 +48,8 @@ def ask(target: Target, case: Case) -> None:
 
 
 def ask_twice(target: Target, case: Case) -> None:
-    """A legal request, then the same one streamed where it was whole and whole where it was streamed: one answer."""
+    """A legal request, then the same one streamed where it was whole and whole where it was streamed: one
+    answer."""
     note(case.curl(target.url))
     fields = {name: value for name, value in (case.fields or {}).items() if name != "stream_options"}
     other = cases.legal_case(case.path, {**fields, "stream": not fields.get("stream")})
@@ -76,7 +78,8 @@ class Kind(NamedTuple):
     strategy: st.SearchStrategy[Any]
     act: Callable[[Target, Any], None]
     num_examples: int  # in one round
-    reached: set[int]  # statuses that the rounds of `make test` get: a kind that only meets refusals finds little
+    # statuses that the rounds of `make test` get: a kind that only meets refusals finds little
+    reached: set[int]
 
 
 KINDS = {
@@ -91,7 +94,8 @@ KINDS = {
 
 
 def fuzz(target: Target, kind: str, number: int) -> None:
-    """One round of one kind. What fails is tried again in smaller forms, and the smallest is shown as a command for a shell."""
+    """One round of one kind. What fails is tried again in smaller forms, and the smallest is shown as a
+    command for a shell."""
     strategy, act, num_examples, _ = KINDS[kind]
 
     @seeded(f"{SEED} {number} {kind}")
@@ -141,8 +145,17 @@ def test_nothing_but_the_probes_answers_without_the_key(tmp_path: Path) -> None:
     with Target(tmp_path, key) as target:
 
         @seeded(SEED)
-        @settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=PHASES)
-        @given(cases.any_route() | cases.wild_body(), st.sampled_from(["", "Bearer", f"Bearer {key}x", f"Basic {key}", "Bearer \xa0", key]))
+        @settings(
+            max_examples=100,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=PHASES,
+        )
+        @given(
+            cases.any_route() | cases.wild_body(),
+            st.sampled_from(["", "Bearer", f"Bearer {key}x", f"Basic {key}", "Bearer \xa0", key]),
+        )
         def trial(case: Case, said: str) -> None:
             headers = [(name, value) for name, value in case.headers if name != "Authorization"]
             wrong = dataclasses.replace(case, headers=(*headers, ("Authorization", said)))

@@ -1,4 +1,5 @@
-"""The fuzzer's oracles can fail: answers of a real server are right, and the same ones with one thing changed are not."""
+"""The fuzzer's oracles can fail: answers of a real server are right, and the same ones with one thing changed
+are not."""
 
 from __future__ import annotations
 
@@ -15,8 +16,23 @@ from fuzz_oracles import Answer, Finding, generated, judge, same
 from fuzz_target import Target
 
 Change = Callable[[Any], object]
-SCORED = {"model": "tiny", "prompt": "When the gate", "max_tokens": 5, "n": 2, "seed": 4, "logprobs": 3, "echo": True}
-TALK = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "seed": 4, "logprobs": True, "top_logprobs": 2}
+SCORED = {
+    "model": "tiny",
+    "prompt": "When the gate",
+    "max_tokens": 5,
+    "n": 2,
+    "seed": 4,
+    "logprobs": 3,
+    "echo": True,
+}
+TALK = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "x"}],
+    "max_tokens": 5,
+    "seed": 4,
+    "logprobs": True,
+    "top_logprobs": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +82,9 @@ def check_changes(case: Case, answer: Answer, changes: dict[str, Change]) -> Non
     for name, change in changes.items():
         reply = copy.deepcopy(json.loads(answer.body))
         change(reply)
-        assert notices(judge, case, dataclasses.replace(answer, body=json.dumps(reply).encode())), f"not noticed: {name}"
+        assert notices(judge, case, dataclasses.replace(answer, body=json.dumps(reply).encode())), (
+            f"not noticed: {name}"
+        )
 
 
 def test_a_completion_with_one_thing_wrong_is_noticed(target: Target) -> None:
@@ -80,7 +98,9 @@ def test_a_completion_with_one_thing_wrong_is_noticed(target: Target) -> None:
             "a choice too few": without("choices", 1),
             "two of one index": set_to("choices", 1, "index", 0),
             "no reason": set_to("choices", 0, "finish_reason", None),
-            "another prompt": set_to("choices", 0, "text", "other text, long enough to hold all the offsets of it"),
+            "another prompt": set_to(
+                "choices", 0, "text", "other text, long enough to hold all the offsets of it"
+            ),
             "another model": set_to("model", "other"),
             "another object": set_to("object", "chat.completion"),
             "one key more": set_to("extra", 1),
@@ -88,7 +108,9 @@ def test_a_completion_with_one_thing_wrong_is_noticed(target: Target) -> None:
             "a score of null": set_to(*scores, "token_logprobs", 2, None),
             "a probability over one": set_to(*scores, "token_logprobs", 2, 0.1),
             "a score too few": without(*scores, "token_logprobs", 2),
-            "an alternative too few": lambda reply: reply["choices"][1]["logprobs"]["top_logprobs"][2].clear(),
+            "an alternative too few": lambda reply: reply["choices"][1]["logprobs"]["top_logprobs"][
+                2
+            ].clear(),
             "offsets that go back": set_to(*scores, "text_offset", 2, 0),
             "no scores": set_to("choices", 1, "logprobs", None),
             "usage that does not add up": set_to("usage", "total_tokens", 3),
@@ -120,7 +142,9 @@ def test_a_chat_with_one_thing_wrong_is_noticed(target: Target) -> None:
         {
             "no role": without("choices", 0, "message", "role"),
             "an alternative too few": without(*entry, "top_logprobs", 1),
-            "alternatives in another order": lambda reply: reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"].reverse(),
+            "alternatives in another order": lambda reply: reply["choices"][0]["logprobs"]["content"][0][
+                "top_logprobs"
+            ].reverse(),
             "bytes of another token": set_to(*entry, "bytes", [1, 2]),
             "no scores": set_to("choices", 0, "logprobs", None),
         },
@@ -130,7 +154,9 @@ def test_a_chat_with_one_thing_wrong_is_noticed(target: Target) -> None:
 
 
 def test_a_stream_with_one_thing_wrong_is_noticed(target: Target) -> None:
-    case = legal_case("/v1/completions", {**SCORED, "stream": True, "stream_options": {"include_usage": True}})
+    case = legal_case(
+        "/v1/completions", {**SCORED, "stream": True, "stream_options": {"include_usage": True}}
+    )
     answer = target.ask(case)
     judge(case, answer)
     events = answer.body.split(b"\n\n")[:-1]
@@ -148,7 +174,13 @@ def test_a_stream_with_one_thing_wrong_is_noticed(target: Target) -> None:
 
 
 def test_an_error_with_one_thing_wrong_is_noticed(target: Target) -> None:
-    case = Case("POST", "/v1/completions", encode({**BASES["/v1/completions"], "top_k": "x"}), fault="top_k", suspect="top_k")
+    case = Case(
+        "POST",
+        "/v1/completions",
+        encode({**BASES["/v1/completions"], "top_k": "x"}),
+        fault="top_k",
+        suspect="top_k",
+    )
     answer = target.ask(case)
     changes: dict[str, Change] = {
         "no param": set_to("error", "param", None),
@@ -175,15 +207,24 @@ def test_answers_that_differ_are_noticed(target: Target) -> None:
     for other in (
         choices[:1],
         choices[::-1],
-        [dataclasses.replace(choices[0], logprobs=(None, *[-1.0 for _ in choices[0].logprobs[1:]])), choices[1]],
+        [
+            dataclasses.replace(choices[0], logprobs=(None, *[-1.0 for _ in choices[0].logprobs[1:]])),
+            choices[1],
+        ],
     ):
         assert notices(same, choices, other)
 
 
 def test_what_is_left_behind_is_noticed(target: Target) -> None:
-    """Each thing that the check between rounds looks at, spoiled in what it compares with, or held for real."""
+    """Each thing that the check between rounds looks at, spoiled in what it compares with, or held for
+    real."""
     target.rest.check()
-    for name, value in (("totals", {"device": 1.0}), ("size", (-(1 << 40), 99)), ("size", (1 << 40, -99)), ("first_canary", [])):
+    for name, value in (
+        ("totals", {"device": 1.0}),
+        ("size", (-(1 << 40), 99)),
+        ("size", (1 << 40, -99)),
+        ("first_canary", []),
+    ):
         before = getattr(target.rest, name)
         setattr(target.rest, name, value)
         assert notices(target.rest.check), f"not noticed: {name}"
@@ -195,7 +236,9 @@ def test_what_is_left_behind_is_noticed(target: Target) -> None:
     target.rest.check()
 
 
-@pytest.mark.parametrize(("path", "body"), [("/tokenize", b'{"prompt":"x"}'), ("/v1/load_lora_adapter", b"{}")])
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", b'{"prompt":"x"}'), ("/v1/load_lora_adapter", b"{}")]
+)
 def test_a_seat_that_is_not_given_back_is_noticed(target: Target, path: str, body: bytes) -> None:
     with target.holding(path, len(body)):
         assert notices(target.rest.check)

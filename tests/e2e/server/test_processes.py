@@ -1,4 +1,5 @@
-"""`penstock serve` as several processes: what is killed, told to end or asked through another front. Real processes, real signals."""
+"""`penstock serve` as several processes: what is killed, told to end or asked through another front. Real
+processes, real signals."""
 
 from __future__ import annotations
 
@@ -29,7 +30,18 @@ from support.adapters import write_random_adapter
 QUICK_BEATS = Path(__file__).parents[2] / "support" / "quick_beats"
 READY = "Penstock is ready on "
 DEADLINE_S = 120.0
-TINY = ("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--device-kv-gib", "0.1", "--max-model-len", "60000")
+TINY = (
+    "--model",
+    "tiny-llama",
+    "--load-format",
+    "dummy",
+    "--device",
+    "cpu",
+    "--device-kv-gib",
+    "0.1",
+    "--max-model-len",
+    "60000",
+)
 LONG = {"model": "tiny-llama", "prompt": "x", "max_tokens": 50_000, "ignore_eos": True, "stream": True}
 SHORT = {"model": "tiny-llama", "prompt": "x", "max_tokens": 3}
 
@@ -85,7 +97,9 @@ class Running:
             return figures_in(session.get("/metrics").text)
 
     def num_open(self) -> int:
-        return int(sum(value for name, value in self.metrics().items() if name.startswith("penstock_requests ")))
+        return int(
+            sum(value for name, value in self.metrics().items() if name.startswith("penstock_requests "))
+        )
 
     def assert_idle(self) -> None:
         until(lambda: self.num_open() == 0, "the engine has open requests")
@@ -97,16 +111,26 @@ class Running:
 def running(*flags: str, also: tuple[Path, ...] = ()) -> Iterator[Running]:
     """`also`: folders of modules that come before the tree's."""
     command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *flags]
-    with tempfile.TemporaryFile("a+") as log:  # appending: its place is shared with the processes that write to it
-        source = str(Path(penstock.__file__).parents[1])  # the tree that these tests are of, whatever is installed
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*map(str, also), source])}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True)
+    # appending: its place is shared with the processes that write to it
+    with tempfile.TemporaryFile("a+") as log:
+        # the tree that these tests are of, whatever is installed
+        source = str(Path(penstock.__file__).parents[1])
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([*map(str, also), source]),
+        }
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
+        )
         assert process.stdout is not None
         try:
             line = next((line for line in process.stdout if line.startswith(READY)), None)
             if line is None:
                 log.seek(0)
-                pytest.fail(f"the server ended with {process.wait()} before it was ready:\n{log.read()[-4000:]}")
+                pytest.fail(
+                    f"the server ended with {process.wait()} before it was ready:\n{log.read()[-4000:]}"
+                )
             yield Running(process, line.removeprefix(READY).strip(), log)
             left = [] if process.poll() is None else group_of(process.pid)
             assert not left, f"processes are left: {left}"
@@ -131,7 +155,16 @@ def two() -> Iterator[Running]:
     with tempfile.TemporaryDirectory() as folder:
         write_tiny_model(Path(folder) / "tiny-llama")
         write_random_adapter(Path(folder) / "adapters" / "a", TINY_LLAMA, 1)
-        model = ("--model", f"{folder}/tiny-llama", "--device", "cpu", "--device-kv-gib", "0.1", "--lora-dir", f"{folder}/adapters")
+        model = (
+            "--model",
+            f"{folder}/tiny-llama",
+            "--device",
+            "cpu",
+            "--device-kv-gib",
+            "0.1",
+            "--lora-dir",
+            f"{folder}/adapters",
+        )
         with running(*model, "--api-processes", "2", "--max-concurrent", "3") as server:
             yield server
             assert server.process.poll() is None
@@ -153,7 +186,9 @@ def metrics_of(connection: http.client.HTTPConnection) -> dict[str, float]:
     return figures_in(connection.getresponse().read().decode())
 
 
-def ask(connection: http.client.HTTPConnection, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+def ask(
+    connection: http.client.HTTPConnection, path: str, body: dict[str, Any] | None = None
+) -> tuple[int, dict[str, Any]]:
     if body is None:
         connection.request("GET", path)
         reply = connection.getresponse()
@@ -170,7 +205,7 @@ def begin(connection: http.client.HTTPConnection, **fields: Any) -> http.client.
     return reply
 
 
-# ------------------------------------------------------------------------------------------------- one server, whoever answers
+# -------------------------------------------------------------------------------- one server, whoever answers
 
 
 def test_fronts_have_no_torch_and_the_engine_no_port(two: Running) -> None:
@@ -217,7 +252,10 @@ def test_seats_are_the_servers_and_a_refusal_is_exact(two: Running) -> None:
         held[0][0].close()
         held[0][1].close()
         status = 429
-        until(lambda: ask(connection, "/v1/completions", SHORT)[0] == 200, "the seat of the one that left was not given back")
+        until(
+            lambda: ask(connection, "/v1/completions", SHORT)[0] == 200,
+            "the seat of the one that left was not given back",
+        )
     two.assert_idle()
 
 
@@ -243,7 +281,11 @@ def test_figures_are_of_all_fronts_whichever_answers(two: Running) -> None:
     for connection in connections:
         connection.request("GET", "/metrics")
         lines = connection.getresponse().read().decode().splitlines()
-        (found,) = [line for line in lines if line.startswith('penstock_finished_total{model="tiny-llama",reason="length"}')]
+        (found,) = [
+            line
+            for line in lines
+            if line.startswith('penstock_finished_total{model="tiny-llama",reason="length"}')
+        ]
         assert float(found.split()[-1]) == before + 3
         assert len({ask(one, "/v1/models")[1]["data"][0]["created"] for one in connections}) == 1
         connection.close()
@@ -275,26 +317,34 @@ def test_cache_calls_work_from_every_front(two: Running) -> None:
         assert ask(other, "/cache/prefetch", {"session_id": "t"})[0] == 404
 
 
-def test_a_schema_is_compiled_in_the_engine_and_an_impossible_one_is_refused_before_the_stream_begins(two: Running) -> None:
+def test_a_schema_is_compiled_in_the_engine_and_an_impossible_one_is_refused_before_the_stream_begins(
+    two: Running,
+) -> None:
     pytest.importorskip("llguidance")
     connection = two.connect(two.children("front")[0])
     with contextlib.closing(connection):
         for stream in (False, True):
             reply = post(connection, "/v1/completions", {**SHORT, "guided_regex": "(", "stream": stream})
             assert (reply.status, json.loads(reply.read())["error"]["param"]) == (400, "guided_regex")
-        status, said = ask(connection, "/v1/completions", {**SHORT, "guided_choice": ["yes", "no"], "max_tokens": 20})
+        status, said = ask(
+            connection, "/v1/completions", {**SHORT, "guided_choice": ["yes", "no"], "max_tokens": 20}
+        )
         assert status == 200 and said["choices"][0]["text"] in ("yes", "no")
 
 
-@pytest.mark.parametrize(("fields", "code"), [({"max_tokens": 10**6}, "context_length_exceeded"), ({"prompt": [10**6]}, None)])
-def test_what_the_engine_would_refuse_is_refused_before_the_stream_begins(two: Running, fields: dict[str, Any], code: str | None) -> None:
+@pytest.mark.parametrize(
+    ("fields", "code"), [({"max_tokens": 10**6}, "context_length_exceeded"), ({"prompt": [10**6]}, None)]
+)
+def test_what_the_engine_would_refuse_is_refused_before_the_stream_begins(
+    two: Running, fields: dict[str, Any], code: str | None
+) -> None:
     with httpx.Client(base_url=two.url, timeout=DEADLINE_S) as session:
         for stream in (True, False):
             reply = session.post("/v1/completions", json={**SHORT, "stream": stream, **fields})
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- crowds
+# ----------------------------------------------------------------------------------------------------- crowds
 
 
 def test_of_500_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() -> None:
@@ -304,8 +354,20 @@ def test_of_500_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() ->
         async def one(number: int) -> bytes | None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             leaves = number % 3 == 2
-            body = json.dumps({**LONG, "prompt": f"Number {number}", "max_tokens": 20_000 if leaves else 8}).encode()
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            body = json.dumps(
+                {**LONG, "prompt": f"Number {number}", "max_tokens": 20_000 if leaves else 8}
+            ).encode()
+            writer.write(
+                (
+                    b"POST "
+                    b"/v1/completions "
+                    b"HTTP/1.1\r\nHost: "
+                    b"x\r\nConnection: "
+                    b"close\r\nContent-Length: %d\r\n\r\n"
+                )
+                % len(body)
+                + body
+            )
             if leaves and number % 2:
                 await reader.readuntil(b"data: {")
             answer = None if leaves else await reader.read()
@@ -318,7 +380,10 @@ def test_of_500_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() ->
         fronts = server.children("front")
         answers = [answer for answer in asyncio.run(all_of_them()) if answer is not None]
         assert len(answers) == 334
-        assert all(b" 200 OK" in answer and b'"finish_reason":"length"' in answer and b"[DONE]" in answer for answer in answers)
+        assert all(
+            b" 200 OK" in answer and b'"finish_reason":"length"' in answer and b"[DONE]" in answer
+            for answer in answers
+        )
         server.assert_idle()
         assert [front.pid for front in fronts] == [front.pid for front in server.children("front")]
         statuses = {name: num for name, num in server.metrics().items() if "/v1/completions" in name}
@@ -327,7 +392,7 @@ def test_of_500_streams_over_two_fronts_a_third_hang_up_and_nothing_is_left() ->
             assert session.post("/v1/completions", json={**SHORT, "n": 128}).status_code == 200
 
 
-# ----------------------------------------------------------------------------------------------------------------- who is killed
+# ---------------------------------------------------------------------------------------------- who is killed
 
 
 def test_a_front_that_is_killed_is_started_again_and_its_requests_are_cancelled() -> None:
@@ -336,7 +401,10 @@ def test_a_front_that_is_killed_is_started_again_and_its_requests_are_cancelled(
         lost, kept = server.connect(victim), server.connect(other)
         assert ask(lost, "/v1/completions", SHORT)[0] == 200
         # By the other front, which has it from the engine: what only the victim has counted is lost with it.
-        until(lambda: metrics_of(kept).get("penstock_finished_total tiny-llama length", 0) == 1, "the figures have come")
+        until(
+            lambda: metrics_of(kept).get("penstock_finished_total tiny-llama length", 0) == 1,
+            "the figures have come",
+        )
         stream, also = begin(lost), begin(kept)
         assert server.num_open() == 2
         victim.kill()
@@ -399,7 +467,12 @@ def test_an_engine_that_is_killed_ends_every_request_with_an_error_and_the_serve
         one, other = server.children("front")
         streaming, waiting, probe = server.connect(one), server.connect(other), server.connect(one)
         stream = begin(streaming)
-        waiting.request("POST", "/v1/completions", json.dumps({**LONG, "stream": False}), {"Content-Type": "application/json"})
+        waiting.request(
+            "POST",
+            "/v1/completions",
+            json.dumps({**LONG, "stream": False}),
+            {"Content-Type": "application/json"},
+        )
         until(lambda: server.num_open() == 2, "both are running")
         server.engine().kill()
         last = [line for line in stream.read().split(b"\n\n") if line][-1]
@@ -425,7 +498,7 @@ def test_the_children_end_with_a_parent_that_is_killed() -> None:
         assert len(gone) == 3 and not left
 
 
-# --------------------------------------------------------------------------------------------------------------------- signals
+# ---------------------------------------------------------------------------------------------------- signals
 
 
 def test_an_interrupt_of_the_whole_group_lets_streams_end() -> None:

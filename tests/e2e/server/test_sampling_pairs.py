@@ -1,4 +1,5 @@
-"""Every two sampling options together, over HTTP, against a reference in float64: tokens, text, scores, offsets, reasons and counts."""
+"""Every two sampling options together, over HTTP, against a reference in float64: tokens, text, scores,
+offsets, reasons and counts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, tiny_tokenize
 from support.adapters import adapter_tensors, merged
 
 TOLERANCE = 2e-3  # of a logprob in float32
-LEAST_MARGIN = 1e-5  # of scores: closer decisions are not float32's to make; choose another seed or value where a case has one
+# of scores: closer decisions are not float32's to make; choose another seed or value where a case has one
+LEAST_MARGIN = 1e-5
 TOKENIZER = tiny_tokenizer()
 SMILE = "\U0001f600"  # four tokens, one character
 
@@ -58,19 +60,37 @@ CHAT = {
     **SHARED,
     "messages": [
         [{"role": "user", "content": "open the gate"}],
-        [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": "y"}, {"type": "text", "text": SMILE}]}],
+        [
+            {"role": "system", "content": "x"},
+            {"role": "user", "content": [{"type": "text", "text": "y"}, {"type": "text", "text": SMILE}]},
+        ],
     ],
     "logprobs": [None, True],
     "top_logprobs": [None, 3],
 }
 # Not about sampling, or another name of one that is.
-UNUSED = {"stream_options", "user", "max_completion_tokens", "response_format", "priority", "session_id", "prompt_cache_key", "cache_hint"}
+UNUSED = {
+    "stream_options",
+    "user",
+    "max_completion_tokens",
+    "response_format",
+    "priority",
+    "session_id",
+    "prompt_cache_key",
+    "cache_hint",
+}
 UNUSED |= {"kv_residency", "kv_pin_spans", "snapshot"}
-UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}  # they replace what is sampled from
+# they replace what is sampled from
+UNUSED |= {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 UNUSED |= {"tools", "tool_choice", "parallel_tool_calls"}
 UNUSED |= {"logit_bias", "min_tokens"}  # tests/cpu/engine/execution/test_sampler.py and test_min_tokens.py
 # What is shown, not what is sampled.
-UNUSED |= {"return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "include_stop_str_in_output"}
+UNUSED |= {
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+}
 # What stands in the prompt.
 UNUSED |= {"add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 UNUSED |= {"reasoning_effort", "thinking_token_budget"}
@@ -87,18 +107,28 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
     folder = tmp_path_factory.mktemp("reference")
     base = tiny_tensors(TINY_LLAMA)
     joined = merged(base, adapter_tensors(TINY_LLAMA, 0), 2.0)
-    return {name: Weights(write_tiny_model(folder / name, tensors=tensors)) for name, tensors in ((MODEL, base), (ADAPTER, joined))}
+    return {
+        name: Weights(write_tiny_model(folder / name, tensors=tensors))
+        for name, tensors in ((MODEL, base), (ADAPTER, joined))
+    }
 
 
 def prompts_of(fields: dict[str, Any]) -> list[tuple[tuple[int, ...], str]]:
     """Token ids and text of each prompt."""
     if "messages" in fields:
-        text = "".join(f"<|im_start|>{turn['role']}\n{said(turn['content'])}<|im_end|>\n" for turn in fields["messages"])
+        text = "".join(
+            f"<|im_start|>{turn['role']}\n{said(turn['content'])}<|im_end|>\n" for turn in fields["messages"]
+        )
         return [(tuple(TOKENIZER.encode(text + "<|im_start|>assistant\n").ids), "")]
     prompt = fields["prompt"]
     items = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    texts = [item if isinstance(item, str) else TOKENIZER.decode(item, skip_special_tokens=False) for item in items]
-    return [(tuple(TOKENIZER.encode(item).ids if isinstance(item, str) else item), text) for item, text in zip(items, texts, strict=True)]
+    texts = [
+        item if isinstance(item, str) else TOKENIZER.decode(item, skip_special_tokens=False) for item in items
+    ]
+    return [
+        (tuple(TOKENIZER.encode(item).ids if isinstance(item, str) else item), text)
+        for item, text in zip(items, texts, strict=True)
+    ]
 
 
 def said(content: Any) -> str:
@@ -118,7 +148,9 @@ def answers(weights: Weights, fields: dict[str, Any]) -> tuple[list[Expected], i
         asked["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     prompts = prompts_of(fields)
     choices = [
-        expected(weights, ids, text, seed_of(fields["seed"], i), asked) for ids, text in prompts for i in range(fields.get("n") or 1)
+        expected(weights, ids, text, seed_of(fields["seed"], i), asked)
+        for ids, text in prompts
+        for i in range(fields.get("n") or 1)
     ]
     return choices, sum(len(ids) for ids, _ in prompts)
 
@@ -165,7 +197,9 @@ def cases_of(options: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("path", "options"), [("/v1/completions", COMPLETIONS), ("/v1/chat/completions", CHAT)], ids=["completions", "chat"]
+    ("path", "options"),
+    [("/v1/completions", COMPLETIONS), ("/v1/chat/completions", CHAT)],
+    ids=["completions", "chat"],
 )
 def test_every_two_options_together_are_answered_as_the_reference_says(
     target: Target, weights: dict[str, Weights], path: str, options: dict[str, list[Any]]
@@ -175,9 +209,13 @@ def test_every_two_options_together_are_answered_as_the_reference_says(
         try:
             wanted = check(target, weights, path, fields)
         except AssertionError as error:
-            raise AssertionError(f"case {number}, {Case('POST', path, encode(fields)).curl(target.url)}\n{error}") from error
+            raise AssertionError(
+                f"case {number}, {Case('POST', path, encode(fields)).curl(target.url)}\n{error}"
+            ) from error
         endings |= {(choice.finish, bool(choice.num_tokens)) for choice in wanted}
-    assert endings == {("stop", True), ("length", True), ("length", False)}, "some end by a stop, some by length, some at once"
+    assert endings == {("stop", True), ("length", True), ("length", False)}, (
+        "some end by a stop, some by length, some at once"
+    )
     target.rest.check()
 
 
@@ -188,12 +226,16 @@ def test_the_cases_cover_every_pair(options: dict[str, list[Any]]) -> None:
     covered = {(a, case[a], b, case[b]) for case in places for a, b in combinations(sorted(case), 2)}
     assert covered == all_pairs(options)
     sizes = sorted(map(len, options.values()))
-    assert sizes[-1] * sizes[-2] <= len(cases) < 3 * sizes[-1] * sizes[-2], "few: the two largest options need one for each of their pairs"
+    assert sizes[-1] * sizes[-2] <= len(cases) < 3 * sizes[-1] * sizes[-2], (
+        "few: the two largest options need one for each of their pairs"
+    )
 
 
 @pytest.mark.parametrize(("body", "options"), [(schema.CompletionBody, COMPLETIONS), (schema.ChatBody, CHAT)])
 def test_no_option_is_left_out(body: type, options: dict[str, list[Any]]) -> None:
     import msgspec.inspect as mi
 
-    fields = {field.encode_name for field in mi.type_info(body).fields if not isinstance(field.type, mi.NoneType)}
+    fields = {
+        field.encode_name for field in mi.type_info(body).fields if not isinstance(field.type, mi.NoneType)
+    }
     assert fields - UNUSED == set(options)

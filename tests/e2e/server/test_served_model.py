@@ -1,4 +1,5 @@
-"""The embedded model behind HTTP, through the `openai` client: text, scores, reuse, cancellation, bad input, shutdown."""
+"""The embedded model behind HTTP, through the `openai` client: text, scores, reuse, cancellation, bad input,
+shutdown."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ def http(server_url: str) -> Iterator[httpx.Client]:
 def samples(http: httpx.Client, name: str) -> dict[str, float]:
     """One metric by the values of its labels."""
     families = text_string_to_metric_families(http.get("/metrics").text)
-    return {" ".join(s.labels.values()): s.value for family in families for s in family.samples if s.name == name}
+    return {
+        " ".join(s.labels.values()): s.value for family in families for s in family.samples if s.name == name
+    }
 
 
 def wait_idle(http: httpx.Client) -> None:
-    """No open request and no block in use: polled, because a cancelled request ends at the engine's next step."""
+    """No open request and no block in use: polled, because a cancelled request ends at the engine's next
+    step."""
     by_s = time.monotonic() + DEADLINE_S
     while True:
         busy = sum(samples(http, "penstock_requests").values())
@@ -55,40 +59,64 @@ def test_a_greedy_completion_is_the_same_whole_streamed_and_again(client: openai
     whole = client.completions.create(**ask)
     assert "Paris" in whole.choices[0].text
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 12)
-    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True)) == whole.choices[0].text
+    assert (
+        "".join(chunk.choices[0].text for chunk in client.completions.create(**ask, stream=True))
+        == whole.choices[0].text
+    )
     assert client.completions.create(**ask).choices[0].text == whole.choices[0].text
 
 
 def test_a_chat_answers_and_ends_by_itself(client: openai.OpenAI) -> None:
-    ask = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France? One sentence."}], "temperature": 0}
+    ask = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is the capital of France? One sentence."}],
+        "temperature": 0,
+    }
     whole = client.chat.completions.create(**ask, max_tokens=60)
     choice = whole.choices[0]
     assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
     assert "Paris" in choice.message.content
     assert "<|im_end|>" not in choice.message.content
-    chunks = list(client.chat.completions.create(**ask, max_tokens=60, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.chat.completions.create(
+            **ask, max_tokens=60, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == choice.message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
 def test_no_forced_call_has_an_argument_that_its_tool_does_not_have(client: openai.OpenAI) -> None:
-    """The schema says nothing of other properties, as most do; were it open, this model would invent some in half of its calls."""
+    """The schema says nothing of other properties, as most do; were it open, this model would invent some in
+    half of its calls."""
     fields = {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}}
     parameters = {"type": "object", "properties": fields, "required": list(fields)}
     ask = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "How warm is it in Bern, in Celsius?"}],
-        "tools": [{"type": "function", "function": {"name": "weather", "description": "How warm it is", "parameters": parameters}}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": "weather", "description": "How warm it is", "parameters": parameters},
+            }
+        ],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }
     for seed in range(2):
-        for choice in client.chat.completions.create(**ask, temperature=1, max_tokens=64, n=12, seed=seed).choices:
+        for choice in client.chat.completions.create(
+            **ask, temperature=1, max_tokens=64, n=12, seed=seed
+        ).choices:
             (call,) = choice.message.tool_calls
-            assert choice.finish_reason == "tool_calls" and json.loads(call.function.arguments).keys() == fields.keys()
+            assert (
+                choice.finish_reason == "tool_calls"
+                and json.loads(call.function.arguments).keys() == fields.keys()
+            )
 
 
-def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(
+    client: openai.OpenAI, http: httpx.Client
+) -> None:
     wait_idle(http)
     assert http.post("/cache/reset?tier=all").status_code == 200
     ask = {"model": MODEL, "prompt": STORY, "temperature": 0, "max_tokens": 8}
@@ -108,7 +136,11 @@ def test_a_returning_prefix_comes_from_the_cache_and_changes_nothing(client: ope
     assert restored.choices[0].text == cold.choices[0].text
     details = restored.usage.model_dump()["prompt_tokens_details"]
     assert details["kv_source"]["device"] == 0
-    assert details["kv_source"]["host"] == details["cached_tokens"] == warm.usage.prompt_tokens_details.cached_tokens
+    assert (
+        details["kv_source"]["host"]
+        == details["cached_tokens"]
+        == warm.usage.prompt_tokens_details.cached_tokens
+    )
     wait_idle(http)
     assert min(http.post("/cache/reset?tier=all").json()["by_tier"].values()) > 0
     assert client.completions.create(**ask).usage.prompt_tokens_details.cached_tokens == 0
@@ -118,23 +150,35 @@ def test_echo_scores_the_prompt_as_generation_scored_it(client: openai.OpenAI) -
     """What greedy decoding chose, scored as a prompt: the same tokens, nearly the same log-probabilities."""
     made = client.completions.create(model=MODEL, prompt=FRANCE, temperature=0, max_tokens=6, logprobs=3)
     text = FRANCE + made.choices[0].text
-    read = client.completions.create(model=MODEL, prompt=text, temperature=0, max_tokens=0, echo=True, logprobs=3).choices[0]
+    read = client.completions.create(
+        model=MODEL, prompt=text, temperature=0, max_tokens=0, echo=True, logprobs=3
+    ).choices[0]
     assert read.text == text
     scores = read.logprobs
     assert "".join(scores.tokens) == text
     assert scores.token_logprobs[0] is None
     assert scores.top_logprobs[0] is None
-    assert [text[at : at + len(token)] for at, token in zip(scores.text_offset, scores.tokens, strict=True)] == scores.tokens
+    assert [
+        text[at : at + len(token)] for at, token in zip(scores.text_offset, scores.tokens, strict=True)
+    ] == scores.tokens
     assert all(value <= 0 and math.isfinite(value) for value in scores.token_logprobs[1:])
     assert scores.tokens[-6:] == made.choices[0].logprobs.tokens
     assert scores.token_logprobs[-6:] == pytest.approx(made.choices[0].logprobs.token_logprobs, abs=2e-3)
     assert all(
-        max(top.values()) == pytest.approx(value) for top, value in zip(scores.top_logprobs[-6:], scores.token_logprobs[-6:], strict=True)
+        max(top.values()) == pytest.approx(value)
+        for top, value in zip(scores.top_logprobs[-6:], scores.token_logprobs[-6:], strict=True)
     )
 
 
 def test_seeds_make_choices_repeatable_and_different(client: openai.OpenAI) -> None:
-    ask = {"model": MODEL, "prompt": "My favourite animal is", "temperature": 1.5, "max_tokens": 8, "n": 3, "seed": 11}
+    ask = {
+        "model": MODEL,
+        "prompt": "My favourite animal is",
+        "temperature": 1.5,
+        "max_tokens": 8,
+        "n": 3,
+        "seed": 11,
+    }
     first = [choice.text for choice in client.completions.create(**ask).choices]
     assert [choice.text for choice in client.completions.create(**ask).choices] == first
     assert len(set(first)) > 1
@@ -155,18 +199,28 @@ def test_text_survives_tokenising_and_back(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == text
     chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert "<|im_start|>assistant" in http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+    assert (
+        "<|im_start|>assistant" in http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
+    )
 
 
 def test_tokens_are_conserved_between_usage_and_metrics(client: openai.OpenAI, http: httpx.Client) -> None:
     wait_idle(http)
-    before = samples(http, "penstock_prompt_tokens_total"), samples(http, "penstock_generated_tokens_total")[""]
+    before = (
+        samples(http, "penstock_prompt_tokens_total"),
+        samples(http, "penstock_generated_tokens_total")[""],
+    )
     usages = [
-        client.completions.create(model=MODEL, prompt=prompt, max_tokens=5, temperature=0, extra_body={"ignore_eos": True}).usage
+        client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=5, temperature=0, extra_body={"ignore_eos": True}
+        ).usage
         for prompt in (STORY, STORY, "something else")
     ]
     wait_idle(http)
-    after = samples(http, "penstock_prompt_tokens_total"), samples(http, "penstock_generated_tokens_total")[""]
+    after = (
+        samples(http, "penstock_prompt_tokens_total"),
+        samples(http, "penstock_generated_tokens_total")[""],
+    )
     grown = {source: value - before[0].get(source, 0) for source, value in after[0].items()}
     assert sum(grown.values()) == sum(usage.prompt_tokens for usage in usages)
     assert grown["device"] == sum(usage.prompt_tokens_details.cached_tokens for usage in usages)
@@ -178,8 +232,12 @@ def test_tokens_are_conserved_between_usage_and_metrics(client: openai.OpenAI, h
 def test_a_hang_up_frees_blocks_and_rows(server_url: str, http: httpx.Client, stream: bool) -> None:
     async def leave() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server_url.rsplit(":", 1)[1]))
-        body = json.dumps({"model": MODEL, "prompt": STORY, "max_tokens": 1500, "ignore_eos": True, "stream": stream}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        body = json.dumps(
+            {"model": MODEL, "prompt": STORY, "max_tokens": 1500, "ignore_eos": True, "stream": stream}
+        ).encode()
+        writer.write(
+            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n") % len(body) + body
+        )
         await writer.drain()
         if stream:
             await reader.readuntil(b"data: {")
@@ -200,8 +258,14 @@ def test_two_hundred_clients_of_which_half_hang_up(server_url: str, http: httpx.
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         leaves = number % 2 == 1
         length = 1000 if leaves else 3
-        body = json.dumps({"model": MODEL, "prompt": f"Number {number} is", "max_tokens": length, "stream": number % 4 < 2}).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        body = json.dumps(
+            {"model": MODEL, "prompt": f"Number {number} is", "max_tokens": length, "stream": number % 4 < 2}
+        ).encode()
+        writer.write(
+            (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n")
+            % len(body)
+            + body
+        )
         await writer.drain()
         if leaves:
             if number % 4 == 1:
@@ -250,10 +314,14 @@ def test_probes_and_cache_statistics(http: httpx.Client) -> None:
 
 
 def test_a_signal_lets_a_stream_end_and_the_process_with_it(start_server: Callable[..., tuple]) -> None:
-    process, url = start_server("--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--api-key", "k")
+    process, url = start_server(
+        "--model", "tiny-llama", "--load-format", "dummy", "--device", "cpu", "--api-key", "k"
+    )
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0, timeout=DEADLINE_S)
     name = client.models.list().data[0].id
-    stream = client.completions.create(model=name, prompt="x", max_tokens=100, stream=True, extra_body={"ignore_eos": True})
+    stream = client.completions.create(
+        model=name, prompt="x", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+    )
     next(stream)
     process.send_signal(signal.SIGTERM)
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"

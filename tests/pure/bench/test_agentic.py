@@ -42,7 +42,7 @@ def write(tmp_path):
     return write
 
 
-# --------------------------------------------------------------------------------------------------------------- reader
+# ----------------------------------------------------------------------------------------------------- reader
 
 
 def test_prompts_are_the_first_blocks_of_the_one_before_and_then_new_ones(write):
@@ -50,7 +50,11 @@ def test_prompts_are_the_first_blocks_of_the_one_before_and_then_new_ones(write)
     (conversation,) = read_conversations(write(line_of("a", requests, parent="p"), ""))
     assert (conversation.id, conversation.family, conversation.block_tokens) == ("a", "p", 64)
     assert [one.blocks.tolist() for one in conversation.requests] == [[1, 2, 3], [1, 2, 7, 8], [1, 9]]
-    assert [one[:4] for one in conversation.requests] == [(0.0, 200, 9, 0), (5.5, 260, 0, 2.5), (9, 130, 4, 1)]
+    assert [one[:4] for one in conversation.requests] == [
+        (0.0, 200, 9, 0),
+        (5.5, 260, 0, 2.5),
+        (9, 130, 4, 1),
+    ]
 
 
 def test_a_packed_file_is_read_like_a_plain_one(tmp_path):
@@ -80,12 +84,17 @@ BAD = [
     (line_of("a", [[0.0, 128, 5, 0.0, 0, [1, -2]]]), "ids of new blocks"),
     (line_of("a", [[0.0, 128, 5, 0.0, 0, [1, 1 << 63]]]), "ids of new blocks"),
     (line_of("a", [[0.0, 128, 5, 0.0, 0, 7]]), "ids of new blocks"),
-    (line_of("a", [GOOD, [1.0, 192, 5, 0.0, 3, []]]), "request 2: it shares 3 blocks with the request before, which has 2"),
+    (
+        line_of("a", [GOOD, [1.0, 192, 5, 0.0, 3, []]]),
+        "request 2: it shares 3 blocks with the request before, which has 2",
+    ),
     (line_of("a", [[0.0, 128, 5, 0.0, 0, [1]]]), "request 1: 1 blocks for 128 tokens; one stands for 64"),
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), BAD, ids=[f"{number}: {said}" for number, (_, said) in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("line", "said"), BAD, ids=[f"{number}: {said}" for number, (_, said) in enumerate(BAD)]
+)
 def test_a_bad_line_is_refused_by_its_number(write, line, said):
     with pytest.raises(ConfigError, match=rf"trace\.jsonl, line 3.*{said}"):
         read_conversations(write(line_of("ok", [GOOD]), "", line))
@@ -104,7 +113,7 @@ def test_a_trace_that_cannot_be_read_is_refused(tmp_path, write):
         read_conversations(write(line_of("a", [GOOD]), line_of("a", [GOOD])))
 
 
-# --------------------------------------------------------------------------------------------------------------- select
+# ----------------------------------------------------------------------------------------------------- select
 
 
 def test_requests_that_are_too_long_are_left_out_at_the_start_and_end_a_conversation_later(write):
@@ -125,7 +134,9 @@ def test_requests_that_are_too_long_are_left_out_at_the_start_and_end_a_conversa
 
 
 def test_more_users_than_conversations_come_again_and_share_nothing(write):
-    conversations = read_conversations(write(growing("a", [200, 300, 400]), growing("b", [200, 300, 400], parent="a")))
+    conversations = read_conversations(
+        write(growing("a", [200, 300, 400]), growing("b", [200, 300, 400], parent="a"))
+    )
     chosen = select(conversations, 5, 1000, 16)
     assert [one.id for one in chosen] == ["a", "b", "a#2", "b#2", "a#3"]
     assert [one.family for one in chosen] == ["a", "a", "a#2", "a#2", "a#3"]
@@ -134,7 +145,7 @@ def test_more_users_than_conversations_come_again_and_share_nothing(write):
     assert (prompts[0][:192] == prompts[1][:192]).all() and (prompts[0] != prompts[2]).mean() > 0.99
 
 
-# --------------------------------------------------------------------------------------------------------------- tokens
+# ----------------------------------------------------------------------------------------------------- tokens
 
 
 def test_prompts_share_the_tokens_of_the_blocks_that_they_share_and_no_others(write):
@@ -146,9 +157,13 @@ def test_prompts_share_the_tokens_of_the_blocks_that_they_share_and_no_others(wr
     assert (one[128:] != two[128:200]).mean() > 0.9
     assert [ask.max_tokens for ask in user.asks] == [9, 200]
     assert [ask.think_s for ask in user.asks] == [0.0, 1.0]
-    (hurried,) = Asking("trace", think=0.5, max_think_s=0.25).users_of(read_conversations(write(line_of("a", requests))), 50_000)
+    (hurried,) = Asking("trace", think=0.5, max_think_s=0.25).users_of(
+        read_conversations(write(line_of("a", requests))), 50_000
+    )
     assert [ask.think_s for ask in hurried.asks] == [0.0, 0.25]
-    assert one.min() >= 0 and one.max() < 50_000 and len(np.unique(one)) > 190, "ids are spread over the vocabulary"
+    assert one.min() >= 0 and one.max() < 50_000 and len(np.unique(one)) > 190, (
+        "ids are spread over the vocabulary"
+    )
 
 
 def test_the_same_seed_makes_the_same_tokens_and_conversations_differ(write):
@@ -167,7 +182,10 @@ def test_a_sub_agent_shares_its_parents_blocks_only_where_that_is_asked_for():
     both = "trace_0010.2", "trace_0010.3"
     length = min(first[name] for name in both)
     for subagents, shared in (("apart", 0), ("shared", length // 2)):
-        prompts = {user.conversation: user.asks[0].prompt for user in Asking("x", subagents=subagents).users_of(chosen, 150_000)}
+        prompts = {
+            user.conversation: user.asks[0].prompt
+            for user in Asking("x", subagents=subagents).users_of(chosen, 150_000)
+        }
         one, two = (prompts[name][:length] for name in both)
         assert (one == two).sum() >= shared if shared else (one == two).mean() < 0.01
 
@@ -178,8 +196,12 @@ def test_scaled_prompts_share_the_same_blocks(scale):
     chosen = select(read_conversations(EXCERPT), 8, 65536, 16)
     prompts = [ask.prompt for user in asking.users_of(chosen, 50_000) for ask in user.asks]
     recorded = [one for conversation in chosen for one in conversation.requests]
-    assert [len(prompt) for prompt in prompts] == [one.num_tokens // 64 * (64 // scale) + one.num_tokens % 64 // scale for one in recorded]
-    assert asking.longest(chosen) == max(len(ask.prompt) + ask.max_tokens for user in asking.users_of(chosen, 50_000) for ask in user.asks)
+    assert [len(prompt) for prompt in prompts] == [
+        one.num_tokens // 64 * (64 // scale) + one.num_tokens % 64 // scale for one in recorded
+    ]
+    assert asking.longest(chosen) == max(
+        len(ask.prompt) + ask.max_tokens for user in asking.users_of(chosen, 50_000) for ask in user.asks
+    )
     known, shared = set(), 0
     for conversation in chosen:
         for one in conversation.requests:

@@ -1,4 +1,5 @@
-"""`bench trace`: hit rates worked out by hand, the optimum against every policy and against brute force, and bad traces refused by line."""
+"""`bench trace`: hit rates worked out by hand, the optimum against every policy and against brute force, and
+bad traces refused by line."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def file(tmp_path):
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------ hit rates
+# -------------------------------------------------------------------------------------------------- hit rates
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,12 @@ def test_a_hit_behind_a_missing_block_does_not_count(monkeypatch):
     assert replay(trace, "lru", 3, silent).blocks == 0
 
 
-# -------------------------------------------------------------------------------------------------------------- optimum
+# ---------------------------------------------------------------------------------------------------- optimum
 
 trees = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=15).map(
-    lambda prompts: trace_of([[tuple(prompt[: depth + 1]) for depth in range(len(prompt))] for prompt in prompts])
+    lambda prompts: trace_of(
+        [[tuple(prompt[: depth + 1]) for depth in range(len(prompt))] for prompt in prompts]
+    )
 )
 
 
@@ -214,10 +217,15 @@ def test_an_order_that_knows_the_trace_comes_close_to_the_optimum(monkeypatch):
     monkeypatch.setattr("penstock.bench.trace.make_order", lambda *_: Clairvoyant(trace))
     for capacity in (60, 120, 240):
         best = best_hits(next_uses(trace), capacity, silent).blocks
-        assert 0.9 * best <= replay(trace, "clairvoyant", capacity, silent).blocks <= best < trace.num_blocks - trace.num_distinct
+        assert (
+            0.9 * best
+            <= replay(trace, "clairvoyant", capacity, silent).blocks
+            <= best
+            < trace.num_blocks - trace.num_distinct
+        )
 
 
-# --------------------------------------------------------------------------------------------------------------- traces
+# ----------------------------------------------------------------------------------------------------- traces
 
 
 def test_a_trace_is_read_as_keys_of_its_full_blocks(file):
@@ -274,7 +282,7 @@ def test_the_ladder_doubles_up_to_all_distinct_blocks(num_distinct, steps):
     assert all(2 * low - 1 <= high <= 2 * low for low, high in pairwise(rungs))
 
 
-# --------------------------------------------------------------------------------------------------- conversations, scans
+# --------------------------------------------------------------------------------------- conversations, scans
 
 
 def conversation_of(name: str, requests, parent=None) -> str:
@@ -303,7 +311,11 @@ def test_conversations_are_read_as_blocks_of_mooncakes_size_in_the_order_of_thei
     assert longer[:2] == first and sub == again == first[:1], "a sub-agent shares its parent's ids"
     assert other != sub, "ids of another conversation are other blocks"
     assert changed[0] != first[0], "its eighth block of 64 tokens is another one"
-    assert (trace.num_blocks, trace.num_distinct, trace.num_tokens) == (9, 5, 1030 + 512 + 512 + 600 + 1536 + 1000)
+    assert (trace.num_blocks, trace.num_distinct, trace.num_tokens) == (
+        9,
+        5,
+        1030 + 512 + 512 + 600 + 1536 + 1000,
+    )
     assert [len(keys) for keys in read_any(conversations, 3).prompts] == [2, 1, 1]
     assert [len(keys) for keys in read_any(conversations, None, "turns").prompts] == [2, 1, 1, 3, 1, 1]
 
@@ -312,7 +324,11 @@ def test_a_block_is_known_by_all_before_it(tmp_path):
     """The same id behind other blocks is another block: its KV is."""
     path = tmp_path / "agents.jsonl"
     same, one, two = list(range(8)), list(range(10, 18)), list(range(20, 28))
-    path.write_text(conversation_of("a", [(0.0, 1024, 0, one + same), (1.0, 1024, 0, two + same), (2.0, 1024, 0, one + same)]))
+    path.write_text(
+        conversation_of(
+            "a", [(0.0, 1024, 0, one + same), (1.0, 1024, 0, two + same), (2.0, 1024, 0, one + same)]
+        )
+    )
     first, other, again = read_any(path).prompts
     assert first == again and not set(first) & set(other)
 
@@ -330,7 +346,9 @@ def test_conversations_without_a_full_block_or_of_an_odd_size_are_refused(tmp_pa
     path.write_text(conversation_of("a", [(0.0, 500, 0, [1, 2, 3, 4, 5, 6, 7])]))
     with pytest.raises(ConfigError, match="nothing to keep"):
         read_any(path)
-    path.write_text(json.dumps({"id": "a", "parent": None, "block_tokens": 48, "requests": [[0, 48, 1, 0, 0, [1]]]}))
+    path.write_text(
+        json.dumps({"id": "a", "parent": None, "block_tokens": 48, "requests": [[0, 48, 1, 0, 0, [1]]]})
+    )
     with pytest.raises(ConfigError, match="blocks of 48 tokens do not make up blocks of 512"):
         read_any(path)
 
@@ -352,30 +370,58 @@ def test_a_scan_is_no_part_of_the_rates_but_pushes_others_out():
         assert getattr(scanned, name) == getattr(trace, name)
     assert ladder(scanned) == ladder(trace)
     plenty = trace.num_distinct + 6
-    for alone, among in zip(measure(trace, ["lru"], [3, plenty], silent), measure(scanned, ["lru"], [3, plenty], silent), strict=True):
+    for alone, among in zip(
+        measure(trace, ["lru"], [3, plenty], silent),
+        measure(scanned, ["lru"], [3, plenty], silent),
+        strict=True,
+    ):
         if among["policy"] == OPTIMUM or among["capacity_blocks"] == plenty:
             assert (among["hit_rate"], among["prefill_saved"]) == (alone["hit_rate"], alone["prefill_saved"])
         else:
             assert among["hit_rate"] < alone["hit_rate"]
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------------------- command
 
 
 def test_the_command_replays_conversations_and_a_scan(conversations, tmp_path, capsys):
     out = tmp_path / "out.json"
-    argv = ["--policies", "lru", "--capacity-blocks", "5,100", "--interleave", "turns", "--scan", "2", "--scan-blocks", "3"]
+    argv = [
+        "--policies",
+        "lru",
+        "--capacity-blocks",
+        "5,100",
+        "--interleave",
+        "turns",
+        "--scan",
+        "2",
+        "--scan-blocks",
+        "3",
+    ]
     assert main(["bench", "trace", str(conversations), *argv, "--json", str(out)]) == 0
     assert "6 requests and 2 one-off documents of 3 blocks" in capsys.readouterr().out
     report = json.loads(out.read_text())
-    assert (report["trace"]["requests"], report["trace"]["scans"], report["trace"]["scan_blocks"]) == (6, 2, 3)
+    assert (report["trace"]["requests"], report["trace"]["scans"], report["trace"]["scan_blocks"]) == (
+        6,
+        2,
+        3,
+    )
     assert report["trace"]["interleave"] == "turns"
     assert report["results"][1]["hit_blocks"] == 4
 
 
 def test_the_command_prints_both_tables_and_writes_file_and_picture(file, tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    argv = ["--policies", "lru,cost,lru", "--capacity-blocks", "3,5", "--json", str(out), "--plot", str(picture)]
+    argv = [
+        "--policies",
+        "lru,cost,lru",
+        "--capacity-blocks",
+        "3,5",
+        "--json",
+        str(out),
+        "--plot",
+        str(picture),
+    ]
     assert main(["bench", "trace", str(file), *argv]) == 0
     shown = capsys.readouterr().out
     assert "30.0" in shown and "prefill work saved" in shown and "upper bound" in shown
@@ -433,7 +479,9 @@ def test_the_command_needs_no_torch(file, tmp_path):
         "import sys; sys.modules['torch'] = None\nfrom penstock.cli import main\n"
         f"sys.exit(main(['bench', 'trace', {str(file)!r}, '--plot', {str(tmp_path / 'x.png')!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -441,7 +489,9 @@ def test_progress_comes_from_start_to_end_of_every_replay():
     heard = []
     measure(trace_of(PROMPTS), ["lru", "cost"], [2, 3], lambda *told: heard.append(told))
     stages = list(dict.fromkeys(stage for stage, _, _ in heard))
-    assert stages == [f"{policy}, {capacity} blocks" for policy in ("lru", "cost", "optimum") for capacity in (2, 3)]
+    assert stages == [
+        f"{policy}, {capacity} blocks" for policy in ("lru", "cost", "optimum") for capacity in (2, 3)
+    ]
     for stage in stages:
         told = [(done, total) for name, done, total in heard if name == stage]
         assert told[0][0] == 0 and told[-1][0] == told[-1][1]

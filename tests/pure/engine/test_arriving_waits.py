@@ -1,4 +1,5 @@
-"""Which fences a step's lane waits for, and when: its own loads', each before the first layer that reads what it covers, and no earlier."""
+"""Which fences a step's lane waits for, and when: its own loads', each before the first layer that reads what
+it covers, and no earlier."""
 
 from __future__ import annotations
 

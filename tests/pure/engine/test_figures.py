@@ -1,4 +1,5 @@
-"""The figures of a running engine on a clock of the test's own: what is counted, when, and on which side of a bound."""
+"""The figures of a running engine on a clock of the test's own: what is counted, when, and on which side of a
+bound."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.contract import Chunk, FinishReason, KvSource, Request, SamplingParams, Start, StepPlan, TokenEvent
+from penstock.contract import (
+    Chunk,
+    FinishReason,
+    KvSource,
+    Request,
+    SamplingParams,
+    Start,
+    StepPlan,
+    TokenEvent,
+)
 from penstock.engine import outbox as outbox_module
 from penstock.engine.outbox import Outbox
 from penstock.engine.pace import _MIN_SHARE, _MIN_TOKENS, Pace
@@ -35,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------------ histograms
+# ------------------------------------------------------------------------------------------------- histograms
 
 
 def test_a_value_on_a_bound_belongs_to_what_lies_below_it() -> None:
@@ -60,7 +70,7 @@ def test_a_copy_stays_as_it_was() -> None:
     assert (copy.counts, copy.total, histogram.counts) == ([1, 0], 0.5, [2, 0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------- outbox
+# ----------------------------------------------------------------------------------------------------- outbox
 
 
 def totals(outbox: Outbox) -> dict[str, tuple[int, float]]:
@@ -75,7 +85,9 @@ def test_the_first_token_is_timed_from_the_arrival_and_later_ones_from_the_one_b
         clock.now = now
         outbox.publish([TokenEvent("r", tokens)])
     assert totals(outbox) == {"first": (1, 2.0), "between": (5, 2.5), "resumed": (0, 0.0)}
-    assert outbox.inter_token.counts[outbox.inter_token.bounds.index(0.5)] == 5, "four tokens in two seconds are four of half a second"
+    assert outbox.inter_token.counts[outbox.inter_token.bounds.index(0.5)] == 5, (
+        "four tokens in two seconds are four of half a second"
+    )
 
 
 def test_events_without_tokens_are_not_timed(clock: Clock) -> None:
@@ -102,7 +114,8 @@ def test_the_first_event_says_how_long_the_request_waited_for_its_first_step(clo
     heard: list[TokenEvent] = []
     outbox.open("r", heard.append, arrival_s=98.0)
     request = Request("r", [1], SamplingParams(max_tokens=1))
-    for now, other in ((100.0, "gone"), (101.5, "r"), (103.0, "r")):  # it was retracted before its first token, and began again
+    # it was retracted before its first token, and began again
+    for now, other in ((100.0, "gone"), (101.5, "r"), (103.0, "r")):
         clock.now = now
         outbox.note_starts([Start.of(0, dataclasses.replace(request, id=other))])
     outbox.publish([TokenEvent("r", (1,), source=KvSource(computed=1)), TokenEvent("r", (2,))])
@@ -110,7 +123,8 @@ def test_the_first_event_says_how_long_the_request_waited_for_its_first_step(clo
 
 
 def test_the_first_event_says_how_long_the_request_waited_for_loads(clock: Clock) -> None:
-    """From its first load on, also where it was retracted and loads again, and nothing where it began before."""
+    """From its first load on, also where it was retracted and loads again, and nothing where it began
+    before."""
     outbox = Outbox()
     heard: list[TokenEvent] = []
     for name in ("loads twice", "begins first", "loads nothing"):
@@ -127,7 +141,12 @@ def test_the_first_event_says_how_long_the_request_waited_for_loads(clock: Clock
     clock.now = 104.0
     start("loads twice")
     start("loads nothing")
-    outbox.publish([TokenEvent(name, (1,), source=KvSource(computed=1)) for name in ("loads twice", "begins first", "loads nothing")])
+    outbox.publish(
+        [
+            TokenEvent(name, (1,), source=KvSource(computed=1))
+            for name in ("loads twice", "begins first", "loads nothing")
+        ]
+    )
     assert [(event.loaded_s, event.matched_s) for event in heard] == [(3.0, 0.25), (0.0, 0.25), (0.0, 0.25)]
 
 
@@ -143,7 +162,11 @@ def test_a_request_is_closed_before_its_listener_hears_of_the_end(clock: Clock) 
 def test_requests_that_end_with_an_error_are_closed_and_told_once() -> None:
     outbox, heard = Outbox(), list[tuple[str, bool, str | None]]()
     for name in ("one", "other"):
-        outbox.open(name, lambda event: heard.append((event.request_id, event.request_id in outbox, event.error)), arrival_s=98.0)
+        outbox.open(
+            name,
+            lambda event: heard.append((event.request_id, event.request_id in outbox, event.error)),
+            arrival_s=98.0,
+        )
     outbox.end_all("the device is gone")
     outbox.end_all("the engine is closed")
     assert heard == [("one", False, "the device is gone"), ("other", False, "the device is gone")]
@@ -161,19 +184,24 @@ def test_whoever_waits_for_the_end_of_a_steps_events_is_told_of_refusals_too() -
     assert heard[2:] == ["s", "over"]
 
 
-# ------------------------------------------------------------------------------------------------------------------------ pace
+# ------------------------------------------------------------------------------------------------------- pace
 
 
 def plan(*chunks: tuple[int, int], loads: tuple[str, ...] = ()) -> StepPlan:
     """Of (start, tokens) each."""
     no_slots = np.empty(0, np.int32)
     ordered = sorted(chunks, key=lambda chunk: chunk[1] > 1)
-    made = tuple(Chunk(str(n), n, start, (1,) * num, no_slots, True, 1) for n, (start, num) in enumerate(ordered))
+    made = tuple(
+        Chunk(str(n), n, start, (1,) * num, no_slots, True, 1) for n, (start, num) in enumerate(ordered)
+    )
     return StepPlan(1, made, sum(num == 1 for _, num in chunks), loads=loads)
 
 
-def paced(*chunks: tuple[int, int], loads: tuple[str, ...] = ()) -> tuple[int, float] | tuple[int, float, str] | None:
-    """What a step of these chunks says about prefills: tokens, and depth, and whether that is what they take at most."""
+def paced(
+    *chunks: tuple[int, int], loads: tuple[str, ...] = ()
+) -> tuple[int, float] | tuple[int, float, str] | None:
+    """What a step of these chunks says about prefills: tokens, and depth, and whether that is what they take
+    at most."""
     pace = Pace(Clock())
     pace.launched(plan(*chunks, loads=loads))
     found = pace.read()
@@ -204,12 +232,18 @@ def test_the_depth_is_what_lies_before_a_token_on_average() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launch_s", "seconds"), [((0.0, 1.0), (4.0, 3.0)), ((0.0, 5.0), (4.0, 2.0))], ids=["queued behind", "after a pause"]
+    ("launch_s", "seconds"),
+    [((0.0, 1.0), (4.0, 3.0)), ((0.0, 5.0), (4.0, 2.0))],
+    ids=["queued behind", "after a pause"],
 )
-def test_a_step_takes_from_its_launch_or_the_end_of_the_one_before(launch_s: tuple[float, float], seconds: tuple[float, float]) -> None:
+def test_a_step_takes_from_its_launch_or_the_end_of_the_one_before(
+    launch_s: tuple[float, float], seconds: tuple[float, float]
+) -> None:
     clock = Clock()
     pace = Pace(clock)
-    events: list[tuple[float, Callable[[], object]]] = [(at, lambda: pace.launched(plan((0, 64)))) for at in launch_s]
+    events: list[tuple[float, Callable[[], object]]] = [
+        (at, lambda: pace.launched(plan((0, 64)))) for at in launch_s
+    ]
     took: list[float] = []
 
     def read() -> None:
@@ -230,4 +264,7 @@ def test_drafts_are_counted_by_their_places_also_where_none_there_was_kept() -> 
     assert (counts.drafted_by_place, counts.accepted_by_place) == ([1, 1], [0, 0])
     counts.add_drafts(4, 1)
     counts.add_drafts(1, 1)
-    assert (counts.drafted_by_place, counts.accepted_by_place) == ([3, 2, 1, 1], [2, 0, 0, 0]) and counts.drafted_tokens == 7
+    assert (counts.drafted_by_place, counts.accepted_by_place) == (
+        [3, 2, 1, 1],
+        [2, 0, 0, 0],
+    ) and counts.drafted_tokens == 7

@@ -1,4 +1,5 @@
-"""What other threads ask of the engine thread: every command is run or failed, exactly once, and a wait is a wait.
+"""What other threads ask of the engine thread: every command is run or failed, exactly once, and a wait is a
+wait.
 
 Holds invariant 25: whoever waits for the engine thread is answered."""
 

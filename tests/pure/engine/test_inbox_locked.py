@@ -1,4 +1,5 @@
-"""Whatever happens to an inbox between a look at it and what follows from that: a command is refused, failed or run, and never lost."""
+"""Whatever happens to an inbox between a look at it and what follows from that: a command is refused, failed
+or run, and never lost."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_a_submission_that_comes_a_moment_before_the_end_fails_with_it() -> None
     inbox, told = Inbox(), list[Any]()
     inbox._lock = Before(lambda: inbox.put(lambda: told.append("ran"), fail=told.append, only_open=True))  # type: ignore[assignment]
     inbox.end("over")
-    assert [str(error) for error in told] == ["over"] and isinstance(told[0], EngineClosed) and len(inbox) == 0
+    assert (
+        [str(error) for error in told] == ["over"] and isinstance(told[0], EngineClosed) and len(inbox) == 0
+    )
 
 
 def test_other_commands_are_taken_until_the_end_and_dropped_behind_it() -> None:

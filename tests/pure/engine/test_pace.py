@@ -27,7 +27,8 @@ def plan(*chunks: tuple[int, int], loads: tuple[str, ...] = ()) -> StepPlan:
     """A step of chunks that are (start, tokens)."""
     ordered = sorted(chunks, key=lambda chunk: chunk[1] > 1)
     made = tuple(
-        Chunk(f"r{i}", i, start, (0,) * num, np.zeros(1, np.int32), writes=True, num_logits=1) for i, (start, num) in enumerate(ordered)
+        Chunk(f"r{i}", i, start, (0,) * num, np.zeros(1, np.int32), writes=True, num_logits=1)
+        for i, (start, num) in enumerate(ordered)
     )
     return StepPlan(1, made, sum(num == 1 for _, num in chunks), loads=loads)
 
@@ -40,7 +41,8 @@ def taken(pace: Pace, clock: Clock, step: StepPlan, seconds: float) -> Prefill |
 
 
 def test_a_step_runs_from_the_end_of_the_one_before_it() -> None:
-    """Two steps are launched together: the second waits for the first, and that wait is none of its own time."""
+    """Two steps are launched together: the second waits for the first, and that wait is none of its own
+    time."""
     clock = Clock()
     pace = Pace(clock)
     clock.now_s = 10.0
@@ -74,18 +76,25 @@ def test_a_step_that_is_not_mostly_prefill_says_what_prompts_take_at_most() -> N
     decodes = [(50, 1)] * 10
     assert taken(pace, clock, plan(*decodes, (0, 90)), 1.0) == Prefill(90, 45.0, 1.0)
     assert taken(pace, clock, plan(*decodes, (0, 89)), 1.0) == Prefill(89, 44.5, 1.0, at_most=True)
-    assert taken(pace, clock, plan(*[(50_000, 1)] * 6, (0, 512)), 1.0) == Prefill(512, 256.0, 1.0), "a least chunk beside six that decode"
+    assert taken(pace, clock, plan(*[(50_000, 1)] * 6, (0, 512)), 1.0) == Prefill(512, 256.0, 1.0), (
+        "a least chunk beside six that decode"
+    )
     assert taken(pace, clock, plan((0, 32)), 1.0) == Prefill(32, 16.0, 1.0)
     assert taken(pace, clock, plan((0, 31)), 1.0) is None
-    assert taken(pace, clock, plan(*decodes, (0, 31)), 1.0) is None and taken(pace, clock, plan(*decodes), 1.0) is None
+    assert (
+        taken(pace, clock, plan(*decodes, (0, 31)), 1.0) is None
+        and taken(pace, clock, plan(*decodes), 1.0) is None
+    )
 
 
 def test_the_depth_of_several_prompts_is_that_of_their_tokens() -> None:
     clock = Clock()
-    assert taken(Pace(clock), clock, plan((0, 100), (1000, 300)), 1.0) == Prefill(400, (100 * 50 + 300 * 1150) / 400, 1.0)
+    assert taken(Pace(clock), clock, plan((0, 100), (1000, 300)), 1.0) == Prefill(
+        400, (100 * 50 + 300 * 1150) / 400, 1.0
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------- decodes
+# ---------------------------------------------------------------------------------------------------- decodes
 
 
 def test_a_step_that_does_not_only_decode_says_nothing_about_decodes() -> None:
@@ -136,11 +145,14 @@ def decode(*, paged: bool = False, scores: bool = False) -> StepPlan:
     (chunk,) = step.chunks
     slots = np.zeros(1, np.int32)
     scoring = Scoring(1, 4, 0, slots, paged, 1) if scores else None
-    return dataclasses.replace(step, chunks=(chunk._replace(paged=slots if paged else None, scoring=scoring),))
+    return dataclasses.replace(
+        step, chunks=(chunk._replace(paged=slots if paged else None, scoring=scoring),)
+    )
 
 
 def test_what_scoring_takes_is_compared_with_steps_that_bring_nothing_up() -> None:
-    """A step that reads blocks of host memory, or waits for some, takes many times as long: scoring would look as if it cost nothing."""
+    """A step that reads blocks of host memory, or waits for some, takes many times as long: scoring would
+    look as if it cost nothing."""
     clock = Clock()
     pace = Pace(clock)
     taken(pace, clock, decode(), 1.0)
@@ -186,7 +198,8 @@ def test_scoring_that_costs_nothing_is_done_as_often_as_can_be_and_steps_without
 
 @pytest.mark.parametrize("kind", ["plain", "makes drafts", "verifies drafts", "catches up"])
 def test_a_step_is_known_to_lead_to_one_that_has_to_do_with_drafts(kind: str) -> None:
-    """That one is planned and launched before the first is read: the host's work for it is in the first one's time."""
+    """That one is planned and launched before the first is read: the host's work for it is in the first one's
+    time."""
     clock, chunk = Clock(), Chunk("r", 0, 51, (0, 0, 0), np.zeros(1, np.int32), writes=True, num_logits=3)
     pace, missed = Pace(clock), Chunk("r", 0, 34, (0,) * 16, np.zeros(1, np.int32), writes=True, num_logits=0)
     changes: dict[str, dict[str, Any]] = {

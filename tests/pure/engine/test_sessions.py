@@ -1,5 +1,5 @@
-"""What is known of conversations, over a storage of plain sets and a clock that the tests move: who keeps what, for how long, and who gives
-way where there is not room for all."""
+"""What is known of conversations, over a storage of plain sets and a clock that the tests move: who keeps
+what, for how long, and who gives way where there is not room for all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.contract import CacheHint, FinishReason, KvSource, Prefix, Request, SamplingParams, TokenEvent, Weight
+from penstock.contract import (
+    CacheHint,
+    FinishReason,
+    KvSource,
+    Prefix,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    Weight,
+)
 from penstock.engine import sessions as module
 from penstock.engine.sessions import SessionLimits, Sessions, session_ids
 from penstock.errors import InvalidRequest, Overloaded
@@ -127,7 +136,7 @@ def keys_of(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
     return prefix_keys(tokens, BLOCK, salt.encode().ljust(32, b"-"))
 
 
-# --------------------------------------------------------------------------------------------------------------- records
+# ---------------------------------------------------------------------------------------------------- records
 
 
 def test_a_session_is_known_when_its_first_request_has_ended_and_all_events_reach_the_listener() -> None:
@@ -135,7 +144,12 @@ def test_a_session_is_known_when_its_first_request_has_ended_and_all_events_reac
     heard = world.ends("chat", talk(0, 3), generated=[7, 8])
     assert [event.finish for event in heard] == [None, FinishReason.LENGTH]
     assert heard[1].tokens == (7, 8)
-    assert (world.figures.known, world.figures.known_blocks, world.figures.tenants, world.figures.retained) == (1, 3, 1, 0)
+    assert (
+        world.figures.known,
+        world.figures.known_blocks,
+        world.figures.tenants,
+        world.figures.retained,
+    ) == (1, 3, 1, 0)
     assert not world.storage.wants
 
 
@@ -150,7 +164,9 @@ def test_a_request_without_a_session_leaves_nothing() -> None:
     [(FinishReason.STOP, 3), (FinishReason.LENGTH, 2), (FinishReason.CANCELLED, 2)],
     ids=["the token behind the last was computed", "the last token was never fed back", "nobody knows"],
 )
-def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(finish: FinishReason, num_blocks: int) -> None:
+def test_generated_tokens_whose_kv_is_computed_belong_to_the_session(
+    finish: FinishReason, num_blocks: int
+) -> None:
     world = World()
     world.ends("chat", talk(0, 2), generated=[1, 2, 3, 4], finish=finish, retain_s=60)
     assert world.storage.wants[0].prefix.keys == keys_of([*talk(0, 2), 1, 2, 3, 4])[:num_blocks]
@@ -218,7 +234,10 @@ def test_a_name_that_is_no_text_is_a_name_like_any_other() -> None:
     for name in ("\ud800", "\udc00", "\0", "💧"):
         world.ends(name, talk(0, 2), "salt")
     assert (world.figures.known, world.figures.tenants) == (4, 1)
-    assert world.sessions.prefetch("salt", "\ud800") is not None and world.sessions.prefetch("salt", "\ud801") is None
+    assert (
+        world.sessions.prefetch("salt", "\ud800") is not None
+        and world.sessions.prefetch("salt", "\ud801") is None
+    )
 
 
 def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotten() -> None:
@@ -228,14 +247,20 @@ def test_of_too_many_sessions_the_oldest_of_the_tenant_that_has_most_is_forgotte
         world.ends(f"flood {number}", talk(100 * number, 1), "many")
     assert world.figures.known == 4
     assert world.sessions.prefetch("few", "old") is not None
-    assert [world.sessions.prefetch("many", f"flood {n}") is not None for n in range(6)] == [False] * 3 + [True] * 3
+    assert [world.sessions.prefetch("many", f"flood {n}") is not None for n in range(6)] == [False] * 3 + [
+        True
+    ] * 3
 
 
 def test_a_session_that_is_used_again_is_no_longer_the_oldest() -> None:
     world = World(sessions=2)
     for name, start in (("first", 0), ("second", 100), ("first", 0), ("third", 200)):
         world.ends(name, talk(start, 1))
-    assert [world.sessions.prefetch("", name) is not None for name in ("first", "second", "third")] == [True, False, True]
+    assert [world.sessions.prefetch("", name) is not None for name in ("first", "second", "third")] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_of_too_many_known_blocks_the_tenant_with_most_of_them_gives_way() -> None:
@@ -264,14 +289,16 @@ def test_no_more_ends_than_a_turn_has_time_for_are_taken_in_at_once() -> None:
     prefix = Prefix(b"s" * 32, ())
     for number in range(48):
         request = Request(str(number), [1], SAMPLING, prefix, session=str(number))
-        world.sessions.follow(request, "", None, lambda event: None)(TokenEvent("x", finish=FinishReason.STOP))
+        world.sessions.follow(request, "", None, lambda event: None)(
+            TokenEvent("x", finish=FinishReason.STOP)
+        )
     assert world.sessions.step()
     assert world.figures.known == module._ENDS_AT_ONCE
     world.run()
     assert world.figures.known == 48
 
 
-# ------------------------------------------------------------------------------------------------------------- retention
+# -------------------------------------------------------------------------------------------------- retention
 
 
 def test_what_is_retained_is_wanted_until_its_time_is_over_and_no_longer() -> None:
@@ -349,7 +376,9 @@ def test_lighter_sessions_are_forgotten_first_and_of_equal_ones_the_oldest() -> 
     order = sorted(world.storage.wants, key=lambda want: -want.rank)
     assert [want.prefix.keys for want in order] == [keys_of(talk(ord(name) * 10, 1)) for name in "bdca"]
     assert order[0].rank > order[1].rank, "of two that weigh the same the older one"
-    assert min(want.rank for want in order) > 1e9, "a request in line, whose rank is about its time of arrival, comes before all of them"
+    assert min(want.rank for want in order) > 1e9, (
+        "a request in line, whose rank is about its time of arrival, comes before all of them"
+    )
 
 
 def test_over_the_bound_the_lightest_and_then_the_oldest_of_the_tenant_loses_its_retention() -> None:
@@ -407,7 +436,9 @@ TURNS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(TURNS, max_size=60), st.integers(1, 25), st.integers(1, 8))
-def test_all_bounds_hold_after_every_turn_and_nothing_is_left_at_the_end(turns: list[Turn], most: int, num_sessions: int) -> None:
+def test_all_bounds_hold_after_every_turn_and_nothing_is_left_at_the_end(
+    turns: list[Turn], most: int, num_sessions: int
+) -> None:
     world = World(retained=most, sessions=num_sessions, known_blocks=40)
     for turn in turns:
         take(world, turn)
@@ -426,7 +457,9 @@ def test_all_bounds_hold_after_every_turn_and_nothing_is_left_at_the_end(turns: 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(TURNS, max_size=60), st.integers(9, 40))
-def test_who_retains_no_more_than_an_equal_share_loses_nothing_to_others(turns: list[Turn], most: int) -> None:
+def test_who_retains_no_more_than_an_equal_share_loses_nothing_to_others(
+    turns: list[Turn], most: int
+) -> None:
     world = World(retained=most)
     for turn in turns:
         before = retained_by_tenant(world)
@@ -442,7 +475,14 @@ def test_who_retains_no_more_than_an_equal_share_loses_nothing_to_others(turns: 
 def take(world: World, turn: Turn) -> None:
     tokens = talk(10_000 * turn.tenant + 100 * turn.session, turn.num_blocks)
     release = turn.release and not turn.retain_s
-    world.ends(str(turn.session), tokens, f"t{turn.tenant}", retain_s=turn.retain_s, weight=turn.weight, release=release)
+    world.ends(
+        str(turn.session),
+        tokens,
+        f"t{turn.tenant}",
+        retain_s=turn.retain_s,
+        weight=turn.weight,
+        release=release,
+    )
 
 
 def retained_by_tenant(world: World) -> Counter[str]:
@@ -452,7 +492,7 @@ def retained_by_tenant(world: World) -> Counter[str]:
     return by_tenant
 
 
-# --------------------------------------------------------------------------------------------------------------- release
+# ---------------------------------------------------------------------------------------------------- release
 
 
 def test_a_released_session_is_forgotten_with_all_its_blocks() -> None:
@@ -496,7 +536,9 @@ def test_what_was_there_before_the_session_stays() -> None:
 
 
 @pytest.mark.parametrize("turns", [[False, True], [True, False], [True]], ids=["then", "first", "only"])
-def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cancelled_unheard(turns: list[bool]) -> None:
+def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cancelled_unheard(
+    turns: list[bool],
+) -> None:
     """Nobody knows what such a request found, as it was not told of any token."""
     world = World()
     world.storage.kept.update(keys_of(talk(0, 5)))
@@ -506,13 +548,18 @@ def test_what_was_there_before_the_session_stays_where_a_request_of_it_was_cance
             world.ends("chat", prompt, found=5 * BLOCK)
             continue
         request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
-        world.sessions.follow(request, "", None, lambda event: None)(TokenEvent("r", finish=FinishReason.CANCELLED))
+        world.sessions.follow(request, "", None, lambda event: None)(
+            TokenEvent("r", finish=FinishReason.CANCELLED)
+        )
         world.run()
     request = Request("r", prompt, SAMPLING, Prefix(b"-" * 32, keys_of(prompt)), session="chat")
     last = world.sessions.follow(request, "", CacheHint(release=True), lambda event: None)
     last(TokenEvent("r", finish=FinishReason.CANCELLED))
     world.run()
-    assert world.storage.kept == set(keys_of(talk(0, 5))) and (world.figures.known, world.figures.releases) == (0, 1)
+    assert world.storage.kept == set(keys_of(talk(0, 5))) and (
+        world.figures.known,
+        world.figures.releases,
+    ) == (0, 1)
 
 
 def test_what_a_session_finds_of_its_own_goes_with_it() -> None:
@@ -559,14 +606,21 @@ def test_a_long_release_is_done_in_slices_and_the_end_goes_first() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6), st.booleans()), max_size=20))
-def test_a_release_never_takes_a_block_of_another_known_session(requests: list[tuple[int, int, int, bool]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 6), st.booleans()), max_size=20)
+)
+def test_a_release_never_takes_a_block_of_another_known_session(
+    requests: list[tuple[int, int, int, bool]],
+) -> None:
     """Sessions share a beginning of any length and go on for themselves."""
     world = World()
     last: dict[int, list[int]] = {}
     for session, num_common, num_own, release in requests:
         tokens = [*talk(0, num_common), *talk(1000 * (session + 1), num_own)]
-        found = next((n for n, key in enumerate(keys_of(tokens)) if key not in world.storage.kept), num_common + num_own)
+        found = next(
+            (n for n, key in enumerate(keys_of(tokens)) if key not in world.storage.kept),
+            num_common + num_own,
+        )
         world.ends(str(session), tokens, found=found * BLOCK, release=release)
         world.run()
         last.pop(session, None)
@@ -576,7 +630,7 @@ def test_a_release_never_takes_a_block_of_another_known_session(requests: list[t
             assert world.storage.kept.issuperset(keys_of(one))
 
 
-# -------------------------------------------------------------------------------------------------------------- prefetch
+# --------------------------------------------------------------------------------------------------- prefetch
 
 
 def test_a_prefetch_finds_a_session_by_its_name_and_a_prompt_by_its_prefix() -> None:
@@ -597,7 +651,9 @@ def test_a_prefetch_finds_a_session_by_its_name_and_a_prompt_by_its_prefix() -> 
 
 def test_a_session_can_be_prefetched_as_soon_as_its_request_has_ended() -> None:
     world = World()
-    listener = world.sessions.follow(Request("r", [1] * 8, SAMPLING, Prefix(b"s" * 32, ()), session="chat"), "", None, lambda event: None)
+    listener = world.sessions.follow(
+        Request("r", [1] * 8, SAMPLING, Prefix(b"s" * 32, ()), session="chat"), "", None, lambda event: None
+    )
     listener(TokenEvent("r", finish=FinishReason.STOP))
     assert world.sessions.prefetch("", "chat") == (0, False)
 
@@ -624,7 +680,7 @@ def test_prefetches_under_way_are_bounded_and_one_tenant_leaves_places_for_other
     assert start_all("z") == 8
 
 
-# ----------------------------------------------------------------------------------------------------------------- hints
+# ------------------------------------------------------------------------------------------------------ hints
 
 
 @pytest.mark.parametrize(
@@ -642,7 +698,9 @@ def test_hints_that_cannot_be_honoured_are_refused(hint: dict[str, float], param
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize("hint", [{"retain_s": 0.0}, {"retain_s": 86_400.0}, {"retain_s": 0.0, "release": True}])
+@pytest.mark.parametrize(
+    "hint", [{"retain_s": 0.0}, {"retain_s": 86_400.0}, {"retain_s": 0.0, "release": True}]
+)
 def test_hints_at_the_edge_are_taken_as_they_are(hint: dict[str, float]) -> None:
     """No longer, and no more at all, is no contradiction."""
     made = CacheHint(**hint)
@@ -655,7 +713,11 @@ def test_the_largest_is_found_whatever_changes() -> None:
     @settings(max_examples=200, deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), max_size=80))
     def check(changes: list[tuple[int, int]]) -> None:
-        largest, tenants, nums = module._Largest(), [module._Tenant(bytes([n])) for n in range(13)], dict.fromkeys(range(13), 0)
+        largest, tenants, nums = (
+            module._Largest(),
+            [module._Tenant(bytes([n])) for n in range(13)],
+            dict.fromkeys(range(13), 0),
+        )
         for tenant, num in changes:
             largest.note(tenants[tenant], num)
             nums[tenant] = num

@@ -1,4 +1,5 @@
-"""Sessions over time: whose blocks are looked at again and how often, what counts as there before, and what stays after the end."""
+"""Sessions over time: whose blocks are looked at again and how often, what counts as there before, and what
+stays after the end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from penstock.contract import FinishReason, KvSource, Prefix, Request, TokenEven
 from penstock.engine import sessions as module
 from penstock.errors import Overloaded
 
-# -------------------------------------------------------------------------------------------------------- looked at in turn
+# ------------------------------------------------------------------------------------------ looked at in turn
 
 
 def looks(world: World, num_rounds: int) -> Counter[tuple[bytes, ...]]:
@@ -40,7 +41,10 @@ def test_a_round_is_so_many_turns() -> None:
         before = want.num_looks
         world.sessions.step()
         turns += [turn] * (want.num_looks - before)
-    assert len(turns) == 3 and [later - earlier for earlier, later in pairwise(turns)] == [module._LOOK_EVERY] * 2
+    assert (
+        len(turns) == 3
+        and [later - earlier for earlier, later in pairwise(turns)] == [module._LOOK_EVERY] * 2
+    )
 
 
 def test_one_that_goes_on_is_looked_at_no_more_often_than_others() -> None:
@@ -75,11 +79,16 @@ def test_one_that_is_retained_no_more_leaves_the_round() -> None:
     assert len(world.sessions._moving) == 2
 
 
-# ------------------------------------------------------------------------------------------------------- what was there before
+# -------------------------------------------------------------------------------------- what was there before
 
 
-@pytest.mark.parametrize(("source", "num_left"), [({"device": 8}, 2), ({"host": 8}, 2), ({"device": 4, "host": 4}, 2), ({"ssd": 8}, 0)])
-def test_what_a_session_found_in_memory_is_not_its_own_to_release(source: dict[str, int], num_left: int) -> None:
+@pytest.mark.parametrize(
+    ("source", "num_left"),
+    [({"device": 8}, 2), ({"host": 8}, 2), ({"device": 4, "host": 4}, 2), ({"ssd": 8}, 0)],
+)
+def test_what_a_session_found_in_memory_is_not_its_own_to_release(
+    source: dict[str, int], num_left: int
+) -> None:
     """What came from a disk came for it."""
     world = World()
     tokens = talk(0, 5)
@@ -100,13 +109,19 @@ def test_a_request_whose_kv_is_not_shared_leaves_nothing() -> None:
     listener = world.sessions.follow(request, "", module.CacheHint(retain_s=60.0), heard.append)
     listener(TokenEvent("r", (1, 2), finish=FinishReason.LENGTH))
     world.run()
-    assert len(heard) == 1 and (world.figures.known, world.figures.tenants) == (0, 0) and not world.storage.wants
+    assert (
+        len(heard) == 1 and (world.figures.known, world.figures.tenants) == (0, 0) and not world.storage.wants
+    )
 
 
 def test_a_session_without_a_full_block_is_known_and_keeps_nothing() -> None:
     world = World()
     world.ends("chat", [1, 2], retain_s=60)
-    assert (world.figures.known, world.figures.retained, world.figures.retentions_cut) == (1, 0, 0) and not world.storage.wants
+    assert (world.figures.known, world.figures.retained, world.figures.retentions_cut) == (
+        1,
+        0,
+        0,
+    ) and not world.storage.wants
 
 
 def test_a_retention_of_exactly_the_bound_is_kept_whole() -> None:
@@ -117,14 +132,19 @@ def test_a_retention_of_exactly_the_bound_is_kept_whole() -> None:
     assert (world.figures.retained_blocks, world.figures.retentions_cut) == (1, 1)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the end
+# ---------------------------------------------------------------------------------------------------- the end
 
 
 def test_after_a_close_nothing_is_forgotten_released_or_taken_in() -> None:
     world = World()
     world.storage.save = Under()
     world.ends("released", talk(0, 3), release=True)  # waits for the save
-    late = world.sessions.follow(Request("r", talk(50, 2), SAMPLING, Prefix(b"-" * 32, ()), session="late"), "", None, lambda event: None)
+    late = world.sessions.follow(
+        Request("r", talk(50, 2), SAMPLING, Prefix(b"-" * 32, ()), session="late"),
+        "",
+        None,
+        lambda event: None,
+    )
     late(TokenEvent("r", finish=FinishReason.STOP))
     world.sessions.close()
     world.storage.save.settled = True
@@ -144,7 +164,7 @@ def test_a_release_that_waits_is_nothing_that_is_due() -> None:
     assert not world.sessions.step() and not world.storage.kept
 
 
-# ----------------------------------------------------------------------------------------------------------------- prefetches
+# ------------------------------------------------------------------------------------------------- prefetches
 
 
 class Owned(Storage):
@@ -166,17 +186,27 @@ def test_two_prefetches_have_two_owners_and_one_that_finds_nothing_leaves_no_ten
     storage.cold.update(keys_of(talk(0, 2)))
     assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(900, 2)))) == (0, False)
     assert world.figures.tenants == 0
-    assert world.sessions.prefetch("a", Prefix(b"", ())) == (0, False) and len(storage.owners) == 1, "there is nothing to ask for"
+    assert world.sessions.prefetch("a", Prefix(b"", ())) == (0, False) and len(storage.owners) == 1, (
+        "there is nothing to ask for"
+    )
     for _ in range(2):
         assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
     assert len(set(storage.owners[-2:])) == 2
     with pytest.raises(Overloaded, match="2 prefetches of this tenant are under way, 2 in all"):
         world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2))))
     assert world.sessions.prefetch("b", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
-    assert (world.figures.tenants, world.figures.prefetches_refused, world.figures.prefetches_under_way) == (2, 1, 3)
+    assert (world.figures.tenants, world.figures.prefetches_refused, world.figures.prefetches_under_way) == (
+        2,
+        1,
+        3,
+    )
     storage.fetches[0].settled = storage.fetches[2].settled = True
     world.run()
-    assert (world.figures.tenants, world.figures.prefetches_under_way, world.figures.prefetches_finished) == (1, 1, 2)
+    assert (world.figures.tenants, world.figures.prefetches_under_way, world.figures.prefetches_finished) == (
+        1,
+        1,
+        2,
+    )
 
 
 def test_a_tenant_with_a_prefetch_under_way_is_kept_when_its_last_session_goes() -> None:
@@ -196,7 +226,9 @@ def test_all_ends_are_taken_in_before_a_session_is_looked_up() -> None:
     world = World()
     for number in range(3 * module._ENDS_AT_ONCE):
         request = Request(str(number), [1] * BLOCK, SAMPLING, Prefix(b"s" * 32, ()), session=str(number))
-        world.sessions.follow(request, "", None, lambda event: None)(TokenEvent("x", finish=FinishReason.STOP))
+        world.sessions.follow(request, "", None, lambda event: None)(
+            TokenEvent("x", finish=FinishReason.STOP)
+        )
     assert world.sessions.prefetch("", str(3 * module._ENDS_AT_ONCE - 1)) == (0, False)
 
 
@@ -268,4 +300,6 @@ def test_tenants_are_in_order_after_every_change() -> None:
         largest.note(tenant, num)
         found = {one.id: number for number, _, one in largest._ordered}
         assert (tenant.id in found) == bool(num) and len(largest) == len(found) and largest._nums == found
-        assert list(found.values()) == sorted(found.values()) and (not found or found[largest.first().id] == max(found.values()))
+        assert list(found.values()) == sorted(found.values()) and (
+            not found or found[largest.first().id] == max(found.values())
+        )

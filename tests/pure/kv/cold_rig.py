@@ -73,7 +73,7 @@ class Rig:
         lanes = ColdLanes(self.readers, self.writers, self.asker)
         self.tier = make(self.store, lanes, self.host.view, ARENA, replace(LIMITS, **limits), self.clock)  # type: ignore[arg-type]
 
-    # --------------------------------------------------------------------------------------------------------------- moves
+    # -------------------------------------------------------------------------------------------------- moves
 
     def submit_write(self, keys: Sequence[bytes], must: bool = False) -> Writing | None:
         """From slots of its own; a refused one gives them back."""
@@ -109,10 +109,15 @@ class Rig:
                 writing.handle.end()  # type: ignore[attr-defined]
         return given
 
-    def submit_read(self, keys: Sequence[bytes], slots: Sequence[int] | None = None) -> tuple[list[StoreGroup], list[int]]:
+    def submit_read(
+        self, keys: Sequence[bytes], slots: Sequence[int] | None = None
+    ) -> tuple[list[StoreGroup], list[int]]:
         """As many at once as the tier says."""
         taken = self.reserve(len(keys)) if slots is None else list(slots)
-        runs = [slice(first, first + self.tier.group_blocks) for first in range(0, len(keys), self.tier.group_blocks)]
+        runs = [
+            slice(first, first + self.tier.group_blocks)
+            for first in range(0, len(keys), self.tier.group_blocks)
+        ]
         return [self.tier.read(keys[run], taken[run], (), "request") for run in runs], taken
 
     def read(self, keys: Sequence[bytes]) -> list[Outcome]:
@@ -160,7 +165,9 @@ class Woken:
 
     def wait_for(self, num: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.seen) >= num, SOON_S), f"woken {len(self.seen)} times, not {num}"
+            assert self._changed.wait_for(lambda: len(self.seen) >= num, SOON_S), (
+                f"woken {len(self.seen)} times, not {num}"
+            )
 
 
 Make = Callable[..., Rig]

@@ -1,4 +1,5 @@
-"""Policies of eviction as one would write them on paper: lists, scans and exact counts. Owns what the real ones are compared with."""
+"""Policies of eviction as one would write them on paper: lists, scans and exact counts. Owns what the real
+ones are compared with."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class LruModel:
 class ReturningModel:
     def __init__(self, num_slots: int, block_tokens: int) -> None:
         self.clock = 0
-        self.idle: dict[int, tuple[int, bool, int]] = {}  # when it became idle, in the queue of those that returned, place in its run
+        # when it became idle, in the queue of those that returned, place in its run
+        self.idle: dict[int, tuple[int, bool, int]] = {}
         self.returned: set[int] = set()
         self.places = 1
         while self.places < KEYS_PER_SLOT * num_slots:
@@ -43,7 +45,11 @@ class ReturningModel:
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
         places = [int.from_bytes(key[:8], sys.byteorder) % self.places for key in keys]
         self.returned.difference_update(slots)
-        self.returned.update(slot for slot, key, place in zip(slots, keys, places, strict=True) if self.seen.get(place) == key[8:])
+        self.returned.update(
+            slot
+            for slot, key, place in zip(slots, keys, places, strict=True)
+            if self.seen.get(place) == key[8:]
+        )
         self.seen.update(zip(places, (key[8:] for key in keys), strict=True))
 
     def hit(self, slots: Sequence[int]) -> None:

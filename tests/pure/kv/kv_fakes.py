@@ -1,4 +1,5 @@
-"""Lanes and observers for bookkeeping tests: a lane whose progress the test decides, and an observer that writes down what it hears."""
+"""Lanes and observers for bookkeeping tests: a lane whose progress the test decides, and an observer that
+writes down what it hears."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A cache over device, host and cold tiers on lanes that a test runs by hand, with the few moves that its tests are made of. A block
-under a key holds that key, in every layer and in every tier."""
+"""A cache over device, host and cold tiers on lanes that a test runs by hand, with the few moves that its
+tests are made of. A block under a key holds that key, in every layer and in every tier."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ CELL = Cell(KEY_BYTES, bytes, bytes, garbage)
 
 
 class Stacked(Rig):
-    """`tiers` are those behind the host, hottest first: the ssd answers from memory, the remote one on a lane. Reads of a tier take turns
-    on two lanes, so that groups can be over in any order."""
+    """`tiers` are those behind the host, hottest first: the ssd answers from memory, the remote one on a
+    lane. Reads of a tier take turns on two lanes, so that groups can be over in any order."""
 
     def __init__(
         self,
@@ -46,7 +46,9 @@ class Stacked(Rig):
     ) -> None:
         self.clock = HandClock()
         self.stores = {name: MemoryStore(name, local=name == "ssd") for name in tiers or ("ssd",)}
-        super().__init__(num_device, num_host, load_always=True, prefix_cache=prefix_cache, admission=admission)
+        super().__init__(
+            num_device, num_host, load_always=True, prefix_cache=prefix_cache, admission=admission
+        )
         self.tiers = self.cache.cold_tiers
         self.loads._part_blocks = PART
 
@@ -62,14 +64,21 @@ class Stacked(Rig):
         readers, writers = ([self.lane(name) for name in some] for some in names)
         asker = None if store.local else self.lane(f"ask {store.name}")
         limits = ColdLimits(group_bytes=GROUP * BLOCK_BYTES, queue_bytes=8 * BLOCK_BYTES, stuck_s=1e9)
-        return ColdTier(store, ColdLanes(readers, writers, asker), self.host_arena.view, ("host", LAYERS), limits, self.clock)
+        return ColdTier(
+            store,
+            ColdLanes(readers, writers, asker),
+            self.host_arena.view,
+            ("host", LAYERS),
+            limits,
+            self.clock,
+        )
 
     @property
     def first(self) -> MemoryStore:
         """The store of the first cold tier."""
         return next(iter(self.stores.values()))
 
-    # -------------------------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------- requests
 
     def prefix(self, num_blocks: int, name: str = "a") -> Prefix:
         prefix = self.cache.prefix_of([ord(name)] * (num_blocks * BLOCK))
@@ -85,7 +94,9 @@ class Stacked(Rig):
         assert load.is_cold
         return table, load
 
-    def promote_all(self, num_blocks: int, name: str = "a", owner: str = "request") -> tuple[BlockTable, BlockLoad]:
+    def promote_all(
+        self, num_blocks: int, name: str = "a", owner: str = "request"
+    ) -> tuple[BlockTable, BlockLoad]:
         prefix = self.prefix(num_blocks, name)
         lease = self.cache.lease(owner, prefix)
         assert lease is not None and lease.ready
@@ -132,7 +143,7 @@ class Stacked(Rig):
         """Somebody else has written these."""
         self.stores[tier].write(keys, range(len(keys)), [memoryview(key * LAYERS) for key in keys])
 
-    # ------------------------------------------------------------------------------------------------------------------ lanes
+    # -------------------------------------------------------------------------------------------------- lanes
 
     def run(self, *names: str) -> None:
         """These lanes go on as far as they can, and what is over is taken in."""
@@ -159,7 +170,8 @@ class Stacked(Rig):
         busy = True
         while busy:
             self.lanes.run_all()
-            settled = [self.cache.settle() for _ in range(2)]  # one that takes in as much as it sets off sees no change
+            # one that takes in as much as it sets off sees no change
+            settled = [self.cache.settle() for _ in range(2)]
             busy = any(settled) or any(len(lane) for lane in self.lanes)
         self.check()
 
@@ -170,7 +182,7 @@ class Stacked(Rig):
         assert one.settled
         return one
 
-    # ------------------------------------------------------------------------------------------------------------------ looks
+    # -------------------------------------------------------------------------------------------------- looks
 
     def device_has(self, num_blocks: int, name: str = "a") -> list[bool]:
         return [slot >= 0 for slot in self.pool.find_each(self.keys(num_blocks, name))]
@@ -187,12 +199,17 @@ class Stacked(Rig):
         for pool, arena in ((self.pool, self.device), (self.host._pool, self.host_arena)):
             assert sum(pool.counts) == pool.num_slots
             for slot, key in enumerate(pool._index.key_of):
-                assert key is None or arena.read([slot], ALL) == [[key] * LAYERS], f"slot {slot} of {pool.name} is not what its key says"
+                assert key is None or arena.read([slot], ALL) == [[key] * LAYERS], (
+                    f"slot {slot} of {pool.name} is not what its key says"
+                )
         for tier, store in self.stores.items():
             for key, stored in store.blocks.items():
                 header = unpack(bytes(stored[:HEADER_BYTES]))
-                if header is not None and header.fits(bytes(stored[HEADER_BYTES:])):  # the rest is damaged, and will be seen to be
-                    assert header.key == key and stored[HEADER_BYTES:] == key * LAYERS, f"the {tier} tier has wrong bytes"
+                # the rest is damaged, and will be seen to be
+                if header is not None and header.fits(bytes(stored[HEADER_BYTES:])):
+                    assert header.key == key and stored[HEADER_BYTES:] == key * LAYERS, (
+                        f"the {tier} tier has wrong bytes"
+                    )
 
     def end(self, *tables: BlockTable, fence: Fence | None = None) -> None:
         """Nothing is left of anything, but blocks that nobody needs."""

@@ -1,4 +1,5 @@
-"""Defects in what is read up from cold tiers and written down to them, one function each, to show that the tests see them."""
+"""Defects in what is read up from cold tiers and written down to them, one function each, to show that the
+tests see them."""
 
 from __future__ import annotations
 
@@ -86,7 +87,11 @@ def counts_parts_behind_one_that_failed(patch: Patch) -> None:
 
 
 def forgets_that_it_ended_short(patch: Patch) -> None:
-    patch.setattr(BlockLoad, "error", lambda self: next((error for copy in self.copies if (error := copy.error()) is not None), None))
+    patch.setattr(
+        BlockLoad,
+        "error",
+        lambda self: next((error for copy in self.copies if (error := copy.error()) is not None), None),
+    )
 
 
 def takes_a_part_for_the_whole(patch: Patch) -> None:
@@ -129,7 +134,11 @@ def keeps_what_a_fetch_has_landed(patch: Patch) -> None:
     end_handles = HostTier.end_handles
 
     def faulty(self: HostTier, handles: Any, fence: Any = None) -> None:
-        end_handles(self, [handle for handle in handles if handle is not None and not handle.owner.startswith("fetch")], fence)
+        end_handles(
+            self,
+            [handle for handle in handles if handle is not None and not handle.owner.startswith("fetch")],
+            fence,
+        )
 
     patch.setattr(HostTier, "end_handles", faulty)
 
@@ -154,7 +163,9 @@ def fetches_more_than_its_share_of_host_memory(patch: Patch) -> None:
 
 
 def forgets_what_protected_its_sources(patch: Patch) -> None:
-    patch.setattr(HostTier, "take_lease", lambda self, lease: [] if self._leases.pop(lease, None) is not None else None)
+    patch.setattr(
+        HostTier, "take_lease", lambda self, lease: [] if self._leases.pop(lease, None) is not None else None
+    )
 
 
 def ends_the_pin_of_a_write_when_it_is_submitted(patch: Patch) -> None:

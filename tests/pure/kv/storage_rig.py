@@ -1,4 +1,5 @@
-"""A cache over arenas of tags and lanes that a test runs by hand, with the few moves that its tests are made of."""
+"""A cache over arenas of tags and lanes that a test runs by hand, with the few moves that its tests are made
+of."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ class Rig:
         self.lanes = SteppedLanes(self.device, self.host_arena)
         self.pool = BlockPool(num_device, "device")
         self.host = HostTier(BlockPool(num_host, "host"), BLOCK, 100.0, lambda: self.now_s)
-        self.load_copier, self.save_copier = TagCopier(self.host_arena, self.device), TagCopier(self.device, self.host_arena)
+        self.load_copier, self.save_copier = (
+            TagCopier(self.host_arena, self.device),
+            TagCopier(self.device, self.host_arena),
+        )
         loader = Mover(("host", "device"), self.load_copier, self.lane("load"), self.lane("launch load"))
         saver = Mover(("device", "host"), self.save_copier, self.lane("save"), self.lane("launch save"))
         self.compute = self.lane("compute")
@@ -60,7 +64,7 @@ class Rig:
     def lane(self, name: str) -> SteppedLane:
         return self.lanes.lane(name)
 
-    # -------------------------------------------------------------------------------------------------------------- tables
+    # ------------------------------------------------------------------------------------------------- tables
 
     def hold(self, num: int, owner: str = "request") -> Hold:
         hold = self.pool.hold(owner)
@@ -82,7 +86,7 @@ class Rig:
         self.compute.submit(lambda: None, label="step")
         return self.compute.record()
 
-    # ----------------------------------------------------------------------------------------------------------- transfers
+    # ---------------------------------------------------------------------------------------------- transfers
 
     def save(self, keys: list[bytes], owner: str = "request") -> Hold:
         """Blocks that are in the host tier when this returns."""
@@ -107,10 +111,13 @@ class Rig:
 
     def promote(self, hold: Hold, lease: HostLease, num: int, num_next: int = 1) -> BlockLoad:
         first = hold.num_slots - num
-        self.device.spoil(hold.slots[first:], (0, LAYERS))  # they may be those that had the same blocks before
+        # they may be those that had the same blocks before
+        self.device.spoil(hold.slots[first:], (0, LAYERS))
         return self.load_from(hold, first, lease, (), num_next=num_next)
 
-    def load_from(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], num_next: int = 1) -> BlockLoad:
+    def load_from(
+        self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], num_next: int = 1
+    ) -> BlockLoad:
         return self.loads.begin(hold, first, lease, keys, (), num_next)
 
     def in_host(self, keys: list[bytes]) -> list[object]:

@@ -1,8 +1,10 @@
-"""Random walks of requests over device, host, disk and store: reads and copies half done, failing and late, stores that lose, damage,
-refuse and die, resets and flushes. Owns the choice of events, and what must hold between any two.
+"""Random walks of requests over device, host, disk and store: reads and copies half done, failing and late,
+stores that lose, damage, refuse and die, resets and flushes. Owns the choice of events, and what must hold
+between any two.
 
-The model is short. Whatever has a key holds what the key says. The books add up. Blocks that a load says have landed are there. What a
-flush acknowledged is in the first tier. When nothing goes wrong any more everything ends, and nothing is left."""
+The model is short. Whatever has a key holds what the key says. The books add up. Blocks that a load says have
+landed are there. What a flush acknowledged is in the first tier. When nothing goes wrong any more everything
+ends, and nothing is left."""
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ class Walker:
         getattr(self, name)(random.Random(number))
         self.check()
 
-    # --------------------------------------------------------------------------------------------------------------- checks
+    # ------------------------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
         self.rig.check()
@@ -113,18 +115,26 @@ class Walker:
         num, wanted = load.num_landed, asked.num_wanted
         keys = asked.prefix.keys[asked.first : asked.first + num]
         slots = table.hold.slots[asked.first : asked.first + num]
-        assert self.rig.device.read(slots, ALL) == [[key] * LAYERS for key in keys], "what is said to have landed is not there"
+        assert self.rig.device.read(slots, ALL) == [[key] * LAYERS for key in keys], (
+            "what is said to have landed is not there"
+        )
         assert num <= wanted and table.num_keyed == asked.first + num
         if load.settled:
-            assert (load.error() is None) == (num == wanted), "it says that all of it has come, and it has not"
+            assert (load.error() is None) == (num == wanted), (
+                "it says that all of it has come, and it has not"
+            )
             self.seen["ended short"] += load.is_cold and 0 < num < wanted
             self.seen["came"] += load.is_cold and num == wanted
         if load.is_cold:
             assert num <= load.num_sent <= load.limit <= wanted
-            assert load.arrivals is None or load.num_sent == wanted, "a fence that does not exist cannot be waited for"
-            self.seen["part of it under way"] += any(copy.settled for copy in load.copies) and not load.settled
+            assert load.arrivals is None or load.num_sent == wanted, (
+                "a fence that does not exist cannot be waited for"
+            )
+            self.seen["part of it under way"] += (
+                any(copy.settled for copy in load.copies) and not load.settled
+            )
 
-    # ------------------------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------- requests
 
     def _those(self, wanted: Callable[[Asked], bool]) -> list[Asked]:
         return [asked for asked in self.asked if wanted(asked)]
@@ -150,7 +160,9 @@ class Walker:
             self.seen["room is being made"] += 1
             return
         if asked.lease is not None and match.num_colder:
-            assert asked.lease.claim(match.num_blocks, match.num_colder), "nothing has happened since the match"
+            assert asked.lease.claim(match.num_blocks, match.num_colder), (
+                "nothing has happened since the match"
+            )
         self._end_want(asked)
         asked.table = cache.open(f"request {self.asked.index(asked)}", asked.prefix, match.num_blocks)
         asked.first, asked.num_wanted = match.num_blocks, match.num_colder
@@ -194,7 +206,9 @@ class Walker:
             r.choice(self.fetches).end()
 
     def compute(self, r: random.Random) -> None:
-        ready = self._those(lambda one: one.table is not None and not one.filled and (one.load is None or one.load.settled))
+        ready = self._those(
+            lambda one: one.table is not None and not one.filled and (one.load is None or one.load.settled)
+        )
         if ready:
             asked = r.choice(ready)
             assert asked.table is not None
@@ -209,10 +223,12 @@ class Walker:
             if asked.lease is not None:
                 asked.lease.end()
             if asked.table is not None:
-                self.seen["cancelled while loading"] += asked.load is not None and asked.load.is_cold and not asked.load.settled
+                self.seen["cancelled while loading"] += (
+                    asked.load is not None and asked.load.is_cold and not asked.load.settled
+                )
                 asked.table.release(self.rig.step() if r.random() < 0.5 else None)
 
-    # ---------------------------------------------------------------------------------------------------------------- lanes
+    # -------------------------------------------------------------------------------------------------- lanes
 
     def go_on(self, r: random.Random) -> None:
         busy = [lane for lane in self.rig.lanes if len(lane)]
@@ -229,7 +245,7 @@ class Walker:
     def flow(self, r: random.Random) -> None:
         self.rig.flow()
 
-    # -------------------------------------------------------------------------------------------------------------- trouble
+    # ------------------------------------------------------------------------------------------------ trouble
 
     def _store(self, r: random.Random) -> MemoryStore:
         return r.choice(list(self.rig.stores.values()))
@@ -278,7 +294,7 @@ class Walker:
         assert persisting is not None
         self.claims.append(Claim(persisting, set(self.rig.host._pool.keys())))
 
-    # ------------------------------------------------------------------------------------------------------------------ end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def finish(self) -> None:
         """Nothing goes wrong any more: everything ends, and nothing is left."""

@@ -17,7 +17,13 @@ from penstock.contract import TOKEN_IN_FLIGHT
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.key import KEY_BYTES, Scope, block_key, prefix_keys
 
-SCOPE = Scope(weights=b"weights", kv_dtype="float32", layout=b"layout", block_tokens=4, position_scheme="rope theta=10000.0")
+SCOPE = Scope(
+    weights=b"weights",
+    kv_dtype="float32",
+    layout=b"layout",
+    block_tokens=4,
+    position_scheme="rope theta=10000.0",
+)
 DIGEST = SCOPE.digest()
 TEXT_FIELDS = ["kv_dtype", "position_scheme", "adapter", "adapter_version", "salt"]
 
@@ -25,7 +31,10 @@ TEXT_FIELDS = ["kv_dtype", "position_scheme", "adapter", "adapter_version", "sal
 def colliding_scopes() -> list[tuple[Scope, Scope]]:
     """Pairs that differ only in where one field ends and the next begins."""
     return [
-        (dataclasses.replace(SCOPE, **{one: "ab", other: ""}), dataclasses.replace(SCOPE, **{one: "a", other: "b"}))
+        (
+            dataclasses.replace(SCOPE, **{one: "ab", other: ""}),
+            dataclasses.replace(SCOPE, **{one: "a", other: "b"}),
+        )
         for one, other in itertools.permutations(TEXT_FIELDS, 2)
     ]
 
@@ -44,7 +53,9 @@ def test_a_tenant_salt_and_an_adapter_name_cannot_collide():
 
 def test_without_framing_those_scopes_do_collide(monkeypatch):
     def joined(scope: Scope) -> bytes:
-        return blake2b("".join(str(getattr(scope, name)) for name in TEXT_FIELDS).encode(), digest_size=32).digest()
+        return blake2b(
+            "".join(str(getattr(scope, name)) for name in TEXT_FIELDS).encode(), digest_size=32
+        ).digest()
 
     monkeypatch.setattr(Scope, "digest", joined)
     with pytest.raises(AssertionError):
@@ -68,7 +79,10 @@ def test_every_field_of_a_scope_counts():
 
 
 def test_a_salt_may_be_any_text_a_client_sends():
-    odd = [dataclasses.replace(SCOPE, salt=salt).digest() for salt in ("\ud800", "\udfff", "\x00", "", "é", "e\u0301")]
+    odd = [
+        dataclasses.replace(SCOPE, salt=salt).digest()
+        for salt in ("\ud800", "\udfff", "\x00", "", "é", "e\u0301")
+    ]
     assert len(set(odd)) == len(odd)
 
 
@@ -102,17 +116,27 @@ def test_a_parent_cannot_be_forged_from_tokens():
 def test_prefix_keys_are_the_chain_of_block_keys_over_full_blocks(tokens, block_tokens):
     expected = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        expected.append(block_key(expected[-1] if expected else None, tokens[start : start + block_tokens], DIGEST))
+        expected.append(
+            block_key(expected[-1] if expected else None, tokens[start : start + block_tokens], DIGEST)
+        )
     assert prefix_keys(tokens, block_tokens, DIGEST) == tuple(expected)
     assert prefix_keys(np.array(tokens, np.int64), block_tokens, DIGEST) == tuple(expected)
     assert prefix_keys(tuple(tokens), block_tokens, DIGEST) == tuple(expected)
 
 
 def test_keys_of_long_prompts_are_the_same_chain_computed_or_remembered():
-    """Stretches of a long prompt are remembered: the second answer comes from there, and what differs is told apart."""
+    """Stretches of a long prompt are remembered: the second answer comes from there, and what differs is told
+    apart."""
     one = list(range(4 * 200 + 3))
     other = [*one[:400], one[400] + 1, *one[401:]]
-    for tokens, scope in [(one, DIGEST), (one, DIGEST), (other, DIGEST), (one, b"another scope"), (one[256:], DIGEST), (one[:300], DIGEST)]:
+    for tokens, scope in [
+        (one, DIGEST),
+        (one, DIGEST),
+        (other, DIGEST),
+        (one, b"another scope"),
+        (one[256:], DIGEST),
+        (one[:300], DIGEST),
+    ]:
         expected: list[bytes] = []
         for start in range(0, len(tokens) - 3, 4):
             expected.append(block_key(expected[-1] if expected else None, tokens[start : start + 4], scope))

@@ -1,4 +1,5 @@
-"""The breaker: opens on what the place as a whole does, looks ever more rarely, closes on an answer, and believes no late news.
+"""The breaker: opens on what the place as a whole does, looks ever more rarely, closes on an answer, and
+believes no late news.
 
 Holds invariant 22: a broken tier is fenced off and probed until it is back."""
 
@@ -33,7 +34,12 @@ def test_one_failure_of_the_place_opens_it() -> None:
 
 def test_blocks_open_it_when_so_many_fail_in_a_row_over_calls() -> None:
     breaker = Breaker(1.0, HandClock())
-    for outcomes in ([FAILED] * (MAX_FAILED - 1) + [DONE], [FAILED] * (MAX_FAILED - 1), [Outcome.MISSING], [FAILED] * (MAX_FAILED - 1)):
+    for outcomes in (
+        [FAILED] * (MAX_FAILED - 1) + [DONE],
+        [FAILED] * (MAX_FAILED - 1),
+        [Outcome.MISSING],
+        [FAILED] * (MAX_FAILED - 1),
+    ):
         assert not breaker.note(0, outcomes), "something else came between"
     assert breaker.note(0, [FAILED]) and breaker.state is BreakerState.OPEN
 
@@ -80,7 +86,8 @@ def test_looks_become_rarer_up_to_a_limit_and_frequent_again_after_an_answer() -
 
 
 def test_a_store_that_answers_probes_and_nothing_else_is_left_alone_for_longer_and_longer() -> None:
-    """A disk that can only be read, or a replica: each time that it counts as back, all of host memory is offered to it."""
+    """A disk that can only be read, or a replica: each time that it counts as back, all of host memory is
+    offered to it."""
     clock = HandClock()
     breaker = broken(clock)
     found = []
@@ -98,7 +105,9 @@ def test_a_store_that_answers_probes_and_nothing_else_is_left_alone_for_longer_a
     breaker.probed(True)
     clock.advance(MAX_PROBE_S + 0.5)
     entered = breaker.enter()
-    assert entered is not None and breaker.fail(entered) and waits(breaker, clock, 2) == [1.0, 2.0], "it has done its work meanwhile"
+    assert entered is not None and breaker.fail(entered) and waits(breaker, clock, 2) == [1.0, 2.0], (
+        "it has done its work meanwhile"
+    )
 
 
 def test_news_of_before_it_opened_is_no_news() -> None:
@@ -122,7 +131,9 @@ def test_blocks_that_failed_before_it_opened_do_not_count_after() -> None:
     assert breaker.try_probe()
     breaker.probed(True)
     assert not breaker.note(1, [FAILED]), "a new row begins"
-    assert not breaker.note(0, [FAILED] * (MAX_FAILED - 2)) and not breaker.note(1, [FAILED]), "late ones are not in it"
+    assert not breaker.note(0, [FAILED] * (MAX_FAILED - 2)) and not breaker.note(1, [FAILED]), (
+        "late ones are not in it"
+    )
     assert breaker.note(1, [FAILED] * (MAX_FAILED - 2))
 
 
@@ -166,7 +177,8 @@ class Careless(Breaker):
 
 
 def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) -> None:
-    """Whatever happens: it is in use exactly while the newest news of its time is good, and is always looked at again."""
+    """Whatever happens: it is in use exactly while the newest news of its time is good, and is always looked
+    at again."""
     entered: list[int] = []
     probing = False
     for event, number in events:
@@ -186,14 +198,19 @@ def any_life(breaker: Breaker, clock: HandClock, events: list[tuple[str, int]]) 
             breaker.probed(event == "answer")
         assert (breaker.enter() is not None) == (breaker.state is BreakerState.CLOSED)
         assert probing == (breaker.state is BreakerState.HALF_OPEN)
-        assert breaker.num_openings - num_openings == (before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN)
+        assert breaker.num_openings - num_openings == (
+            before is BreakerState.CLOSED and breaker.state is BreakerState.OPEN
+        )
     clock.advance(MAX_PROBE_S)
     if breaker.try_probe() or probing:
         breaker.probed(True)
     assert breaker.state is BreakerState.CLOSED, "it comes back"
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["enter", "fail", "done", "tick", "answer", "silence"]), st.integers(0, 5)), max_size=40)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["enter", "fail", "done", "tick", "answer", "silence"]), st.integers(0, 5)),
+    max_size=40,
+)
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,6 +1,8 @@
-"""The cache against a naive reference that knows blocks by their tokens, in any order of calls; and faults that this must notice.
+"""The cache against a naive reference that knows blocks by their tokens, in any order of calls; and faults
+that this must notice.
 
-The reference never hashes: a block's identity is its tenant and all tokens up to its end. It predicts every match exactly.
+The reference never hashes: a block's identity is its tenant and all tokens up to its end. It predicts every
+match exactly.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from kv_fakes import FakeFence, FakeLane
 
 from penstock.contract import Fence, Match, Prefix
@@ -60,7 +68,11 @@ class Request:
 
     @property
     def announced(self) -> list[Content]:
-        return [] if self.salt is None else [self.content(block) for block in range(self.num_keyed, self.num_prompt_blocks)]
+        return (
+            []
+            if self.salt is None
+            else [self.content(block) for block in range(self.num_keyed, self.num_prompt_blocks)]
+        )
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -73,14 +85,17 @@ class CacheMachine(RuleBasedStateMachine):
         self.pins: list[tuple[Pin, list[Block]]] = []
         self.cache.saves.pins = lambda: {pin for pin, _ in self.pins}  # type: ignore[method-assign]  # as if saves had them
         self.asked: list[tuple[list[int], str]] = []
-        self.prefixes: dict[Content, Prefix] = {}  # one object for each that was asked for, as a waiting request has it
+        # one object for each that was asked for, as a waiting request has it
+        self.prefixes: dict[Content, Prefix] = {}
         self.compute = FakeLane("compute")
         self.last_use: dict[int, list[FakeFence]] = {slot: [] for slot in range(NUM_SLOTS)}
 
-    # --------------------------------------------------------------------------------------------------- the reference
+    # ------------------------------------------------------------------------------------------ the reference
 
     def in_use(self) -> set[Block]:
-        return {block for request in self.requests for block in request.blocks} | {block for _, blocks in self.pins for block in blocks}
+        return {block for request in self.requests for block in request.blocks} | {
+            block for _, blocks in self.pins for block in blocks
+        }
 
     def num_free(self) -> int:
         return NUM_SLOTS - len(self.in_use()) - len(self.idle)
@@ -92,7 +107,9 @@ class CacheMachine(RuleBasedStateMachine):
             if content not in self.cached:
                 break
             found.append(self.cached[content])
-        pending = len(found) < len(contents) and any(contents[len(found)] in request.announced for request in self.requests)
+        pending = len(found) < len(contents) and any(
+            contents[len(found)] in request.announced for request in self.requests
+        )
         return Match(len(found), len([block for block in found if block in self.idle]), pending)
 
     def settle(self, blocks: list[Block]) -> None:
@@ -105,7 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(num):
             del self.cached[self.idle.pop(0).content]
 
-    # ----------------------------------------------------------------------------------------------------------- rules
+    # -------------------------------------------------------------------------------------------------- rules
 
     @rule(tokens=prompts, salt=salts, reuse=st.booleans(), take=st.integers(0, 9))
     def open(self, tokens: list[int], salt: str, reuse: bool, take: int) -> None:
@@ -157,7 +174,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cached[content] = request.blocks[block]
             request.num_keyed = block + 1
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=2, max_size=8), salt=salts, num_prompt=st.integers(0, 8))
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=2, max_size=8), salt=salts, num_prompt=st.integers(0, 8)
+    )
     def come_and_go(self, tokens: list[int], salt: str, num_prompt: int) -> None:
         """A whole request in one move, so that idle blocks are never rare."""
         self.open(tokens[:num_prompt], salt, True, 0)
@@ -212,14 +231,16 @@ class CacheMachine(RuleBasedStateMachine):
     def match(self, tokens: list[int], salt: str) -> None:
         assert self.cache.match(self.cache.prefix_of(tokens, salt).keys) == self.expected_match(tokens, salt)
 
-    # ------------------------------------------------------------------------------------------------------ invariants
+    # --------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
         in_use = self.in_use()
         pinned = {block for block in in_use if not block.num_holders}
         counts = self.cache.stats().slots["device"]
-        assert counts == SlotCounts(self.num_free(), 0, len(in_use) - len(pinned), len(pinned), len(self.idle))
+        assert counts == SlotCounts(
+            self.num_free(), 0, len(in_use) - len(pinned), len(pinned), len(self.idle)
+        )
         assert sum(counts) == NUM_SLOTS == self.cache.num_blocks
         assert self.cache.num_available == counts.free + counts.idle
 
@@ -231,19 +252,25 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.num_keys == len(self.cached)
         announced = Counter(content for request in self.requests for content in request.announced)
         tables = self.cache._tables.announcing
-        assert len({key for table in tables for key in table.prefix.keys[table.num_keyed :]}) == len(announced)
+        assert len({key for table in tables for key in table.prefix.keys[table.num_keyed :]}) == len(
+            announced
+        )
         assert len(self.cache._tables.announcing) == sum(bool(request.announced) for request in self.requests)
 
     @invariant()
     def every_recent_prompt_matches_as_predicted(self) -> None:
         for tokens, salt in self.asked:
-            assert self.cache.match(self.cache.prefix_of(tokens, salt).keys) == self.expected_match(tokens, salt)
+            assert self.cache.match(self.cache.prefix_of(tokens, salt).keys) == self.expected_match(
+                tokens, salt
+            )
             prefix = self.cache.prefix_of(tokens, salt)
             self.prefixes.setdefault((salt, tuple(tokens)), prefix)
         for (salt, known), prefix in self.prefixes.items():
             expected = self.expected_match(list(known), salt)
             assert self.cache.is_pending(prefix.keys) == expected.pending
-            assert self.cache.match(prefix.keys) == expected, "what is remembered of a prefix is not what is there"
+            assert self.cache.match(prefix.keys) == expected, (
+                "what is remembered of a prefix is not what is there"
+            )
 
     def teardown(self) -> None:
         for request in self.requests:
@@ -260,7 +287,7 @@ CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=
 TestCacheAgainstItsReference = CacheMachine.TestCase
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def forgets_to_withdraw_what_it_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +323,11 @@ def starts_a_new_chain_for_generated_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 
 def seals_a_block_that_is_not_full(monkeypatch: pytest.MonkeyPatch) -> None:
     seal = BlockTable.seal
-    monkeypatch.setattr(BlockTable, "seal", lambda self, tokens, num, fence: seal(self, [*tokens, 0], num + num % BLOCK, fence))
+    monkeypatch.setattr(
+        BlockTable,
+        "seal",
+        lambda self, tokens, num, fence: seal(self, [*tokens, 0], num + num % BLOCK, fence),
+    )
 
 
 def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,13 +336,19 @@ def ignores_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def matches_beyond_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "find", lambda self, keys, like=None: [slot for key in keys for slot in self._index.find([key])])
+    monkeypatch.setattr(
+        BlockPool,
+        "find",
+        lambda self, keys, like=None: [slot for key in keys for slot in self._index.find([key])],
+    )
 
 
 def keys_that_ignore_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(tokens, block_tokens, scope):
         full = range(0, len(tokens) - block_tokens + 1, block_tokens)
-        return tuple(table_module.block_key(None, tokens[start : start + block_tokens], scope) for start in full)
+        return tuple(
+            table_module.block_key(None, tokens[start : start + block_tokens], scope) for start in full
+        )
 
     monkeypatch.setattr(cache_module, "prefix_keys", faulty)
 

@@ -1,5 +1,5 @@
-"""What the cache answers when parameters meet: a start with blocks in several tiers, a cache without reuse on the device beside others who
-compute or load the same, and a retention that is looked after more than once."""
+"""What the cache answers when parameters meet: a start with blocks in several tiers, a cache without reuse on
+the device beside others who compute or load the same, and a retention that is looked after more than once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ def measured(rig: Cached) -> None:
     rig.loads.link.add(int(LINK), 1.0)
 
 
-@pytest.mark.parametrize(("on_device", "colder", "num_left"), [(0, 0, 100), (3, 0, 88), (0, 4, 84), (3, 4, 72), (20, 5, 1), (25, 0, 1)])
-def test_a_start_takes_as_long_as_what_is_left_and_what_is_loaded(on_device: int, colder: int, num_left: int) -> None:
+@pytest.mark.parametrize(
+    ("on_device", "colder", "num_left"),
+    [(0, 0, 100), (3, 0, 88), (0, 4, 84), (3, 4, 72), (20, 5, 1), (25, 0, 1)],
+)
+def test_a_start_takes_as_long_as_what_is_left_and_what_is_loaded(
+    on_device: int, colder: int, num_left: int
+) -> None:
     """What either tier has is not computed; what is left lies at the end of the prompt."""
     rig = Cached()
     measured(rig)
@@ -33,7 +38,7 @@ def test_a_start_takes_as_long_as_what_is_left_and_what_is_loaded(on_device: int
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------ nothing is reused on the device
+# ---------------------------------------------------------------------------- nothing is reused on the device
 
 
 def test_without_a_device_cache_nobody_waits_for_what_another_computes() -> None:
@@ -41,7 +46,9 @@ def test_without_a_device_cache_nobody_waits_for_what_another_computes() -> None
     rig = Cached(prefix_cache=False)
     table = rig.cache.open("first", rig.prefix(), 0)
     assert table.try_extend(3)
-    assert not rig.cache.is_pending(rig.prefix().keys) and rig.cache.match(rig.prefix().keys) == Match(0, 0, False, 0)
+    assert not rig.cache.is_pending(rig.prefix().keys) and rig.cache.match(rig.prefix().keys) == Match(
+        0, 0, False, 0
+    )
     table.release(None)
     rig.end()
 
@@ -59,7 +66,7 @@ def test_what_lands_for_a_table_that_has_gone_is_kept_only_where_it_can_be_found
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------------ retained
+# --------------------------------------------------------------------------------------------------- retained
 
 
 def test_a_retention_that_is_looked_after_often_leaves_nothing_wanted_at_its_end() -> None:
@@ -88,7 +95,9 @@ def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
     retention = rig.cache.retain(rig.prefix(tokens), 5.0)
     for num_left in (3, 1):
         for memory in (rig.pool, rig.host._pool):
-            memory.forget([slot for slot in memory.find_each(rig.prefix(tokens).keys)[num_left:] if slot >= 0])
+            memory.forget(
+                [slot for slot in memory.find_each(rig.prefix(tokens).keys)[num_left:] if slot >= 0]
+            )
         retention.look_again()
         assert (rig.pool.num_unwanted, rig.host.num_spare) == (8 - num_left, 8 - num_left)
     retention.end()
@@ -96,7 +105,7 @@ def test_a_retention_whose_blocks_come_and_go_ends_every_want_it_had() -> None:
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------------- balance
+# ---------------------------------------------------------------------------------------------------- balance
 
 
 def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
@@ -111,7 +120,9 @@ def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
     class Observer:
         def balanced(self, pool: str, counts: dict[str, int]) -> None:
             assert pool not in told
-            assert pool != "host" or rig.host._lock.locked(), "what was seen and what is counted belong to one moment"
+            assert pool != "host" or rig.host._lock.locked(), (
+                "what was seen and what is counted belong to one moment"
+            )
             told[pool] = counts
 
     rig.cache.tell_balance(Observer())  # type: ignore[arg-type]
@@ -124,7 +135,9 @@ def test_between_two_turns_the_states_of_both_memories_are_told() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_one_in_eight_slots_of_host_memory_is_not_promised_to_contexts_that_stay_there(prefix_cache: bool) -> None:
+def test_one_in_eight_slots_of_host_memory_is_not_promised_to_contexts_that_stay_there(
+    prefix_cache: bool,
+) -> None:
     rig = Cached(prefix_cache, num_host=24)
     assert rig.cache.num_pageable == (21 if prefix_cache else 0)
     rig.end()
@@ -141,8 +154,12 @@ def test_what_has_come_to_host_memory_since_a_lease_was_taken_is_matched() -> No
     rig.end()
 
 
-@pytest.mark.parametrize(("most_resident", "expected"), [(1, Match(0, 0, False)), (2, Match(2, 2, False)), (3, Match(2, 2, False))])
-def test_a_deep_request_begins_with_what_the_device_has_as_far_as_all_of_it_may_stay(most_resident: int, expected: Match) -> None:
+@pytest.mark.parametrize(
+    ("most_resident", "expected"), [(1, Match(0, 0, False)), (2, Match(2, 2, False)), (3, Match(2, 2, False))]
+)
+def test_a_deep_request_begins_with_what_the_device_has_as_far_as_all_of_it_may_stay(
+    most_resident: int, expected: Match
+) -> None:
     rig = Cached()
     rig.run("earlier").release(None)
     rig.finish()
@@ -153,7 +170,9 @@ def test_a_deep_request_begins_with_what_the_device_has_as_far_as_all_of_it_may_
 
 @pytest.mark.parametrize("sent", [False, True])
 @pytest.mark.parametrize("deep", [False, True])
-def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table_has_ended(sent: bool, deep: bool) -> None:
+def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table_has_ended(
+    sent: bool, deep: bool
+) -> None:
     rig = Cached()
     table = rig.cache.open("request", rig.prefix(), 0)
     table.is_deep = deep
@@ -167,7 +186,9 @@ def test_blocks_of_a_scope_of_their_own_are_forgotten_that_land_when_their_table
     rig.cache.settle()
     rig.cache.submit_saves()
     rig.finish()
-    assert list(rig.host.keys()) == list(rig.pool.keys()) == list(rig.prefix().keys[:1]), "the first is everybody's"
+    assert list(rig.host.keys()) == list(rig.pool.keys()) == list(rig.prefix().keys[:1]), (
+        "the first is everybody's"
+    )
     assert not rig.saves._unshared and not rig.saves._unwanted, "nothing is known of it any more"
     rig.end()
 
@@ -239,7 +260,10 @@ def test_blocks_of_a_deep_request_are_saved_though_host_memory_is_full_and_other
         one.seal(tokens, 2 * BLOCK, None)
     rig.cache.submit_saves()
     rig.finish()
-    assert rig.host.absent(rig.prefix().keys) == [False] * 2 and rig.host.absent(rig.prefix([*range(50, 60)]).keys) == [True] * 2
+    assert (
+        rig.host.absent(rig.prefix().keys) == [False] * 2
+        and rig.host.absent(rig.prefix([*range(50, 60)]).keys) == [True] * 2
+    )
     assert table.page_out(2, None) == 2
     for one in (table, other):
         one.release(None)

@@ -1,5 +1,5 @@
-"""The cache over a host tier: what it matches, waits for and gives keys to, whatever becomes of the tables; and faults that turn these
-tests red."""
+"""The cache over a host tier: what it matches, waits for and gives keys to, whatever becomes of the tables;
+and faults that turn these tests red."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def test_a_save_waits_for_the_step_that_read_its_slots_in_host_memory() -> None:
     other = rig.run("other", others)
     while any(lane.step() for lane in rig.lanes if lane.name in ("launch save", "save")):
         pass
-    assert sorted(rig.host_arena.read([slot], (0, 1))[0][0] for slot in range(2)) == BLOCKS, "the step may still read them"
+    assert sorted(rig.host_arena.read([slot], (0, 1))[0][0] for slot in range(2)) == BLOCKS, (
+        "the step may still read them"
+    )
     rig.finish()
     assert rig.cache.num_in_flight == 0 and rig.host.num_leading(rig.prefix(others).keys) == 2
     other.release(None)
@@ -141,7 +143,9 @@ def test_what_a_transfer_or_a_lease_reads_can_be_forgotten_and_is_read_to_the_en
 
 
 @pytest.mark.parametrize("firsts", [[0], [0, 1]])
-def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_host_memory(firsts: list[int]) -> None:
+def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_host_memory(
+    firsts: list[int],
+) -> None:
     rig = Cached()
     table = rig.run("request")
     rig.finish()
@@ -159,7 +163,9 @@ def test_a_fetch_that_cannot_be_submitted_takes_no_slot_and_keeps_nothing_in_hos
 def test_what_left_the_device_is_matched_in_the_host_tier_and_comes_back_under_its_keys() -> None:
     rig = Cached()
     rig.remembered()
-    assert rig.cache.match(rig.prefix().keys) == Match(0, 0, False, 0), "without a lease nobody says how long it stays there"
+    assert rig.cache.match(rig.prefix().keys) == Match(0, 0, False, 0), (
+        "without a lease nobody says how long it stays there"
+    )
     table, _ = rig.loading()
     assert rig.cache.stats().num_keys == 0 and rig.cache.num_in_flight == 1
     assert rig.finish()
@@ -196,7 +202,9 @@ def test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute() -> Non
     rig.load_copier.fail_next = 1
     rig.finish()
     assert promotion.error() is not None and rig.cache.stats().num_keys == 0 and table.num_keyed == 0
-    assert rig.cache.match(rig.prefix().keys).pending, "the table announces them still: it is going to compute them"
+    assert rig.cache.match(rig.prefix().keys).pending, (
+        "the table announces them still: it is going to compute them"
+    )
     table.seal(PROMPT, 8, None)
     assert rig.cache.match(rig.prefix().keys).num_blocks == 2
     table.release(None)
@@ -314,7 +322,9 @@ def test_without_a_device_cache_nothing_stays_and_everything_is_in_the_host_tier
     rig.finish()
     assert rig.cache.stats().slots["device"].free == 8 and rig.cache.stats().num_keys == 0
     table, _ = rig.loading()
-    assert rig.cache.match(rig.prefix().keys, rig.cache.lease("second", rig.prefix())).num_colder == 2, "also while another loads it"
+    assert rig.cache.match(rig.prefix().keys, rig.cache.lease("second", rig.prefix())).num_colder == 2, (
+        "also while another loads it"
+    )
     table.release(None)
     rig.finish()
     assert rig.cache.stats().slots["device"].free == 8
@@ -325,7 +335,10 @@ def test_reset_forgets_one_tier_or_both() -> None:
     rig.run("earlier").release(None)
     rig.finish()
     assert list(rig.cache.stats().slots) == ["device", "host"]
-    assert rig.cache.reset(["host"]).forgotten == {"host": 2} and rig.cache.match(rig.prefix().keys).num_blocks == 2
+    assert (
+        rig.cache.reset(["host"]).forgotten == {"host": 2}
+        and rig.cache.match(rig.prefix().keys).num_blocks == 2
+    )
     assert rig.cache.reset().forgotten == {"device": 2, "host": 0}
     rig.end()
 
@@ -363,7 +376,7 @@ def test_closing_with_something_left_raises(left: str) -> None:
         rig.cache.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 Patch = pytest.MonkeyPatch
 
@@ -372,7 +385,9 @@ def knows_adapters_by_name(patch: Patch) -> None:
     prefix_of = KvCache.prefix_of
 
     def faulty(self: KvCache, tokens: Any, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
-        return prefix_of(self, tokens, salt, None if adapter is None else adapter._replace(digest=adapter.name))
+        return prefix_of(
+            self, tokens, salt, None if adapter is None else adapter._replace(digest=adapter.name)
+        )
 
     patch.setattr(KvCache, "prefix_of", faulty)
 
@@ -409,14 +424,19 @@ RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (knows_adapters_by_name, test_adapter_reloaded_under_the_same_name_hits_stale_kv),
     (keys_the_half_saved, test_a_half_saved_block_comes_back_without_a_key),
     (gives_keys_to_what_failed, test_a_promotion_that_fails_gives_no_keys_and_its_table_may_compute),
-    (forgets_what_the_copy_was_to_wait_for, test_a_table_that_computes_after_a_failed_promotion_waits_for_those_before_it),
+    (
+        forgets_what_the_copy_was_to_wait_for,
+        test_a_table_that_computes_after_a_failed_promotion_waits_for_those_before_it,
+    ),
     (waits_for_what_is_late, test_a_prefix_is_pending_while_it_is_promoted_also_when_its_request_has_gone),
     (loses_what_nobody_waits_for, test_retracting_while_blocks_are_on_their_way_saves_nothing_of_them),
 ]
 
 
 @pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
-def test_a_broken_cache_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+def test_a_broken_cache_turns_its_test_red(
+    fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch
+) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
         test()

@@ -1,5 +1,6 @@
-"""What the cache keeps for requests in line and for sessions: what they are matched with can be claimed or has gone, what is retained is
-wanted wherever it is, and a saved request loses no more than what was forgotten."""
+"""What the cache keeps for requests in line and for sessions: what they are matched with can be claimed or
+has gone, what is retained is wanted wherever it is, and a saved request loses no more than what was
+forgotten."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def lease_of(rig: Cached | Stacked, prefix: object) -> HostLease:
     return lease
 
 
-# --------------------------------------------------------------------------------------------------------- matched and claimed
+# ---------------------------------------------------------------------------------------- matched and claimed
 
 
 def test_a_match_takes_note_of_what_has_gone_and_a_claim_of_what_goes_between_them() -> None:
@@ -98,7 +99,10 @@ def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_ag
     assert taken.reservation is not None
     rig.host.land(taken)
     lease = lease_of(rig, prefix)
-    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.runs_from(0) == [("host", 2), ("ssd", 2)]
+    assert rig.cache.match(prefix.keys, lease).num_colder == 4 and lease.runs_from(0) == [
+        ("host", 2),
+        ("ssd", 2),
+    ]
     rig.host.reset()
     assert not lease.claim(0, 4) and rig.cache.match(prefix.keys, lease).num_colder == 0
     lease.end()
@@ -115,7 +119,7 @@ def test_a_load_whose_part_in_host_memory_has_gone_since_the_match_is_matched_ag
     rig.cache.check()
 
 
-# --------------------------------------------------------------------------------------------------------------- retracted
+# -------------------------------------------------------------------------------------------------- retracted
 
 
 @pytest.mark.parametrize("num_gone", [0, 1, 2])
@@ -126,7 +130,9 @@ def test_a_saved_request_comes_back_with_what_was_not_forgotten(num_gone: int) -
     assert isinstance(lease, HostLease)
     rig.finish()
     rig.cache.reset(["device"])
-    assert (rig.host.num_spare, rig.host.slots.reserved) == (1, 1), "its blocks are wanted, the half of one is its own"
+    assert (rig.host.num_spare, rig.host.slots.reserved) == (1, 1), (
+        "its blocks are wanted, the half of one is its own"
+    )
     rig.host.give_way(rig.prefix().keys, num_gone)
     match = rig.cache.match(rig.prefix().keys, lease)
     assert match == Match(0, 0, False, {0: 3, 1: 1, 2: 0}[num_gone])
@@ -153,7 +159,7 @@ def test_what_is_wanted_of_a_saved_request_ends_with_it() -> None:
     rig.end()
 
 
-# ---------------------------------------------------------------------------------------------------------------- retained
+# --------------------------------------------------------------------------------------------------- retained
 
 
 def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
@@ -167,7 +173,11 @@ def test_what_is_retained_is_wanted_where_it_has_gone() -> None:
     rig.finish()
     assert rig.pool.num_free == 2 and rig.host.num_spare == 4, "it is in host memory, and nobody has looked"
     retention.look_again()
-    assert rig.host.num_spare == 2 and fill_host(rig, 4) == 2 and rig.host.find_each(rig.prefix().keys) != [-1, -1]
+    assert (
+        rig.host.num_spare == 2
+        and fill_host(rig, 4) == 2
+        and rig.host.find_each(rig.prefix().keys) != [-1, -1]
+    )
     retention.end()
     retention.end()
     assert rig.host.num_spare == 4 and rig.pool.num_unwanted == 2
@@ -189,7 +199,7 @@ def test_what_is_retained_and_was_dropped_for_somebody_is_wanted_again() -> None
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------ room and times
+# --------------------------------------------------------------------------------------------- room and times
 
 
 @pytest.mark.parametrize("tiers", [True, False])

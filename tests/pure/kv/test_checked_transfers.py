@@ -1,5 +1,5 @@
-"""Transfers in checked mode: each block that leaves the device or comes back is told with its own key, slot and bytes, destinations are
-spoiled before they are copied to, and what did not come is not told."""
+"""Transfers in checked mode: each block that leaves the device or comes back is told with its own key, slot
+and bytes, destinations are spoiled before they are copied to, and what did not come is not told."""
 
 from __future__ import annotations
 
@@ -62,13 +62,17 @@ def test_of_saved_blocks_those_that_are_copied_are_told_where_they_go() -> None:
     rig.save(KEYS[:5], "second").end()
     new = [KEYS[0], KEYS[2], KEYS[4]]
     assert sorted(rig.told.events) == sorted(rig.expected("demoted", new))
-    assert [(arena, sorted(slots)) for arena, slots in rig.told.spoiled] == [("host", sorted(rig.host.find_each(new)))]
+    assert [(arena, sorted(slots)) for arena, slots in rig.told.spoiled] == [
+        ("host", sorted(rig.host.find_each(new)))
+    ]
     assert rig.in_host(KEYS[:5]) == KEYS[:5]
     rig.close()
 
 
 @pytest.mark.parametrize("num_there", [0, 1, 2, 3])
-def test_of_a_retraction_what_host_memory_has_not_is_told_and_the_tail_without_a_key_is_not(num_there: int) -> None:
+def test_of_a_retraction_what_host_memory_has_not_is_told_and_the_tail_without_a_key_is_not(
+    num_there: int,
+) -> None:
     rig = Checked()
     if num_there:
         rig.save(KEYS[:num_there]).end()

@@ -12,13 +12,19 @@ from penstock.kv import cache as cache_module
 from penstock.kv.memory import HostMemory
 
 
-def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Stacked("ssd", "remote")
     given: dict[str, float | None] = {}
     for lane in rig.lanes:
         close = lane.close
         monkeypatch.setattr(
-            lane, "close", lambda timeout_s, lane=lane, close=close: given.update({lane.name: timeout_s}) or close(timeout_s)
+            lane,
+            "close",
+            lambda timeout_s, lane=lane, close=close: (
+                given.update({lane.name: timeout_s}) or close(timeout_s)
+            ),
         )
     rig.cache.close(0.0)
     assert {lane.name for lane in rig.lanes} - set(given) == {"compute"}
@@ -50,7 +56,9 @@ class Memory:
 
     closed = False
 
-    def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+    def prepare(
+        self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]
+    ) -> None:
         ready(range(16))
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
-"""What is easily left out at the edges of a cold tier: how its store's close ended, how often a store is looked at that is rarely looked at
-anyway, questions that come while others are put away, and how long a store is waited for behind what is there."""
+"""What is easily left out at the edges of a cold tier: how its store's close ended, how often a store is
+looked at that is rarely looked at anyway, questions that come while others are put away, and how long a store
+is waited for behind what is there."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ __all__ = ["make"]
 
 @pytest.mark.parametrize("error", [InvariantBroken("it was written to behind its end"), OSError("bad")])
 @pytest.mark.parametrize("local", [True, False])
-def test_a_store_whose_close_goes_wrong_is_told_by_whoever_closes_its_tier(make: Make, local: bool, error: Exception) -> None:
+def test_a_store_whose_close_goes_wrong_is_told_by_whoever_closes_its_tier(
+    make: Make, local: bool, error: Exception
+) -> None:
     """Only a store that does not answer is left with a warning: nobody needs it any more."""
     rig = make(local=local)
     rig.store.raises = error
@@ -36,7 +39,8 @@ def test_a_store_whose_close_goes_wrong_is_told_by_whoever_closes_its_tier(make:
 
 
 def test_a_defect_of_ours_is_the_error_of_a_write_also_where_the_store_failed_before_it(make: Make) -> None:
-    """Two groups of one write go wrong at once: it is told what must be mended, not what goes away by itself."""
+    """Two groups of one write go wrong at once: it is told what must be mended, not what goes away by
+    itself."""
     rig = make()
     together = threading.Barrier(2)
 
@@ -49,7 +53,9 @@ def test_a_defect_of_ours_is_the_error_of_a_write_also_where_the_store_failed_be
     assert writing is not None and len(writing.groups) == 2
     with pytest.raises(InvariantBroken, match="nobody should"):
         rig.settle()
-    assert rig.settle() == [writing] and isinstance(writing.error, InvariantBroken) and writing.done_keys == []
+    assert (
+        rig.settle() == [writing] and isinstance(writing.error, InvariantBroken) and writing.done_keys == []
+    )
 
 
 @pytest.mark.parametrize("probe_s", [0.5, MAX_PROBE_S / 2, MAX_PROBE_S, 2 * MAX_PROBE_S])
@@ -91,10 +97,14 @@ def test_open_questions_are_looked_through_under_the_lock_that_callers_add_their
 
 
 def test_a_store_is_not_asked_for_somebody_who_has_given_up(make: Make) -> None:
-    """Questions queue behind one that takes long: those whose time is over by then would only keep the others waiting."""
+    """Questions queue behind one that takes long: those whose time is over by then would only keep the others
+    waiting."""
     rig = make()
     rig.store.gate.hold("find")
-    first, second, third = (rig.tier.find(KEYS[number : number + 1], patience_s) for number, patience_s in enumerate((1e9, 1.0, 1e9)))
+    first, second, third = (
+        rig.tier.find(KEYS[number : number + 1], patience_s)
+        for number, patience_s in enumerate((1e9, 1.0, 1e9))
+    )
     rig.store.gate.wait_came()
     rig.clock.advance(2.0)
     rig.store.gate.let()
@@ -103,7 +113,9 @@ def test_a_store_is_not_asked_for_somebody_who_has_given_up(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("on_device", "in_host"), [(0, 0), (2, 0), (0, 2), (1, 2)])
-def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(on_device: int, in_host: int) -> None:
+def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(
+    on_device: int, in_host: int
+) -> None:
     """Tokens behind others are dearer: who has much already may wait longer for the same number of blocks."""
     rig = Stacked("remote")
     num_there, num_asked = on_device + in_host, 4
@@ -118,7 +130,9 @@ def test_a_store_is_waited_for_as_long_as_what_it_may_have_takes_where_it_lies(o
         rig.host.forget(rig.keys(on_device))
     measured(rig)
     lease = rig.cache.lease("request", rig.prefix(num_there + num_asked))
-    assert isinstance(lease, HostLease) and list(lease.parts[0].blocks) == list(range(num_there, num_there + num_asked))
+    assert isinstance(lease, HostLease) and list(lease.parts[0].blocks) == list(
+        range(num_there, num_there + num_asked)
+    )
     depth = (num_there + num_asked / 2) * BLOCK
     expected = num_asked * BLOCK * 1e-3 * (1 + depth)
     assert lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(min(1.0, expected))
@@ -132,7 +146,9 @@ def test_a_store_is_not_waited_for_longer_than_a_second_however_long_computing_t
     rig.saves.limits = replace(rig.saves.limits, load_always=False)
     rig.loads.prefill.add(BLOCK, 0.0, 100.0)
     lease = rig.cache.lease("request", rig.prefix(4))
-    assert isinstance(lease, HostLease) and lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(1.0)
+    assert isinstance(lease, HostLease) and lease.parts[0].finding.deadline_s - rig.clock() == pytest.approx(
+        1.0
+    )
     lease.end()
     rig.flow()
     rig.end()

@@ -1,5 +1,5 @@
-"""How a load gets room in host memory, shares what others bring, and what leases and broken tiers do to it. What becomes of its blocks is
-in `test_cold_loads`."""
+"""How a load gets room in host memory, shares what others bring, and what leases and broken tiers do to it.
+What becomes of its blocks is in `test_cold_loads`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.kv.table import BlockTable
 from penstock.kv.tiers import loads
 from penstock.kv.tiers.loads import BlockLoad
 
-# ------------------------------------------------------------------------------------------------------------------------ no room
+# ---------------------------------------------------------------------------------------------------- no room
 
 
 def test_without_room_in_host_memory_it_ends_before_the_first_that_has_none() -> None:
@@ -63,7 +63,7 @@ def test_blocks_that_others_want_in_host_memory_make_room_for_those_that_a_reque
     rig.end(table)
 
 
-# ------------------------------------------------------------------------------------------------------------------- a little at a time
+# ----------------------------------------------------------------------------------------- a little at a time
 
 
 @pytest.fixture
@@ -108,12 +108,14 @@ def test_what_lies_behind_a_block_that_does_not_come_is_not_read(lost: int) -> N
     rig.flow()
     group = lost - lost % GROUP
     expected = [True] * group + [place != lost for place in range(group, group + GROUP)]
-    assert load.over and load.num_landed == lost and rig.host_has(rig.keys(EIGHT))[: group + GROUP] == expected
+    assert (
+        load.over and load.num_landed == lost and rig.host_has(rig.keys(EIGHT))[: group + GROUP] == expected
+    )
     assert sum(rig.host_has(rig.keys(EIGHT)[group + GROUP :])) <= GROUP, "at most what was begun already"
     rig.end(table)
 
 
-# ---------------------------------------------------------------------------------------------------------------- two for the same
+# ------------------------------------------------------------------------------------------- two for the same
 
 
 def test_the_second_request_for_the_same_blocks_waits_for_the_first() -> None:
@@ -153,7 +155,8 @@ def test_blocks_that_another_reads_at_the_moment_are_computed_where_nothing_is_s
 
 
 def some_in_host_since_the_match(**rig_of: int) -> tuple[Stacked, BlockTable, BlockLoad]:
-    """A load of eight blocks that were all on disk when they were matched, the first three of which host memory has got since."""
+    """A load of eight blocks that were all on disk when they were matched, the first three of which host
+    memory has got since."""
     rig = from_ssd(**rig_of)
     lease = rig.cache.lease("request", rig.prefix(EIGHT))
     assert lease is not None and lease.runs_from(0) == [("ssd", EIGHT)]
@@ -174,7 +177,8 @@ def test_blocks_that_came_to_the_host_since_the_match_are_not_read_again() -> No
 
 def test_blocks_that_came_to_the_host_since_the_match_stay_until_they_are_copied() -> None:
     rig, table, load = some_in_host_since_the_match(num_host=EIGHT)
-    other = rig.ran(3, "b", "other")  # host memory has no slot that neither this load reads from nor reads into
+    # host memory has no slot that neither this load reads from nor reads into
+    other = rig.ran(3, "b", "other")
     rig.run("launch save", "save")
     assert rig.host_has(rig.keys(3)) == [True] * 3 and not any(rig.host_has(rig.keys(3, "b")))
     rig.flow()
@@ -182,7 +186,7 @@ def test_blocks_that_came_to_the_host_since_the_match_stay_until_they_are_copied
     rig.end(table, other)
 
 
-# -------------------------------------------------------------------------------------------------------------- leases and trouble
+# ----------------------------------------------------------------------------------------- leases and trouble
 
 
 def test_a_load_of_more_than_its_lease_has_ends_where_that_does() -> None:
@@ -243,7 +247,11 @@ def test_a_tier_that_breaks_between_two_reads_brings_what_it_had_read() -> None:
     rig.read(0)
     rig.stores["ssd"].die()
     rig.flow()
-    assert load.over and load.num_landed == GROUP and rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6
+    assert (
+        load.over
+        and load.num_landed == GROUP
+        and rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6
+    )
     rig.stores["ssd"].raises = None
     rig.end(table)
 

@@ -1,5 +1,6 @@
-"""Blocks on their way from cold tiers through host memory to the device: in any order of reads, copies and ends, what comes is right, what
-does not come is known, and nothing is left; and faults that turn these tests red."""
+"""Blocks on their way from cold tiers through host memory to the device: in any order of reads, copies and
+ends, what comes is right, what does not come is known, and nothing is left; and faults that turn these tests
+red."""
 
 from __future__ import annotations
 
@@ -27,12 +28,20 @@ def test_the_first_blocks_are_promoted_while_later_ones_are_read() -> None:
     table, load = rig.load(EIGHT)
     seen = []
     for lane in (0, 1, 0, 1):
-        seen.append((load.num_ready, load.num_sent, load.num_landed, load.arrivals, load.settled, load.error()))
+        seen.append(
+            (load.num_ready, load.num_sent, load.num_landed, load.arrivals, load.settled, load.error())
+        )
         rig.read(lane)
         assert load.num_sent == load.num_ready == seen[-1][0] + GROUP
         rig.copy()
     assert seen == [(num, num, num, None, False, None) for num in (0, 2, 4, 6)]
-    assert load.settled and load.over and load.arrivals == () and load.num_landed == EIGHT and load.error() is None
+    assert (
+        load.settled
+        and load.over
+        and load.arrivals == ()
+        and load.num_landed == EIGHT
+        and load.error() is None
+    )
     assert rig.device_has(EIGHT) == [True] * EIGHT and table.num_keyed == EIGHT
     assert rig.cache.stats().promoted_total == EIGHT
     rig.end(table)
@@ -59,11 +68,15 @@ def test_it_can_be_waited_for_once_everything_is_sent_and_is_nearly_there_before
     rig = from_ssd(6)
     table, load = rig.load(6)
     rig.read(0, 1, 0)
-    assert load.num_sent == 6 and len(load.copies) == 3 and load.arrivals is None and not load.nearly_landed(), "not launched"
+    assert (
+        load.num_sent == 6 and len(load.copies) == 3 and load.arrivals is None and not load.nearly_landed()
+    ), "not launched"
     for _ in range(3):
         rig.lane("launch load").step()
     arrivals = load.arrivals
-    assert arrivals is not None and len(arrivals) == 3 and not load.nearly_landed(), "two of them come before the last"
+    assert arrivals is not None and len(arrivals) == 3 and not load.nearly_landed(), (
+        "two of them come before the last"
+    )
     rig.lane("load").step()
     rig.lane("load").step()
     assert not load.nearly_landed()
@@ -71,7 +84,9 @@ def test_it_can_be_waited_for_once_everything_is_sent_and_is_nearly_there_before
     rig.lane("load").step()
     assert load.nearly_landed() and [arrival.fence.passed() for arrival in arrivals] == [True, True, False]
     rig.cache.settle()
-    assert load.arrivals == arrivals[2:] and load.nearly_landed() and not load.settled and load.num_landed == 4
+    assert (
+        load.arrivals == arrivals[2:] and load.nearly_landed() and not load.settled and load.num_landed == 4
+    )
     rig.copy()
     assert load.settled and load.arrivals == () and load.nearly_landed()
     rig.end(table)
@@ -102,7 +117,11 @@ def test_what_the_host_has_comes_first_and_in_between() -> None:
     assert lease is not None and not lease.ready, "the store far away has not answered"
     assert lease.runs_from(0) == [("host", 2), ("ssd", 2), ("host", 1)]
     rig.run("ask remote")
-    assert lease.ready and lease.runs_from(0) == [("host", 2), ("ssd", 2), ("host", 1), ("remote", 2)] and lease.num_from(0) == 7
+    assert (
+        lease.ready
+        and lease.runs_from(0) == [("host", 2), ("ssd", 2), ("host", 1), ("remote", 2)]
+        and lease.num_from(0) == 7
+    )
     assert lease.runs_from(3) == [("ssd", 1), ("host", 1), ("remote", 2)]
     assert rig.cache.match(rig.prefix(EIGHT).keys, lease) == Match(0, 0, False, 7)
     table = rig.cache.open("request", rig.prefix(EIGHT), 0)
@@ -115,12 +134,14 @@ def test_what_the_host_has_comes_first_and_in_between() -> None:
     rig.end(table)
 
 
-# -------------------------------------------------------------------------------------------------------------------- the table ends
+# --------------------------------------------------------------------------------------------- the table ends
 
 
 @pytest.mark.parametrize("num_read", range(5))
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_cancel_at_any_moment_keeps_what_is_under_way_and_brings_nothing_more(num_read: int, copied: bool) -> None:
+def test_a_cancel_at_any_moment_keeps_what_is_under_way_and_brings_nothing_more(
+    num_read: int, copied: bool
+) -> None:
     rig = from_ssd()
     table, load = rig.load(EIGHT)
     for number in range(num_read):
@@ -136,8 +157,12 @@ def test_a_cancel_at_any_moment_keeps_what_is_under_way_and_brings_nothing_more(
     assert rig.pool.counts.pinned == (0 if copied else sent) and rig.pool.counts.active == 0
     assert load.over == (load.settled and num_read == 4)
     rig.flow()
-    assert load.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT, "what was being read is in host memory"
-    assert rig.device_has(EIGHT) == [True] * sent + [False] * (EIGHT - sent), "and what was sent is on the device"
+    assert load.over and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT, (
+        "what was being read is in host memory"
+    )
+    assert rig.device_has(EIGHT) == [True] * sent + [False] * (EIGHT - sent), (
+        "and what was sent is on the device"
+    )
     rig.end()
 
 
@@ -177,7 +202,7 @@ def test_it_is_noticed_where_it_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
         cancelled_with_a_copy_in_flight()
 
 
-# ---------------------------------------------------------------------------------------------------------------- something is missing
+# --------------------------------------------------------------------------------------- something is missing
 
 
 @pytest.mark.parametrize("lost", range(EIGHT))
@@ -194,7 +219,9 @@ def test_it_ends_before_a_block_that_does_not_come(lost: int, how: str) -> None:
     assert load.settled and load.over and load.num_landed == load.limit == lost
     assert isinstance(load.error(), TransferFailed) and f"{lost} of {EIGHT} blocks came" in str(load.error())
     assert rig.device_has(EIGHT) == [True] * lost + [False] * (EIGHT - lost) and table.num_keyed == lost
-    assert rig.host_has(keys) == [place != lost for place in range(EIGHT)], "those behind it are in host memory"
+    assert rig.host_has(keys) == [place != lost for place in range(EIGHT)], (
+        "those behind it are in host memory"
+    )
     rig.fill(table, EIGHT)
     assert rig.device_has(EIGHT) == [True] * EIGHT
     rig.end(table)
@@ -250,7 +277,7 @@ def test_a_table_that_computes_at_once_waits_for_the_earlier_users_itself() -> N
     rig.end(table)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- a copy fails
+# ----------------------------------------------------------------------------------------------- a copy fails
 
 
 @pytest.mark.parametrize("failed", range(4))
@@ -268,8 +295,12 @@ def test_a_part_that_fails_while_later_ones_are_in_flight(failed: int) -> None:
     came = min(failed, 3) * PART
     assert load.num_landed == came
     if failed < 3:
-        assert isinstance(load.error(), TransferFailed) and load.settled and load.limit == 6, "what is not sent is not sent any more"
-    assert table.num_keyed == came and rig.device_has(EIGHT) == [True] * came + [False] * (EIGHT - came), "no key for what lies behind it"
+        assert isinstance(load.error(), TransferFailed) and load.settled and load.limit == 6, (
+            "what is not sent is not sent any more"
+        )
+    assert table.num_keyed == came and rig.device_has(EIGHT) == [True] * came + [False] * (EIGHT - came), (
+        "no key for what lies behind it"
+    )
     rig.load_copier.fail_next = failed == 3
     rig.flow()
     assert load.over and load.num_landed == came and rig.device_has(EIGHT)[came:] == [False] * (EIGHT - came)
@@ -300,7 +331,9 @@ def test_a_part_that_cannot_be_sent_ends_it() -> None:
     rig.end(table)
 
 
-def test_what_a_lease_covers_is_counted_again_when_it_has_changed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_lease_covers_is_counted_again_when_it_has_changed_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whoever waits for memory asks in every plan."""
     rig = Stacked("remote")
     rig.remembered(EIGHT, tiers=("remote",))

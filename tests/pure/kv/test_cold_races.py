@@ -1,6 +1,7 @@
-"""The races of reads and writes behind host memory with copies to and from the device, under chosen interleavings and under the sanitizer:
-ours do not happen, and each is heard as soon as the edge or the pin that forbids it is taken away. Real pools, tiers and movers; only the
-bytes are few and the lanes are sequenced."""
+"""The races of reads and writes behind host memory with copies to and from the device, under chosen
+interleavings and under the sanitizer: ours do not happen, and each is heard as soon as the edge or the pin
+that forbids it is taken away. Real pools, tiers and movers; only the bytes are few and the lanes are
+sequenced."""
 
 from __future__ import annotations
 
@@ -39,21 +40,33 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 class World:
-    """A device, host memory and a disk of one block an exchange, each with as many slots as a program needs."""
+    """A device, host memory and a disk of one block an exchange, each with as many slots as a program
+    needs."""
 
-    def __init__(self, sequencer: Sequencer, sanitizer: Sanitizer | None, num_device: int = 4, num_host: int = 4) -> None:
+    def __init__(
+        self, sequencer: Sequencer, sanitizer: Sanitizer | None, num_device: int = 4, num_host: int = 4
+    ) -> None:
         lane, launcher = sequencer.lane, sequencer.launcher
         self.sequencer, self.compute = sequencer, lane("compute")
-        self.device, self.host = TagArena("device", num_device, LAYERS), ByteArena("host", num_host, LAYERS, CELL)
+        self.device, self.host = (
+            TagArena("device", num_device, LAYERS),
+            ByteArena("host", num_host, LAYERS, CELL),
+        )
         pool = BlockPool(num_device, "device", sanitizer)
         tier = HostTier(BlockPool(num_host, "host", sanitizer), BLOCK, 1e9)
-        load = Mover(("host", "device"), TagCopier(self.host, self.device), lane("load"), launcher("launch-load"))
-        save = Mover(("device", "host"), TagCopier(self.device, self.host), lane("save"), launcher("launch-save"))
+        load = Mover(
+            ("host", "device"), TagCopier(self.host, self.device), lane("load"), launcher("launch-load")
+        )
+        save = Mover(
+            ("device", "host"), TagCopier(self.device, self.host), lane("save"), launcher("launch-save")
+        )
         self.store = MemoryStore("ssd", local=True)
         lanes = ColdLanes([lane("read-0"), lane("read-1")], [lane("write")], None)
         limits = ColdLimits(group_bytes=BLOCK_BYTES, stuck_s=1e9)
         self.tier = ColdTier(self.store, lanes, self.host.view, ("host", LAYERS), limits, HandClock())
-        loads = Loads(Saves(pool, tier, [self.tier], save, LAYOUT, TierLimits(0, 1e9, load_always=True)), load)
+        loads = Loads(
+            Saves(pool, tier, [self.tier], save, LAYOUT, TierLimits(0, 1e9, load_always=True)), load
+        )
         loads._part_blocks = 1
         self.cache = KvCache(pool, SCOPE, loads=loads)
 
@@ -66,7 +79,9 @@ class World:
         keys = self.prefix(name, num_blocks).keys
         self.store.write(keys, range(num_blocks), [memoryview(key * LAYERS) for key in keys])
 
-    def run(self, name: str, num_blocks: int = 2, table: BlockTable | None = None) -> tuple[BlockTable, Fence]:
+    def run(
+        self, name: str, num_blocks: int = 2, table: BlockTable | None = None
+    ) -> tuple[BlockTable, Fence]:
         """A request's prefill: one op that writes the blocks that it does not have yet."""
         own = self.cache.open(name, self.prefix(name, num_blocks), 0) if table is None else table
         while not own.try_extend(num_blocks - own.num_slots):
@@ -107,13 +122,17 @@ class World:
     def fetch(self, name: str, num_blocks: int) -> Fetch | None:
         return self.cache.prefetch(self.prefix(name, num_blocks), name)
 
-    def read(self, table: BlockTable, num_blocks: int, load: BlockLoad | None = None) -> tuple[Fence, list[Any]]:
+    def read(
+        self, table: BlockTable, num_blocks: int, load: BlockLoad | None = None
+    ) -> tuple[Fence, list[Any]]:
         """A step that reads the table's first blocks, behind `load`."""
         if load is not None:
             Arriving([load]).wait_on(self.compute, LAYERS)
         slots, seen = table.hold.slots[:num_blocks], list[Any]()
         access = Access("device", slots, ALL, Mode.READ)
-        self.compute.submit(lambda: seen.extend(self.device.read(slots, ALL)), [access], label=f"{table.owner} is read")
+        self.compute.submit(
+            lambda: seen.extend(self.device.read(slots, ALL)), [access], label=f"{table.owner} is read"
+        )
         return self.compute.record(), seen
 
     def turns(self, num: int = 3) -> None:
@@ -137,7 +156,7 @@ def whole(prefix: Prefix, num_blocks: int | None = None) -> list[Any]:
     return [[key] * LAYERS for key in prefix.keys[:num_blocks]]
 
 
-# ------------------------------------------------------------------------------------------------------------------------ programs
+# --------------------------------------------------------------------------------------------------- programs
 
 
 def promote_what_is_still_being_read(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
@@ -153,7 +172,9 @@ def promote_what_is_still_being_read(sequencer: Sequencer, sanitizer: Sanitizer 
     world.end()
 
 
-def read_into_host_slots_that_a_promotion_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def read_into_host_slots_that_a_promotion_still_reads(
+    sequencer: Sequencer, sanitizer: Sanitizer | None
+) -> None:
     world = World(sequencer, sanitizer, num_host=2)
     world.bring_to_host("a")
     world.put("b")
@@ -168,7 +189,9 @@ def read_into_host_slots_that_a_promotion_still_reads(sequencer: Sequencer, sani
     world.end()
 
 
-def read_into_host_slots_that_the_copy_of_a_load_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def read_into_host_slots_that_the_copy_of_a_load_still_reads(
+    sequencer: Sequencer, sanitizer: Sanitizer | None
+) -> None:
     world = World(sequencer, sanitizer, num_device=6, num_host=2)
     world.put("a")
     world.put("b")
@@ -186,7 +209,9 @@ def read_into_host_slots_that_the_copy_of_a_load_still_reads(sequencer: Sequence
     world.end()
 
 
-def evict_and_refill_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def evict_and_refill_a_slot_that_is_written_to_the_disk(
+    sequencer: Sequencer, sanitizer: Sanitizer | None
+) -> None:
     world = World(sequencer, sanitizer, num_host=2)
     world.save("a")
     sequencer.pause("waits for the copies", lambda: world.cache.saves.mover.lane.num_finished >= 2)  # type: ignore[attr-defined]
@@ -239,14 +264,21 @@ def load_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: San
     world.end()
 
 
-def compute_where_a_load_ended_short_into_slots_that_a_step_still_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def compute_where_a_load_ended_short_into_slots_that_a_step_still_reads(
+    sequencer: Sequencer, sanitizer: Sanitizer | None
+) -> None:
     world = World(sequencer, sanitizer, num_device=2)
     world.put("a")
-    other = sequencer.lane("other")  # the step that had the slots is on no lane that the table's own steps come behind
+    # the step that had the slots is on no lane that the table's own steps come behind
+    other = sequencer.lane("other")
     table, fence = world.run("b")
     fence.wait_passed()
     slots, seen = table.hold.slots, list[Any]()
-    other.submit(lambda: seen.extend(world.device.read(slots, ALL)), [Access("device", slots, ALL, Mode.READ)], label="b is read")
+    other.submit(
+        lambda: seen.extend(world.device.read(slots, ALL)),
+        [Access("device", slots, ALL, Mode.READ)],
+        label="b is read",
+    )
     table.release(other.record())
     table, load = world.load("a", loses=True)
     world.tier.drain(20.0)
@@ -269,7 +301,9 @@ def fetch_over_a_slot_that_is_written_to_the_disk(sequencer: Sequencer, sanitize
     world.end()
 
 
-def save_while_a_fetch_that_nobody_wants_any_more_reads(sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
+def save_while_a_fetch_that_nobody_wants_any_more_reads(
+    sequencer: Sequencer, sanitizer: Sanitizer | None
+) -> None:
     world = World(sequencer, sanitizer)
     world.put("a", 1)
     fetch = world.fetch("a", 1)
@@ -294,11 +328,13 @@ def promote_what_a_fetch_is_still_reading(sequencer: Sequencer, sanitizer: Sanit
     assert fetch is not None and fetch.settled and load.settled and load.num_landed == 3
     fence, seen = world.read(table, 3, load)
     world.finish(table, fence)
-    assert seen == whole(world.prefix("a", 3)) and world.store.calls.count("read") == 3, "each block was read once"
+    assert seen == whole(world.prefix("a", 3)) and world.store.calls.count("read") == 3, (
+        "each block was read once"
+    )
     world.end()
 
 
-# -------------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def takes_what_is_being_read_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +364,9 @@ def promotions_without_protection(monkeypatch: pytest.MonkeyPatch) -> None:
 def parts_that_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     init = BlockLoad.__init__
 
-    def faulty(self: BlockLoad, table: Any, first: int, num_blocks: int, keys: Any, after: Any, deadline_s: float) -> None:
+    def faulty(
+        self: BlockLoad, table: Any, first: int, num_blocks: int, keys: Any, after: Any, deadline_s: float
+    ) -> None:
         init(self, table, first, num_blocks, keys, (), deadline_s)
 
     monkeypatch.setattr(BlockLoad, "__init__", faulty)
@@ -351,7 +389,8 @@ PROGRAMS: dict[Of, list[Fault]] = {
 
 
 def sanitized(program: Of, seed: int | None) -> tuple[list[str], object]:
-    """What the sanitizer says to one run, and how the run failed if it did. `seed` None: the default schedule."""
+    """What the sanitizer says to one run, and how the run failed if it did. `seed` None: the default
+    schedule."""
     sanitizer = Sanitizer()
 
     def to_the_end(sequencer: Sequencer) -> None:
@@ -360,7 +399,9 @@ def sanitized(program: Of, seed: int | None) -> tuple[list[str], object]:
         finally:  # what was asked for before it failed still happens
             sequencer.run_all()
 
-    _, failure = run_on(Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), to_the_end)
+    _, failure = run_on(
+        Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), to_the_end
+    )
     return [str(report) for report in sanitizer.reports], failure
 
 

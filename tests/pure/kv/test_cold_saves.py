@@ -1,5 +1,6 @@
-"""What is written down from host memory, when, and what `persist` may say: for every admission, with stores that fail, are full or are
-emptied, and host memory that evicts meanwhile; and faults that turn these tests red."""
+"""What is written down from host memory, when, and what `persist` may say: for every admission, with stores
+that fail, are full or are emptied, and host memory that evicts meanwhile; and faults that turn these tests
+red."""
 
 from __future__ import annotations
 
@@ -32,14 +33,16 @@ def in_host_only(admission: AdmissionName, num_blocks: int = 4, **rig: int) -> S
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------------------ admission
+# -------------------------------------------------------------------------------------------------- admission
 
 
 def test_with_always_a_block_is_written_when_it_lands() -> None:
     rig = Stacked(admission="always")
     rig.ran(4).release(None)
     rig.run("launch save", "save")
-    assert len(rig.tiers["ssd"].writings) == 1 and rig.host.slots.pinned == 4, "protected while they are written"
+    assert len(rig.tiers["ssd"].writings) == 1 and rig.host.slots.pinned == 4, (
+        "protected while they are written"
+    )
     rig.run("write ssd")
     assert rig.store_has(rig.keys(4)) == [True] * 4 and rig.host.slots.pinned == 0 and rig.saves._dirty == {}
     rig.end()
@@ -75,7 +78,9 @@ def test_blocks_of_a_scope_of_their_own_are_never_written_to_the_disk() -> None:
         rig.device.write(table.hold.slots[:num], ALL, [[key] * LAYERS for key in table.sealed_keys])
         rig.cache.submit_saves()
     rig.flow()
-    assert rig.host.num_leading(table.sealed_keys) == 4 and list(rig.first.blocks) == rig.keys(1), "the first is everybody's"
+    assert rig.host.num_leading(table.sealed_keys) == 4 and list(rig.first.blocks) == rig.keys(1), (
+        "the first is everybody's"
+    )
     rig.end(table)
 
 
@@ -123,7 +128,9 @@ def test_with_evict_blocks_are_written_when_room_is_short_the_first_to_go_first(
     rig.remembered(1, "c")
     assert rig.store_has(rig.keys(8, "a")) == [True] * 8
     rig.remembered(8, "d")
-    assert rig.store_has(rig.keys(6, "b")) == [True] * 6, "nothing left host memory that the disk does not have"
+    assert rig.store_has(rig.keys(6, "b")) == [True] * 6, (
+        "nothing left host memory that the disk does not have"
+    )
     rig.end()
 
 
@@ -181,18 +188,24 @@ def test_a_tier_that_is_broken_is_left_out_of_a_lease_and_those_behind_it_are_as
     rig.end()
 
 
-def test_nobody_behind_a_tier_that_has_not_answered_is_asked_and_an_answer_of_nothing_ends_the_lease() -> None:
+def test_nobody_behind_a_tier_that_has_not_answered_is_asked_and_an_answer_of_nothing_ends_the_lease() -> (
+    None
+):
     rig = Stacked("remote", "farther")
     lease = rig.cache.lease("request", rig.prefix(4))
     assert lease is not None and not lease.ready and lease.num_from(0) == 0
     assert len(rig.lane("ask remote")) and not len(rig.lane("ask farther"))
     rig.run("ask remote")
-    assert lease.ready and lease.runs_from(0) == [] and rig.cache.match(rig.prefix(4).keys, lease).num_colder == 0
+    assert (
+        lease.ready
+        and lease.runs_from(0) == []
+        and rig.cache.match(rig.prefix(4).keys, lease).num_colder == 0
+    )
     lease.end()
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------------------ asked once
+# ------------------------------------------------------------------------------------------------- asked once
 
 
 def asked(rig: Stacked, num_blocks: int = 4, first: HostLease | None = None) -> HostLease:
@@ -330,11 +343,13 @@ def test_a_question_that_cannot_be_asked_leaves_no_lease(monkeypatch: pytest.Mon
     rig.end()
 
 
-# -------------------------------------------------------------------------------------------------------------------------- persist
+# ---------------------------------------------------------------------------------------------------- persist
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_what_persist_acknowledges_is_in_the_store_and_the_store_was_told_to_keep_it(admission: AdmissionName) -> None:
+def test_what_persist_acknowledges_is_in_the_store_and_the_store_was_told_to_keep_it(
+    admission: AdmissionName,
+) -> None:
     rig = Stacked(admission=admission)
     table = rig.ran(6)
     one = rig.cache.persist()
@@ -353,7 +368,9 @@ def test_persist_waits_for_a_write_that_was_under_way() -> None:
     rig.run("launch save", "save")
     one = rig.cache.persist()
     rig.cache.settle()
-    assert one is not None and list(one.keys) == rig.keys(4) and len(rig.tiers["ssd"].writings) == 2, "one of them, and the sync"
+    assert one is not None and list(one.keys) == rig.keys(4) and len(rig.tiers["ssd"].writings) == 2, (
+        "one of them, and the sync"
+    )
     rig.run("write ssd")
     assert one.settled and one.error is None and rig.tiers["ssd"].counts.num_written == 4, "each of them once"
     rig.end(table)
@@ -361,7 +378,9 @@ def test_persist_waits_for_a_write_that_was_under_way() -> None:
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("trouble", ["full", "fails", "dies", "dies at the sync"])
-def test_persist_says_so_where_the_store_did_not_take_everything(admission: AdmissionName, trouble: str) -> None:
+def test_persist_says_so_where_the_store_did_not_take_everything(
+    admission: AdmissionName, trouble: str
+) -> None:
     rig = in_host_only(admission)
     store = rig.stores["ssd"]
     if trouble == "full":
@@ -380,7 +399,9 @@ def test_persist_says_so_where_the_store_did_not_take_everything(admission: Admi
     rig.clock.advance(100.0)
     rig.flow()
     again = rig.persisted()
-    assert again.error is None and rig.store_has(rig.keys(4)) == [True] * 4, "what was not written is still to be written"
+    assert again.error is None and rig.store_has(rig.keys(4)) == [True] * 4, (
+        "what was not written is still to be written"
+    )
     rig.end()
 
 
@@ -417,7 +438,12 @@ def test_a_block_that_is_evicted_once_it_is_written_was_persisted() -> None:
     assert one is not None and rig.host.slots.pinned == 4
     assert rig.host.reset() == 0, "nothing can be evicted that is being written"
     rig.flow()
-    assert one.settled and one.error is None and rig.host.reset() == 4 and rig.store_has(rig.keys(4)) == [True] * 4
+    assert (
+        one.settled
+        and one.error is None
+        and rig.host.reset() == 4
+        and rig.store_has(rig.keys(4)) == [True] * 4
+    )
     rig.end()
 
 
@@ -443,7 +469,7 @@ def test_the_set_of_dirty_blocks_stays_small_though_they_come_and_go() -> None:
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------- slices of many blocks
+# -------------------------------------------------------------------------------------- slices of many blocks
 
 
 def count_writes(rig: Stacked, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -473,7 +499,9 @@ def test_a_flush_hands_over_a_slice_in_each_turn(monkeypatch: pytest.MonkeyPatch
     rig.end()
 
 
-def test_blocks_of_a_long_prefix_that_is_asked_for_again_are_written_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_long_prefix_that_is_asked_for_again_are_written_in_slices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Stacked(admission="reuse", num_device=700, num_host=800)
     rig.remembered(600)
     nums = count_writes(rig, monkeypatch)
@@ -494,7 +522,9 @@ def test_what_a_flush_has_written_meanwhile_is_not_written_again(monkeypatch: py
     rig.end(table)
 
 
-def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(saves_module, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 5)
     one = rig.cache.persist()
@@ -506,13 +536,19 @@ def test_a_flush_says_so_where_a_block_leaves_host_memory_before_it_is_written(m
     rig.end()
 
 
-def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_says_so_where_its_first_slice_failed_long_before_the_sync(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The sync knows of writes that are under way when it is submitted, and this one is over by then."""
     monkeypatch.setattr(saves_module, "_WRITE_AT_ONCE", 2)
     rig = in_host_only("evict", 6)
     rig.stores["ssd"].fails.add(rig.keys(1)[0])
     one = rig.persisted()
-    assert isinstance(one.error, StoreFailed) and "1 of 6" in str(one.error) and rig.store_has(rig.keys(6)) == [False] + [True] * 5
+    assert (
+        isinstance(one.error, StoreFailed)
+        and ("1 of 6") in str(one.error)
+        and rig.store_has(rig.keys(6)) == [False] + [True] * 5
+    )
     rig.stores["ssd"].fails.clear()
     assert rig.persisted().error is None and rig.store_has(rig.keys(6)) == [True] * 6
     rig.end()
@@ -530,7 +566,7 @@ def test_what_left_in_the_turn_before_is_none_of_a_flush(monkeypatch: pytest.Mon
     rig.end()
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- reset
+# ------------------------------------------------------------------------------------------------------ reset
 
 
 def emptied(rig: Stacked, tier: str) -> int:
@@ -542,7 +578,9 @@ def emptied(rig: Stacked, tier: str) -> int:
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
-def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(admission: AdmissionName) -> None:
+def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(
+    admission: AdmissionName,
+) -> None:
     rig = Stacked(admission=admission)
     rig.remembered(4, tiers=("host", "ssd"))
     assert rig.persisted().error is None
@@ -553,7 +591,9 @@ def test_after_a_reset_of_the_store_everything_in_host_memory_is_written_again(a
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("tier", ["ssd", "remote"])
-def test_a_store_that_was_away_may_come_back_empty_and_is_given_everything_again(admission: AdmissionName, tier: str) -> None:
+def test_a_store_that_was_away_may_come_back_empty_and_is_given_everything_again(
+    admission: AdmissionName, tier: str
+) -> None:
     rig = Stacked(tier, admission=admission)
     rig.remembered(4, tiers=("host", tier))
     assert rig.persisted().error is None
@@ -672,13 +712,20 @@ def test_a_reset_at_any_moment_of_a_persist_makes_it_write_again(num_writes: int
 
 
 @pytest.mark.parametrize("admission", ["reuse", "evict"])
-def test_blocks_that_a_reset_of_host_memory_takes_from_a_persist_are_its_loss(admission: AdmissionName) -> None:
+def test_blocks_that_a_reset_of_host_memory_takes_from_a_persist_are_its_loss(
+    admission: AdmissionName,
+) -> None:
     rig = in_host_only(admission)
     table = rig.ran(2, "b", "other")
     one = rig.cache.persist()  # it waits for the save of the second
     assert rig.cache.reset(["host"]).forgotten == {"host": 4}
     rig.flow()
-    assert one is not None and one.settled and isinstance(one.error, StoreFailed) and "4 of 6" in str(one.error)
+    assert (
+        one is not None
+        and one.settled
+        and isinstance(one.error, StoreFailed)
+        and ("4 of 6") in str(one.error)
+    )
     assert rig.store_has(rig.keys(2, "b")) == [True] * 2, "what is left is written all the same"
     assert rig.persisted().error is None, "what had left host memory before is nobody's loss"
     rig.end(table)
@@ -698,7 +745,9 @@ def test_tiers_in_memory_are_reset_at_once_and_stores_when_it_is_their_turn() ->
     rig = Stacked("ssd", "remote")
     rig.remembered(4, tiers=("host", "ssd", "remote"))
     resetting = rig.cache.reset(["host", "ssd", "remote"])
-    assert resetting.memory == {"host": 4} and not resetting.settled and rig.store_has(rig.keys(4)) == [True] * 4
+    assert (
+        resetting.memory == {"host": 4} and not resetting.settled and rig.store_has(rig.keys(4)) == [True] * 4
+    )
     rig.flow()
     assert resetting.settled and resetting.forgotten == {"host": 4, "ssd": 4, "remote": 4}
     rig.end()
@@ -711,7 +760,11 @@ def test_a_reset_of_two_stores_is_over_with_the_later_one(first: str) -> None:
     resetting = rig.cache.reset(["ssd", "remote"])
     (last,) = {"ssd", "remote"} - {first}
     rig.run(f"write {first}")
-    assert not resetting.settled and rig.store_has(rig.keys(4), first) == [False] * 4 and rig.store_has(rig.keys(4), last) == [True] * 4
+    assert (
+        not resetting.settled
+        and rig.store_has(rig.keys(4), first) == [False] * 4
+        and rig.store_has(rig.keys(4), last) == [True] * 4
+    )
     rig.run(f"write {last}")
     assert resetting.settled and resetting.error is None and rig.store_has(rig.keys(4), last) == [False] * 4
     rig.end()
@@ -761,7 +814,7 @@ def test_a_reset_of_a_tier_whose_lanes_are_closed_ends_with_an_error() -> None:
     assert resetting.settled and isinstance(resetting.error, LaneClosed)
 
 
-# --------------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 class EndsPinsAtSubmit(Saves):
@@ -833,7 +886,15 @@ def test_a_sound_one_tells_the_story_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [EndsPinsAtSubmit, SyncsAtOnce, NeverSyncs, BelievesEveryWrite, ForgetsNothingAtAReset, WritesThroughTheLimit]
+    "fault",
+    [
+        EndsPinsAtSubmit,
+        SyncsAtOnce,
+        NeverSyncs,
+        BelievesEveryWrite,
+        ForgetsNothingAtAReset,
+        WritesThroughTheLimit,
+    ],
 )
 def test_it_is_noticed_where_it(fault: type[Saves]) -> None:
     with pytest.raises(Exception):  # noqa: B017  a rule of the story, or the books themselves

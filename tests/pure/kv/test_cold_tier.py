@@ -1,4 +1,5 @@
-"""A cold tier on real lanes: what is written is read back, whatever else is a miss with a counter, and nobody waits for it."""
+"""A cold tier on real lanes: what is written is read back, whatever else is a miss with a counter, and nobody
+waits for it."""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
 from penstock.testing.stores import HandClock
 
-DONE, MISSING, CORRUPT, FAILED, FULL = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT, Outcome.FAILED, Outcome.FULL
+DONE, MISSING, CORRUPT, FAILED, FULL = (
+    Outcome.DONE,
+    Outcome.MISSING,
+    Outcome.CORRUPT,
+    Outcome.FAILED,
+    Outcome.FULL,
+)
 __all__ = ["make"]
 
 
-# ------------------------------------------------------------------------------------------------------------- there and back
+# --------------------------------------------------------------------------------------------- there and back
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -34,7 +41,9 @@ def test_what_was_written_is_found_and_read_into_other_slots(make: Make, local: 
     assert rig.read(KEYS[:5]) == [DONE] * 5
     counts = rig.tier.counts
     assert (counts.num_read, counts.num_written) == (5, 5)
-    assert (sum(counts.read_s.counts), sum(counts.write_s.counts)) == (3, 1), "what is read is read two by two"
+    assert (sum(counts.read_s.counts), sum(counts.write_s.counts)) == (3, 1), (
+        "what is read is read two by two"
+    )
     rig.close()
     assert rig.store.closed
 
@@ -46,7 +55,11 @@ def test_what_a_store_does_not_have_or_has_damaged_is_not_served(make: Make) -> 
     rig.store.spoil(KEYS[2])
     rig.store.fails.add(KEYS[3])
     assert rig.read(KEYS[:4]) == [DONE, MISSING, CORRUPT, FAILED]
-    assert (rig.tier.counts.num_missing, rig.tier.counts.num_corrupt, rig.tier.counts.failures) == (1, 1, {"block": 1})
+    assert (rig.tier.counts.num_missing, rig.tier.counts.num_corrupt, rig.tier.counts.failures) == (
+        1,
+        1,
+        {"block": 1},
+    )
     assert rig.read(KEYS[2:3]) == [MISSING]
     assert rig.tier.usable
 
@@ -72,11 +85,15 @@ def test_every_access_is_declared_where_it_is_submitted() -> None:
     _, slots = rig.submit_read(KEYS[:6])
     rig.close()
     for name, wanted in {"read-0": [slots[:2], slots[4:]], "read-1": [slots[2:4]]}.items():
-        assert Heard.accesses[name] == [Access("host", some, (0, LAYERS), Mode.WRITE) for some in wanted], "dealt out in turn, two by two"
-    assert [access.mode for access in Heard.accesses["write-0"] + Heard.accesses["write-1"]] == [Mode.READ] * 2
+        assert Heard.accesses[name] == [Access("host", some, (0, LAYERS), Mode.WRITE) for some in wanted], (
+            "dealt out in turn, two by two"
+        )
+    assert [access.mode for access in Heard.accesses["write-0"] + Heard.accesses["write-1"]] == [
+        Mode.READ
+    ] * 2
 
 
-# --------------------------------------------------------------------------------------------------------------------- groups
+# ----------------------------------------------------------------------------------------------------- groups
 
 
 def test_groups_are_in_flight_until_they_are_over_each_on_the_next_lane(make: Make) -> None:
@@ -91,7 +108,9 @@ def test_groups_are_in_flight_until_they_are_over_each_on_the_next_lane(make: Ma
     rig.store.gate.let(1)
     woken.wait_for(1)  # one of the two, whichever it is
     rig.tier.settle()
-    assert sum(group.over() for group in reading) == 1 and len(rig.tier.readings) in (2, 3), "they are looked at in order"
+    assert sum(group.over() for group in reading) == 1 and len(rig.tier.readings) in (2, 3), (
+        "they are looked at in order"
+    )
     rig.store.gate.let()
     rig.settle()
     assert are_over(reading) and [group.take_outcomes() for group in reading] == [[DONE, DONE]] * 3
@@ -159,7 +178,9 @@ def test_whoever_is_woken_sees_what_is_over(make: Make) -> None:
     is_seen_when_woken(make())
 
 
-def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deal = StoreLanes.deal
 
     def hasty(self: StoreLanes, group, after, run, label) -> None:  # type: ignore[no-untyped-def]
@@ -172,7 +193,7 @@ def test_a_wake_up_that_comes_from_inside_the_op_is_noticed(make: Make, monkeypa
         is_seen_when_woken(make())
 
 
-# ------------------------------------------------------------------------------------------------------------------ questions
+# -------------------------------------------------------------------------------------------------- questions
 
 
 # Holds invariant 11: a late answer is dropped.
@@ -225,10 +246,12 @@ def test_a_question_that_fails_is_answered_with_nothing(make: Make) -> None:
     assert rig.find(KEYS[:2]) == 0
     assert rig.tier.counts.failures == {"error": 1} and not rig.tier.usable
     finding = rig.tier.find(KEYS[:2], 1e9)
-    assert finding.ready and finding.num == 0 and rig.store.calls.count("find") == 1, "a broken store is not asked"
+    assert finding.ready and finding.num == 0 and rig.store.calls.count("find") == 1, (
+        "a broken store is not asked"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- the write queue
+# -------------------------------------------------------------------------------------------- the write queue
 
 
 def test_the_queue_takes_what_fits_first_blocks_first_and_counts_the_rest(make: Make) -> None:
@@ -257,7 +280,9 @@ def test_a_local_store_decides_itself_what_it_has(make: Make) -> None:
     rig = make(True)
     rig.write(KEYS[:2])
     assert rig.write(KEYS[:3]).done_keys == KEYS[:3]
-    assert rig.store.calls == ["write", "write", "write"], "two blocks in each, and nobody asked it what it has"
+    assert rig.store.calls == ["write", "write", "write"], (
+        "two blocks in each, and nobody asked it what it has"
+    )
 
 
 def test_what_a_store_far_away_is_known_to_have_is_not_sent_again(make: Make) -> None:
@@ -267,12 +292,21 @@ def test_what_a_store_far_away_is_known_to_have_is_not_sent_again(make: Make) ->
     assert again is not None and not again.settled
     assert rig.settle() == [again] and again.done_keys == KEYS[:3]
     nothing = rig.submit_write(KEYS[:2])
-    assert nothing is not None and not nothing.settled and nothing.done_keys == [] and len(rig.tier.writings) == 1
-    assert rig.tier.settle() == [nothing] and nothing.done_keys == KEYS[:2], "it comes out of settle like any other"
+    assert (
+        nothing is not None
+        and not nothing.settled
+        and nothing.done_keys == []
+        and len(rig.tier.writings) == 1
+    )
+    assert rig.tier.settle() == [nothing] and nothing.done_keys == KEYS[:2], (
+        "it comes out of settle like any other"
+    )
     assert rig.store.calls.count("write") == 2 and rig.tier.counts.num_written == 3
 
 
-@pytest.mark.parametrize("notice", [lambda rig: rig.read(KEYS[:2]), lambda rig: rig.find(KEYS[:2])], ids=["read", "find"])
+@pytest.mark.parametrize(
+    "notice", [lambda rig: rig.read(KEYS[:2]), lambda rig: rig.find(KEYS[:2])], ids=["read", "find"]
+)
 def test_what_is_seen_to_be_gone_is_written_again(make: Make, notice: Callable[[Rig], object]) -> None:
     rig = make()
     rig.write(KEYS[:2])
@@ -301,7 +335,7 @@ def test_only_so_many_keys_are_remembered_the_newest() -> None:
     assert known.has_each(KEYS[:4]) == [False] * 4 and known.has_each(KEYS[10:20]) == [False] * 7 + [True] * 3
 
 
-# ------------------------------------------------------------------------------------------------------------ settle, persist
+# -------------------------------------------------------------------------------------------- settle, persist
 
 
 def test_a_writing_is_given_out_once_when_all_of_it_is_over(make: Make) -> None:
@@ -311,7 +345,12 @@ def test_a_writing_is_given_out_once_when_all_of_it_is_over(make: Make) -> None:
     assert writing is not None
     rig.store.gate.wait_came(2)
     rig.store.gate.let(1)
-    assert rig.tier.settle() == [] and not writing.settled and writing.done_keys == [] and len(rig.tier.writings) == 1
+    assert (
+        rig.tier.settle() == []
+        and not writing.settled
+        and writing.done_keys == []
+        and len(rig.tier.writings) == 1
+    )
     rig.store.gate.let()
     assert rig.settle() == [writing] and rig.settle() == [] and len(rig.tier.writings) == 0
 
@@ -330,7 +369,9 @@ def test_persist_comes_behind_all_writes(make: Make) -> None:
     assert rig.store.calls == ["write", "write", "persist"]
 
 
-@pytest.mark.parametrize("way", ["persist raises", "a write before it fails", "a write before it finds no room", "fenced off"])
+@pytest.mark.parametrize(
+    "way", ["persist raises", "a write before it fails", "a write before it finds no room", "fenced off"]
+)
 def test_persist_says_why_not_everything_is_safe(make: Make, way: str) -> None:
     rig = make()
     if way == "persist raises":

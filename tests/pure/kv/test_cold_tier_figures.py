@@ -1,4 +1,5 @@
-"""What a cold tier counts and measures: rates of wall time, times of what brought something, a report of all of it."""
+"""What a cold tier counts and measures: rates of wall time, times of what brought something, a report of all
+of it."""
 
 from __future__ import annotations
 
@@ -73,4 +74,8 @@ def test_the_report_tells_all_of_it(make: Make) -> None:
     assert sum(traffic.seconds["remote", "host"].counts) == 1
     assert traffic.in_flight == {("remote", "host"): 0, ("host", "remote"): 0}
     assert traffic.failures == {("remote", "store"): 1, ("remote", "missing"): 1}
-    assert traffic.skipped == {"full": 11} and traffic.checksum_failures == {"remote": 1} and traffic.usable == {"remote": False}
+    assert (
+        traffic.skipped == {"full": 11}
+        and traffic.checksum_failures == {"remote": 1}
+        and traffic.usable == {"remote": False}
+    )

@@ -1,5 +1,5 @@
-"""Cold tiers under chosen interleavings and under the sanitizer: silent as they are, and each claim is heard or seen to break as soon as
-the edge that it rests on is taken away."""
+"""Cold tiers under chosen interleavings and under the sanitizer: silent as they are, and each claim is heard
+or seen to break as soon as the edge that it rests on is taken away."""
 
 from __future__ import annotations
 
@@ -26,16 +26,24 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 class World:
-    """Two host slots, a tier with two lanes each way, one block an op, and the lanes of transfers with the device."""
+    """Two host slots, a tier with two lanes each way, one block an op, and the lanes of transfers with the
+    device."""
 
     def __init__(self, sequencer: Sequencer, sanitizer: Sanitizer | None) -> None:
-        lanes = {name: sequencer.lane(name) for name in ("ask", "load", "read-0", "read-1", "save", "write-0", "write-1")}
+        lanes = {
+            name: sequencer.lane(name)
+            for name in ("ask", "load", "read-0", "read-1", "save", "write-0", "write-1")
+        }
         self.sequencer = sequencer
         self.host = Host(2, sanitizer)
         self.store = MemoryStore()
         self.load, self.save = lanes["load"], lanes["save"]
-        cold = ColdLanes([lanes["read-0"], lanes["read-1"]], [lanes["write-0"], lanes["write-1"]], lanes["ask"])
-        self.tier = ColdTier(self.store, cold, self.host.view, ARENA, ColdLimits(group_bytes=BLOCK_BYTES), HandClock())
+        cold = ColdLanes(
+            [lanes["read-0"], lanes["read-1"]], [lanes["write-0"], lanes["write-1"]], lanes["ask"]
+        )
+        self.tier = ColdTier(
+            self.store, cold, self.host.view, ARENA, ColdLimits(group_bytes=BLOCK_BYTES), HandClock()
+        )
         self.seen: list[bytes] = []
 
     def fill(self, keys: Sequence[bytes], after: Sequence[Fence]) -> Fence:
@@ -51,7 +59,11 @@ class World:
         for fence in after:
             self.load.wait(fence)
         access = Access("host", [0, 1], (0, LAYERS), Mode.READ)
-        self.load.submit(lambda: self.seen.extend(bytes(self.host.view(slot)) for slot in (0, 1)), [access], label="promote")
+        self.load.submit(
+            lambda: self.seen.extend(bytes(self.host.view(slot)) for slot in (0, 1)),
+            [access],
+            label="promote",
+        )
         return self.load.record()
 
     def saved(self, keys: Sequence[bytes]) -> Pin:
@@ -75,7 +87,10 @@ class World:
             reservation.rollback(fence)
 
     def read(self, keys: Sequence[bytes], into: Reservation) -> list[StoreGroup]:
-        return [self.tier.read([key], [slot], into.after, "request") for key, slot in zip(keys, into.slots, strict=True)]
+        return [
+            self.tier.read([key], [slot], into.after, "request")
+            for key, slot in zip(keys, into.slots, strict=True)
+        ]
 
     def settle(self) -> list[Writing]:
         given = self.tier.settle()
@@ -85,7 +100,7 @@ class World:
         return given
 
 
-# ------------------------------------------------------------------------------------------------------------------ programs
+# --------------------------------------------------------------------------------------------------- programs
 
 
 def read_into_slots_that_a_promotion_still_reads(world: World) -> None:
@@ -142,19 +157,23 @@ def persist_what_is_being_written(world: World) -> None:
     assert writing is not None
     for _ in range(2):
         world.settle()
-        assert writing.settled or not persisting.settled, "whoever sees it settled knows what became of every block"
+        assert writing.settled or not persisting.settled, (
+            "whoever sees it settled knows what became of every block"
+        )
     world.tier.drain(1.0)
     world.settle()
     assert persisting.settled and persisting.error is None and writing.done_keys == NEW
     assert world.store.calls == ["write", "write", "persist"]
 
 
-# -------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def ignores_after(monkeypatch: pytest.MonkeyPatch) -> None:
     deal = StoreLanes.deal
-    monkeypatch.setattr(StoreLanes, "deal", lambda self, group, after, run, label: deal(self, group, (), run, label))
+    monkeypatch.setattr(
+        StoreLanes, "deal", lambda self, group, after, run, label: deal(self, group, (), run, label)
+    )
 
 
 def writings_that_are_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +183,9 @@ def writings_that_are_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_handle_that_ends_at_submit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = ColdTier.try_write
 
-    def unprotected(self: ColdTier, keys: Any, depths: Any, slots: Any, handle: Handle, *rest: Any) -> Writing | None:
+    def unprotected(
+        self: ColdTier, keys: Any, depths: Any, slots: Any, handle: Handle, *rest: Any
+    ) -> Writing | None:
         writing = whole(self, keys, depths, slots, handle, *rest)
         assert isinstance(handle, Pin)
         handle.end()
@@ -209,7 +230,8 @@ def a_persist_that_waits_for_its_own_lane_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(StoreLanes, "after_all", alone)
 
 
-PROGRAMS: dict[Callable[[World], None], tuple[Sequence[Fault], Sequence[Fault]]] = {  # what is seen to go wrong, what is heard at once
+# what is seen to go wrong, what is heard at once
+PROGRAMS: dict[Callable[[World], None], tuple[Sequence[Fault], Sequence[Fault]]] = {
     read_into_slots_that_a_promotion_still_reads: ([ignores_after], [ignores_after]),
     give_slots_to_others_once_they_are_written: (
         [writings_that_are_over_at_once, a_handle_that_ends_at_submit],
@@ -240,7 +262,9 @@ def test_no_interleaving_shows_a_race(program: Callable[[World], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "fault"), [(program, fault) for program, (seen, _) in PROGRAMS.items() for fault in seen], ids=lambda value: value.__name__
+    ("program", "fault"),
+    [(program, fault) for program, (seen, _) in PROGRAMS.items() for fault in seen],
+    ids=lambda value: value.__name__,
 )
 def test_without_the_edge_some_interleaving_shows_it(
     program: Callable[[World], None], fault: Fault, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,5 @@
-"""A cold tier whose store fails, hangs or is broken, and whose lanes end: misses and deadlines, nobody waits, no slot is given up.
+"""A cold tier whose store fails, hangs or is broken, and whose lanes end: misses and deadlines, nobody waits,
+no slot is given up.
 
 Holds invariant 22: a tier that fails or hangs costs a miss, a counter and a bounded wait."""
 
@@ -20,15 +21,22 @@ DONE, FAILED = Outcome.DONE, Outcome.FAILED
 __all__ = ["make"]
 
 
-# ----------------------------------------------------------------------------------------------------------------- the breaker
+# ------------------------------------------------------------------------------------------------ the breaker
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(StoreFailed("down"), "store"), (TimeoutError(), "timeout"), (DeadlineExceeded("late"), "timeout"), (OSError("bad"), "error")],
+    [
+        (StoreFailed("down"), "store"),
+        (TimeoutError(), "timeout"),
+        (DeadlineExceeded("late"), "timeout"),
+        (OSError("bad"), "error"),
+    ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_a_store_raises_fails_its_group_and_fences_the_tier_off(make: Make, error: Exception, reason: str) -> None:
+def test_whatever_a_store_raises_fails_its_group_and_fences_the_tier_off(
+    make: Make, error: Exception, reason: str
+) -> None:
     rig = make(num_readers=1)
     rig.write(KEYS[:4])
     rig.store.on_call = lambda call: setattr(rig.store, "raises", error)
@@ -58,7 +66,11 @@ def test_writes_that_were_queued_when_it_broke_are_skipped(make: Make) -> None:
     rig.store.die()
     rig.store.gate.let()
     assert rig.settle() == [first, second] and first is not None and second is not None
-    assert isinstance(first.error, StoreFailed) and isinstance(second.error, StoreFailed) and not first.done_keys + second.done_keys
+    assert (
+        isinstance(first.error, StoreFailed)
+        and isinstance(second.error, StoreFailed)
+        and not first.done_keys + second.done_keys
+    )
     assert rig.store.calls == ["write"] and rig.tier.counts.skipped == {"broken": 2}
 
 
@@ -79,7 +91,9 @@ def comes_back(rig: Rig) -> None:
     rig.tier.settle()
     rig.settle()
     assert rig.tier.usable
-    assert rig.write(KEYS[:2]).done_keys == KEYS[:2] and set(rig.store.blocks) == set(KEYS[:2]), "nothing is believed to be there"
+    assert rig.write(KEYS[:2]).done_keys == KEYS[:2] and set(rig.store.blocks) == set(KEYS[:2]), (
+        "nothing is believed to be there"
+    )
     assert rig.read(KEYS[:2]) == [DONE] * 2
 
 
@@ -110,7 +124,9 @@ class NeverBelieves(Breaker):
 
 
 @pytest.mark.parametrize("breaker", [NeverLooks, NeverBelieves])
-def test_a_breaker_is_noticed_that_never_closes_again(make: Make, breaker: type[Breaker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breaker_is_noticed_that_never_closes_again(
+    make: Make, breaker: type[Breaker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cold, "Breaker", breaker)
     with pytest.raises(AssertionError):
         comes_back(make())
@@ -121,7 +137,11 @@ def test_blocks_that_fail_one_by_one_fence_it_off_too(make: Make) -> None:
     rig.store.fails.update(KEYS)
     assert rig.read(KEYS[:7]) == [FAILED] * 7 and rig.tier.usable
     rig.read(KEYS[:1])
-    assert not rig.tier.usable and rig.tier.counts.failures["block"] == 8 and rig.tier.calls.breaker.num_openings == 1
+    assert (
+        not rig.tier.usable
+        and rig.tier.counts.failures["block"] == 8
+        and rig.tier.calls.breaker.num_openings == 1
+    )
 
 
 def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make) -> None:
@@ -142,7 +162,9 @@ def test_a_failure_of_before_does_not_fence_off_a_store_that_is_back(make: Make)
     assert rig.tier.usable and rig.tier.calls.breaker.num_openings == 1
 
 
-def test_nothing_of_what_others_raise_is_said_in_a_log_or_an_error(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_of_what_others_raise_is_said_in_a_log_or_an_error(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = make()
     rig.store.raises = ConnectionError("redis://user:hunter2@store")
     with caplog.at_level(logging.DEBUG):
@@ -189,7 +211,7 @@ def test_a_write_from_before_a_store_was_away_says_nothing_about_what_it_has(mak
     assert set(rig.store.blocks) == set(KEYS[:1]), "it is written again"
 
 
-# ----------------------------------------------------------------------------------------------------------------------- stuck
+# ------------------------------------------------------------------------------------------------------ stuck
 
 
 @pytest.mark.parametrize("call", ["read", "write", "find"])
@@ -209,13 +231,17 @@ def test_something_that_takes_too_long_makes_it_unusable_until_that_is_over(make
     assert not rig.tier.usable and rig.tier.settle() == [] == rig.tier.settle()
     assert rig.tier.counts.failures == {"stuck": 1}
     assert rig.submit_write(KEYS[1:2]) is None and rig.tier.find(KEYS[:1], 1e9).ready
-    assert (len(rig.tier.readings), len(rig.tier.writings)) == (call == "read", call == "write"), "its slots stay with it"
+    assert (len(rig.tier.readings), len(rig.tier.writings)) == (call == "read", call == "write"), (
+        "its slots stay with it"
+    )
     rig.store.gate.let()
     rig.settle()
     assert rig.tier.usable and rig.tier.calls.breaker.state is BreakerState.CLOSED
 
 
-def test_each_time_that_something_takes_too_long_is_counted_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_time_that_something_takes_too_long_is_counted_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = make()
     for num in (1, 2):
         rig.store.gate.hold("read")
@@ -258,7 +284,7 @@ def test_what_waits_for_its_turn_is_not_stuck(make: Make) -> None:
     assert rig.tier.queued_read_bytes == BLOCK_BYTES
 
 
-# ------------------------------------------------------------------------------------------------------------------------- end
+# -------------------------------------------------------------------------------------------------------- end
 
 
 def test_drain_raises_rather_than_give_up_quietly(make: Make) -> None:
@@ -314,10 +340,13 @@ def test_a_lane_that_refuses_half_way_leaves_nothing_in_flight_unseen(make: Make
     assert not are_over(reading), "the first group is on its way into its slots"
     rig.store.gate.let()
     rig.readers[0].drain(SOON_S)
-    assert are_over(reading) and [list(group.take_outcomes()) for group in reading] == [[DONE, DONE], [FAILED, FAILED]]
+    assert are_over(reading) and [list(group.take_outcomes()) for group in reading] == [
+        [DONE, DONE],
+        [FAILED, FAILED],
+    ]
 
 
-# -------------------------------------------------------------------------------------------------------------- our own defects
+# -------------------------------------------------------------------------------------------- our own defects
 
 
 class Quiet(ColdTier):
@@ -368,7 +397,9 @@ def test_it_is_noticed_where_it_does_not(make: Make) -> None:
 
 @pytest.mark.parametrize("num_outcomes", [1, 3])
 @pytest.mark.parametrize("local", [False, True])
-def test_a_store_that_does_not_say_what_became_of_each_block_is_a_defect(make: Make, local: bool, num_outcomes: int) -> None:
+def test_a_store_that_does_not_say_what_became_of_each_block_is_a_defect(
+    make: Make, local: bool, num_outcomes: int
+) -> None:
     rig = make(local)
     rig.store.read = lambda keys, into: [DONE] * num_outcomes  # type: ignore[method-assign]
     reading, _ = rig.submit_read(KEYS[:2])
@@ -395,8 +426,12 @@ def test_a_probe_that_is_a_defect_surfaces_and_the_store_is_probed_again(make: M
     assert rig.tier.usable and rig.write(KEYS[:2]).done_keys == KEYS[:2]
 
 
-@pytest.mark.parametrize("refused", [LaneClosed("closed"), MemoryError()], ids=lambda value: type(value).__name__)
-def test_a_probe_that_cannot_be_submitted_is_tried_again(make: Make, monkeypatch: pytest.MonkeyPatch, refused: BaseException) -> None:
+@pytest.mark.parametrize(
+    "refused", [LaneClosed("closed"), MemoryError()], ids=lambda value: type(value).__name__
+)
+def test_a_probe_that_cannot_be_submitted_is_tried_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch, refused: BaseException
+) -> None:
     """Nobody would say what came of it: the breaker would wait for that for ever."""
     rig = make()
     rig.break_store()
@@ -421,8 +456,12 @@ def test_a_probe_that_cannot_be_submitted_is_tried_again(make: Make, monkeypatch
     assert rig.tier.usable
 
 
-@pytest.mark.parametrize(("answer", "raised"), [(None, TypeError), (-1, InvariantBroken), (3, InvariantBroken)])
-def test_an_answer_that_is_none_surfaces_and_nobody_waits_for_it(make: Make, answer: int, raised: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("answer", "raised"), [(None, TypeError), (-1, InvariantBroken), (3, InvariantBroken)]
+)
+def test_an_answer_that_is_none_surfaces_and_nobody_waits_for_it(
+    make: Make, answer: int, raised: type[Exception]
+) -> None:
     rig = make()
     rig.tier.wake = woken = Woken()
     rig.store.find = lambda keys: answer  # type: ignore[method-assign]
@@ -455,7 +494,9 @@ def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
             outcomes = rig.read(KEYS[:4])
         else:
             writing = rig.submit_write(KEYS[10:14])
-            assert writing is not None and rig.settle() == [writing] and isinstance(writing.error, MemoryError)
+            assert (
+                writing is not None and rig.settle() == [writing] and isinstance(writing.error, MemoryError)
+            )
             outcomes = writing.outcomes
     assert sorted(outcome.value for outcome in outcomes) == ["done", "done", "failed", "failed"]
     assert all(num == 0 for num in rig.tier.calls.tally.queued_bytes.values())
@@ -464,7 +505,9 @@ def test_a_group_that_cannot_be_submitted_fails_alone_and_frees_the_queue(
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
-def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queue(make: Make, way: str) -> None:
+def test_host_memory_that_cannot_be_looked_at_fails_the_group_and_frees_the_queue(
+    make: Make, way: str
+) -> None:
     rig = make()
     rig.write(KEYS[:2])
     view = rig.tier.calls._view
@@ -510,10 +553,14 @@ def test_a_persist_on_lanes_that_are_closed_is_settled_with_its_error(make: Make
     for lane in rig.writers:
         lane.close(SOON_S)
     persisting = rig.tier.persist()
-    assert rig.tier.settle() == [persisting] and persisting.settled and isinstance(persisting.error, LaneClosed)
+    assert (
+        rig.tier.settle() == [persisting] and persisting.settled and isinstance(persisting.error, LaneClosed)
+    )
 
 
-def test_a_store_that_cannot_be_closed_is_left_with_a_warning(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_be_closed_is_left_with_a_warning(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = make()
     rig.store.die()
     with caplog.at_level(logging.WARNING):
@@ -529,10 +576,16 @@ def test_a_probe_that_fails_is_counted(make: Make) -> None:
     rig.clock.advance(1.0)
     rig.tier.settle()
     rig.settle()
-    assert rig.store.calls[-1] == "probe" and rig.tier.counts.failures["store"] == before + 1 and not rig.tier.usable
+    assert (
+        rig.store.calls[-1] == "probe"
+        and rig.tier.counts.failures["store"] == before + 1
+        and not rig.tier.usable
+    )
 
 
-@pytest.mark.parametrize("raised", [OSError("bad"), InvariantBroken("ours")], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "raised", [OSError("bad"), InvariantBroken("ours")], ids=lambda value: type(value).__name__
+)
 def test_a_read_that_raised_is_not_measured_for_ever(make: Make, raised: Exception) -> None:
     """The rate is that of bytes over the time in which something was under way."""
     rig = make(num_readers=1)

@@ -1,5 +1,6 @@
-"""By when each kind of transfer is to be over: a moment on the same clock, as far away as the configuration says, and where two limits meet
-the nearer one. Rigs elsewhere give all the time there is, so that nothing there depends on it."""
+"""By when each kind of transfer is to be over: a moment on the same clock, as far away as the configuration
+says, and where two limits meet the nearer one. Rigs elsewhere give all the time there is, so that nothing
+there depends on it."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_a_load_from_host_memory_is_due_when_the_configuration_says(clock: HandC
 
 @pytest.mark.parametrize("load_s", [NEAR_S, FAR_S])
 @pytest.mark.parametrize("kind", ["sealed", "retracted", "moved"])
-def test_a_save_of_any_kind_is_due_by_the_nearer_of_its_limits(clock: HandClock, kind: str, load_s: float) -> None:
+def test_a_save_of_any_kind_is_due_by_the_nearer_of_its_limits(
+    clock: HandClock, kind: str, load_s: float
+) -> None:
     rig = Rig(num_device=2)
     limit(rig, load_s)
     hold = rig.computed(KEYS[:2])
@@ -69,7 +72,9 @@ def test_a_save_of_any_kind_is_due_by_the_nearer_of_its_limits(clock: HandClock,
         hold.end()
     elif kind == "retracted":
         lease = rig.saves.retract(hold, 2, KEYS[:2], 2 * BLOCK, None)
-        assert lease is not None and lease.wait_until_s == due_s, "whoever comes back waits no longer than that"
+        assert lease is not None and lease.wait_until_s == due_s, (
+            "whoever comes back waits no longer than that"
+        )
         hold.end()
     else:
         hold.end()
@@ -111,7 +116,7 @@ def test_a_fetch_is_due_like_a_load_and_asks_with_the_patience_of_all(clock: Han
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------ said of both ways
+# ------------------------------------------------------------------------------------------ said of both ways
 
 
 def test_traffic_and_the_next_look_are_those_of_both_ways(clock: HandClock) -> None:

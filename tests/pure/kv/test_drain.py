@@ -1,5 +1,5 @@
-"""`drain(slots)`: when it returns, nothing that was handed over before touches these slots any more, launched or not, of
-whatever kind; it waits for nothing else, and it never gives up quietly.
+"""`drain(slots)`: when it returns, nothing that was handed over before touches these slots any more, launched
+or not, of whatever kind; it waits for nothing else, and it never gives up quietly.
 
 Holds invariant 10: a drain covers everything that may touch its slots, and nothing else."""
 
@@ -51,7 +51,7 @@ def held(rig: Stacked, *kinds: str) -> Iterator[None]:
             del lane.step
 
 
-# ------------------------------------------------------------------------------------------------------------- kinds of work
+# ---------------------------------------------------------------------------------------------- kinds of work
 
 
 def an_offer_that_was_not_sent(rig: Stacked) -> BlockTable:
@@ -199,7 +199,7 @@ def drain_in_vain(rig: Stacked, slots: Iterable[int]) -> None:
         rig.cache.drain(1.0, list(slots))
 
 
-# ------------------------------------------------------------------------------------------------------------- nothing unrelated
+# ------------------------------------------------------------------------------------------ nothing unrelated
 
 
 def test_a_drain_waits_for_no_load_but_that_of_its_slots() -> None:

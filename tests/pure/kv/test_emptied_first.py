@@ -1,4 +1,5 @@
-"""A cold tier is emptied, or comes back without its blocks: what counts as lacking there, and what is written to it after that."""
+"""A cold tier is emptied, or comes back without its blocks: what counts as lacking there, and what is written
+to it after that."""
 
 from __future__ import annotations
 

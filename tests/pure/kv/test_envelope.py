@@ -1,4 +1,5 @@
-"""What stands before a block outside the process: it reads back as it was written, and whatever has changed is noticed.
+"""What stands before a block outside the process: it reads back as it was written, and whatever has changed
+is noticed.
 
 Holds invariant 23: length, key and checksum stand before every stored block."""
 
@@ -51,7 +52,9 @@ def test_nothing_but_the_payload_that_it_was_written_for_fits() -> None:
         damaged = bytearray(PAYLOAD)
         damaged[at] ^= 1
         assert not envelope.fits(bytes(damaged))
-    assert not envelope._replace(num_bytes=len(PAYLOAD) - 1).fits(PAYLOAD), "the length is looked at by itself"
+    assert not envelope._replace(num_bytes=len(PAYLOAD) - 1).fits(PAYLOAD), (
+        "the length is looked at by itself"
+    )
     assert not envelope.fits(PAYLOAD[:-1]) and not envelope.fits(PAYLOAD + b"\0")
 
 

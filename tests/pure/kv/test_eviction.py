@@ -36,7 +36,11 @@ def key(*name: object) -> bytes:
 
 def come(order: EvictionOrder, slots: Sequence[int], name: object = "", first: int = 0) -> None:
     """A chain of blocks is computed and let go; the same `name` gives the same keys."""
-    order.sealed(slots, [key(name, depth) for depth in range(first, first + len(slots))], range(first, first + len(slots)))
+    order.sealed(
+        slots,
+        [key(name, depth) for depth in range(first, first + len(slots))],
+        range(first, first + len(slots)),
+    )
     order.add(slots[::-1])
 
 
@@ -58,7 +62,7 @@ def run(pool: BlockPool, keys: Sequence[bytes]) -> int:
     return len(shared)
 
 
-# ---------------------------------------------------------------------------------------------------------- every policy
+# ----------------------------------------------------------------------------------------------- every policy
 
 
 def test_an_unknown_policy_is_refused_by_name():
@@ -160,7 +164,8 @@ prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple
 @settings(max_examples=150, deadline=None)
 @given(prompts=prompts)
 def test_no_continuation_stays_without_its_beginning(name, prompts):
-    """The other two keep what is used often, and count blocks one by one: with them this holds nearly always, not always."""
+    """The other two keep what is used often, and count blocks one by one: with them this holds nearly always,
+    not always."""
     pool = BlockPool(8, "device", eviction=make_order(name, 8, block_tokens=2048))
     for prompt in prompts:
         run(pool, [key(prompt[: depth + 1]) for depth in range(len(prompt))])
@@ -186,7 +191,7 @@ def test_ranking_blocks_by_their_own_depth_would_break_prefixes(monkeypatch):
     assert pool.find(keys) == [] and pool.num_keys == 8
 
 
-# ------------------------------------------------------------------------------------------------------------ returning
+# -------------------------------------------------------------------------------------------------- returning
 
 
 def test_returning_a_conversation_that_came_back_outlives_a_scan_that_flushes_it_by_recency():
@@ -214,7 +219,8 @@ def test_returning_a_block_that_came_back_may_be_idle_eight_times_as_long_and_th
         popped += order.pop(1) if len(order) > 4 else []
         if 0 in popped:
             break
-    # Three fresh ones remain besides the oldest, whose turn it would be: its 4 that became idle since count as 32.
+    # Three fresh ones remain besides the oldest, whose turn it would be: its 4 that became idle since count
+    # as 32.
     assert popped[-1] == 0 and number == 8 * 4 - 1
 
 
@@ -289,7 +295,8 @@ def test_what_goes_next_is_said_as_it_goes(name):
 
 @pytest.mark.parametrize("num_blocks", [40, 4000])
 def test_a_long_run_is_few_lots_however_long_it_is(num_blocks):
-    """What is done for a run is done once: a conversation of many turns is in one lot, with what was new in its last turn."""
+    """What is done for a run is done once: a conversation of many turns is in one lot, with what was new in
+    its last turn."""
     pool = BlockPool(2 * num_blocks, "device", eviction=make_order("returning", 2 * num_blocks))
     keys = [key(depth) for depth in range(num_blocks)]
     for end in range(num_blocks // 2, num_blocks + 1, num_blocks // 10):
@@ -326,7 +333,7 @@ def test_as_many_keys_are_remembered_as_there_are_places():
     assert all(seen.add([one]) == [True] for one in keys)
 
 
-# --------------------------------------------------------------------------------------------------------------- ghosts
+# ----------------------------------------------------------------------------------------------------- ghosts
 
 
 def test_only_the_newest_ghosts_are_remembered():
@@ -340,7 +347,7 @@ def test_only_the_newest_ghosts_are_remembered():
     assert ghosts.take(key(1)) is None and len(ghosts) == 0
 
 
-# ----------------------------------------------------------------------------------------------------------------- cost
+# ------------------------------------------------------------------------------------------------------- cost
 
 
 def test_a_token_at_the_given_depth_costs_twice_the_first():
@@ -401,7 +408,8 @@ def test_an_order_whose_books_are_wrong_says_so_instead_of_looking_for_ever() ->
 @EVERY
 @pytest.mark.parametrize("seed", range(8))
 def test_slots_are_told_in_the_order_in_which_they_go(name: str, seed: int) -> None:
-    """Blocks that are written when they are about to leave are the first of these: any other goes unwritten."""
+    """Blocks that are written when they are about to leave are the first of these: any other goes
+    unwritten."""
     rng = random.Random(seed)
     order = make_order(name, 64, block_tokens=1024)
     free = list(range(64))

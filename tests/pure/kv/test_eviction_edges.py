@@ -1,4 +1,5 @@
-"""Policies of eviction and transfers at their edges: the dearest chain, a slot's next block, several arrivals."""
+"""Policies of eviction and transfers at their edges: the dearest chain, a slot's next block, several
+arrivals."""
 
 from __future__ import annotations
 
@@ -66,9 +67,12 @@ def test_cost_a_short_chain_behind_a_long_one_that_ends_where_it_begins_is_cheap
 
 
 @pytest.mark.parametrize(("num_arrivals", "num_passed", "nearly"), [
-    (0, 0, True), (1, 0, True), (2, 0, False), (2, 1, True), (3, 1, False), (3, 2, True), (4, 2, False), (4, 3, True), (4, 4, True),
+    (0, 0, True), (1, 0, True), (2, 0, False), (2, 1, True), (3, 1, False), (3, 2, True), (4, 2, False), (4,
+    3, True), (4, 4, True),
 ])  # fmt: skip
-def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(num_arrivals: int, num_passed: int, nearly: bool) -> None:
+def test_a_load_is_nearly_there_when_at_most_its_last_part_is_on_its_way(
+    num_arrivals: int, num_passed: int, nearly: bool
+) -> None:
     lane = FakeLane("load")
     pool = BlockPool(1, "device")
     hold = pool.hold("request")

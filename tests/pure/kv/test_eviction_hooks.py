@@ -1,4 +1,5 @@
-"""What a pool tells its order of eviction: keys and depths at seal, hits, what becomes idle and what is used again."""
+"""What a pool tells its order of eviction: keys and depths at seal, hits, what becomes idle and what is used
+again."""
 
 from __future__ import annotations
 

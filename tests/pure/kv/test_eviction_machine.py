@@ -1,4 +1,5 @@
-"""Every policy of eviction against its model, in any order of legal calls; and faults that this must notice."""
+"""Every policy of eviction against its model, in any order of legal calls; and faults that this must
+notice."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 from eviction_models import MODELS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
@@ -44,7 +51,12 @@ class OrderMachine(RuleBasedStateMachine):
         return answer
 
     @precondition(lambda self: self.free)
-    @rule(first=st.integers(0, len(KEYS) - 1), num=st.integers(1, 4), depth=st.integers(0, 8), stays=st.booleans())
+    @rule(
+        first=st.integers(0, len(KEYS) - 1),
+        num=st.integers(1, 4),
+        depth=st.integers(0, 8),
+        stays=st.booleans(),
+    )
     def seal(self, first: int, num: int, depth: int, stays: bool) -> None:
         here = set(self.key.values())
         keys = [key for key in (KEYS[first:] + KEYS[:first]) if key not in here][: min(num, len(self.free))]
@@ -111,11 +123,14 @@ def machine_of(name: str) -> type[OrderMachine]:
 
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_a_policy_does_as_its_model(name):
-    run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
 
 
 def test_of_two_classes_of_the_same_rank_the_cheaper_goes_first():
-    """Also where blocks of the dearer one are being taken already. The machine above found it once in hundreds of runs."""
+    """Also where blocks of the dearer one are being taken already. The machine above found it once in
+    hundreds of runs."""
     machine = machine_of("cost")()
     machine.seal(depth=0, first=2, num=2, stays=True)
     for _ in range(3):
@@ -140,12 +155,16 @@ def test_runs_may_be_arrays(name, monkeypatch):
     kind = type(make_order(name, NUM_SLOTS))
     for call in ("add", "remove", "hit"):
         method = getattr(kind, call)
-        monkeypatch.setattr(kind, call, lambda self, slots, method=method: method(self, np.array(slots, np.intp)))
+        monkeypatch.setattr(
+            kind, call, lambda self, slots, method=method: method(self, np.array(slots, np.intp))
+        )
     monkeypatch.setattr(eviction, "FEW_KEYS", 0)  # keys that are sealed together are looked up at once
-    run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def lru_keeps_what_is_used(monkeypatch):
@@ -165,7 +184,9 @@ def returning_never_lets_go_what_came_back(monkeypatch):
 
 
 def returning_puts_a_whole_run_into_one_queue(monkeypatch):
-    monkeypatch.setattr(ReturningOrder, "_num_fresh", lambda self, slots: 0 if self._returned.any(slots) else len(slots))
+    monkeypatch.setattr(
+        ReturningOrder, "_num_fresh", lambda self, slots: 0 if self._returned.any(slots) else len(slots)
+    )
 
 
 def cost_has_no_ghosts(monkeypatch):

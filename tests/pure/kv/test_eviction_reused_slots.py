@@ -1,4 +1,5 @@
-"""A slot that gets another block ranks as one that never had any: nothing that an order keeps by slot outlives the block it was about."""
+"""A slot that gets another block ranks as one that never had any: nothing that an order keeps by slot
+outlives the block it was about."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ KEYS = [bytes([7 * number + 1, number, 3 * number, 5 * number]) * 4 for number i
 
 
 def forgotten_block(order: EvictionOrder) -> None:
-    """Deep, used again and again, in slot 0; then it is forgotten while somebody has it, and not by eviction."""
+    """Deep, used again and again, in slot 0; then it is forgotten while somebody has it, and not by
+    eviction."""
     order.sealed([0], KEYS[NUM:], [100_000])
     for _ in range(3):
         order.add([0])

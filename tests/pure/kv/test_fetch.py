@@ -1,5 +1,5 @@
-"""Cold blocks on their way into host memory ahead of whoever wants them: they land there once, within limits, and whatever goes wrong
-ends the fetch and nothing else."""
+"""Cold blocks on their way into host memory ahead of whoever wants them: they land there once, within limits,
+and whatever goes wrong ends the fetch and nothing else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def count_reads(rig: Stacked, tier: str = "ssd") -> Counter[bytes]:
     return counted
 
 
-# ------------------------------------------------------------------------------------------------------------------- what it brings
+# --------------------------------------------------------------------------------------------- what it brings
 
 
 def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> None:
@@ -59,13 +59,17 @@ def test_it_brings_blocks_into_host_memory_and_leaves_them_to_themselves() -> No
     fetch = fetching(rig)
     assert not fetch.settled and fetch.num_blocks == EIGHT
     assert rig.cache.num_in_flight == 3, "itself, and two groups that are being read"
-    assert rig.host.slots.reserved == EIGHT and not any(rig.host_has(rig.keys(EIGHT))), "nothing is found before it has landed"
+    assert rig.host.slots.reserved == EIGHT and not any(rig.host_has(rig.keys(EIGHT))), (
+        "nothing is found before it has landed"
+    )
     rig.read(0)
     assert rig.host_has(rig.keys(EIGHT)) == [True] * GROUP + [False] * 6 and fetch.num_came == GROUP
     rig.flow()
     assert fetch.settled and fetch.num_came == fetch.num_blocks == EIGHT
     assert rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT and not any(rig.device_has(EIGHT))
-    assert rig.host.slots.idle == EIGHT and rig.host.slots.pinned == rig.host.slots.reserved == 0, "ordinary blocks"
+    assert rig.host.slots.idle == EIGHT and rig.host.slots.pinned == rig.host.slots.reserved == 0, (
+        "ordinary blocks"
+    )
     assert rig.cache.num_in_flight == 0
     reads = count_reads(rig)
     table, load = rig.promote_all(EIGHT)
@@ -82,7 +86,11 @@ def test_what_it_brings_is_counted_like_any_other_read() -> None:
     assert traffic is not None and traffic.in_flight["ssd", "host"] == 2
     rig.flow()
     traffic = rig.cache.stats().traffic
-    assert traffic is not None and traffic.bytes["ssd", "host"] == EIGHT * BLOCK_BYTES and traffic.in_flight["ssd", "host"] == 0
+    assert (
+        traffic is not None
+        and traffic.bytes["ssd", "host"] == EIGHT * BLOCK_BYTES
+        and traffic.in_flight["ssd", "host"] == 0
+    )
     rig.end()
 
 
@@ -105,7 +113,9 @@ def test_where_nothing_is_to_be_read_there_is_none() -> None:
     assert rig.cache.prefetch(rig.prefix(4), "reader") is None, "the device has it"
     assert not rig.loads.reads and len(rig.tiers["ssd"].readings) == 0
     rig.end(table)
-    assert KvCache(Stacked().pool, rig.cache.scope).prefetch(rig.prefix(4), "reader") is None, "there are no other tiers"
+    assert KvCache(Stacked().pool, rig.cache.scope).prefetch(rig.prefix(4), "reader") is None, (
+        "there are no other tiers"
+    )
 
 
 def test_what_host_memory_has_in_between_is_not_read() -> None:
@@ -153,7 +163,7 @@ def test_it_is_not_begun_where_computing_is_faster() -> None:
     rig.end()
 
 
-# ----------------------------------------------------------------------------------------------------------------- a store far away
+# ------------------------------------------------------------------------------------------- a store far away
 
 
 def far_away(num_blocks: int = EIGHT) -> Stacked:
@@ -165,11 +175,17 @@ def far_away(num_blocks: int = EIGHT) -> Stacked:
 def test_it_begins_when_a_store_far_away_has_answered() -> None:
     rig = far_away()
     fetch = fetching(rig)
-    assert not fetch.settled and fetch.num_blocks == 0 and rig.host.slots.reserved == 0, "nobody knows yet how much room it needs"
+    assert not fetch.settled and fetch.num_blocks == 0 and rig.host.slots.reserved == 0, (
+        "nobody knows yet how much room it needs"
+    )
     rig.run("ask remote")
     assert fetch.num_blocks == EIGHT and rig.host.slots.reserved == EIGHT
     rig.flow()
-    assert fetch.settled and fetch.num_came == fetch.num_blocks and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT
+    assert (
+        fetch.settled
+        and fetch.num_came == fetch.num_blocks
+        and rig.host_has(rig.keys(EIGHT)) == [True] * EIGHT
+    )
     rig.end()
 
 
@@ -207,18 +223,22 @@ def test_what_a_store_has_answered_to_a_lease_it_is_not_asked_again() -> None:
     lease.end()
     empty = rig.cache.lease("other", rig.prefix(EIGHT, "b"))
     rig.run("ask remote")
-    assert rig.cache.prefetch(rig.prefix(EIGHT, "b"), "other", empty) is None, "it has said that it has nothing"
+    assert rig.cache.prefetch(rig.prefix(EIGHT, "b"), "other", empty) is None, (
+        "it has said that it has nothing"
+    )
     assert empty is not None and rig.stores["remote"].calls.count("find") == 2
     rig.put("remote", rig.keys(EIGHT, "b"))
     rig.now_s += 1000.0
     rig.cache.settle()
-    assert empty.expired and rig.cache.prefetch(rig.prefix(EIGHT, "b"), "other", empty) is not None, "that was long ago"
+    assert empty.expired and rig.cache.prefetch(rig.prefix(EIGHT, "b"), "other", empty) is not None, (
+        "that was long ago"
+    )
     rig.flow()
     assert rig.host_has(rig.keys(EIGHT, "b")) == [True] * EIGHT
     rig.end()
 
 
-# -------------------------------------------------------------------------------------------------------------------------- limits
+# ----------------------------------------------------------------------------------------------------- limits
 
 
 def test_of_a_long_prefix_the_first_blocks_that_fit_are_read() -> None:
@@ -263,7 +283,11 @@ def test_the_books_show_fetches_that_have_taken_too_much() -> None:
 def test_where_host_memory_is_full_there_is_none_or_less() -> None:
     rig = from_ssd()
     private = rig.host.take_private(HOST, "somebody")
-    assert private is not None and not rig.cache.may_prefetch and rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None
+    assert (
+        private is not None
+        and not rig.cache.may_prefetch
+        and rig.cache.prefetch(rig.prefix(EIGHT), "reader") is None
+    )
     private.rollback()
     private = rig.host.take_private(HOST - 3, "somebody")
     assert private is not None
@@ -310,7 +334,8 @@ def test_no_more_is_queued_than_a_load_may_wait_for() -> None:
 def test_it_begins_no_reads_while_a_load_keeps_the_tier_busy() -> None:
     rig = from_ssd()
     rig.put("ssd", rig.keys(EIGHT, "b"))
-    rig.tiers["ssd"].rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * loads._FETCH_AHEAD_S))  # the cold load takes twice as long
+    # the cold load takes twice as long
+    rig.tiers["ssd"].rate = LinkRate(EIGHT * BLOCK_BYTES / (2 * loads._FETCH_AHEAD_S))
     table, load = rig.load(EIGHT, "b")
     fetch = fetching(rig)
     assert len(load.staged) == 4 and not fetch.staged and len(fetch.unread) == 4
@@ -334,7 +359,7 @@ def test_a_second_one_reads_what_the_first_does_not() -> None:
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------------- what ends it
+# ----------------------------------------------------------------------------------------------- what ends it
 
 
 @pytest.mark.parametrize("lost", range(EIGHT))
@@ -377,7 +402,9 @@ def test_a_tier_that_dies_under_way_brings_what_it_had_read(num_read: int) -> No
     assert fetch.settled and fetch.num_came == num_read * GROUP and rig.host.slots.reserved == 0
     assert (fetch.num_came == fetch.num_blocks) == (num_read == 4)
     if num_read < 4:
-        assert not rig.tiers["ssd"].usable and rig.cache.prefetch(rig.prefix(EIGHT), "next") is None, "it is fenced off"
+        assert not rig.tiers["ssd"].usable and rig.cache.prefetch(rig.prefix(EIGHT), "next") is None, (
+            "it is fenced off"
+        )
     rig.stores["ssd"].raises = None
     rig.end()
 
@@ -404,7 +431,9 @@ def test_one_that_is_late_reads_no_further_and_keeps_what_is_written_into() -> N
     fetch.deadline_s = 0.0
     rig.cache.settle()
     rig.check()
-    assert fetch.overdue and not fetch.settled and rig.host.slots.reserved == 2 * GROUP, "a deadline ends a wait, never an ownership"
+    assert fetch.overdue and not fetch.settled and rig.host.slots.reserved == 2 * GROUP, (
+        "a deadline ends a wait, never an ownership"
+    )
     rig.flow()
     assert fetch.settled and not fetch.overdue and fetch.num_came == 2 * GROUP < fetch.num_blocks
     rig.end()
@@ -424,7 +453,9 @@ def test_a_cancel_at_any_moment_lets_land_what_is_being_read_and_reads_no_more(n
     under_way = min(2, 4 - num_read) * GROUP
     assert rig.host.slots.reserved == under_way and fetch.settled == (under_way == 0)
     rig.flow()
-    assert fetch.settled and sum(rig.host_has(rig.keys(EIGHT))) == fetch.num_came == num_read * GROUP + under_way
+    assert (
+        fetch.settled and sum(rig.host_has(rig.keys(EIGHT))) == fetch.num_came == num_read * GROUP + under_way
+    )
     rig.end()
 
 
@@ -439,9 +470,14 @@ def test_what_is_forgotten_does_not_come_back_by_itself(tier: str, num_read: int
     landed = [True] * (0 if tier == "host" else num_read * GROUP)
     rig.flow()
     assert resetting.settled and fetch.settled and fetch.num_came < fetch.num_blocks
-    assert rig.host_has(rig.keys(EIGHT)) == landed + [False] * (EIGHT - len(landed)) and rig.host.slots.reserved == 0
+    assert (
+        rig.host_has(rig.keys(EIGHT)) == landed + [False] * (EIGHT - len(landed))
+        and rig.host.slots.reserved == 0
+    )
     assert rig.store_has(rig.keys(EIGHT)) == [tier == "host"] * EIGHT, "nor to the disk"
-    assert (rig.cache.prefetch(rig.prefix(EIGHT), "next") is not None) == (tier == "host"), "a later one is none of its business"
+    assert (rig.cache.prefetch(rig.prefix(EIGHT), "next") is not None) == (tier == "host"), (
+        "a later one is none of its business"
+    )
     rig.flow()
     rig.end()
 
@@ -479,7 +515,11 @@ def test_a_close_under_way_reads_no_further_and_leaves_nothing() -> None:
     reads = count_reads(rig)
     fetch = fetching(rig)
     rig.cache.close()
-    assert fetch.settled and reads == Counter(rig.keys(2 * GROUP)) and all(store.closed for store in rig.stores.values())
+    assert (
+        fetch.settled
+        and reads == Counter(rig.keys(2 * GROUP))
+        and all(store.closed for store in rig.stores.values())
+    )
 
 
 def test_a_close_over_a_read_that_hangs_says_so_and_can_be_tried_again() -> None:
@@ -505,7 +545,7 @@ def test_a_reading_that_was_not_what_it_should_be_is_told_and_still_given_back()
     rig.end()
 
 
-# ------------------------------------------------------------------------------------------------------------------ drain and check
+# -------------------------------------------------------------------------------------------- drain and check
 
 
 def test_a_drain_of_everything_waits_for_it_and_one_of_slots_does_not() -> None:
@@ -532,7 +572,7 @@ def test_a_drain_of_everything_waits_for_one_that_a_store_is_asked_for() -> None
     rig.end()
 
 
-# --------------------------------------------------------------------------------------------------------- a request comes for it
+# ------------------------------------------------------------------------------------- a request comes for it
 
 
 @pytest.mark.parametrize("num_read", range(5))
@@ -547,7 +587,9 @@ def test_a_load_takes_over_and_nothing_is_read_twice(num_read: int, longer: int)
     table, load = rig.promote_all(num_blocks)
     rig.check()
     assert load.is_cold == (num_read < 4 or longer > 0)
-    assert not fetch.unread and fetch.settled == (num_read == 4), "what was not begun is the cold load's from now on"
+    assert not fetch.unread and fetch.settled == (num_read == 4), (
+        "what was not begun is the cold load's from now on"
+    )
     rig.flow()
     assert load.settled and load.error() is None and load.num_landed == num_blocks
     assert reads == Counter(rig.keys(num_blocks)) and rig.device_has(num_blocks) == [True] * num_blocks
@@ -568,7 +610,8 @@ def test_a_load_promotes_what_the_fetch_has_landed_while_the_rest_is_read() -> N
 
 
 def shared_with_a_load_and_wanted_by_others() -> None:
-    """What a fetch lands for a cold load stays for it, though all the rest of host memory is wanted by saves."""
+    """What a fetch lands for a cold load stays for it, though all the rest of host memory is wanted by
+    saves."""
     rig = from_ssd(2, num_host=8)
     fetching(rig, 2)
     table, load = rig.load(2)
@@ -587,7 +630,9 @@ def test_what_a_load_shares_stays_until_it_was_promoted() -> None:
     shared_with_a_load_and_wanted_by_others()
 
 
-def test_what_a_fetch_has_landed_is_not_evicted_before_the_load_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_fetch_has_landed_is_not_evicted_before_the_load_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Saves take host slots on another thread, at any moment."""
     rig = from_ssd(2)
     fetching(rig, 2)
@@ -643,7 +688,9 @@ def test_a_load_over_a_reset_computes_what_is_not_published(when: str) -> None:
     if when == "after":
         rig.cache.reset(["host"])
     rig.flow()
-    assert fetch.settled and load.settled and load.num_landed == 0 and isinstance(load.error(), TransferFailed)
+    assert (
+        fetch.settled and load.settled and load.num_landed == 0 and isinstance(load.error(), TransferFailed)
+    )
     rig.fill(table, EIGHT)
     rig.end(table)
 
@@ -710,7 +757,7 @@ def test_nobody_waits_for_a_read_that_hangs() -> None:
     rig.end(other)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def test_it_is_noticed_where_what_is_shared_is_let_go_too_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""What is found under a prefix is that prefix's: a run without a gap, under a scope that no other scope can spell."""
+"""What is found under a prefix is that prefix's: a run without a gap, under a scope that no other scope can
+spell."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def keys_of(name: str, num: int) -> tuple[bytes, ...]:
 
 
 def test_a_prefix_that_is_asked_for_again_is_not_looked_up_again() -> None:
-    """Of 5000 keys that are there and 1000 that are yet to come, each later question looks at the next one alone, though other blocks come
-    and go meanwhile."""
+    """Of 5000 keys that are there and 1000 that are yet to come, each later question looks at the next one
+    alone, though other blocks come and go meanwhile."""
     pool = BlockPool(7000, "device")
     keys = keys_of("a", 6000)
     sealed(pool, keys[:5000])
@@ -96,7 +97,9 @@ def test_a_prefix_that_is_asked_for_again_is_not_looked_up_again() -> None:
         pool.forget(pool.find_each(keys_of(f"other {turn}", 10)))
     sealed(pool, keys[5000:5010])
     pool._index.slot_of.num_lookups = 0
-    assert len(pool.find(keys)) == 5010 and pool._index.slot_of.num_lookups <= 12, "ten that came, and the one behind"
+    assert len(pool.find(keys)) == 5010 and pool._index.slot_of.num_lookups <= 12, (
+        "ten that came, and the one behind"
+    )
 
 
 @pytest.mark.parametrize("num", [3, 100])  # short runs are lists and long ones arrays
@@ -171,7 +174,8 @@ def walks(num: int) -> Iterator[random.Random]:
 
 
 def test_what_is_remembered_of_long_prefixes_is_what_is_there_whatever_comes_and_goes() -> None:
-    """Prefixes share beginnings, blocks of them are forgotten one by one and many at once, and come back in other slots."""
+    """Prefixes share beginnings, blocks of them are forgotten one by one and many at once, and come back in
+    other slots."""
     num_held = 0
     for r in walks(40):
         pool = BlockPool(400, "device")

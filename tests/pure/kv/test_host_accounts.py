@@ -1,5 +1,5 @@
-"""What the host tier counts and tells: every total in every way in which blocks come or do not come, each block that leaves told once, and
-what a lease that has run out still says."""
+"""What the host tier counts and tells: every total in every way in which blocks come or do not come, each
+block that leaves told once, and what a lease that has run out still says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def counted(tier: HostTier) -> dict[str, int]:
         (Displaces.UNWANTED, None, 4, {"deduplicated": 2, "skipped_full": 1}),
         (Displaces.NOTHING, None, 2, {"deduplicated": 2, "postponed": 3}),
         (Displaces.ANYTHING, None, 5, {"deduplicated": 2}),
-        (Displaces.UNWANTED, 3, 3, {"deduplicated": 2}),  # those beyond are not wanted: nothing has become of them
+        # those beyond are not wanted: nothing has become of them
+        (Displaces.UNWANTED, 3, 3, {"deduplicated": 2}),
         (Displaces.NOTHING, 3, 2, {"deduplicated": 2, "postponed": 1}),
         (Displaces.UNWANTED, 0, 0, {"deduplicated": 2}),
         (Displaces.ANYTHING, 9, 5, {"deduplicated": 2}),
@@ -34,7 +35,8 @@ def counted(tier: HostTier) -> dict[str, int]:
 def test_each_block_that_finds_no_room_is_counted_once_and_under_its_reason(
     displaces: Displaces, most: int | None, num_taken: int, expected: dict[str, int]
 ) -> None:
-    """Of eight slots one is pinned, one is of a block that somebody wants, two are of others, two are reserved and two are free."""
+    """Of eight slots one is pinned, one is of a block that somebody wants, two are of others, two are
+    reserved and two are free."""
     tier = new_tier(num_slots=8)
     fill(tier, KEYS[:4])
     _, pin = tier.pin_each(KEYS[:1], "transfer")
@@ -43,7 +45,11 @@ def test_each_block_that_finds_no_room_is_counted_once_and_under_its_reason(
     before = dataclasses.asdict(tier.counts)
     took = tier.take([KEYS[0], KEYS[20], *KEYS[10:15]], range(7), "demote", displaces, most)
     assert took.keys == KEYS[10 : 10 + num_taken] and took.depths == list(range(2, 2 + num_taken))
-    changed = {name: num - before[name] for name, num in dataclasses.asdict(tier.counts).items() if num != before[name]}
+    changed = {
+        name: num - before[name]
+        for name, num in dataclasses.asdict(tier.counts).items()
+        if num != before[name]
+    }
     assert changed == expected
     lease.end()
     for each in (took, coming):
@@ -80,7 +86,12 @@ def test_leases_that_run_out_are_counted_each_and_those_that_end_in_time_are_not
     assert "leases_expired" not in counted(tier), "they are open until then"
     clock.now_s += 2.0
     tier.expire()
-    assert counted(tier)["leases_expired"] == 2 and first.expired and second.expired and not (ended.expired or read.expired)
+    assert (
+        counted(tier)["leases_expired"] == 2
+        and first.expired
+        and second.expired
+        and not (ended.expired or read.expired)
+    )
     tier.end_handles(handles or [])
     tier.close()
 
@@ -154,7 +165,8 @@ def test_a_block_on_its_way_is_not_absent_and_one_that_did_not_come_is() -> None
 
 
 def test_a_want_in_place_of_another_has_the_new_rank_whether_or_not_its_blocks_are_the_same() -> None:
-    """Of two wants the one of the greatest rank is dropped first: a rank that was not renewed would save the wrong one."""
+    """Of two wants the one of the greatest rank is dropped first: a rank that was not renewed would save the
+    wrong one."""
     tier = new_tier(num_slots=4)
     fill(tier, KEYS[:4])
     stays = tier.want(KEYS[:2], 5.0)
@@ -170,7 +182,8 @@ def test_a_want_in_place_of_another_has_the_new_rank_whether_or_not_its_blocks_a
 
 @pytest.mark.parametrize("before_are_here", [True, False])
 def test_a_lease_from_a_block_on_grows_behind_it_and_never_before(before_are_here: bool) -> None:
-    """The device has what lies before: whether host memory has it, too, says nothing about what may come behind."""
+    """The device has what lies before: whether host memory has it, too, says nothing about what may come
+    behind."""
     tier = new_tier()
     if before_are_here:
         fill(tier, KEYS[:2])
@@ -186,7 +199,8 @@ def test_a_lease_from_a_block_on_grows_behind_it_and_never_before(before_are_her
 
 
 def test_blocks_that_land_in_part_keep_their_own_places_in_their_prefixes() -> None:
-    """An order of eviction and a store are told how deep a block lies: not which of those it came with it is."""
+    """An order of eviction and a store are told how deep a block lies: not which of those it came with it
+    is."""
     tier = new_tier()
     some = tier.take(KEYS[:4], [5, 6, 7, 8], "read")
     pin = tier.land(some, [1, 3], "read")

@@ -1,4 +1,5 @@
-"""Host memory on its way to being usable: nobody waits for it to begin, it ends when asked to, and an error ends nothing else."""
+"""Host memory on its way to being usable: nobody waits for it to begin, it ends when asked to, and an error
+ends nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Pieces:
         self._fails_at = fails_at
         self._error = error or OSError("no memory is left")
 
-    def prepare(self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]) -> None:
+    def prepare(
+        self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]
+    ) -> None:
         self.deeds.append("begins")
         for number, piece in enumerate(PIECES):
             assert self._allowed.acquire(timeout=WAIT_S)
@@ -83,7 +86,9 @@ def test_a_close_ends_it_before_its_next_piece_and_closes_the_arena_behind_it() 
 
 
 @pytest.mark.parametrize("error", [OSError("no memory is left"), SystemExit("a library gave up")])
-def test_an_error_of_any_kind_is_told_and_what_is_ready_stays_ready(caplog: pytest.LogCaptureFixture, error: BaseException) -> None:
+def test_an_error_of_any_kind_is_told_and_what_is_ready_stays_ready(
+    caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
     seen: list[range] = []
     arena = Pieces(fails_at=2, error=error)
     arena.let(10)
@@ -121,5 +126,7 @@ memory = HostMemory(Endless(), print)
 def test_a_program_that_ends_waits_until_no_memory_is_being_pinned() -> None:
     """The interpreter stops threads wherever they are, and inside the driver that takes the process down."""
     env = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
-    run = subprocess.run([sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     assert run.returncode == 0 and run.stdout == "it has ended by itself\n", run.stderr

@@ -42,7 +42,7 @@ def leased(tier: HostTier, keys: list[bytes], owner: str = "request") -> HostLea
     return lease
 
 
-# -------------------------------------------------------------------------------------------------------------- leases
+# ----------------------------------------------------------------------------------------------------- leases
 
 
 def test_a_lease_covers_every_block_that_is_here_and_knows_the_gaps() -> None:
@@ -52,7 +52,9 @@ def test_a_lease_covers_every_block_that_is_here_and_knows_the_gaps() -> None:
     assert [slot == ABSENT for slot in lease.slots] == [False, False, True, False, True]
     assert [lease.num_from(block) for block in range(7)] == [2, 1, 0, 1, 0, 0, 0]
     assert lease.num_tokens == 5 * BLOCK and lease.ready and not lease.expired
-    assert (tier.num_leases, tier.slots.pinned, tier.num_spare) == (1, 0, 5), "its blocks are wanted, and not held"
+    assert (tier.num_leases, tier.slots.pinned, tier.num_spare) == (1, 0, 5), (
+        "its blocks are wanted, and not held"
+    )
     assert tier.claim(lease, 0, 5) and tier.slots.pinned == 3
     lease.end()
     assert (tier.num_leases, tier.slots.pinned, tier.slots.idle, tier.num_spare) == (0, 0, 3, 8)
@@ -106,7 +108,9 @@ def test_a_wanted_block_is_forgotten_after_all_others_and_no_save_takes_its_plac
     tier.refresh(lease)
     assert lease.num_from(0) == 2
     assert tier.reset() == 4, "nobody has a table for them: they are held by nobody"
-    assert lease.num_from(0) == 2 and not tier.claim(lease, 0, 2), "it does not know yet, and finds out before anybody relies on it"
+    assert lease.num_from(0) == 2 and not tier.claim(lease, 0, 2), (
+        "it does not know yet, and finds out before anybody relies on it"
+    )
     assert lease.num_from(0) == 0 and tier.slots.pinned == 0 and tier.num_leases == 1
     lease.end()
     tier.close()
@@ -173,7 +177,7 @@ def test_leases_are_looked_at_now_and_then_and_not_every_time() -> None:
     assert lease.expired
 
 
-# -------------------------------------------------------------------------------------------------------- writing blocks
+# --------------------------------------------------------------------------------------------- writing blocks
 
 
 def test_a_block_is_found_when_it_has_landed_and_not_before() -> None:
@@ -182,7 +186,9 @@ def test_a_block_is_found_when_it_has_landed_and_not_before() -> None:
     assert coming.places == [0, 1] and tier.slots.reserved == 2
     assert tier.num_keys == 0 and tier.lease(KEYS[:2], "request") is None
     tier.land(coming)
-    assert all(map(tier.has, KEYS[:2])) and tier.slots == SlotCounts(free=6, reserved=0, active=0, pinned=0, idle=2)
+    assert all(map(tier.has, KEYS[:2])) and tier.slots == SlotCounts(
+        free=6, reserved=0, active=0, pinned=0, idle=2
+    )
     assert tier.counts.landed == 2
     tier.close()
 
@@ -284,7 +290,7 @@ def fails_and_goes_on(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not done.is_alive() and tier.num_keys == 2, "nobody waits for a lock that somebody left locked"
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------------------- memory
 
 
 def test_memory_that_is_not_ready_is_not_lent() -> None:

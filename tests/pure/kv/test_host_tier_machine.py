@@ -1,5 +1,5 @@
-"""The host tier against a reference that knows which keys must be here and who has what out, in any order of calls; and faults that this
-must notice."""
+"""The host tier against a reference that knows which keys must be here and who has what out, in any order of
+calls; and faults that this must notice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from penstock.errors import PenstockError
 from penstock.kv.blocks.eviction import WantedLast
@@ -56,13 +62,16 @@ class TierMachine(RuleBasedStateMachine):
         self.coming: list[Coming] = []
         self.private: list[Reservation] = []
         self.leases: list[Entry] = []
-        self.reading: list[tuple[list[Handle], set[bytes]]] = []  # by transfers: protected whatever becomes of the lease
+        # by transfers: protected whatever becomes of the lease
+        self.reading: list[tuple[list[Handle], set[bytes]]] = []
         self.here: set[bytes] = set()
         self.num_leased = 0
 
     @property
     def pinned(self) -> set[bytes]:
-        return {key for entry in self.leases for key in entry.claimed} | {key for _, keys in self.reading for key in keys}
+        return {key for entry in self.leases for key in entry.claimed} | {
+            key for _, keys in self.reading for key in keys
+        }
 
     @property
     def wanted(self) -> set[bytes]:
@@ -81,16 +90,22 @@ class TierMachine(RuleBasedStateMachine):
         return NUM_SLOTS - self.num_reserved - len(self.here)
 
     def num_in(self, displaces: Displaces) -> int:
-        idle = {Displaces.NOTHING: set(), Displaces.UNWANTED: self.unwanted, Displaces.ANYTHING: self.here - self.pinned}[displaces]
+        idle = {
+            Displaces.NOTHING: set(),
+            Displaces.UNWANTED: self.unwanted,
+            Displaces.ANYTHING: self.here - self.pinned,
+        }[displaces]
         return self.num_free + len(idle)
 
     def expose(self, num: int) -> None:
-        """So many that nobody wants are looked for: who comes last gives way first, as long as anybody wants what could go."""
+        """So many that nobody wants are looked for: who comes last gives way first, as long as anybody wants
+        what could go."""
         while len(self.unwanted) < num and self.wanted:
             max((entry for entry in self.leases if entry.wants), key=lambda entry: entry.rank).wants = False
 
     def evicted(self, num_new: int, num_free: int) -> None:
-        """So many slots were reserved: what was free goes first, then blocks that nobody wants, of which the pool chooses."""
+        """So many slots were reserved: what was free goes first, then blocks that nobody wants, of which the
+        pool chooses."""
         self.expose(num_new - num_free)
         gone = {key for key in self.here if not self.tier.has(key)}
         assert len(gone) == max(0, num_new - num_free), "as many are forgotten as room is needed for"
@@ -102,7 +117,7 @@ class TierMachine(RuleBasedStateMachine):
         for entry in self.leases:
             entry.here = {place for place in entry.here if entry.keys[place] not in gone}
 
-    # --------------------------------------------------------------------------------------------------------------- blocks
+    # ------------------------------------------------------------------------------------------------- blocks
 
     @rule(keys=some_keys, displaces=st.sampled_from(Displaces))
     def take(self, keys: list[bytes], displaces: Displaces) -> None:
@@ -155,7 +170,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.give_way(keys, most) == len(gone)
         self.lose(gone)
 
-    # --------------------------------------------------------------------------------------------------------------- leases
+    # ------------------------------------------------------------------------------------------------- leases
 
     @rule(keys=some_keys, first=st.integers(0, 2), is_last=st.booleans())
     def lease(self, keys: list[bytes], first: int, is_last: bool) -> None:
@@ -163,7 +178,9 @@ class TierMachine(RuleBasedStateMachine):
         lease = self.tier.lease(keys, "request", first)
         assert (lease is None) == (not covered)
         if lease is not None:
-            assert [slot != ABSENT for slot in lease.slots] == [place in covered for place in range(len(keys))]
+            assert [slot != ABSENT for slot in lease.slots] == [
+                place in covered for place in range(len(keys))
+            ]
             self.num_leased += 1
             rank = float(self.num_leased if is_last else -self.num_leased)
             lease.set_rank(rank)
@@ -220,7 +237,9 @@ class TierMachine(RuleBasedStateMachine):
     @rule(which=index)
     def read(self, which: int) -> None:
         entry = self.leases.pop(which % len(self.leases))
-        protected = {entry.keys[place] for place in entry.here} if entry.lease.want is not None else entry.claimed
+        protected = (
+            {entry.keys[place] for place in entry.here} if entry.lease.want is not None else entry.claimed
+        )
         kept = self.tier.take_lease(entry.lease)
         assert kept is not None
         self.reading.append((kept, protected))
@@ -248,7 +267,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.reset() == len(forgotten)
         self.lose(forgotten)
 
-    # --------------------------------------------------------------------------------------------------------------- always
+    # ------------------------------------------------------------------------------------------------- always
 
     # Holds invariant 16: the states of all slots sum to the host pool's size.
     @invariant()
@@ -256,9 +275,17 @@ class TierMachine(RuleBasedStateMachine):
         self.tier.check()
         counts = self.tier.slots
         pinned, idle = len(self.pinned & self.here), len(self.here - self.pinned)
-        assert (counts.reserved, counts.active, counts.pinned, counts.idle) == (self.num_reserved, 0, pinned, idle)
+        assert (counts.reserved, counts.active, counts.pinned, counts.idle) == (
+            self.num_reserved,
+            0,
+            pinned,
+            idle,
+        )
         assert sum(counts) == NUM_SLOTS and self.tier.num_leases == len(self.leases)
-        assert (self.tier.num_free, self.tier.num_spare) == (self.num_free, self.num_free + len(self.unwanted))
+        assert (self.tier.num_free, self.tier.num_spare) == (
+            self.num_free,
+            self.num_free + len(self.unwanted),
+        )
         assert self.tier.num_available == self.num_in(Displaces.ANYTHING)
 
     @invariant()
@@ -282,7 +309,7 @@ TierMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestHostTierAgainstItsReference = TierMachine.TestCase
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def evicts_what_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +380,11 @@ def gives_way_with_the_first_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def displaces_where_only_free_slots_are_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     num_in = HostTier._num_in
-    monkeypatch.setattr(HostTier, "_num_in", lambda self, displaces: num_in(self, max(displaces, Displaces.UNWANTED, key=_as_number)))
+    monkeypatch.setattr(
+        HostTier,
+        "_num_in",
+        lambda self, displaces: num_in(self, max(displaces, Displaces.UNWANTED, key=_as_number)),
+    )
 
 
 def _as_number(displaces: Displaces) -> int:
@@ -412,7 +443,11 @@ def never_expires(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loses_private_room(monkeypatch: pytest.MonkeyPatch) -> None:
     end_handles = HostTier._end_handles
-    kept = staticmethod(lambda handles, fence=None: end_handles([one for one in handles if not isinstance(one, Reservation)], fence))
+    kept = staticmethod(
+        lambda handles, fence=None: end_handles(
+            [one for one in handles if not isinstance(one, Reservation)], fence
+        )
+    )
     monkeypatch.setattr(HostTier, "_end_handles", kept)
 
 

@@ -1,4 +1,5 @@
-"""The host tier used by several threads at once: every use of its pool is under its lock, and nothing is lost."""
+"""The host tier used by several threads at once: every use of its pool is under its lock, and nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -13,7 +14,19 @@ from test_host_tier import BLOCK, KEYS, LEASE_S, Clock, fill, leased, new_tier, 
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier
 
-GUARDED = {"find", "find_each", "pin", "hold", "seal", "try_reserve", "evict", "take_back", "commit", "counts", "check"}
+GUARDED = {
+    "find",
+    "find_each",
+    "pin",
+    "hold",
+    "seal",
+    "try_reserve",
+    "evict",
+    "take_back",
+    "commit",
+    "counts",
+    "check",
+}
 GUARDED |= {"want", "end_want", "gone_of", "protects", "forget_idle", "forget", "note_hits"}
 
 
@@ -102,7 +115,9 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
             with tier._lock:
                 tier._refresh(lease)
                 there = tier._pool.find_each(keys)
-            assert all(slot in (ABSENT, found) for slot, found in zip(lease.slots, there, strict=True)), "it has gone, and nobody says so"
+            assert all(slot in (ABSENT, found) for slot, found in zip(lease.slots, there, strict=True)), (
+                "it has gone, and nobody says so"
+            )
             lease.end()
 
     def write(turn: int) -> None:
@@ -115,7 +130,8 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
         tier.check()
 
     def claim(turn: int) -> None:
-        """The engine's thread admits: what it has claimed is where it was when its request was matched, whatever the launcher takes."""
+        """The engine's thread admits: what it has claimed is where it was when its request was matched,
+        whatever the launcher takes."""
         keys = [KEYS[(2 * turn + i) % 20] for i in range(5)]
         lease = tier.lease(keys, "request")
         if lease is None:
@@ -125,7 +141,9 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
         if tier.claim(lease, 0, 5):
             with tier._lock:
                 there = tier._pool.find_each(keys)
-            assert all(slot in (ABSENT, found) for slot, found in zip(matched, there, strict=True)), "a claimed block has gone"
+            assert all(slot in (ABSENT, found) for slot, found in zip(matched, there, strict=True)), (
+                "a claimed block has gone"
+            )
             num_claimed.append(1)
         else:
             with tier._lock:
@@ -134,7 +152,11 @@ def test_threads_that_lease_take_and_land_at_once_lose_nothing() -> None:
 
     def load(turn: int) -> None:
         """Somebody who has a table takes what others want."""
-        tier.land(tier.take([KEYS[(7 * turn + i) % 20] for i in range(6)], range(6), "cold load", Displaces.ANYTHING))
+        tier.land(
+            tier.take(
+                [KEYS[(7 * turn + i) % 20] for i in range(6)], range(6), "cold load", Displaces.ANYTHING
+            )
+        )
 
     num_claimed: list[int] = []
     load(0)

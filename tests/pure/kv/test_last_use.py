@@ -1,4 +1,5 @@
-"""Fences that come back with slots: whatever their order, and however many slots there are, none that counts is lost."""
+"""Fences that come back with slots: whatever their order, and however many slots there are, none that counts
+is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SIZES = pytest.mark.parametrize("num", [1, FEW, FEW + 1, 3 * FEW])
 
 @SIZES
 def test_an_older_fence_that_comes_later_hides_none_that_came_before(num: int) -> None:
-    """A table that rested is given back with the fence of a step long ago, after others have used its shared slots."""
+    """A table that rested is given back with the fence of a step long ago, after others have used its shared
+    slots."""
     lane, last_use, slots = FakeLane("compute"), LastUse(4 * FEW), as_run(range(num))
     first, second, third = (lane.record() for _ in range(3))
     for fence in (first, second, third, second, first):
@@ -35,7 +37,9 @@ def test_slots_carry_their_own_fences_and_those_of_no_others(num: int) -> None:
     last_use.note(mine, load)
     last_use.note(others, late)
     assert last_use.after(mine) == (early, load)
-    assert last_use.after(others) == (early, late), "on one lane those before are taken along: they are over sooner"
+    assert last_use.after(others) == (early, late), (
+        "on one lane those before are taken along: they are over sooner"
+    )
     assert last_use.after(as_run(range(2 * num, 3 * num))) == ()
     assert set(last_use.after(as_run(range(2 * num)))) == {early, load, late}
 

@@ -13,7 +13,9 @@ from penstock.kv.tiers.loads import BlockLoad
 
 
 @pytest.mark.parametrize("load_s", [0.5, 1e9])
-def test_a_save_has_as_long_as_a_load_and_never_so_long_that_the_device_fills_up_behind_it(load_s: float) -> None:
+def test_a_save_has_as_long_as_a_load_and_never_so_long_that_the_device_fills_up_behind_it(
+    load_s: float,
+) -> None:
     rig = Rig()
     rig.saves.limits = replace(rig.saves.limits, load_deadline_s=load_s)
     one, other = rig.computed(KEYS[:1]), rig.computed(KEYS[1:3])

@@ -55,7 +55,10 @@ def test_every_dimension_counts_in_the_fingerprint(monkeypatch):
     assert QWEN.fingerprint() not in prints
 
 
-@pytest.mark.parametrize("wrong", [{"num_layers": 0}, {"num_kv_heads": -1}, {"head_dim": 0}, {"block_tokens": 0}, {"dtype": "int8"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_layers": 0}, {"num_kv_heads": -1}, {"head_dim": 0}, {"block_tokens": 0}, {"dtype": "int8"}],
+)
 def test_an_impossible_layout_is_refused(wrong):
     with pytest.raises(ConfigError):
         dataclasses.replace(QWEN, **wrong)

@@ -1,5 +1,6 @@
-"""The rate of the link, and the figures of transfers, as real promotions and saves make them: each by its own time, what was not seen to
-end says nothing, and what copied nothing or failed is neither timed nor counted as moved."""
+"""The rate of the link, and the figures of transfers, as real promotions and saves make them: each by its own
+time, what was not seen to end says nothing, and what copied nothing or failed is neither timed nor counted as
+moved."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ def test_one_that_came_after_a_pause_is_measured_from_its_own_submit(clock: Hand
 
 
 @pytest.mark.parametrize(("unseen_s", "counts"), [(0.0, True), (1.0, True), (1.5, False), (4.0, False)])
-def test_an_end_that_nobody_saw_in_time_says_nothing_about_the_link(clock: HandClock, unseen_s: float, counts: bool) -> None:
+def test_an_end_that_nobody_saw_in_time_says_nothing_about_the_link(
+    clock: HandClock, unseen_s: float, counts: bool
+) -> None:
     rig = Timed(clock)
     rig.begin(FIRST)
     rig.over(4.0, unseen_s)
@@ -119,12 +122,17 @@ def test_one_that_fails_says_nothing_about_the_link_and_is_counted_as_a_failure(
     rig.over(4.0)
     traffic = rig.cache.stats().traffic
     assert before is not None and traffic is not None and rig.loads.link.bytes_per_s is None
-    assert traffic.failures == {("host", "copy"): 1} and traffic.bytes == before.bytes and traffic.seconds == before.seconds
+    assert (
+        traffic.failures == {("host", "copy"): 1}
+        and traffic.bytes == before.bytes
+        and traffic.seconds == before.seconds
+    )
     rig.end()
 
 
 def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(clock: HandClock) -> None:
-    """A slow link is hoped to have become faster: one request finds out, and the others go on computing meanwhile."""
+    """A slow link is hoped to have become faster: one request finds out, and the others go on computing
+    meanwhile."""
     rig = Timed(clock)
     rig.loads.prefill.add(BLOCK, 0.0, 1.0)
     rig.loads.link.add(TWO, 2.0 * 2)  # twice as long as computing
@@ -143,7 +151,7 @@ def test_a_stale_rate_is_tried_by_the_first_who_promotes_and_by_nobody_else(cloc
     rig.end()
 
 
-# ----------------------------------------------------------------------------------------------------------------- saves
+# ------------------------------------------------------------------------------------------------------ saves
 
 
 def test_a_save_that_copies_nothing_is_not_timed() -> None:
@@ -156,7 +164,11 @@ def test_a_save_that_copies_nothing_is_not_timed() -> None:
     assert rig.cache.num_in_flight == 1
     rig.land()
     after = rig.cache.stats().traffic
-    assert rig.cache.num_in_flight == 0 and (after.bytes, after.seconds, after.failures) == (before.bytes, before.seconds, {})
+    assert rig.cache.num_in_flight == 0 and (after.bytes, after.seconds, after.failures) == (
+        before.bytes,
+        before.seconds,
+        {},
+    )
     again.end()
     rig.close()
 

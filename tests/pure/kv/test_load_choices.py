@@ -1,5 +1,6 @@
-"""What loads decide where two things meet: a saved request and a lane that is late, a tier that is broken before one that is not, a
-store that is slow though everything is to be loaded, and several requests that could give way."""
+"""What loads decide where two things meet: a saved request and a lane that is late, a tier that is broken
+before one that is not, a store that is slow though everything is to be loaded, and several requests that
+could give way."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_a_saved_request_does_not_wait_for_a_lane_that_is_late_either() -> None:
 
 @pytest.mark.parametrize("dead", ["ssd", "remote"])
 def test_nothing_behind_a_tier_that_has_broken_since_is_worth_loading(dead: str) -> None:
-    """A prefix is of use up to its first gap: what a tier behind it has is nothing without what it has lost."""
+    """A prefix is of use up to its first gap: what a tier behind it has is nothing without what it has
+    lost."""
     rig = Stacked("ssd", "remote", num_host=24)
     rig.put("ssd", rig.keys(2))
     rig.put("remote", rig.keys(4))
@@ -72,7 +74,8 @@ def test_where_everything_is_loaded_a_store_is_waited_for_though_computing_is_fa
 
 @pytest.mark.parametrize("num_needed", [1, 2, 3])
 def test_requests_give_way_in_host_memory_by_as_much_as_is_needed_and_no_more(num_needed: int) -> None:
-    """Device and host memory are full, and two running requests have copies in host memory that they do not need."""
+    """Device and host memory are full, and two running requests have copies in host memory that they do not
+    need."""
     rig = Full(num_device=8, num_host=4)
     rig.idle(KEYS[:4])
     tables = [rig.table(KEYS[first : first + 2]) for first in (0, 2)]
@@ -100,5 +103,7 @@ def test_blocks_that_make_room_keep_their_places_in_their_prefixes(postpones: bo
     rig.land()
     moved = [(key, depth) for key, depth in zip(KEYS[:4], (7, 8, 9, 10), strict=True) if rig.host.has(key)]
     assert len(moved) == 3
-    assert rig.host._pool.depths_of(rig.host.find_each([key for key, _ in moved])) == [depth for _, depth in moved]
+    assert rig.host._pool.depths_of(rig.host.find_each([key for key, _ in moved])) == [
+        depth for _, depth in moved
+    ]
     rig.close()

@@ -1,4 +1,5 @@
-"""What loading and computing are taken to cost where they are weighed: tokens, not blocks, and with all that is ahead on the way."""
+"""What loading and computing are taken to cost where they are weighed: tokens, not blocks, and with all that
+is ahead on the way."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from storage_rig import BLOCK, KEYS, LAYOUT, Rig, leased
 from penstock.kv.tiers.host import HostLease
 
 FOUR = 4  # blocks
-COMPUTE_S = FOUR * BLOCK * (1e-3 + 1e-3 * FOUR / 2 * BLOCK)  # of these, where each token costs a millisecond, and one for each before it
+# of these, where each token costs a millisecond, and one for each before it
+COMPUTE_S = FOUR * BLOCK * (1e-3 + 1e-3 * FOUR / 2 * BLOCK)
 LOAD_S = 0.7 * COMPUTE_S
 
 

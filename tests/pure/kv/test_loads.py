@@ -1,5 +1,5 @@
-"""Blocks that come back from the host, and requests whose own KV went there: what is protected until when, and what it is worth; and
-faults that turn these tests red."""
+"""Blocks that come back from the host, and requests whose own KV went there: what is protected until when,
+and what it is worth; and faults that turn these tests red."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.saves import SavedLease, Saves
 from penstock.kv.transfer import Transfer
 
-# -------------------------------------------------------------------------------------------------------------- promote
+# ---------------------------------------------------------------------------------------------------- promote
 
 
 def test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over() -> None:
@@ -44,11 +44,17 @@ def test_a_promotion_comes_by_groups_of_layers_where_a_step_can_begin_on_the_fir
     promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2, num_next=8)
     assert promotion.layered and promotion.arrivals is None
     rig.lane("launch load").step()
-    assert promotion.arrivals is not None and [arrival.layers for arrival in promotion.arrivals] == [(0, 3), (3, 6)]
+    assert promotion.arrivals is not None and [arrival.layers for arrival in promotion.arrivals] == [
+        (0, 3),
+        (3, 6),
+    ]
     assert not promotion.nearly_landed()
     for _ in range(2):
         rig.lane("load").step()
-    assert promotion.nearly_landed() and [arrival.fence.passed() for arrival in promotion.arrivals] == [True, False]
+    assert promotion.nearly_landed() and [arrival.fence.passed() for arrival in promotion.arrivals] == [
+        True,
+        False,
+    ]
     assert [cell is KEYS[0] for cell in rig.device.cells[hold.slots[0]]] == [True] * 3 + [False] * 3
     rig.land()
     short = rig.hold(1, "short")
@@ -66,9 +72,14 @@ def test_groups_cover_every_layer_of_every_block_once(monkeypatch: pytest.Monkey
             for layered in (True, False):
                 groups = Rig().cache.loads._groups(num_blocks, layered)
                 covered = [
-                    (block, layer) for group in groups for block in range(num_blocks)[group.blocks] for layer in range(*group.layers)
+                    (block, layer)
+                    for group in groups
+                    for block in range(num_blocks)[group.blocks]
+                    for layer in range(*group.layers)
                 ]
-                assert sorted(covered) == [(block, layer) for block in range(num_blocks) for layer in range(LAYERS)]
+                assert sorted(covered) == [
+                    (block, layer) for block in range(num_blocks) for layer in range(LAYERS)
+                ]
 
 
 def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
@@ -79,7 +90,9 @@ def test_a_promotion_that_fails_says_why_and_gives_its_sources_back() -> None:
     promotion = rig.promote(hold, leased(rig, KEYS[:2]), 2)
     rig.load_copier.fail_next = 1
     assert rig.land() == [promotion]
-    assert isinstance(promotion.error(), TransferFailed) and rig.cache.stats().traffic.failures == {("host", "copy"): 1}
+    assert isinstance(promotion.error(), TransferFailed) and rig.cache.stats().traffic.failures == {
+        ("host", "copy"): 1
+    }
     assert rig.host.slots.idle == 2 and rig.host.num_leases == 0
     hold.end()
     assert rig.pool.counts.free == 8
@@ -108,7 +121,9 @@ def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothi
     if why == "expired":
         rig.now_s = 1000.0
         rig.host.expire()
-    with pytest.raises(InvariantBroken, match="has expired" if why == "expired" else "does not have 3 blocks"):
+    with pytest.raises(
+        InvariantBroken, match="has expired" if why == "expired" else "does not have 3 blocks"
+    ):
         rig.promote(hold, lease, 3)
     assert rig.host.num_leases == (why != "expired")
     hold.end()
@@ -118,7 +133,8 @@ def test_a_promotion_of_what_the_lease_does_not_cover_is_refused_and_loses_nothi
 
 # Holds invariant 9: both ends stay until what was enqueued is over.
 def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
-    """The copy lane takes the first group of layers and refuses the second: the first is under way, and both ends stay until it is over."""
+    """The copy lane takes the first group of layers and refuses the second: the first is under way, and both
+    ends stay until it is over."""
     rig = Rig(num_device=2)
     rig.save(KEYS[:2]).end()
     rig.pool.evict(2)
@@ -142,10 +158,12 @@ def test_mid_batch_submit_error_releases_buffers_in_flight() -> None:
     rig.close()
 
 
-# ------------------------------------------------------------------------------------------------------ retract and resume
+# ----------------------------------------------------------------------------------------- retract and resume
 
 
-def retracted(rig: Rig, num_keyed: int, num_more: int, num_tokens: int, keys: list[bytes] = KEYS) -> SavedLease:
+def retracted(
+    rig: Rig, num_keyed: int, num_more: int, num_tokens: int, keys: list[bytes] = KEYS
+) -> SavedLease:
     hold = rig.computed(keys[:num_keyed], num_more=num_more)
     lease = rig.saves.retract(hold, num_keyed + num_more, keys[:num_keyed], num_tokens, None)
     hold.end()
@@ -253,7 +271,7 @@ def test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_ov
     rig.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- worth
+# ------------------------------------------------------------------------------------------------------ worth
 
 
 def rated(rig: Rig, bytes_per_s: float, tokens_per_s: float) -> None:
@@ -365,7 +383,7 @@ def test_what_a_request_saved_of_its_own_is_always_worth_it() -> None:
     rig.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 Patch = pytest.MonkeyPatch
 
@@ -377,7 +395,11 @@ def keeps_no_source_of_a_refused_promotion(patch: Patch) -> None:
 def ends_when_nothing_more_could_be_enqueued(patch: Patch) -> None:
     """The fence behind what is on the lane is left out where the launch failed."""
     launched = Transfer.launched
-    patch.setattr(Transfer, "launched", lambda self, end, arrivals: launched(self, None if self._error else end, arrivals))
+    patch.setattr(
+        Transfer,
+        "launched",
+        lambda self, end, arrivals: launched(self, None if self._error else end, arrivals),
+    )
 
 
 def publishes_a_copy_that_failed(patch: Patch) -> None:
@@ -399,7 +421,9 @@ def gives_the_tail_a_key(patch: Patch) -> None:
     save = Saves.retract
 
     def faulty(self: Saves, hold, num_blocks, keys, num_tokens, fence):
-        return save(self, hold, num_blocks, [*keys, *KEYS[20 : 20 + num_blocks - len(keys)]], num_tokens, fence)
+        return save(
+            self, hold, num_blocks, [*keys, *KEYS[20 : 20 + num_blocks - len(keys)]], num_tokens, fence
+        )
 
     patch.setattr(Saves, "retract", faulty)
 
@@ -409,17 +433,31 @@ def forgets_a_lease_given_up_under_way(patch: Patch) -> None:
 
 
 RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
-    (keeps_no_source_of_a_refused_promotion, test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease),
+    (
+        keeps_no_source_of_a_refused_promotion,
+        test_a_promotion_that_cannot_be_submitted_lets_its_slots_go_and_keeps_the_lease,
+    ),
     (ends_when_nothing_more_could_be_enqueued, test_mid_batch_submit_error_releases_buffers_in_flight),
-    (publishes_a_copy_that_failed, test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there),
-    (lets_go_of_the_sources_when_a_promotion_begins, test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over),
+    (
+        publishes_a_copy_that_failed,
+        test_a_retraction_that_fails_leaves_nothing_but_the_lease_on_what_was_there,
+    ),
+    (
+        lets_go_of_the_sources_when_a_promotion_begins,
+        test_a_promotion_brings_the_bytes_and_holds_its_sources_until_it_is_over,
+    ),
     (gives_the_tail_a_key, test_a_retraction_saves_what_has_a_key_for_all_and_the_tail_for_its_request_alone),
-    (forgets_a_lease_given_up_under_way, lambda: test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_over(True)),
+    (
+        forgets_a_lease_given_up_under_way,
+        lambda: test_a_saved_lease_given_up_under_way_returns_everything_when_the_copy_is_over(True),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
-def test_a_defect_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+def test_a_defect_turns_its_test_red(
+    fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch
+) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
         test()

@@ -1,4 +1,5 @@
-"""Manifests of snapshots: what goes in comes out, and what is damaged, cut off or of another model is refused with the reason."""
+"""Manifests of snapshots: what goes in comes out, and what is damaged, cut off or of another model is refused
+with the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 from penstock.errors import SnapshotRefused
 from penstock.kv.blocks.key import Scope, prefix_keys, tenant_of
 from penstock.kv.tiers import manifest as format_
-from penstock.kv.tiers.manifest import Manifest, check_scope, check_space, pack, snapshot_id, token_bytes, unpack, words_of
+from penstock.kv.tiers.manifest import (
+    Manifest,
+    check_scope,
+    check_space,
+    pack,
+    snapshot_id,
+    token_bytes,
+    unpack,
+    words_of,
+)
 
 SCOPE = Scope(b"w" * 32, "float32", b"l" * 16, 16, "rope theta=10000.0")
 TOKENS = list(range(5, 75))
@@ -28,7 +38,13 @@ def made(tokens: list[int] = TOKENS, scope: Scope = SCOPE, **fields: Any) -> Man
     keys = b"".join(prefix_keys(tokens, 16, salted.digest()))
     rest = {"name": "talk", "tenant": tenant_of("me"), "created_s": 1e9, **fields}
     return Manifest(
-        space=space, scope=salted.digest(), made_with=words_of(salted), block_tokens=16, tokens=token_bytes(tokens), keys=keys, **rest
+        space=space,
+        scope=salted.digest(),
+        made_with=words_of(salted),
+        block_tokens=16,
+        tokens=token_bytes(tokens),
+        keys=keys,
+        **rest,
     )
 
 
@@ -38,7 +54,9 @@ def made(tokens: list[int] = TOKENS, scope: Scope = SCOPE, **fields: Any) -> Man
     st.none() | st.floats(1e9, 2e9),
     st.text(max_size=50),
 )
-def test_what_is_packed_is_unpacked(tokens: list[int], name: str, expires: float | None, messages: str) -> None:
+def test_what_is_packed_is_unpacked(
+    tokens: list[int], name: str, expires: float | None, messages: str
+) -> None:
     manifest = made(tokens, name=name, expires_s=expires, messages=messages)
     assert unpack(pack(manifest)) == manifest
     assert (manifest.num_tokens, manifest.num_blocks) == (len(tokens), len(tokens) // 16)
@@ -108,13 +126,20 @@ def with_facts(**changed: Any) -> bytes:
     facts = {**json.loads(body[: lengths[0]]), **changed}
     text = json.dumps({name: fact for name, fact in facts.items() if fact is not ...}).encode()
     body = text + body[lengths[0] :]
-    return format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(text), *lengths[1:], format_.checksum(body)) + body
+    return (
+        format_._HEAD.pack(format_._MAGIC, format_.FORMAT, len(text), *lengths[1:], format_.checksum(body))
+        + body
+    )
 
 
 FACTS = ("name", "tenant", "space", "scope", "made_with", "block_tokens", "created_s", "expires_s", "adapter")
 WRONG: list[dict[str, Any]] = [
     *({name: ...} for name in FACTS),
-    *({name: value} for name in ("tenant", "space", "scope") for value in ("", "00", "zz", 7, None, "00" * 64)),
+    *(
+        {name: value}
+        for name in ("tenant", "space", "scope")
+        for value in ("", "00", "zz", 7, None, "00" * 64)
+    ),
     *({"block_tokens": value} for value in (0, -16, None, "x", [], float("inf"), float("nan"), 10**400)),
     *({"created_s": value} for value in (None, "x", [], 10**400, float("nan"), float("inf"))),
     *({"expires_s": value} for value in ("x", [], 10**400, float("nan"), float("inf"))),
@@ -122,9 +147,12 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("changed", WRONG, ids=[f"{name}={str(value)[:9]}" for one in WRONG for name, value in one.items()])
+@pytest.mark.parametrize(
+    "changed", WRONG, ids=[f"{name}={str(value)[:9]}" for one in WRONG for name, value in one.items()]
+)
 def test_whatever_a_fact_is_instead_it_is_refused(changed: dict[str, Any]) -> None:
-    """Its checksum is right: whoever wrote it was another program, or meant no good. Nothing but a refusal comes of it."""
+    """Its checksum is right: whoever wrote it was another program, or meant no good. Nothing but a refusal
+    comes of it."""
     assert unpack(with_facts()) == made()
     with pytest.raises(SnapshotRefused, match="facts cannot be read"):
         unpack(with_facts(**changed))
@@ -144,7 +172,9 @@ def test_part_of_a_token_is_refused(cut: int) -> None:
         unpack(pack(dataclasses.replace(whole, tokens=whole.tokens[:-cut])))
 
 
-@pytest.mark.parametrize("keys", [b"", made().keys[:-1], made().keys[:-16], made().keys + bytes(16), made().keys[16:]])
+@pytest.mark.parametrize(
+    "keys", [b"", made().keys[:-1], made().keys[:-16], made().keys + bytes(16), made().keys[16:]]
+)
 def test_more_or_fewer_keys_than_its_tokens_have_are_refused(keys: bytes) -> None:
     with pytest.raises(SnapshotRefused, match="keys are not those of its tokens"):
         unpack(pack(dataclasses.replace(made(), keys=keys)))
@@ -152,7 +182,16 @@ def test_more_or_fewer_keys_than_its_tokens_have_are_refused(keys: bytes) -> Non
 
 def test_a_refusal_names_what_differs() -> None:
     other = dataclasses.replace(SCOPE, kv_dtype="bfloat16", block_tokens=32)
-    with pytest.raises(SnapshotRefused, match=r"block_tokens is 16 and here 32, kv_dtype is float32 and here bfloat16"):
+    with pytest.raises(
+        SnapshotRefused,
+        match=r"block_tokens is 16 and here "
+        r"32, "
+        r"kv_dtype "
+        r"is "
+        r"float32 "
+        r"and "
+        r"here bfloat16",
+    ):
         check_space(made(), other)
     check_space(made(), SCOPE)
 
@@ -162,7 +201,15 @@ def test_a_refusal_shows_the_beginning_of_a_digest_and_words_in_full() -> None:
     adapted = made(scope=dataclasses.replace(SCOPE, adapter="lora", adapter_version="abc"))
     with pytest.raises(SnapshotRefused) as refusal:
         check_space(adapted, dataclasses.replace(SCOPE, weights=b"x" * 32, position_scheme="none at all"))
-    told = "position_scheme is rope theta=10000.0 and here none at all, weights is 777777777777... and here 787878787878..."
+    told = (
+        "position_scheme is rope theta=10000.0 and here none at "
+        "all, "
+        "weights "
+        "is "
+        "777777777777... "
+        "and "
+        "here 787878787878..."
+    )
     assert str(refusal.value).endswith(f": {told}")
 
 
@@ -170,7 +217,10 @@ def test_an_adapter_is_no_other_space_but_another_scope() -> None:
     adapted = made(scope=dataclasses.replace(SCOPE, adapter="lora", adapter_version="abc"))
     check_space(adapted, SCOPE)
     check_scope(adapted, dataclasses.replace(SCOPE, adapter="lora", adapter_version="abc", salt="me"))
-    with pytest.raises(SnapshotRefused, match=r"adapter is lora and here none, adapter_version is abc and here none"):
+    with pytest.raises(
+        SnapshotRefused,
+        match=r"adapter is lora and here " r"none, " r"adapter_version " r"is " r"abc " r"and " r"here none",
+    ):
         check_scope(adapted, dataclasses.replace(SCOPE, salt="me"))
 
 
@@ -180,9 +230,16 @@ def test_another_salt_is_another_scope() -> None:
 
 
 def test_what_an_earlier_process_has_kept_is_found_and_read() -> None:
-    """Whoever changes one of these loses the snapshots of everybody who upgrades: the format gets another number then."""
-    assert snapshot_id(tenant_of("me"), "talk") == "2d40a8d3bcc27ec5d89cb6daf70e1cbd-4a20ab7a81088a2e0dd7d6db2ca73264"
-    assert (format_.FORMAT, blake2b(pack(made()), digest_size=16).hexdigest()) == (1, "df0fb5d8c0af57416914bd632986590c")
+    """Whoever changes one of these loses the snapshots of everybody who upgrades: the format gets another
+    number then."""
+    assert (
+        snapshot_id(tenant_of("me"), "talk")
+        == "2d40a8d3bcc27ec5d89cb6daf70e1cbd-4a20ab7a81088a2e0dd7d6db2ca73264"
+    )
+    assert (format_.FORMAT, blake2b(pack(made()), digest_size=16).hexdigest()) == (
+        1,
+        "df0fb5d8c0af57416914bd632986590c",
+    )
 
 
 def test_names_are_apart_by_tenant() -> None:

@@ -1,4 +1,5 @@
-"""What Mooncake's answers to a write mean. A block that another engine has written meanwhile is there, and that is all that was wanted."""
+"""What Mooncake's answers to a write mean. A block that another engine has written meanwhile is there, and
+that is all that was wanted."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from penstock.kv.tiers.store import Outcome, Space
     ],
 )
 def test_each_code_of_a_write_has_its_outcome(code: int, outcome: Outcome) -> None:
-    store = MooncakeStore(parse_address("mooncake://127.0.0.1:1"), Space(b"s" * 32, 4096), 1.0)  # connects when it is used
+    # connects when it is used
+    store = MooncakeStore(parse_address("mooncake://127.0.0.1:1"), Space(b"s" * 32, 4096), 1.0)
     try:
         assert store._written(code) is outcome
     finally:

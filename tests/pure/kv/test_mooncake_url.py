@@ -34,7 +34,9 @@ def test_a_url_that_cannot_work_is_refused_without_repeating_it(url: str) -> Non
 
 
 def test_a_url_says_master_and_options() -> None:
-    address = parse_address("mooncake://host:7?metadata=http://meta:1/x&protocol=rdma&device=mlx5_0&local=me&segment_gib=1.5&buffer_gib=1")
+    address = parse_address(
+        "mooncake://host:7?metadata=http://meta:1/x&protocol=rdma&device=mlx5_0&local=me&segment_gib=1.5&buffer_gib=1"
+    )
     assert address == ("host", 7, "http://meta:1/x", "rdma", "mlx5_0", "me", 3 << 29, 1 << 30)
     assert parse_address("mooncake://host") == ("host", 50051, "P2PHANDSHAKE", "tcp", "", "", 0, 16 << 20)
 

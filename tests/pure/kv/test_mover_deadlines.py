@@ -1,4 +1,5 @@
-"""A deadline ends a wait for transfers, never a transfer: a drain that runs out of time says so, whichever part is late.
+"""A deadline ends a wait for transfers, never a transfer: a drain that runs out of time says so, whichever
+part is late.
 
 Holds invariant 7: a deadline ends a wait and gives no slot back."""
 
@@ -90,7 +91,7 @@ def test_a_drain_waits_for_nobody_who_is_not_concerned(rig: Rig) -> None:
     assert len(rig.mover.flying) == 1
 
 
-# --------------------------------------------------------------------------------------------------------------- launches that fail
+# ----------------------------------------------------------------------------------------- launches that fail
 
 
 class Burst(Transfer):
@@ -146,7 +147,9 @@ def opened() -> Gate:
     return gate
 
 
-def test_what_is_still_being_launched_when_a_mover_closes_has_a_lane_to_go_to(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_still_being_launched_when_a_mover_closes_has_a_lane_to_go_to(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transfer = Gated(rig.launch)
     rig.copy.opened.set()
     rig.mover.submit(transfer)

@@ -1,4 +1,5 @@
-"""When a mover's transfers are worth a look: told by a wake until they are launched, and by their age from then on."""
+"""When a mover's transfers are worth a look: told by a wake until they are launched, and by their age from
+then on."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Blocks that leave the device for somebody's room: device and host memory are one capacity, promises hold meanwhile, and slots come back
-on every path."""
+"""Blocks that leave the device for somebody's room: device and host memory are one capacity, promises hold
+meanwhile, and slots come back on every path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from penstock.kv.tiers.policy import TierLimits
 
 
 class Full(Rig):
-    """As the engine builds it without a disk or store: a full host memory takes nothing, and the device keeps it alone."""
+    """As the engine builds it without a disk or store: a full host memory takes nothing, and the device keeps
+    it alone."""
 
     def __init__(self, num_device: int = 8, num_host: int = 16) -> None:
         super().__init__(num_device, num_host)
@@ -64,7 +65,9 @@ def test_blocks_that_only_the_device_has_are_saved_before_their_room_is_given_aw
     assert not rig.cache.make_room(3, 0), "what is under way comes first"
     assert rig.cache.num_in_flight == 1
     rig.land()
-    assert rig.pool.num_free == 3 and rig.pool.find_each(KEYS[:1]) != [-1], "the first of a prefix leaves last"
+    assert rig.pool.num_free == 3 and rig.pool.find_each(KEYS[:1]) != [-1], (
+        "the first of a prefix leaves last"
+    )
     assert rig.in_host(KEYS[:4]) == [None, *KEYS[1:4]] and rig.cache.make_room(3, 0)
     rig.close()
 
@@ -90,7 +93,9 @@ def test_nothing_leaves_early_where_the_first_can_be_forgotten() -> None:
     rig.idle(KEYS[:2])
     rig.alone(KEYS[2:6])
     assert rig.cache.make_room(2, 0, 4) and rig.cache.num_in_flight == 0
-    assert not rig.cache.make_room(3, 2, 3) and rig.pool.counts.pinned == 4, "what host memory has need not leave"
+    assert not rig.cache.make_room(3, 2, 3) and rig.pool.counts.pinned == 4, (
+        "what host memory has need not leave"
+    )
     rig.land()
     rig.close()
 
@@ -121,7 +126,9 @@ def test_where_more_was_promised_than_there_is_nothing_leaves() -> None:
     rig.close()
 
 
-def test_many_blocks_leave_in_parts_and_the_first_are_free_before_the_last_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_blocks_leave_in_parts_and_the_first_are_free_before_the_last_are_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(saves_module, "_MOVE_BLOCKS", 2)
     rig = Full(num_device=6)
     rig.alone(KEYS[:6])
@@ -186,7 +193,11 @@ def test_a_block_that_somebody_shares_while_it_is_moved_stays() -> None:
     assert not rig.cache.make_room(2, 0)
     hold = rig.pool.hold("came", rig.pool.find_each(KEYS[:1]))
     rig.land()
-    assert rig.pool.find_each(KEYS[:1]) == hold.slots and rig.pool.num_free == 1 and rig.in_host(KEYS[:2]) == KEYS[:2]
+    assert (
+        rig.pool.find_each(KEYS[:1]) == hold.slots
+        and rig.pool.num_free == 1
+        and rig.in_host(KEYS[:2]) == KEYS[:2]
+    )
     hold.end()
     rig.close()
 
@@ -215,7 +226,8 @@ def test_what_is_wanted_stays_on_the_device_while_something_else_can_leave() -> 
 
 
 def test_nobody_waits_for_ever_where_all_is_wanted_and_host_memory_is_full() -> None:
-    """The request that is next needs room; all that could leave is wanted by one behind it, who looks again in every plan."""
+    """The request that is next needs room; all that could leave is wanted by one behind it, who looks again
+    in every plan."""
     rig = Full(num_device=2, num_host=3)
     rig.host.land(rig.host.take(KEYS[10:13], range(3), "cold load", Displaces.ANYTHING))
     lease = leased(rig, KEYS[10:12])  # one slot is to be had, and two are needed
@@ -270,7 +282,9 @@ def test_host_memory_gives_way_by_what_it_lacks_and_by_more_when_more_is_needed(
     rig.pool.evict_these(rig.pool.find_each(KEYS[10:11]))  # host memory alone has it
     rig.alone(KEYS[20:25])
     rig.make_room(1)
-    assert rig.in_host(KEYS[:3]) == KEYS[:3] and rig.in_host(KEYS[20:25]).count(None) == 4, "one slot was free"
+    assert rig.in_host(KEYS[:3]) == KEYS[:3] and rig.in_host(KEYS[20:25]).count(None) == 4, (
+        "one slot was free"
+    )
     rig.make_room(2)
     assert rig.in_host(KEYS[:3]).count(None) == 1 and rig.in_host(KEYS[20:25]).count(None) == 3
     rig.make_room(3)
@@ -286,7 +300,9 @@ def test_what_gave_way_is_not_looked_through_again(monkeypatch: pytest.MonkeyPat
     table = rig.table(KEYS[:2])
     asked: list[int] = []
     give_way = rig.host.give_way
-    monkeypatch.setattr(rig.host, "give_way", lambda keys, most: asked.append(len(keys)) or give_way(keys, most))
+    monkeypatch.setattr(
+        rig.host, "give_way", lambda keys, most: asked.append(len(keys)) or give_way(keys, most)
+    )
     rig.alone(KEYS[20:26])
     rig.make_room(3)
     rig.make_room(6)
@@ -306,7 +322,8 @@ def test_a_full_host_memory_takes_nothing_when_blocks_are_sealed_and_counts_it()
 
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
-    """Random requests whose blocks fit into device and host memory together, whatever order they come and go in."""
+    """Random requests whose blocks fit into device and host memory together, whatever order they come and go
+    in."""
     r = random.Random(seed)
     num_device, num_host = r.randint(3, 8), r.randint(2, 10)
     rig = Full(num_device, num_host)
@@ -317,10 +334,13 @@ def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
         if sum(map(len, known)) + num > num_host + num_device - num or next_key + num > len(KEYS):
             break
         running = r.choice(known) if known and r.random() < 0.5 else []
-        running = running if -1 not in rig.pool.find_each(running) and len(running) + num <= num_device else []
+        running = (
+            running if -1 not in rig.pool.find_each(running) and len(running) + num <= num_device else []
+        )
         table = rig.table(running)
         before = rig.everywhere()
-        num_twice = len({*rig.pool.keys(), *running} & set(rig.host.keys()) - set(running))  # idle here, and there: those take two places
+        # idle here, and there: those take two places
+        num_twice = len({*rig.pool.keys(), *running} & set(rig.host.keys()) - set(running))
         rig.make_room(num)
         lost = before - rig.everywhere()
         assert len(lost) <= num_twice, "room was made, and something was lost"
@@ -328,7 +348,9 @@ def test_nothing_is_lost_while_there_is_room_in_either(seed: int) -> None:
         keys = KEYS[next_key : next_key + num]
         next_key += num
         new = rig.computed(keys)
-        assert rig.everywhere() == (before | set(keys)) - lost, "drawing what there was room for has cost somebody his only copy"
+        assert rig.everywhere() == (before | set(keys)) - lost, (
+            "drawing what there was room for has cost somebody his only copy"
+        )
         rig.saves.offer(new, 0, keys, None)
         rig.saves.submit()
         if r.random() < 0.7:

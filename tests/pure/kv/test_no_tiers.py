@@ -1,4 +1,5 @@
-"""A cache that has the device alone: its host tier holds nothing, so nothing is offered to it, found in it or ever under way."""
+"""A cache that has the device alone: its host tier holds nothing, so nothing is offered to it, found in it or
+ever under way."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_there_is_one_tier_and_no_thread_for_another() -> None:
     before = threading.active_count()
     cache = KvCache(BlockPool(4, "device"), SCOPE)
     assert threading.active_count() == before
-    assert list(cache.stats().slots) == ["device"] and not cache.stats().cold and cache.stats().traffic is None
+    assert (
+        list(cache.stats().slots) == ["device"] and not cache.stats().cold and cache.stats().traffic is None
+    )
     assert cache.reset(["device", "host", "ssd"]).forgotten == {"device": 0}
     cache.close()
 
@@ -54,9 +57,14 @@ def test_what_is_sealed_is_saved_nowhere_and_found_on_the_device_alone(cache: Kv
     cache.check()
     table.release(None)
     assert cache.match(prefix_of(cache).keys) == Match(4, 4, False, 0)
-    assert cache.lease("other", prefix_of(cache)) is None and cache.prefetch(prefix_of(cache), "other") is None
+    assert (
+        cache.lease("other", prefix_of(cache)) is None and cache.prefetch(prefix_of(cache), "other") is None
+    )
     cache.reset()
-    assert cache.lease("other", prefix_of(cache)) is None and cache.promote_ahead("other", prefix_of(cache), 0, 4) is None
+    assert (
+        cache.lease("other", prefix_of(cache)) is None
+        and cache.promote_ahead("other", prefix_of(cache), 0, 4) is None
+    )
     cache.close()
 
 
@@ -68,7 +76,8 @@ def test_a_retracted_request_keeps_nothing(cache: KvCache) -> None:
 
 
 def test_room_is_there_and_no_want_is_dropped_for_it(cache: KvCache) -> None:
-    """Whatever is evicted is lost in any case: nobody waits for it to be saved, and nothing is evicted before it has to be."""
+    """Whatever is evicted is lost in any case: nobody waits for it to be saved, and nothing is evicted before
+    it has to be."""
     computed(cache).release(None)
     want = cache.want(prefix_of(cache).keys, 1.0)
     assert want is not None and cache.make_room(4, 0, 2)

@@ -1,4 +1,5 @@
-"""A drain of several things has one time limit for all of them: what one takes the next does not have. The clock is a test's."""
+"""A drain of several things has one time limit for all of them: what one takes the next does not have. The
+clock is a test's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Load or recompute: the rates that are measured, and that a choice by them costs at most 5 % over computing."""
+"""Load or recompute: the rates that are measured, and that a choice by them costs at most 5 % over
+computing."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ def is_loaded(load_s: float | None, compute_s: float | None) -> bool:
 
 
 def never_slower(data: st.DataObject) -> None:
-    """Any machine, any steps measured on it at two depths or more, any hit, any link from ten times as fast as computing to ten times as
-    slow."""
+    """Any machine, any steps measured on it at two depths or more, any hit, any link from ten times as fast
+    as computing to ten times as slow."""
     per_token = data.draw(st.floats(1e-6, 1e-3))
-    per_depth = data.draw(st.floats(0.0, 20.0)) * per_token / DEEP  # the deepest token is up to twenty times as dear
-    seen = data.draw(st.lists(st.tuples(st.integers(32, 8192), st.integers(0, DEEP)), min_size=2, max_size=20))
+    # the deepest token is up to twenty times as dear
+    per_depth = data.draw(st.floats(0.0, 20.0)) * per_token / DEEP
+    seen = data.draw(
+        st.lists(st.tuples(st.integers(32, 8192), st.integers(0, DEEP)), min_size=2, max_size=20)
+    )
     depths = [depth for _, depth in seen]
     assume(max(depths) - min(depths) > 0.05 * max(depths))
     num_tokens, depth = data.draw(st.tuples(st.integers(1, 2048), st.integers(0, DEEP)))
@@ -46,7 +50,9 @@ def measured(per_token: float, per_depth: float, seen: list[tuple[int, int]]) ->
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_a_choice_by_measured_rates_is_never_slower_than_computing_by_more_than_five_percent(data: st.DataObject) -> None:
+def test_a_choice_by_measured_rates_is_never_slower_than_computing_by_more_than_five_percent(
+    data: st.DataObject,
+) -> None:
     never_slower(data)
 
 
@@ -59,15 +65,21 @@ def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loads_for_a_tenth_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "choose", lambda pieces, compute: int(pieces[0].load_s <= 1.1 * compute(0, 1)))
+    monkeypatch.setattr(
+        policy, "choose", lambda pieces, compute: int(pieces[0].load_s <= 1.1 * compute(0, 1))
+    )
 
 
 def takes_no_notice_of_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     add = PrefillRate.add
-    monkeypatch.setattr(PrefillRate, "add", lambda self, num_tokens, depth, seconds: add(self, num_tokens, 0.0, seconds))
+    monkeypatch.setattr(
+        PrefillRate, "add", lambda self, num_tokens, depth, seconds: add(self, num_tokens, 0.0, seconds)
+    )
 
 
-@pytest.mark.parametrize("fault", [always_loads, never_loads, loads_for_a_tenth_more, takes_no_notice_of_depth])
+@pytest.mark.parametrize(
+    "fault", [always_loads, never_loads, loads_for_a_tenth_more, takes_no_notice_of_depth]
+)
 def test_a_choice_is_seen_to_be_wrong_that(fault, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError):
@@ -125,8 +137,14 @@ def test_newer_measurements_count_more() -> None:
 
 
 @settings(deadline=None)
-@given(line=st.tuples(st.floats(1e-6, 1e-3), st.floats(0.0, 1e-7)), start=st.integers(0, 200_000), target=st.floats(1e-3, 10.0))
-def test_so_many_tokens_fit_into_a_time_and_one_more_does_not(line: tuple[float, float], start: int, target: float) -> None:
+@given(
+    line=st.tuples(st.floats(1e-6, 1e-3), st.floats(0.0, 1e-7)),
+    start=st.integers(0, 200_000),
+    target=st.floats(1e-3, 10.0),
+)
+def test_so_many_tokens_fit_into_a_time_and_one_more_does_not(
+    line: tuple[float, float], start: int, target: float
+) -> None:
     rate = measured(*line, [(512, 256), (2048, 60_000), (1024, 20_000)])
     num = rate.tokens(target, start)
     assert num is not None
@@ -136,7 +154,8 @@ def test_so_many_tokens_fit_into_a_time_and_one_more_does_not(line: tuple[float,
 
 
 def test_tokens_that_fit_by_a_rate_in_whole_numbers() -> None:
-    """Two seconds for each token, and one more for every 64 before it: 64 tokens from 128 on lie behind 160 on average."""
+    """Two seconds for each token, and one more for every 64 before it: 64 tokens from 128 on lie behind 160
+    on average."""
     rate = measured(2.0, 1 / 64, [(64, 64), (64, 128)])
     assert rate.seconds(64, 160) == pytest.approx(64 * 4.5)
     assert rate.tokens(64 * 4.5 + 0.001, 128) == 64 and rate.tokens(64 * 4.5 - 0.001, 128) == 63
@@ -161,8 +180,8 @@ def test_a_step_with_much_else_in_it_counts_where_nothing_is_known_or_it_was_fas
 
 
 def test_a_step_that_was_held_up_once_is_soon_forgotten() -> None:
-    """It took twenty times as long as it should. Chunks are small then, and a small one counts little beside a large one: without more
-    weight for what was fast it would take a hundred of them."""
+    """It took twenty times as long as it should. Chunks are small then, and a small one counts little beside
+    a large one: without more weight for what was fast it would take a hundred of them."""
     rate = PrefillRate()
     rate.add(8192, 4096, 8192 * 2e-4)
     num_steps = 0
@@ -179,7 +198,9 @@ def test_a_step_that_was_held_up_once_is_soon_forgotten() -> None:
 def test_a_fast_step_takes_nothing_from_what_is_known_of_depth() -> None:
     rate = measured(1e-5, 1e-9, [(8192, 50_000)])
     rate.add(8192, 4096, 8192 * (1e-5 + 4096e-9))  # less than half of the mean that was known
-    assert rate.seconds(100, 50_000) == pytest.approx(100 * 6e-5) and rate.seconds(100, 0) == pytest.approx(100 * 1e-5)
+    assert rate.seconds(100, 50_000) == pytest.approx(100 * 6e-5) and rate.seconds(100, 0) == pytest.approx(
+        100 * 1e-5
+    )
 
 
 def test_a_transfer_whose_end_nobody_watched_says_nothing_about_the_link() -> None:

@@ -13,7 +13,9 @@ from penstock.kv.tiers.policy import HOPE, STALE_S, LinkRate, TierRun
 from penstock.testing.stores import HandClock
 
 HASTY = settings(max_examples=300, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
-PIECES = st.lists(st.builds(TierRun, st.integers(1, 5), st.none() | st.integers(0, 40).map(float)), max_size=5)
+PIECES = st.lists(
+    st.builds(TierRun, st.integers(1, 5), st.none() | st.integers(0, 40).map(float)), max_size=5
+)
 
 
 def worth_loading(load_s: float | None, compute_s: float | None) -> bool:
@@ -35,7 +37,9 @@ def cheapest(pieces: list[TierRun], block_s: list[float] | None) -> int:
         if left != 0:
             continue  # in the middle of a piece
         rest = range(num, num_blocks)
-        costs[num] = load_s + (math.inf if block_s is None and rest else sum(block_s[block] for block in rest if block_s))
+        costs[num] = load_s + (
+            math.inf if block_s is None and rest else sum(block_s[block] for block in rest if block_s)
+        )
     return max(num for num, cost in costs.items() if cost == min(costs.values()))
 
 
@@ -70,7 +74,11 @@ def piece_by_piece(pieces: list[TierRun], compute) -> int:  # type: ignore[no-un
     return first
 
 
-@pytest.mark.parametrize("fault", [all_or_nothing, piece_by_piece, lambda pieces, compute: 0], ids=["all", "piece by piece", "none"])
+@pytest.mark.parametrize(
+    "fault",
+    [all_or_nothing, piece_by_piece, lambda pieces, compute: 0],
+    ids=["all", "piece by piece", "none"],
+)
 def test_a_choice_is_seen_to_be_worse_that_takes(fault, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(policy, "choose", fault)
     with pytest.raises(AssertionError):
@@ -92,7 +100,7 @@ def test_one_piece_is_chosen_as_a_tier_alone_was() -> None:
             assert (chosen == 3) == worth_loading(load_s, compute_s)
 
 
-# ------------------------------------------------------------------------------------------------------------------ stale rates
+# ------------------------------------------------------------------------------------------------ stale rates
 
 
 def tries_again(link: LinkRate, clock: HandClock) -> None:

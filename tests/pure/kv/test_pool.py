@@ -67,7 +67,12 @@ def test_ending_a_handle_twice_raises_and_changes_nothing(kind):
     hold = draw(pool, 1)
     reservation = pool.try_reserve(2, "a")
     pin = pool.pin(hold.slots, "t")
-    end = {"rollback": reservation.rollback, "commit": lambda: reservation.commit(hold), "hold": hold.end, "pin": pin.end}[kind]
+    end = {
+        "rollback": reservation.rollback,
+        "commit": lambda: reservation.commit(hold),
+        "hold": hold.end,
+        "pin": pin.end,
+    }[kind]
     end()
     before = pool.counts
     for again in (end, reservation.rollback) if kind == "commit" else (end,):
@@ -105,7 +110,12 @@ def test_closing_with_something_out_raises_and_names_the_owners():
     reservation = pool.try_reserve(3, "promote-4")
     with pytest.raises(Leaked) as caught:
         pool.close()
-    for named in ("'device'", "hold of 'request-7' (2 slots)", "pin of 'demote-3' (1 slots)", "reservation of 'promote-4' (3 slots)"):
+    for named in (
+        "'device'",
+        "hold of 'request-7' (2 slots)",
+        "pin of 'demote-3' (1 slots)",
+        "reservation of 'promote-4' (3 slots)",
+    ):
         assert named in str(caught.value)
     for end in (hold.end, pin.end, reservation.rollback):
         end()
@@ -113,7 +123,9 @@ def test_closing_with_something_out_raises_and_names_the_owners():
     pool.close()
 
 
-@pytest.mark.parametrize(("num", "end"), [(16, "'request-15' (1 slots)"), (17, "'request-15' (1 slots), and 1 more")])
+@pytest.mark.parametrize(
+    ("num", "end"), [(16, "'request-15' (1 slots)"), (17, "'request-15' (1 slots), and 1 more")]
+)
 def test_of_many_that_are_out_the_first_are_named_and_the_others_counted(num, end):
     pool = BlockPool(num, "device")
     holds = [draw(pool, 1, f"request-{number}") for number in range(num)]
@@ -180,7 +192,13 @@ def test_eviction_takes_the_least_recently_used_request_and_its_deepest_block_fi
     idle(pool, KEYS[10:13])
     pool.hold("again", pool.find(KEYS[0:3])).end()  # used again: now the newer of the two
     pool.try_reserve(5, "new").rollback()
-    assert [key for event, *rest, key in heard.events if event == "evicted"] == [KEYS[12], KEYS[11], KEYS[10], KEYS[2], KEYS[1]]
+    assert [key for event, *rest, key in heard.events if event == "evicted"] == [
+        KEYS[12],
+        KEYS[11],
+        KEYS[10],
+        KEYS[2],
+        KEYS[1],
+    ]
     assert len(pool.find(KEYS[:3])) == 1
 
 
@@ -327,11 +345,17 @@ def test_what_is_not_trusted_yet_can_be_neither_sealed_nor_shared():
     pool.check()
 
 
-@pytest.mark.parametrize(("slots", "message"), [([0, 0], "twice"), ([-1], "slots 0 to 3"), ([4], "slots 0 to 3")])
+@pytest.mark.parametrize(
+    ("slots", "message"), [([0, 0], "twice"), ([-1], "slots 0 to 3"), ([4], "slots 0 to 3")]
+)
 def test_a_run_with_impossible_slots_is_refused_and_changes_nothing(slots, message):
     pool = BlockPool(4, "device")
     idle(pool, KEYS[:4])
-    for use in (lambda: pool.pin(slots, "a"), lambda: pool.hold("a", slots), lambda: pool.seal(slots, KEYS[: len(slots)])):
+    for use in (
+        lambda: pool.pin(slots, "a"),
+        lambda: pool.hold("a", slots),
+        lambda: pool.seal(slots, KEYS[: len(slots)]),
+    ):
         with pytest.raises(InvariantBroken, match=message):
             use()
     pool.check()
@@ -403,7 +427,11 @@ def test_a_late_release_with_an_old_fence_does_not_hide_a_newer_one():
 
 def test_keeping_only_the_last_fence_to_arrive_would_be_noticed(monkeypatch):
     after = LastUse.after
-    monkeypatch.setattr(LastUse, "after", lambda self, slots: tuple({fence.lane: fence for fence in after(self, slots)}.values()))
+    monkeypatch.setattr(
+        LastUse,
+        "after",
+        lambda self, slots: tuple({fence.lane: fence for fence in after(self, slots)}.values()),
+    )
     with pytest.raises(AssertionError):
         test_a_late_release_with_an_old_fence_does_not_hide_a_newer_one()
 

@@ -1,5 +1,6 @@
-"""The pool at its edges: slots that it does not have, blocks that are forgotten though somebody wants them, and what it names as the next
-to go when everything is wanted. Short runs are lists and long ones arrays, so each is looked at both ways."""
+"""The pool at its edges: slots that it does not have, blocks that are forgotten though somebody wants them,
+and what it names as the next to go when everything is wanted. Short runs are lists and long ones arrays, so
+each is looked at both ways."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_the_last_slot_is_one_like_any_other(num: int) -> None:
     pool.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ wanted and forgotten
+# --------------------------------------------------------------------------------------- wanted and forgotten
 
 
 @pytest.mark.parametrize("num", NUM)
@@ -80,7 +81,9 @@ def test_when_everything_is_wanted_the_next_to_go_are_those_of_the_greatest_rank
     slots = {first: idle(pool, num, first) for first in ranks}
     wants = [pool.want(slots[first], rank) for first, rank in ranks.items()]
     named = pool.coldest_slots(num)
-    assert sorted(named) == sorted(np.asarray(slots[num]).tolist()) and [pool.protects(want) for want in wants] == [True, False, True]
+    assert sorted(named) == sorted(np.asarray(slots[num]).tolist()) and [
+        pool.protects(want) for want in wants
+    ] == [True, False, True]
     assert pool.evict(num) == num and not len(pool.find(keys(num, num)))
     assert len(pool.find(keys(num, 0))) == len(pool.find(keys(num, 2 * num))) == num
     for want in wants:

@@ -1,8 +1,8 @@
 """The pool against a naive model, in any order of calls; and faults that this must notice.
 
-The model keeps per slot the sets of those who hold and pin it, and predicts every slot that is handed out, so the orders of
-free and idle slots are checked as well: of the free, those that were used before come first, the longest unused of them
-first, and those that never were come last.
+The model keeps per slot the sets of those who hold and pin it, and predicts every slot that is handed out, so
+the orders of free and idle slots are checked as well: of the free, those that were used before come first,
+the longest unused of them first, and those that never were come last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from kv_fakes import FakeFence, FakeLane, Heard
 
 from penstock.config import EVICTIONS
@@ -30,7 +36,8 @@ LANES = ["compute", "demote"]
 
 index = st.integers(0, 1000)
 choice = st.lists(st.integers(0, NUM_SLOTS - 1), max_size=4, unique=True)
-when = st.tuples(st.sampled_from([*LANES, None]), st.integers(0, 3))  # a lane and how many fences ago; None: no fence
+# a lane and how many fences ago; None: no fence
+when = st.tuples(st.sampled_from([*LANES, None]), st.integers(0, 3))
 
 
 @dataclass
@@ -74,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_forgotten = 0  # otherwise than by eviction
         self.num_duplicates = 0
 
-    # ------------------------------------------------------------------------------------------------------- the model
+    # ---------------------------------------------------------------------------------------------- the model
 
     def slot_of(self, key: bytes) -> int | None:
         found = [slot for slot, naive in enumerate(self.slots) if naive.key == key]
@@ -92,7 +99,8 @@ class PoolMachine(RuleBasedStateMachine):
         return self.idle[:num]
 
     def next_free(self) -> list[int]:
-        return sorted(self.free, key=lambda slot: slot not in self.used)  # keeps the order among those of a kind
+        # keeps the order among those of a kind
+        return sorted(self.free, key=lambda slot: slot not in self.used)
 
     def model_end(self, handle: Handle, slots: list[int], fence: FakeFence | None) -> None:
         for run, _, pinned in [entry for entry in self.runs if entry[1] is handle]:
@@ -109,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         lane, ago = at
         return None if lane is None else self.fences[lane][max(0, len(self.fences[lane]) - 1 - ago)]
 
-    # ----------------------------------------------------------------------------------------------------------- rules
+    # -------------------------------------------------------------------------------------------------- rules
 
     @rule(num=st.integers(0, NUM_SLOTS + 1))
     def reserve(self, num: int) -> None:
@@ -132,7 +140,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert not any(fence.passed() for fence in reservation.after)
         for slot in reservation.slots:
             for fence in self.slots[slot].fences:
-                covered = any(given.lane == fence.lane and given.number >= fence.number for given in reservation.after)
+                covered = any(
+                    given.lane == fence.lane and given.number >= fence.number for given in reservation.after
+                )
                 assert fence.passed() or covered, f"slot {slot} was given without {fence}"
 
     @precondition(lambda self: self.free)
@@ -194,7 +204,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=index, key=st.sampled_from(KEYS))
     def seal_what_landed(self, which: int, key: bytes) -> None:
         pin = self.pins[which % len(self.pins)]
-        landed = [slot for slot in pin.slots if self.slots[slot].state is SlotState.PINNED and self.slots[slot].key is None]
+        landed = [
+            slot
+            for slot in pin.slots
+            if self.slots[slot].state is SlotState.PINNED and self.slots[slot].key is None
+        ]
         self.check_seal(landed[:1], [key][: len(landed)])
 
     def check_seal(self, slots: list[int], keys: list[bytes]) -> None:
@@ -231,7 +245,9 @@ class PoolMachine(RuleBasedStateMachine):
         hold = some[which % len(some)]
         first %= hold.num_slots
         num = min(num, hold.num_slots - first)
-        self.runs.append((self.pool.pin_run(hold, first, num, "runner"), hold, list(hold.slots)[first : first + num]))
+        self.runs.append(
+            (self.pool.pin_run(hold, first, num, "runner"), hold, list(hold.slots)[first : first + num])
+        )
 
     @precondition(lambda self: self.runs)
     @rule(which=index, at=when)
@@ -284,9 +300,11 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(lane=st.sampled_from(LANES), num_recorded=st.integers(0, 3), num_passed=st.integers(0, 2))
     def advance(self, lane: str, num_recorded: int, num_passed: int) -> None:
         self.fences[lane] += [self.lanes[lane].record() for _ in range(num_recorded)]
-        self.lanes[lane].num_passed = min(self.lanes[lane].num_passed + num_passed, self.lanes[lane].num_recorded)
+        self.lanes[lane].num_passed = min(
+            self.lanes[lane].num_passed + num_passed, self.lanes[lane].num_recorded
+        )
 
-    # ------------------------------------------------------------------------------------------------------ invariants
+    # --------------------------------------------------------------------------------------------- invariants
 
     # Holds invariant 16: the states of all slots sum to the pool's size.
     @invariant()
@@ -328,7 +346,9 @@ class AnyOrderMachine(PoolMachine):
     """Which idle block goes is the policy's own matter; that it was idle, and how many go, is not."""
 
     def victims(self, num: int) -> list[int]:
-        evicted = [slot for event, slot, *_ in self.heard.events if event == "evicted"][self.num_evicted + self.num_forgotten :]
+        evicted = [slot for event, slot, *_ in self.heard.events if event == "evicted"][
+            self.num_evicted + self.num_forgotten :
+        ]
         assert len(evicted) == len(set(evicted)) == num and set(evicted) <= set(self.idle)
         return evicted
 
@@ -336,19 +356,23 @@ class AnyOrderMachine(PoolMachine):
 @pytest.mark.parametrize("name", [name for name in EVICTIONS if name != "lru"])
 def test_the_pool_is_right_whatever_its_policy_of_eviction(name):
     machine = type(f"{name}_machine", (AnyOrderMachine,), {"policy": name})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+    )
 
 
 def test_the_pool_is_right_where_every_run_is_an_array(monkeypatch):
     monkeypatch.setattr(slots, "FEW", 0)
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        PoolMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
 
 
 PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestPoolAgainstItsModel = PoolMachine.TestCase
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def takes_free_slots_in_the_order_in_which_they_came_to_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +380,8 @@ def takes_free_slots_in_the_order_in_which_they_came_to_be_free(monkeypatch: pyt
 
     def faulty(self: BlockPool, *args, **named):
         make(self, *args, **named)
-        self._free, self._fresh = self._fresh, self._free  # one queue: what is given back goes behind what never was used
+        # one queue: what is given back goes behind what never was used
+        self._free, self._fresh = self._fresh, self._free
 
     monkeypatch.setattr(BlockPool, "__init__", faulty)
 

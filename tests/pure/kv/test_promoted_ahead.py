@@ -1,5 +1,5 @@
-"""Blocks that are copied from host memory to the device before anybody has a table for them: which, into what slots, and what is left
-whatever becomes of the copy."""
+"""Blocks that are copied from host memory to the device before anybody has a table for them: which, into what
+slots, and what is left whatever becomes of the copy."""
 
 from __future__ import annotations
 
@@ -171,7 +171,9 @@ def test_a_reset_of_the_device_is_not_undone_by_what_was_on_its_way(tiers: tuple
     ahead(rig)
     rig.cache.reset(tiers)
     rig.cache.check()
-    assert rig.cache.is_pending(rig.prefix().keys) == ("device" not in tiers), "nobody waits for what is not going to be found"
+    assert rig.cache.is_pending(rig.prefix().keys) == ("device" not in tiers), (
+        "nobody waits for what is not going to be found"
+    )
     rig.finish()
     assert rig.content() == ([] if "device" in tiers else BLOCKS)
     rig.end()

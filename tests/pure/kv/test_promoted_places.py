@@ -1,5 +1,5 @@
-"""Promoted blocks come to their own places under their own keys, and nobody waits for one that is late. Lanes are sequenced; the bytes
-say which block they are."""
+"""Promoted blocks come to their own places under their own keys, and nobody waits for one that is late. Lanes
+are sequenced; the bytes say which block they are."""
 
 from __future__ import annotations
 
@@ -94,7 +94,11 @@ def nobody_waits_for_a_load_that_is_late(sequencer: Sequencer) -> None:
     world.close()
 
 
-PROGRAMS = (behind_a_prefix_on_the_device, a_tail_that_was_saved_half_full, nobody_waits_for_a_load_that_is_late)
+PROGRAMS = (
+    behind_a_prefix_on_the_device,
+    a_tail_that_was_saved_half_full,
+    nobody_waits_for_a_load_that_is_late,
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

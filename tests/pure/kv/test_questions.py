@@ -95,7 +95,7 @@ def test_those_that_wait_are_told_when_it_closes(busy: Busy) -> None:
     assert busy.done == []
 
 
-# ------------------------------------------------------------------------------------------------------------ futures in a row
+# ------------------------------------------------------------------------------------------- futures in a row
 
 
 def test_steps_go_on_with_what_each_future_gives_or_raises() -> None:

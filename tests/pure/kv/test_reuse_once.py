@@ -1,4 +1,5 @@
-"""With `reuse` a block is written when it is asked for again: once, however often it is asked for while that is under way."""
+"""With `reuse` a block is written when it is asked for again: once, however often it is asked for while that
+is under way."""
 
 from __future__ import annotations
 

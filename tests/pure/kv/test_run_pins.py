@@ -1,5 +1,5 @@
-"""Pins on a run of a hold's slots: free of charge while the hold is open, booked slot by slot where it ends first; and faults that these
-tests must notice."""
+"""Pins on a run of a hold's slots: free of charge while the hold is open, booked slot by slot where it ends
+first; and faults that these tests must notice."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ def draw(pool: BlockPool, num: int, num_sealed: int = 0, owner: str = "request")
     return hold
 
 
-# ----------------------------------------------------------------------------------------------------- the hold is open
+# ------------------------------------------------------------------------------------------- the hold is open
 
 
 # Holds invariant 6: handing over a save takes as long for any size.
-def test_a_run_pin_on_an_open_hold_costs_the_same_for_any_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_pin_on_an_open_hold_costs_the_same_for_any_number_of_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pool = BlockPool(2000, "device")
     hold = draw(pool, 2000)
     for walks in ("move", "require", "those_in"):
         monkeypatch.setattr(SlotBook, walks, lambda *_: pytest.fail("nothing is done slot by slot"))
-    monkeypatch.setattr(RunPin, "slots", property(lambda self: pytest.fail("the run is not even written down")))
+    monkeypatch.setattr(
+        RunPin, "slots", property(lambda self: pytest.fail("the run is not even written down"))
+    )
     pin = pool.pin_run(hold, 3, 1997, "demote")
     assert (pin.num_slots, pin.hold.ended) == (1997, False)
     pin.end()
@@ -104,7 +108,7 @@ def test_a_hold_grows_under_a_run_pin() -> None:
     pool.check()
 
 
-# ------------------------------------------------------------------------------------------------- the hold ends first
+# ---------------------------------------------------------------------------------------- the hold ends first
 
 
 def test_a_hold_that_ends_first_leaves_the_run_with_its_pin() -> None:
@@ -118,7 +122,9 @@ def test_a_hold_that_ends_first_leaves_the_run_with_its_pin() -> None:
     greedy = pool.try_reserve(2, "other")
     assert greedy is not None and set(greedy.slots).isdisjoint(pin.slots)
     assert pool.try_reserve(1, "other") is None
-    assert len(pool.find_each(KEYS[1:3])) == 2 and -1 not in pool.find_each(KEYS[1:3]), "pinned blocks can be found"
+    assert len(pool.find_each(KEYS[1:3])) == 2 and -1 not in pool.find_each(KEYS[1:3]), (
+        "pinned blocks can be found"
+    )
     pin.end()
     assert pool.counts == SlotCounts(free=0, reserved=2, active=0, pinned=0, idle=2)
     pool.check()
@@ -127,7 +133,11 @@ def test_a_hold_that_ends_first_leaves_the_run_with_its_pin() -> None:
 def test_run_pins_that_overlap_are_counted_one_by_one() -> None:
     pool = BlockPool(4, "device")
     hold = draw(pool, 4)
-    one, two, three = pool.pin_run(hold, 0, 3, "one"), pool.pin_run(hold, 1, 3, "two"), pool.pin_run(hold, 2, 1, "three")
+    one, two, three = (
+        pool.pin_run(hold, 0, 3, "one"),
+        pool.pin_run(hold, 1, 3, "two"),
+        pool.pin_run(hold, 2, 1, "three"),
+    )
     two.end()
     hold.end()
     assert pool.counts == SlotCounts(free=1, reserved=0, active=0, pinned=3, idle=0)
@@ -138,7 +148,9 @@ def test_run_pins_that_overlap_are_counted_one_by_one() -> None:
     pool.check()
 
 
-def test_a_slot_that_two_tables_share_stays_active_until_the_second_ends_and_pinned_until_both_transfers_do() -> None:
+def test_a_slot_that_two_tables_share_stays_active_until_the_second_ends_and_pinned_until_both_transfers_do() -> (  # noqa: E501
+    None
+):
     pool = BlockPool(4, "device")
     one = draw(pool, 2, num_sealed=2)
     two = pool.hold("two", one.slots)
@@ -171,7 +183,7 @@ def test_a_pinned_run_of_a_released_table_can_be_shared_and_sealed() -> None:
     pool.check()
 
 
-# ------------------------------------------------------------------------------------------------------- fences and ends
+# -------------------------------------------------------------------------------------------- fences and ends
 
 
 @pytest.mark.parametrize("hold_first", [True, False])
@@ -251,7 +263,7 @@ def test_an_observer_hears_whose_use_of_which_slots_ended() -> None:
     assert heard.events[-1] == ("moved", tuple(hold.slots[1:]), "pinned", "free", "demote")
 
 
-# ----------------------------------------------------------------------------------------------------- another thread
+# --------------------------------------------------------------------------------------------- another thread
 
 
 def seen_during(grow: Callable[[], None], shown: Callable[[], list[int]]) -> list[list[int]]:
@@ -285,7 +297,9 @@ def test_a_launcher_that_reads_a_run_while_the_table_grows_sees_the_run() -> Non
     assert hold.num_slots == 110
 
 
-def test_a_hold_that_shows_its_new_room_before_it_has_filled_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hold_that_shows_its_new_room_before_it_has_filled_it_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def faulty(self: Hold, size: int, held: NDArray[np.int32] | None = None) -> None:
         self._buffer = np.full(size, -1, np.int32)
         self._shown = self._buffer.view()
@@ -297,7 +311,7 @@ def test_a_hold_that_shows_its_new_room_before_it_has_filled_it_is_noticed(monke
         test_a_launcher_that_reads_a_run_while_the_table_grows_sees_the_run()
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def forgets_the_run_when_its_hold_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +360,14 @@ def drops_the_fence_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
         (forgets_the_run_when_its_hold_ends, test_a_hold_that_ends_first_leaves_the_run_with_its_pin),
         (books_a_run_that_has_ended, test_a_run_pin_that_ends_before_its_hold_leaves_no_trace),
         (counts_a_run_twice, test_a_run_pin_that_ends_before_its_hold_leaves_no_trace),
-        (drops_the_fence_of_the_transfer, lambda: test_the_fences_of_table_and_transfer_both_travel_with_the_slots(False)),
-        (drops_the_fence_of_the_transfer, lambda: test_the_fences_of_table_and_transfer_both_travel_with_the_slots(True)),
+        (
+            drops_the_fence_of_the_transfer,
+            lambda: test_the_fences_of_table_and_transfer_both_travel_with_the_slots(False),
+        ),
+        (
+            drops_the_fence_of_the_transfer,
+            lambda: test_the_fences_of_table_and_transfer_both_travel_with_the_slots(True),
+        ),
     ],
 )
 def test_a_broken_pool_turns_its_test_red(

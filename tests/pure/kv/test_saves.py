@@ -1,5 +1,5 @@
-"""Blocks on their way to the host: what is in flight, what becomes visible when, what is given back on every path; and faults that turn
-these tests red."""
+"""Blocks on their way to the host: what is in flight, what becomes visible when, what is given back on every
+path; and faults that turn these tests red."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.kv.transfer import Mover, Transfer
 BOTH = (("device", "host"), ("host", "device"))
 
 
-# -------------------------------------------------------------------------------------------------------------- demote
+# ----------------------------------------------------------------------------------------------------- demote
 
 
 # Holds invariant 8: no key before the last byte.
@@ -38,12 +38,13 @@ def test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed() ->
     rig.close()
 
 
-# ------------------------------------------------------------------------------------------------- for somebody who names them
+# -------------------------------------------------------------------------------- for somebody who names them
 
 
 # Holds invariant 1.
 def test_blocks_that_are_saved_by_their_keys_are_read_behind_all_that_was_launched() -> None:
-    """A step that has been planned may still write what is known to be computed: the books are ahead of the device."""
+    """A step that has been planned may still write what is known to be computed: the books are ahead of the
+    device."""
     rig = Rig()
     hold = rig.computed(KEYS[:2])
     rig.saves.save(KEYS[:2], rig.step())
@@ -63,7 +64,9 @@ def test_blocks_that_are_saved_by_their_keys_are_read_behind_whoever_used_them_l
     assert rig.lane("launch save").step()
     assert not rig.lane("save").step()
     rig.land()
-    assert rig.in_host(KEYS[:2]) == KEYS[:2] and -1 not in rig.pool.find_each(KEYS[:2]), "the device has them still"
+    assert rig.in_host(KEYS[:2]) == KEYS[:2] and -1 not in rig.pool.find_each(KEYS[:2]), (
+        "the device has them still"
+    )
     rig.close()
 
 
@@ -80,7 +83,9 @@ def test_of_blocks_that_are_named_those_are_saved_that_only_the_device_has() -> 
     rig.saves.save(KEYS[:9], None)
     assert next(offered(save) for save in rig.saves.mover.flying) == KEYS[2:4], "what was offered goes first"
     rig.land()
-    assert rig.saves.counts.bytes["device", "host"] == 6 * LAYOUT.block_bytes, "each once, and none that nobody has"
+    assert rig.saves.counts.bytes["device", "host"] == 6 * LAYOUT.block_bytes, (
+        "each once, and none that nobody has"
+    )
     assert rig.in_host(KEYS[:9]) == [*KEYS[:6], None, None, None]
     assert rig.pool.find_each(KEYS[4:6]) == list(alone.slots), "they stay on the device"
     assert rig.pool.counts.pinned == rig.host.slots.pinned == 0
@@ -91,7 +96,9 @@ def test_of_blocks_that_are_named_those_are_saved_that_only_the_device_has() -> 
     rig.close()
 
 
-def test_many_that_are_named_go_in_several_transfers_and_a_refusal_gives_all_pins_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_are_named_go_in_several_transfers_and_a_refusal_gives_all_pins_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(saves, "_MOVE_BLOCKS", 3)
     rig = Rig()
     hold = rig.computed(KEYS[:7])
@@ -112,7 +119,9 @@ def test_many_that_are_named_go_in_several_transfers_and_a_refusal_gives_all_pin
     rig.close()
 
 
-def test_nothing_that_is_named_is_saved_while_a_save_is_overdue_or_where_there_is_no_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_is_named_is_saved_while_a_save_is_overdue_or_where_there_is_no_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:2])
     with monkeypatch.context() as patch:
@@ -129,7 +138,9 @@ def test_nothing_that_is_named_is_saved_while_a_save_is_overdue_or_where_there_i
     bare.close()
 
 
-def test_what_is_offered_while_a_save_is_overdue_is_let_go_whether_somebody_waits_for_it_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_offered_while_a_save_is_overdue_is_let_go_whether_somebody_waits_for_it_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:3])
     rig.saves.offer(hold, 0, KEYS[:1], None, due=True)
@@ -186,7 +197,8 @@ def test_a_save_of_any_size_is_handed_over_as_one_item_and_launched_by_another_t
 def test_what_was_offered_by_several_requests_goes_as_one_transfer_and_each_key_once() -> None:
     rig = Rig()
     one, two = rig.computed(KEYS[:2], "one"), rig.computed(KEYS[2:4], "two")
-    for hold, keys in ((one, KEYS[:2]), (two, [KEYS[0], KEYS[3]])):  # the second has computed the first block as well
+    # the second has computed the first block as well
+    for hold, keys in ((one, KEYS[:2]), (two, [KEYS[0], KEYS[3]])):
         rig.saves.offer(hold, 0, keys, None)
     rig.saves.submit()
     rig.saves.submit()
@@ -204,7 +216,10 @@ def test_a_save_that_finds_the_host_full_is_skipped_and_counted() -> None:
     rig.save(KEYS[:2], "first").end()
     lease = leased(rig, KEYS[:2])
     rig.save(KEYS[2:4], "second").end()
-    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.cache.stats().traffic.skipped == {"full": 2, "late": 0}
+    assert rig.in_host(KEYS[:4]) == [KEYS[0], KEYS[1], None, None] and rig.cache.stats().traffic.skipped == {
+        "full": 2,
+        "late": 0,
+    }
     assert rig.cache.num_in_flight == 0 and rig.saves.counts.failures == {}
     lease.end()
     rig.close()
@@ -229,7 +244,9 @@ def test_a_long_demotion_lands_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 # Holds invariant 8: a part that failed gets no key.
 @pytest.mark.parametrize("failing", range(3))
-def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saves, "_PART_BLOCKS", 2)
     rig = Rig()
     hold = rig.computed(KEYS[:5])
@@ -250,7 +267,7 @@ def test_a_demotion_that_fails_publishes_nothing_of_what_did_not_arrive(failing:
     rig.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- settle
+# ----------------------------------------------------------------------------------------------------- settle
 
 
 def test_transfers_settle_in_the_order_of_their_submission() -> None:
@@ -285,7 +302,9 @@ def test_metrics_that_read_zero() -> None:
     rig.land()
     traffic = rig.cache.stats().traffic
     assert traffic.bytes == dict.fromkeys(BOTH, 2 * LAYOUT.block_bytes)
-    assert {pair: sum(histogram.counts) for pair, histogram in traffic.seconds.items()} == dict.fromkeys(BOTH, 1)
+    assert {pair: sum(histogram.counts) for pair, histogram in traffic.seconds.items()} == dict.fromkeys(
+        BOTH, 1
+    )
     assert sum(traffic.in_flight.values()) == 0 and traffic.failures == {}
     other.end()
     hold.end()
@@ -314,10 +333,14 @@ def fails_on_the_launcher() -> None:
     rig.close()
 
 
-def test_a_defect_of_ours_on_the_launcher_is_not_taken_for_a_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_ours_on_the_launcher_is_not_taken_for_a_failure_of_the_tier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig()
     hold = rig.computed(KEYS[:1])
-    monkeypatch.setattr(HostTier, "take", lambda *_: (_ for _ in ()).throw(InvariantBroken("books do not add up")))
+    monkeypatch.setattr(
+        HostTier, "take", lambda *_: (_ for _ in ()).throw(InvariantBroken("books do not add up"))
+    )
     rig.saves.offer(hold, 0, KEYS[:1], None)
     rig.saves.submit()
     rig.lanes.run_all()
@@ -338,7 +361,7 @@ def test_whoever_waits_is_woken_when_a_transfer_is_launched() -> None:
     rig.close()
 
 
-# ------------------------------------------------------------------------------------------------------- submit errors
+# ---------------------------------------------------------------------------------------------- submit errors
 
 
 def test_a_demotion_that_cannot_be_submitted_lets_its_blocks_go() -> None:
@@ -365,7 +388,7 @@ def test_a_save_that_cannot_be_submitted_lets_its_blocks_go() -> None:
     rig.close()
 
 
-# --------------------------------------------------------------------------------------------------------------- drain
+# ------------------------------------------------------------------------------------------------------ drain
 
 
 # Holds invariant 10: a drain covers what is submitted and not launched.
@@ -416,7 +439,7 @@ def test_a_drain_that_cannot_end_says_so_and_gives_nothing_back() -> None:
     assert rig.pool.counts.pinned == 1 and rig.host.slots.reserved == 1 and rig.in_host(KEYS[:1]) == [None]
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 Patch = pytest.MonkeyPatch
 
@@ -504,10 +527,16 @@ def counts_nothing(patch: Patch) -> None:
 RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (publishes_before_the_bytes, test_a_block_is_visible_in_the_host_tier_when_all_its_bytes_have_landed),
     (copies_before_the_step_has_ended, test_a_demotion_reads_its_blocks_behind_the_step_that_wrote_them),
-    (launches_where_it_is_submitted, test_a_save_of_any_size_is_handed_over_as_one_item_and_launched_by_another_thread),
+    (
+        launches_where_it_is_submitted,
+        test_a_save_of_any_size_is_handed_over_as_one_item_and_launched_by_another_thread,
+    ),
     (settles_whatever_is_over, test_transfers_settle_in_the_order_of_their_submission),
     (drains_only_what_is_launched, test_flush_between_submit_and_launch),
-    (drains_everything_whoever_is_concerned, test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them),
+    (
+        drains_everything_whoever_is_concerned,
+        test_a_drain_of_some_slots_waits_for_those_and_for_nothing_behind_them,
+    ),
     (times_out_into_success, test_a_drain_that_cannot_end_says_so_and_gives_nothing_back),
     (loses_what_its_launcher_raised, fails_on_the_launcher),
     (counts_nothing, test_metrics_that_read_zero),
@@ -515,13 +544,15 @@ RED: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
 
 
 @pytest.mark.parametrize(("fault", "test"), RED, ids=[fault.__name__ for fault, _ in RED])
-def test_a_defect_turns_its_test_red(fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch) -> None:
+def test_a_defect_turns_its_test_red(
+    fault: Callable[[Patch], None], test: Callable[[], None], monkeypatch: Patch
+) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError, pytest.fail.Exception)):
         test()
 
 
-# ------------------------------------------------------------------------------------------------------------- launches that fail
+# ----------------------------------------------------------------------------------------- launches that fail
 
 
 def test_a_defect_in_a_copy_is_not_taken_for_a_failure_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -553,7 +584,9 @@ def test_a_launch_that_raised_behind_its_copies_is_waited_for_and_gives_everythi
     rig.saves.submit()
     rig.cache.drain(5.0)
     rig.settle()
-    assert rig.cache.num_in_flight == 0 and rig.cache.stats().traffic.failures == {("host", "RuntimeError"): 1}
+    assert rig.cache.num_in_flight == 0 and rig.cache.stats().traffic.failures == {
+        ("host", "RuntimeError"): 1
+    }
     rig.cache.call_when_launched(lambda: None)
     hold.end()
     assert rig.pool.counts.pinned == 0 and rig.host.slots.reserved == rig.host.slots.pinned == 0

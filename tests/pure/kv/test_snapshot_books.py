@@ -1,5 +1,5 @@
-"""Snapshots of two engines over a shared store, without engines: whose names there are, what they pin, where their manifests lie, whatever
-is taken, deleted, expired, restarted or down, in any order."""
+"""Snapshots of two engines over a shared store, without engines: whose names there are, what they pin, where
+their manifests lie, whatever is taken, deleted, expired, restarted or down, in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from stacked_rig import Stacked
 from storage_rig import BLOCK
 
 from penstock.contract import Adapter, Snapshot, SnapshotRequest
-from penstock.errors import InvalidRequest, SnapshotMissing, SnapshotRefused, SnapshotSpace, SnapshotTaken, StoreFailed
+from penstock.errors import (
+    InvalidRequest,
+    SnapshotMissing,
+    SnapshotRefused,
+    SnapshotSpace,
+    SnapshotTaken,
+    StoreFailed,
+)
 from penstock.kv import snapshots as module
 from penstock.kv.blocks.key import tenant_of
 from penstock.kv.snapshots import Snapshots
@@ -29,7 +36,9 @@ NUM_HOST = 24  # of which snapshots may pin a half
 TALK = np.arange(100, 100 + 10 * BLOCK, dtype=np.uint32)
 
 
-def take_of(registry: Snapshots, asked: SnapshotRequest, tokens: np.ndarray, wait_saved: Callable[[], None]) -> Snapshot:
+def take_of(
+    registry: Snapshots, asked: SnapshotRequest, tokens: np.ndarray, wait_saved: Callable[[], None]
+) -> Snapshot:
     """`wait_saved` runs while it waits for its blocks to be saved."""
     reached, saved = Future[None](), Future[None]()
 
@@ -49,7 +58,8 @@ def take_of(registry: Snapshots, asked: SnapshotRequest, tokens: np.ndarray, wai
 
 
 class Machine:
-    """An engine's storage, and what it knows of snapshots. Its disk outlives a restart; the shared store is not its own."""
+    """An engine's storage, and what it knows of snapshots. Its disk outlives a restart; the shared store is
+    not its own."""
 
     def __init__(self, clock: HandClock, shared: dict[str, bytes]) -> None:
         self.clock, self.shared = clock, shared
@@ -73,7 +83,9 @@ class Machine:
     def _watch(self, store: MemoryStore) -> None:
         inner = store.write_manifest
 
-        def write(id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+        def write(
+            id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
+        ) -> Written:
             if store.name in self.failing:
                 raise StoreFailed("no")
             self.told.append((store.name, id, expires_in_s))
@@ -86,7 +98,9 @@ class Machine:
         return set() if prefix is None else set(prefix.keys)
 
     def take(self, name: str, tokens: np.ndarray = TALK, salt: str = "", **fields: Any) -> Any:
-        return take_of(self.registry, SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None)
+        return take_of(
+            self.registry, SnapshotRequest(name, prompt=b"-", cache_salt=salt, **fields), tokens, lambda: None
+        )
 
     def heal(self) -> None:
         """Its stores answer, and it looks."""
@@ -132,10 +146,12 @@ def names(machine: Machine, salt: str = "") -> list[str]:
     return [one.name for one in machine.registry.all(salt).snapshots]
 
 
-# ------------------------------------------------------------------------------------------------------------------ one at a time
+# ---------------------------------------------------------------------------------------------- one at a time
 
 
-def test_one_that_is_also_in_a_shared_store_is_listed_once_and_by_age(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_one_that_is_also_in_a_shared_store_is_listed_once_and_by_age(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     here, there = machines
     here.take("first")
     clock.advance(1.0)
@@ -159,10 +175,16 @@ def test_a_store_is_told_how_long_a_manifest_is_of_use_not_until_when(
     assert unpack(here.on_disk[id]).expires_s == (None if ttl_s is None else clock() + ttl_s)
 
 
-def test_each_is_let_go_when_its_own_time_is_over(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_each_is_let_go_when_its_own_time_is_over(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     """Whichever was taken before or after it, and at the very moment."""
     here, _ = machines
-    for name, ttl_s, tokens in (("b", 50.0, TALK[: 2 * BLOCK]), ("c", None, TALK[: 3 * BLOCK]), ("a", 20.0, TALK[: 4 * BLOCK])):
+    for name, ttl_s, tokens in (
+        ("b", 50.0, TALK[: 2 * BLOCK]),
+        ("c", None, TALK[: 3 * BLOCK]),
+        ("a", 20.0, TALK[: 4 * BLOCK]),
+    ):
         here.take(name, tokens, ttl_s=ttl_s)
     here.take("d", TALK[: 5 * BLOCK], ttl_s=80.0)
     for seconds, left in ((19.9, "abcd"), (0.1, "bcd"), (29.9, "bcd"), (0.2, "cd"), (30.0, "c"), (1e9, "c")):
@@ -186,14 +208,18 @@ def test_a_name_is_taken_from_the_first_moment(machines: tuple[Machine, Machine]
             here.registry.find("talk", "")
 
     take_of(here.registry, SnapshotRequest("talk", prompt=b"-"), TALK, again)
-    assert seen == [SnapshotTaken] and here.registry.find("talk", "").num_blocks == 10 and here.num_pinned == 10
+    assert (
+        seen == [SnapshotTaken] and here.registry.find("talk", "").num_blocks == 10 and here.num_pinned == 10
+    )
 
 
 class Stop(BaseException):
     """No ordinary error: somebody has pressed Ctrl-C."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), StoreFailed("no"), Stop()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), StoreFailed("no"), Stop()], ids=lambda error: type(error).__name__
+)
 def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_manifest(
     machines: tuple[Machine, Machine], error: BaseException
 ) -> None:
@@ -211,7 +237,9 @@ def test_whatever_ends_it_in_the_middle_leaves_neither_pins_nor_a_name_nor_a_man
 
 # Holds invariant 20: a snapshot that is being taken can be cancelled in every state.
 @pytest.mark.parametrize("state", ["waiting", "reserving", "saving", "writing"])
-def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(machines: tuple[Machine, Machine], state: str) -> None:
+def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(
+    machines: tuple[Machine, Machine], state: str
+) -> None:
     here, there = machines
     reached, go_on, saved = threading.Event(), threading.Event(), Future[None]()
     stops_at = {"reserving": "read_manifest", "writing": "write_manifest"}.get(state)
@@ -235,7 +263,9 @@ def test_a_cancel_in_any_state_leaves_neither_pins_nor_a_name_nor_a_manifest(mac
     taking = here.registry.begin_take_of(SnapshotRequest("talk", prompt=b"-"), TALK, save)
     assert reached.wait(60.0) and taking.cancel()
     if state == "waiting":
-        assert here.registry.figures().waiting == 0 and not before.done(), "it has left the line, and the lane is still busy"
+        assert here.registry.figures().waiting == 0 and not before.done(), (
+            "it has left the line, and the lane is still busy"
+        )
     go_on.set()
     assert names(here) == names(there) == [] and here.num_pinned == 0 and not here.on_disk and not here.shared
     here.take("talk")
@@ -281,7 +311,10 @@ def test_what_is_pinned_is_counted_once_and_up_to_the_very_bound(machines: tuple
     here.take("ten")
     here.take("five", TALK[: 5 * BLOCK])
     other = TALK + 50
-    with pytest.raises(SnapshotSpace, match="would pin 3 more blocks: 10 of the 24 in the host tier are pinned, and 12 may be"):
+    with pytest.raises(
+        SnapshotSpace,
+        match="would pin 3 more blocks: 10 of the 24 in the host tier are pinned, and 12 may be",
+    ):
         here.take("three", other[: 3 * BLOCK])
     here.take("two", other[: 2 * BLOCK])
     assert here.num_pinned == 12 and here.registry.figures().refused == 1
@@ -304,7 +337,9 @@ def test_their_number_is_bounded(machines: tuple[Machine, Machine], monkeypatch:
     assert here.registry.figures().refused == 1
 
 
-def test_those_that_are_being_taken_count(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_are_being_taken_count(
+    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, _ = machines
     monkeypatch.setattr(module, "MAX_SNAPSHOTS", 2)
     here.take("a", TALK[:BLOCK])
@@ -336,7 +371,9 @@ def test_a_damaged_one_keeps_its_name_until_it_is_deleted(machines: tuple[Machin
     there.take("other")
 
 
-def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted(machines: tuple[Machine, Machine]) -> None:
+def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted(
+    machines: tuple[Machine, Machine],
+) -> None:
     """Whose name is taken is told to delete it: that has to be possible, from whichever engine."""
     here, there = machines
     for name in ("broken", "whole"):
@@ -356,7 +393,9 @@ def test_one_that_is_damaged_in_a_shared_store_hides_no_other_and_can_be_deleted
     assert sorted(names(here)) == ["broken", "whole"]
 
 
-def test_those_whose_time_is_over_are_let_go_though_a_store_is_away(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_those_whose_time_is_over_are_let_go_though_a_store_is_away(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     """All of them, and the next ones when theirs is: what stays in the store is told."""
     here, _ = machines
     here.take("first", ttl_s=10.0)
@@ -404,7 +443,8 @@ def test_a_disk_that_does_not_answer_at_start_keeps_nobody_from_what_is_elsewher
 def test_what_a_disk_did_not_give_out_at_start_is_there_when_it_answers(
     machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """One call that fails fences the disk off, so that those after it fail, too: that says nothing about their manifests."""
+    """One call that fails fences the disk off, so that those after it fail, too: that says nothing about
+    their manifests."""
     here, _ = machines
     here.failing.add("remote")
     for name in ("one", "two"):
@@ -459,7 +499,9 @@ def test_one_that_the_disk_gave_out_late_is_let_go_when_its_time_is_over(
     assert here.num_pinned == 0 and not here.on_disk and here.registry.figures().expired == 1
 
 
-def test_one_that_the_disk_never_gives_out_can_be_deleted(machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_the_disk_never_gives_out_can_be_deleted(
+    machines: tuple[Machine, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, _ = machines
     here.take("one", ttl_s=5.0)
     here.shared.clear()
@@ -483,7 +525,9 @@ def test_one_that_the_disk_never_gives_out_can_be_deleted(machines: tuple[Machin
 
 
 @pytest.mark.parametrize("tier", ["ssd", "remote"])
-def test_who_deletes_one_is_told_where_a_store_does_not_answer_and_can_do_it_later(machines: tuple[Machine, Machine], tier: str) -> None:
+def test_who_deletes_one_is_told_where_a_store_does_not_answer_and_can_do_it_later(
+    machines: tuple[Machine, Machine], tier: str
+) -> None:
     """It would be there again: when the store answers, or after a restart."""
     here, _ = machines
     here.take("talk")
@@ -493,7 +537,9 @@ def test_who_deletes_one_is_told_where_a_store_does_not_answer_and_can_do_it_lat
     here.heal()
     assert names(here) == ["talk"] and here.num_pinned == 10 and here.registry.figures().deleted == 0
     here.registry.delete("talk", "")
-    assert not here.on_disk and not here.shared and here.num_pinned == 0 and here.registry.figures().deleted == 1
+    assert (
+        not here.on_disk and not here.shared and here.num_pinned == 0 and here.registry.figures().deleted == 1
+    )
 
 
 def test_time_that_passed_between_two_lives_counts(
@@ -516,10 +562,18 @@ def test_time_that_passed_between_two_lives_counts(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"ttl_s": 0.0}, {"ttl_s": -1.0}, {"ttl_s": float("inf")}, {"ttl_s": float("nan")}, *({"num_tokens": n} for n in (-5, 0, 3, 41))],
+    [
+        {"ttl_s": 0.0},
+        {"ttl_s": -1.0},
+        {"ttl_s": float("inf")},
+        {"ttl_s": float("nan")},
+        *({"num_tokens": n} for n in (-5, 0, 3, 41)),
+    ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_pinned(machines: tuple[Machine, Machine], fields: dict[str, Any]) -> None:
+def test_what_makes_no_sense_is_refused_before_anything_is_pinned(
+    machines: tuple[Machine, Machine], fields: dict[str, Any]
+) -> None:
     here, _ = machines
     with pytest.raises(InvalidRequest) as found:
         here.take("talk", **fields)
@@ -527,7 +581,9 @@ def test_what_makes_no_sense_is_refused_before_anything_is_pinned(machines: tupl
     assert names(here) == [] and here.num_pinned == 0 and not here.told
 
 
-def test_one_may_be_of_use_for_less_than_a_second(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_one_may_be_of_use_for_less_than_a_second(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     here, _ = machines
     here.take("talk", ttl_s=0.5)
     assert names(here) == ["talk"]
@@ -552,7 +608,9 @@ def test_turns_of_the_engine_ask_once_for_what_is_over_and_for_nothing_before(
     assert asked == ["expire snapshots"]
 
 
-def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     here, there = machines
     there.take("talk", ttl_s=5.0)
     clock.advance(4.9)
@@ -567,7 +625,9 @@ def test_one_that_has_expired_elsewhere_keeps_its_name_from_nobody(machines: tup
     assert there.registry.figures().known == 0 and there.registry.figures().expired == 1
 
 
-def test_one_that_has_expired_here_keeps_its_name_from_nobody(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_one_that_has_expired_here_keeps_its_name_from_nobody(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     here, there = machines
     here.take("talk", ttl_s=5.0)
     here.take("other", ttl_s=5.0)
@@ -612,12 +672,17 @@ def test_where_the_tier_is_smaller_than_it_was_the_oldest_pin_and_the_others_kee
         here.close()
     here.on_disk = dict(reversed(here.on_disk.items()))
     here.start()
-    assert [(one.name, one.pinned) for one in here.registry.all("").snapshots] == [("first", True), ("second", False)]
+    assert [(one.name, one.pinned) for one in here.registry.all("").snapshots] == [
+        ("first", True),
+        ("second", False),
+    ]
     with pytest.raises(SnapshotTaken):
         here.take("second", TALK)
 
 
-def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     here, there = machines
 
     def fail() -> None:
@@ -633,7 +698,9 @@ def test_one_that_is_given_up_leaves_what_another_engine_has_taken_meanwhile(mac
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_a_name_that_another_engine_takes_meanwhile_is_its_own(machines: tuple[Machine, Machine], away: bool) -> None:
+def test_a_name_that_another_engine_takes_meanwhile_is_its_own(
+    machines: tuple[Machine, Machine], away: bool
+) -> None:
     """Also where the store did not answer when this one began."""
     here, there = machines
     if away:
@@ -675,7 +742,9 @@ def test_one_that_another_engine_writes_at_the_last_moment_is_not_written_over(
     assert here.num_pinned == 0 and not here.on_disk and there.num_pinned == 2
 
 
-def test_one_whose_time_is_over_is_removed_only_while_it_is_there(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_one_whose_time_is_over_is_removed_only_while_it_is_there(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     """Another engine takes the name after this one has seen that its own is over, and before it is
     removed."""
     here, there = machines
@@ -693,7 +762,9 @@ def test_one_whose_time_is_over_is_removed_only_while_it_is_there(machines: tupl
     assert names(here) == names(there) == ["talk"] and here.registry.find("talk", "").num_blocks == 2
 
 
-def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(machines: tuple[Machine, Machine]) -> None:
+def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(
+    machines: tuple[Machine, Machine],
+) -> None:
     """An earlier process has left it, and the disk did not say so when it was asked."""
     here, _ = machines
     id = snapshot_id(tenant_of(""), "talk")
@@ -708,7 +779,9 @@ def test_one_that_is_given_up_leaves_what_the_disk_has_under_its_name(machines: 
     here.on_disk.clear()
 
 
-def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(machines: tuple[Machine, Machine], clock: HandClock) -> None:
+def test_who_asks_finds_another_engines_in_place_of_one_whose_time_is_over(
+    machines: tuple[Machine, Machine], clock: HandClock
+) -> None:
     here, there = machines
     there.take("talk", ttl_s=5.0)
     clock.advance(5.0)
@@ -720,7 +793,10 @@ def test_what_is_continued_is_counted_where_it_may_be(machines: tuple[Machine, M
     here, _ = machines
     here.take("talk", TALK[: 3 * BLOCK + 1], num_tokens=2 * BLOCK + 1, messages="[]")
     content = here.registry.open("talk", "", None)
-    assert np.frombuffer(content.tokens, np.uint32).tolist() == TALK[: 2 * BLOCK + 1].tolist() and content.messages == "[]"
+    assert (
+        np.frombuffer(content.tokens, np.uint32).tolist() == TALK[: 2 * BLOCK + 1].tolist()
+        and content.messages == "[]"
+    )
     with pytest.raises(SnapshotRefused, match="adapter"):
         here.registry.open("talk", "", Adapter("a", "abc"))
     with pytest.raises(SnapshotMissing):
@@ -756,11 +832,12 @@ def test_the_books_are_kept_by_the_lane_alone(machines: tuple[Machine, Machine],
     assert len(books.threads) == 1 and threading.current_thread().name not in books.threads
 
 
-# ------------------------------------------------------------------------------------------------------------------- in any order
+# ----------------------------------------------------------------------------------------------- in any order
 
 
 class Walk:
-    """Two machines, beside a model: which snapshots each knows, what the shared store has, and whether it answers."""
+    """Two machines, beside a model: which snapshots each knows, what the shared store has, and whether it
+    answers."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.clock = random.Random(seed), HandClock()
@@ -772,7 +849,9 @@ class Walk:
         self.remote: dict[tuple[str, str], tuple[int, int, float | None]] = {}
         self.is_down = [False, False]
 
-    def living(self, some: dict[Any, tuple[int, int, float | None]]) -> dict[Any, tuple[int, int, float | None]]:
+    def living(
+        self, some: dict[Any, tuple[int, int, float | None]]
+    ) -> dict[Any, tuple[int, int, float | None]]:
         return {which: one for which, one in some.items() if one[2] is None or self.clock() < one[2]}
 
     def tokens(self, one: tuple[int, int, float | None]) -> np.ndarray:
@@ -780,11 +859,17 @@ class Walk:
 
     def pinned(self, at: int) -> set[bytes]:
         machine = self.machines[at]
-        return set[bytes]().union(*(machine.keys(self.tokens(one), salt) for (_, salt), one in self.known[at].items()))
+        return set[bytes]().union(
+            *(machine.keys(self.tokens(one), salt) for (_, salt), one in self.known[at].items())
+        )
 
     def take(self, at: int, which: tuple[str, str]) -> None:
         ttl_s = self.rng.choice([None, 30.0, 300.0])
-        one = (self.rng.choice([0, 50]), self.rng.randrange(BLOCK, 8 * BLOCK), None if ttl_s is None else self.clock() + ttl_s)
+        one = (
+            self.rng.choice([0, 50]),
+            self.rng.randrange(BLOCK, 8 * BLOCK),
+            None if ttl_s is None else self.clock() + ttl_s,
+        )
         self.known[at] = self.living(self.known[at])
         self.disks[at] = self.living(self.disks[at])
         is_taken = which in self.known[at] or (not self.is_down[at] and which in self.living(self.remote))
@@ -812,8 +897,15 @@ class Walk:
     def later(self, at: int, which: tuple[str, str]) -> None:
         self.clock.advance(self.rng.choice([1.0, 40.0]))
         for number, machine in enumerate(self.machines):
-            gone = {which: one for which, one in self.known[number].items() if which not in self.living(self.known[number])}
-            self.known[number], self.disks[number] = self.living(self.known[number]), self.living(self.disks[number])
+            gone = {
+                which: one
+                for which, one in self.known[number].items()
+                if which not in self.living(self.known[number])
+            }
+            self.known[number], self.disks[number] = (
+                self.living(self.known[number]),
+                self.living(self.disks[number]),
+            )
             if not self.is_down[number]:
                 self.remote = {which: one for which, one in self.remote.items() if gone.get(which) != one}
             machine.step()
@@ -838,14 +930,23 @@ class Walk:
             assert figures.pinned_blocks == len(self.pinned(at)) <= NUM_HOST // 2
             assert len(machine.on_disk) == len(self.disks[at]) and len(self.shared) == len(self.remote)
             for salt in ("", "b"):
-                expected = {**({} if self.is_down[at] else self.living(self.remote)), **self.living(self.known[at])}
+                expected = {
+                    **({} if self.is_down[at] else self.living(self.remote)),
+                    **self.living(self.known[at]),
+                }
                 listed = machine.registry.all(salt)
                 found = listed.snapshots
                 assert listed.is_complete == (not self.is_down[at])
-                assert sorted(one.name for one in found) == sorted(name for name, of in expected if of == salt)
+                assert sorted(one.name for one in found) == sorted(
+                    name for name, of in expected if of == salt
+                )
                 for one in found:
                     there = expected[one.name, salt]
-                    assert (one.num_tokens, one.expires_s, one.pinned) == (there[1], there[2], (one.name, salt) in self.known[at])
+                    assert (one.num_tokens, one.expires_s, one.pinned) == (
+                        there[1],
+                        there[2],
+                        (one.name, salt) in self.known[at],
+                    )
                     assert one.kept_tokens == there[1] // BLOCK * BLOCK
 
 
@@ -853,7 +954,9 @@ class Walk:
 def test_in_any_order_names_pins_and_manifests_are_those_of_the_model(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(60):
-        what = walk.rng.choice(["take", "take", "take", "take", "delete", "delete", "later", "down", "up", "up", "restart"])
+        what = walk.rng.choice(
+            ["take", "take", "take", "take", "delete", "delete", "later", "down", "up", "up", "restart"]
+        )
         getattr(walk, what)(walk.rng.randrange(2), (f"s{walk.rng.randrange(4)}", walk.rng.choice(["", "b"])))
         walk.check()
     for machine in walk.machines:

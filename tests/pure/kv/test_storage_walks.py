@@ -1,4 +1,5 @@
-"""Device, host, disk and store in any order of events: bytes, books and promises hold; and faults that this must notice."""
+"""Device, host, disk and store in any order of events: bytes, books and promises hold; and faults that this
+must notice."""
 
 from __future__ import annotations
 

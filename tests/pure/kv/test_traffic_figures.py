@@ -1,4 +1,5 @@
-"""What is said about traffic: a snapshot is of its moment, times are from submit to the end, and every tier's skips count."""
+"""What is said about traffic: a snapshot is of its moment, times are from submit to the end, and every tier's
+skips count."""
 
 from __future__ import annotations
 
@@ -68,7 +69,11 @@ def test_what_is_read_and_what_is_written_are_under_way_each_in_its_own_directio
     rig.write(KEYS[:2])
     rig.store.gate.hold("read", "write")
     seen = []
-    for begin in (lambda: rig.submit_write(KEYS[2:4]), lambda: rig.submit_read(KEYS[:1]), lambda: rig.submit_read(KEYS[1:2])):
+    for begin in (
+        lambda: rig.submit_write(KEYS[2:4]),
+        lambda: rig.submit_read(KEYS[:1]),
+        lambda: rig.submit_read(KEYS[1:2]),
+    ):
         begin()
         traffic = Traffic({}, {}, {}, {}, {}, 0)
         rig.tier.report(traffic)

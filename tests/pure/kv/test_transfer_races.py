@@ -1,5 +1,6 @@
-"""The classic races of KV transfers, under every interleaving of the lanes within a bound: ours do not happen, and each one does as soon
-as the edge that forbids it is taken away. Real pools, tiers and movers; only the bytes are Python values and the lanes are sequenced."""
+"""The classic races of KV transfers, under every interleaving of the lanes within a bound: ours do not
+happen, and each one does as soon as the edge that forbids it is taken away. Real pools, tiers and movers;
+only the bytes are Python values and the lanes are sequenced."""
 
 from __future__ import annotations
 
@@ -53,10 +54,16 @@ class World:
         self.host = [[None] * LAYERS for _ in range(8)]
         pool = BlockPool(self.num_slots, "device")
         tier = HostTier(BlockPool(8, "host"), BLOCK, lease_s=1e9)
-        load = Mover(("host", "device"), ListCopier(self.host, self.device), lane("load"), launcher("launch-load"))
-        save = Mover(("device", "host"), ListCopier(self.device, self.host), lane("save"), launcher("launch-save"))
+        load = Mover(
+            ("host", "device"), ListCopier(self.host, self.device), lane("load"), launcher("launch-load")
+        )
+        save = Mover(
+            ("device", "host"), ListCopier(self.device, self.host), lane("save"), launcher("launch-save")
+        )
         layout = BlockLayout(LAYERS, 1, 4, BLOCK, "float32")
-        self.loads = Loads(Saves(pool, tier, (), save, layout, TierLimits(overlap_tokens=0, load_deadline_s=1e9)), load)
+        self.loads = Loads(
+            Saves(pool, tier, (), save, layout, TierLimits(overlap_tokens=0, load_deadline_s=1e9)), load
+        )
         self.cache = KvCache(pool, SCOPE, loads=self.loads)
 
     def tokens(self, name: str, num_blocks: int) -> list[int]:
@@ -77,25 +84,38 @@ class World:
         slots = table.slots(num_blocks * BLOCK).tolist()
         for layer in range(LAYERS):
             access = Access("device", slots, (layer, layer + 1), Mode.WRITE)
-            self.compute.submit(lambda layer=layer: self._fill(slots, layer, name), [access], label=f"{name} layer {layer}")
+            self.compute.submit(
+                lambda layer=layer: self._fill(slots, layer, name), [access], label=f"{name} layer {layer}"
+            )
         return table, self.compute.record()
 
-    def read_blocks(self, table: BlockTable, num_blocks: int, seen: list[object], arriving: Arriving | None = None) -> Fence:
+    def read_blocks(
+        self, table: BlockTable, num_blocks: int, seen: list[object], arriving: Arriving | None = None
+    ) -> Fence:
         """A step that reads: one op per layer, waiting layer by layer for what is on its way."""
         slots = table.slots(num_blocks * BLOCK).tolist()
         for layer in range(LAYERS):
             if arriving is not None:
                 arriving.wait_on(self.compute, layer + 1)
             access = Access("device", slots, (layer, layer + 1), Mode.READ)
-            self.compute.submit(lambda layer=layer: seen.extend(self.device[s][layer] for s in slots), [access], label=f"read {layer}")
+            self.compute.submit(
+                lambda layer=layer: seen.extend(self.device[s][layer] for s in slots),
+                [access],
+                label=f"read {layer}",
+            )
         return self.compute.record()
 
-    def replay_blocks(self, table: BlockTable, num_blocks: int, seen: list[object], arriving: Arriving) -> Fence:
+    def replay_blocks(
+        self, table: BlockTable, num_blocks: int, seen: list[object], arriving: Arriving
+    ) -> Fence:
         """The same as one captured unit: all waits stand before it."""
         slots = table.slots(num_blocks * BLOCK).tolist()
         with self.compute.capture("step") as capture:
             for layer in range(LAYERS):
-                self.compute.submit(lambda layer=layer: seen.extend(self.device[s][layer] for s in slots), label=f"read {layer}")
+                self.compute.submit(
+                    lambda layer=layer: seen.extend(self.device[s][layer] for s in slots),
+                    label=f"read {layer}",
+                )
         arriving.wait_on(self.compute, LAYERS)
         self.compute.replay(capture.replay, [Access("device", slots, (0, LAYERS), Mode.READ)])
         return self.compute.record()
@@ -145,14 +165,15 @@ class World:
             self.device[slot][layer] = name
 
 
-# ------------------------------------------------------------------------------------------------------------------ programs
+# --------------------------------------------------------------------------------------------------- programs
 
 
 # Holds invariant 1: a demotion reads a block behind the step that wrote it.
 def demote_while_the_producer_runs(sequencer: Sequencer) -> None:
     world = World(sequencer)
     table, fence = world.compute_blocks("a", 2)
-    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)  # earlier than an engine would: the step has not been read
+    # earlier than an engine would: the step has not been read
+    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)
     world.cache.submit_saves()
     world.finish(table, fence)
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
@@ -221,7 +242,8 @@ def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
     """Blocks that were never saved leave the device for another request, which gets their slots."""
     world = World(sequencer, num_slots=2)
     table, fence = world.compute_blocks("a", 2)
-    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)  # earlier than an engine would: the step has not been read
+    # earlier than an engine would: the step has not been read
+    table.seal(world.tokens("a", 2), 2 * BLOCK, fence)
     world.never_save()
     table.release(fence)
     assert not world.cache.make_room(2, 0)
@@ -232,12 +254,16 @@ def move_what_a_step_still_writes(sequencer: Sequencer) -> None:
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
 
 
-# -------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def no_fence_of_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     offer = Saves.offer
-    monkeypatch.setattr(Saves, "offer", lambda self, hold, first, keys, fence, due=False: offer(self, hold, first, keys, None, due))
+    monkeypatch.setattr(
+        Saves,
+        "offer",
+        lambda self, hold, first, keys, fence, due=False: offer(self, hold, first, keys, None, due),
+    )
 
 
 def no_fence_of_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +312,9 @@ def arrivals_marked_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_drain_that_sees_only_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of slots that somebody flushes; at the end of a program everything is waited for."""
     touches = Transfer.touches
-    monkeypatch.setattr(Transfer, "touches", lambda self, slots: touches(self, slots) and (slots is None or self._launched))
+    monkeypatch.setattr(
+        Transfer, "touches", lambda self, slots: touches(self, slots) and (slots is None or self._launched)
+    )
 
 
 def a_move_that_knows_no_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,10 +339,18 @@ PROGRAMS: dict[Program, list[Callable[[pytest.MonkeyPatch], None]]] = {
     demote_while_the_producer_runs: [no_fence_of_the_producer],
     promote_into_slots_that_a_step_still_reads: [no_fence_of_the_last_use, no_wait_before_writing],
     reuse_slots_while_they_are_demoted: [pins_that_end_at_submit],
-    read_what_is_being_promoted: [no_wait_for_arrivals, waits_for_the_first_group_only, arrivals_marked_before_the_copy],
+    read_what_is_being_promoted: [
+        no_wait_for_arrivals,
+        waits_for_the_first_group_only,
+        arrivals_marked_before_the_copy,
+    ],
     replay_what_is_being_promoted: [no_wait_for_arrivals, waits_for_the_first_group_only],
     flush_between_submit_and_launch: [a_drain_that_sees_only_what_is_launched],
-    move_what_a_step_still_writes: [a_move_that_knows_no_last_use, no_fence_of_the_last_use, a_move_that_gives_its_slots_back_at_once],
+    move_what_a_step_still_writes: [
+        a_move_that_knows_no_last_use,
+        no_fence_of_the_last_use,
+        a_move_that_gives_its_slots_back_at_once,
+    ],
 }
 
 
@@ -336,6 +372,8 @@ def test_without_the_edge_some_interleaving_shows_it(
     fault(monkeypatch)
     _, failure = explore(program, max_preemptions=2, max_runs=2000)
     assert isinstance(failure, Failure), "no schedule found what the fault breaks"
-    assert run(program, failure.schedule)[1] is not None, "a schedule that fails fails again when it is replayed"
+    assert run(program, failure.schedule)[1] is not None, (
+        "a schedule that fails fails again when it is replayed"
+    )
     monkeypatch.undo()
     assert run(program, failure.schedule)[1] is None, "the same schedule is harmless for the code as it is"

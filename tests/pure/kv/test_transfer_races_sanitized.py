@@ -1,5 +1,5 @@
-"""Transfers under the sanitizer: silent about ours on every schedule tried, and heard as soon as an edge or a pin is taken away, whether
-or not the schedule at hand goes wrong by it."""
+"""Transfers under the sanitizer: silent about ours on every schedule tried, and heard as soon as an edge or a
+pin is taken away, whether or not the schedule at hand goes wrong by it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 
-def sanitized(program: Program, monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[list[str], Failure | None]:
-    """What the sanitizer says to one run, and how the run failed if it did. `seed` None: the default schedule."""
+def sanitized(
+    program: Program, monkeypatch: pytest.MonkeyPatch, seed: int | None
+) -> tuple[list[str], Failure | None]:
+    """What the sanitizer says to one run, and how the run failed if it did. `seed` None: the default
+    schedule."""
     sanitizer = Sanitizer()
     monkeypatch.setattr(races, "BlockPool", lambda num_slots, name: BlockPool(num_slots, name, sanitizer))
 
@@ -67,7 +70,9 @@ def sanitized(program: Program, monkeypatch: pytest.MonkeyPatch, seed: int | Non
         finally:  # what was asked for before it failed still happens
             sequencer.run_all()
 
-    _, failure = run_on(Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), to_the_end)
+    _, failure = run_on(
+        Sequencer(rng=None if seed is None else random.Random(seed), observer=sanitizer), to_the_end
+    )
     return [str(report) for report in sanitizer.reports], failure
 
 

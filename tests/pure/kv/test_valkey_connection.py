@@ -1,4 +1,5 @@
-"""What is read from and written to a connection comes out the same however it is cut into pieces, and nothing strange is put up with."""
+"""What is read from and written to a connection comes out the same however it is cut into pieces, and nothing
+strange is put up with."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ NODE = Node("store", 6379)
 
 
 class Pieces:
-    """As much of a socket as reading needs: gives out what it was made with, cut where it was told to. Empty: the other side is gone."""
+    """As much of a socket as reading needs: gives out what it was made with, cut where it was told to. Empty:
+    the other side is gone."""
 
     def __init__(self, data: bytes, cuts: Sequence[int]) -> None:
         self._data = data
@@ -51,7 +53,10 @@ def receiving(data: bytes, cuts: Sequence[int] = ()) -> ValkeyConnection:
 
 
 Value = bytes | None
-values = st.lists(st.none() | st.binary(max_size=300) | st.integers(4000, 20000).map(lambda size: b"\r\n" * (size // 2)), max_size=8)
+values = st.lists(
+    st.none() | st.binary(max_size=300) | st.integers(4000, 20000).map(lambda size: b"\r\n" * (size // 2)),
+    max_size=8,
+)
 cut_lists = st.lists(st.integers(1, 50) | st.integers(1000, 5000), max_size=60)
 
 
@@ -93,7 +98,10 @@ def spelled(item: object) -> bytes:
 items = st.none() | st.integers(-99, 99) | st.binary(max_size=300)
 
 
-@given(answer=st.lists(items | st.lists(items | st.lists(items, max_size=3), max_size=3), max_size=5), cuts=cut_lists)
+@given(
+    answer=st.lists(items | st.lists(items | st.lists(items, max_size=3), max_size=3), max_size=5),
+    cuts=cut_lists,
+)
 @settings(deadline=None)
 def test_lists_in_lists_arrive_whole_however_they_are_cut(answer: list[object], cuts: list[int]) -> None:
     connection = receiving(spelled(answer) + b"+END\r\n", cuts)
@@ -115,7 +123,11 @@ def test_a_slot_is_the_checksum_of_the_name() -> None:
 @example(data=b"\r\n\r\n", cuts=[1])
 @settings(deadline=None)
 def test_no_bytes_at_all_lead_to_anything_but_an_answer_or_a_failure(data: bytes, cuts: list[int]) -> None:
-    for read in (ValkeyConnection.read_answer, lambda one: one.read_value([]), lambda one: one.query(b"SCAN")):
+    for read in (
+        ValkeyConnection.read_answer,
+        lambda one: one.read_value([]),
+        lambda one: one.query(b"SCAN"),
+    ):
         connection = receiving(data, cuts)
         try:
             answer = read(connection)
@@ -143,7 +155,18 @@ def test_what_is_no_line_is_a_failure(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"+OK\r\n", b":1\r\n", b"*-1\r\n", b"$-2\r\n", b"$\r\n", b"$99999999999\r\n", b"$1e3\r\n", b"$ 5\r\n", b"$+5\r\n"]
+    "data",
+    [
+        b"+OK\r\n",
+        b":1\r\n",
+        b"*-1\r\n",
+        b"$-2\r\n",
+        b"$\r\n",
+        b"$99999999999\r\n",
+        b"$1e3\r\n",
+        b"$ 5\r\n",
+        b"$+5\r\n",
+    ],
 )
 def test_what_is_no_value_is_a_failure(data: bytes) -> None:
     connection = receiving(data)
@@ -183,7 +206,7 @@ def test_of_a_refusal_only_its_kind_is_kept(text: bytes, word: str) -> None:
     assert receiving(text).read_value([]) == Refusal(word)
 
 
-# ------------------------------------------------------------------------------------------------------------- the deadline
+# ----------------------------------------------------------------------------------------------- the deadline
 
 
 @contextmanager
@@ -218,15 +241,22 @@ def test_a_deadline_for_each_piece_alone_would_be_noticed(monkeypatch: pytest.Mo
 def test_a_silent_peer_ends_a_read_and_a_full_one_a_write() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        for exchange in (lambda connection: connection.read_answer(), lambda connection: connection.send([bytes(1 << 24)], 1)):
+        for exchange in (
+            lambda connection: connection.read_answer(),
+            lambda connection: connection.send([bytes(1 << 24)], 1),
+        ):
             with pytest.raises(StoreFailed, match="in time"):
                 exchange(ValkeyConnection(NODE, ours, time.monotonic() + 0.05))
 
 
-# ------------------------------------------------------------------------------------------------------------------ sending
+# ---------------------------------------------------------------------------------------------------- sending
 
 
-@given(parts=st.lists(st.binary(max_size=200) | st.integers(1, 3).map(lambda size: b"z" * (size << 17)), max_size=40))
+@given(
+    parts=st.lists(
+        st.binary(max_size=200) | st.integers(1, 3).map(lambda size: b"z" * (size << 17)), max_size=40
+    )
+)
 @settings(deadline=None, max_examples=30)
 def test_parts_arrive_in_order_and_whole(parts: list[bytes]) -> None:
     ours, theirs = socket.socketpair()
@@ -258,7 +288,9 @@ def test_more_parts_than_the_system_takes_at_once_are_sent() -> None:
         assert received == b"ab" * 3000
 
 
-def test_an_encrypted_socket_gets_its_parts_one_by_one_under_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encrypted_socket_gets_its_parts_one_by_one_under_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: list[bytes] = []
 
     class Encrypted(ssl.SSLSocket):
@@ -320,7 +352,8 @@ def test_a_peer_that_is_gone_is_a_failure_of_whoever_sends(whole: bool) -> None:
 
 
 def test_what_an_encrypted_peer_sends_behind_a_value_leaves_the_connection_not_quiet(tmp_path: Path) -> None:
-    """It was decrypted together with the value, so that the system shows nothing of it; the next call would take it for its answer."""
+    """It was decrypted together with the value, so that the system shows nothing of it; the next call would
+    take it for its answer."""
     try:
         certificate, key = make_certificate(tmp_path)
     except ServerMissing as missing:
@@ -338,7 +371,9 @@ def test_what_an_encrypted_peer_sends_behind_a_value_leaves_the_connection_not_q
 
     thread = threading.Thread(target=serve)
     thread.start()
-    with ssl.create_default_context(cafile=certificate).wrap_socket(ours, server_hostname="localhost") as encrypted:
+    with ssl.create_default_context(cafile=certificate).wrap_socket(
+        ours, server_hostname="localhost"
+    ) as encrypted:
         connection = ValkeyConnection(NODE, encrypted, NEVER)
         for quiet in (True, False):
             connection.ask_each(b"GET", [b"name"])

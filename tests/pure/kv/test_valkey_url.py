@@ -19,7 +19,9 @@ SECRET = "hunter2swordfish"
 
 
 def test_a_plain_address() -> None:
-    assert parse_address("valkey://store.example:7000/3?ttl=60", {}) == ValkeyAddress((Node("store.example", 7000),), db=3, ttl_s=60)
+    assert parse_address("valkey://store.example:7000/3?ttl=60", {}) == ValkeyAddress(
+        (Node("store.example", 7000),), db=3, ttl_s=60
+    )
 
 
 def test_what_is_left_out_has_a_default() -> None:
@@ -70,7 +72,9 @@ def test_the_schemes_of_redis_say_the_same(rest: str) -> None:
     assert parse_address(f"redis://{rest}", {}) == parse_address(f"valkey://{rest}", {})
     own, theirs = parse_address(f"valkeys://{rest}", {}), parse_address(f"rediss://{rest}", {})
     assert replace(own, tls=None) == replace(theirs, tls=None)
-    assert theirs.tls is not None and theirs.tls.verify_mode is ssl.CERT_REQUIRED and theirs.tls.check_hostname
+    assert (
+        theirs.tls is not None and theirs.tls.verify_mode is ssl.CERT_REQUIRED and theirs.tls.check_hostname
+    )
 
 
 BAD = {

@@ -1,4 +1,5 @@
-"""Whoever waits for reads, writes and answers of cold tiers is woken when one is over: nobody looks in the meantime."""
+"""Whoever waits for reads, writes and answers of cold tiers is woken when one is over: nobody looks in the
+meantime."""
 
 from __future__ import annotations
 

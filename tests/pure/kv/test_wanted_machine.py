@@ -1,5 +1,5 @@
-"""What is wanted is forgotten last, over every policy: against a model in lists and sets, in any order of legal calls; and faults that this
-must notice."""
+"""What is wanted is forgotten last, over every policy: against a model in lists and sets, in any order of
+legal calls; and faults that this must notice."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ class Told(WantedLast):
 
 
 class WantedMachine(OrderMachine):
-    """Waiting requests want blocks, whether somebody uses them or not; they lose them, give up, are dropped, and come again."""
+    """Waiting requests want blocks, whether somebody uses them or not; they lose them, give up, are dropped,
+    and come again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +124,12 @@ class WantedMachine(OrderMachine):
         self.num_ranks += 1
         rank = float(self.num_ranks if is_last else -self.num_ranks)
         idle = [slot for slot in slots if slot in self.idle]
-        self.wants.append((self.order.want(slots_module.as_run(slots), slots_module.as_run(idle), rank), self.model.want(slots, rank)))
+        self.wants.append(
+            (
+                self.order.want(slots_module.as_run(slots), slots_module.as_run(idle), rank),
+                self.model.want(slots, rank),
+            )
+        )
 
     @precondition(lambda self: self.wants)
     @rule(which=st.integers(0, 1000))
@@ -168,7 +174,9 @@ class WantedMachine(OrderMachine):
             self.order.end(want)
             self.model.end(model)
         super().teardown()
-        assert not self.order._num_wants.array[[slot for slot in range(NUM_SLOTS) if not self.model.is_wanted(slot)]].any()
+        assert not self.order._num_wants.array[
+            [slot for slot in range(NUM_SLOTS) if not self.model.is_wanted(slot)]
+        ].any()
 
 
 def machine_of(name: str) -> type[WantedMachine]:
@@ -177,18 +185,24 @@ def machine_of(name: str) -> type[WantedMachine]:
 
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_what_is_wanted_goes_last_over(name: str) -> None:
-    run_state_machine_as_test(machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        machine_of(name), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
 
 
 def test_runs_may_be_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots_module, "FEW", 0)
     for method in ("add", "remove"):
         honest = getattr(WantedLast, method)
-        monkeypatch.setattr(WantedLast, method, lambda self, slots, honest=honest: honest(self, np.array(slots, np.intp)))
-    run_state_machine_as_test(machine_of("lru"), settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+        monkeypatch.setattr(
+            WantedLast, method, lambda self, slots, honest=honest: honest(self, np.array(slots, np.intp))
+        )
+    run_state_machine_as_test(
+        machine_of("lru"), settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def drops_the_least_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +242,9 @@ def keeps_a_want_of_a_block_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> No
 
 def lets_go_of_the_first_block_first(monkeypatch: pytest.MonkeyPatch) -> None:
     want = WantedLast.want
-    monkeypatch.setattr(WantedLast, "want", lambda self, slots, idle, rank: want(self, slots[::-1], idle, rank))
+    monkeypatch.setattr(
+        WantedLast, "want", lambda self, slots, idle, rank: want(self, slots[::-1], idle, rank)
+    )
 
 
 FAULTS = [

@@ -1,4 +1,5 @@
-"""Blocks that requests in line will use, in the pool's books: who wants what, what is forgotten for whom, and whose answer is whose."""
+"""Blocks that requests in line will use, in the pool's books: who wants what, what is forgotten for whom, and
+whose answer is whose."""
 
 from __future__ import annotations
 
@@ -107,7 +108,10 @@ def test_the_coldest_are_those_that_would_be_evicted() -> None:
     first, second, third = (put(pool, KEYS[i : i + 2]) for i in (0, 10, 20))
     wants = [pool.want_found(KEYS[:2], 1.0), pool.want_found(KEYS[10:12], 2.0)]
     assert pool.coldest_slots(2) == third[::-1] and all(map(pool.protects, wants))
-    assert pool.coldest_slots(3) == [*third[::-1], second[1]] and [pool.protects(want) for want in wants] == [True, False]
+    assert pool.coldest_slots(3) == [*third[::-1], second[1]] and [pool.protects(want) for want in wants] == [
+        True,
+        False,
+    ]
     assert sorted(pool.coldest_slots(6)) == sorted(first + second + third)
     for want in wants:
         pool.end_want(want)
@@ -146,7 +150,8 @@ def test_a_block_that_came_back_to_another_place_is_wanted_there() -> None:
 
 
 def test_an_answer_that_another_thread_got_meanwhile_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts of two tenants: a caller of `lease` asks for his between the engine's question and its note of the answer."""
+    """Two prompts of two tenants: a caller of `lease` asks for his between the engine's question and its note
+    of the answer."""
     pool = BlockPool(8, "device")
     mine, other = put(pool, KEYS[:2]), put(pool, KEYS[10:12])
     find = KeyIndex.find

@@ -1,4 +1,5 @@
-"""Blocks that are written in slices, one in each turn: what waits for its turn is under way, also behind a slice that came to nothing."""
+"""Blocks that are written in slices, one in each turn: what waits for its turn is under way, also behind a
+slice that came to nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from stacked_rig import Stacked
 from penstock.kv.tiers import saves
 
 
-def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 2)
     rig = Stacked("ssd")
     for name in "ac":
@@ -21,7 +24,9 @@ def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing
 
 
 @pytest.mark.parametrize("tier", ["ssd", "remote"])
-def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_before_it(monkeypatch: pytest.MonkeyPatch, tier: str) -> None:
+def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_before_it(
+    monkeypatch: pytest.MonkeyPatch, tier: str
+) -> None:
     monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 2)
     rig = Stacked("ssd", "remote")
     rig.remembered(6, tiers=("host",))
@@ -36,7 +41,9 @@ def test_what_waits_for_its_turn_is_forgotten_by_a_reset_with_what_was_queued_be
     rig.end()
 
 
-def test_a_flush_fails_where_blocks_of_a_slice_have_left_host_memory_however_many_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_fails_where_blocks_of_a_slice_have_left_host_memory_however_many_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What has left is taken note of some at a time. A flush of a few blocks is over before that."""
     monkeypatch.setattr(saves, "_GONE_AT_ONCE", 1)
     rig = Stacked("ssd", admission="reuse")

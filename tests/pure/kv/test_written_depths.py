@@ -1,4 +1,5 @@
-"""Blocks are written with their places in their prompts, which the order of eviction goes by: also what is written anew after a reset."""
+"""Blocks are written with their places in their prompts, which the order of eviction goes by: also what is
+written anew after a reset."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ def test_a_block_is_written_with_its_depth(reset: bool, monkeypatch: pytest.Monk
     written: dict[bytes, int] = {}
     write = rig.first.write
     monkeypatch.setattr(
-        rig.first, "write", lambda keys, depths, blocks: written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        rig.first,
+        "write",
+        lambda keys, depths, blocks: (
+            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        ),
     )
     rig.ran(3).release(None)
     rig.flow()
@@ -29,7 +34,11 @@ def test_blocks_that_are_sealed_later_are_written_with_their_depths(monkeypatch:
     written: dict[bytes, int] = {}
     write = rig.first.write
     monkeypatch.setattr(
-        rig.first, "write", lambda keys, depths, blocks: written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        rig.first,
+        "write",
+        lambda keys, depths, blocks: (
+            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        ),
     )
     table = rig.ran(2)
     rig.fill(table, 4)
@@ -38,7 +47,9 @@ def test_blocks_that_are_sealed_later_are_written_with_their_depths(monkeypatch:
     rig.end(table)
 
 
-def test_what_a_store_has_behind_a_prefix_on_the_device_is_written_to_the_disk_with_its_depth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_store_has_behind_a_prefix_on_the_device_is_written_to_the_disk_with_its_depth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Stacked("ssd", "remote")
     rig.remembered(6, tiers=("remote",))
     first = rig.ran(2)
@@ -46,7 +57,11 @@ def test_what_a_store_has_behind_a_prefix_on_the_device_is_written_to_the_disk_w
     written: dict[bytes, int] = {}
     write = rig.first.write
     monkeypatch.setattr(
-        rig.first, "write", lambda keys, depths, blocks: written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        rig.first,
+        "write",
+        lambda keys, depths, blocks: (
+            written.update(zip(keys, depths, strict=True)) or write(keys, depths, blocks)
+        ),
     )
     prefix = rig.prefix(6)
     lease = rig.cache.lease("request", prefix)

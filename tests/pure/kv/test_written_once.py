@@ -1,4 +1,5 @@
-"""Blocks that are written in slices while others ask for the same: each is written once, and not again once it is there."""
+"""Blocks that are written in slices while others ask for the same: each is written once, and not again once
+it is there."""
 
 from __future__ import annotations
 
@@ -36,12 +37,15 @@ def promoted(rig: Stacked) -> None:
 
 
 @pytest.mark.parametrize("tier", ["ssd", "remote"])
-def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_two_ask_for_while_it_is_written_in_slices_is_written_once(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Stacked(tier, admission="reuse")
     rig.remembered(SIX)
     counted = count_writes(rig, tier)
     monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 1)
-    for _ in range(2):  # the second comes when some are written, some are on their way and some wait for their turn
+    # the second comes when some are written, some are on their way and some wait for their turn
+    for _ in range(2):
         promoted(rig)
     rig.flow()
     assert counted == dict.fromkeys(rig.keys(SIX), 1) and rig.store_has(rig.keys(SIX), tier) == [True] * SIX
@@ -62,7 +66,9 @@ def test_a_persist_passes_over_what_waits_for_its_turn(monkeypatch: pytest.Monke
     rig.end()
 
 
-def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_failed_and_was_written_after_all_is_no_loss_of_a_persist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Stacked("ssd", admission="reuse")
     rig.remembered(SIX)
     monkeypatch.setattr(saves, "_WRITE_AT_ONCE", 1)

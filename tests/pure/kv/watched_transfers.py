@@ -1,5 +1,6 @@
-"""Programs of transfers for the sanitizer to watch: what requests, tiers and movers do to slots when all goes well, and when it does not.
-Real pools, tiers and movers on sequenced lanes; each program gives everything back and closes the cache."""
+"""Programs of transfers for the sanitizer to watch: what requests, tiers and movers do to slots when all goes
+well, and when it does not. Real pools, tiers and movers on sequenced lanes; each program gives everything
+back and closes the cache."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from penstock.errors import TransferFailed
 from penstock.kv.tiers.saves import SavedLease
 from penstock.testing.sequencer import Sequencer
 
-# ------------------------------------------------------------------------------------------------------------------- demotions
+# -------------------------------------------------------------------------------------------------- demotions
 
 
 def demote_behind_a_step_that_nobody_has_read(sequencer: Sequencer) -> None:
@@ -81,7 +82,7 @@ def demote_what_the_host_has_already(sequencer: Sequencer) -> None:
     world.close()
 
 
-# --------------------------------------------------------------------------------------------------------------------- flushes
+# ---------------------------------------------------------------------------------------------------- flushes
 
 
 def overwrite_what_was_flushed(sequencer: Sequencer) -> None:
@@ -99,7 +100,8 @@ def _flush_and_overwrite(sequencer: Sequencer, between: Callable[[WatchedWorld],
     world.seal(table, "a", 2, fence)
     between(world)
     world.cache.drain(1.0, table.hold.slots)
-    fence = world.write(table.hold.slots, "overwritten")  # whoever flushed believes that nobody reads these any more
+    # whoever flushed believes that nobody reads these any more
+    fence = world.write(table.hold.slots, "overwritten")
     world.cache.submit_saves()  # as at the end of any turn of the engine
     world.finish(table, fence)
     assert world.in_host("a", 2) == ["a"] * 2 * LAYERS, world.host
@@ -118,7 +120,7 @@ def overwrite_where_a_promotion_was_flushed(sequencer: Sequencer) -> None:
     world.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------ promotions
+# ------------------------------------------------------------------------------------------------- promotions
 
 
 def promote_into_the_slots_of_a_cancelled_request(sequencer: Sequencer) -> None:
@@ -165,7 +167,9 @@ def share_what_was_promoted_for_another(sequencer: Sequencer) -> None:
     world.bring_to_host("a", 2)
     table, load = world.promote("a", 2)
     keys = world.prefix("a", 2).keys
-    assert load.settled or world.cache.match(keys) == Match(0, 0, pending=True), "it is waited for, not promoted once more"
+    assert load.settled or world.cache.match(keys) == Match(0, 0, pending=True), (
+        "it is waited for, not promoted once more"
+    )
     world.settle(load)
     found = world.cache.match(keys)
     assert found.num_blocks == 2 and not found.pending
@@ -185,7 +189,10 @@ def a_promotion_that_fails_and_is_computed_instead(sequencer: Sequencer) -> None
     world.promotions.num = 1
     table, load = world.promote("a", 2)
     world.settle(load)
-    assert isinstance(load.error(), TransferFailed) and world.cache.match(world.prefix("a", 2).keys).num_blocks == 0
+    assert (
+        isinstance(load.error(), TransferFailed)
+        and world.cache.match(world.prefix("a", 2).keys).num_blocks == 0
+    )
     for fence in table.take_after():
         world.compute.wait(fence)
     world.finish(table, world.write(table.hold.slots, "computed"))
@@ -208,7 +215,7 @@ def a_promotion_of_which_only_the_first_copy_could_be_launched(sequencer: Sequen
     world.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------------- leases
+# ----------------------------------------------------------------------------------------------------- leases
 
 
 def promote_what_was_claimed_under_pressure(sequencer: Sequencer) -> None:
@@ -294,17 +301,20 @@ def a_promotion_that_could_not_be_submitted(sequencer: Sequencer) -> None:
         table.promote(lease, 2, num_next=1)
     except OSError:
         world.cache.reset(("host",))
-        assert lease.num_from(0) == 2 and world.in_host("a", 2) == ["a"] * 2 * LAYERS, "the lease is as it was"
+        assert lease.num_from(0) == 2 and world.in_host("a", 2) == ["a"] * 2 * LAYERS, (
+            "the lease is as it was"
+        )
     table.release(world.compute.record())
     lease.end()
     world.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------------- moves
+# ------------------------------------------------------------------------------------------------------ moves
 
 
 def keep_on_the_device_alone(world: WatchedWorld, name: str, num_blocks: int) -> list[object]:
-    """Blocks that host memory does not have, and that a step still reads when their request has ended: what it sees."""
+    """Blocks that host memory does not have, and that a step still reads when their request has ended: what
+    it sees."""
     seen: list[object] = []
     table, fence = world.compute_blocks(name, num_blocks)
     fence.wait_passed()
@@ -392,7 +402,7 @@ def reset_and_close_while_blocks_are_moved(sequencer: Sequencer) -> None:
     world.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------- retractions
+# ------------------------------------------------------------------------------------------------ retractions
 
 
 def retract_behind_a_step_that_still_writes(sequencer: Sequencer) -> None:
@@ -414,7 +424,8 @@ def retract_behind_a_step_that_still_writes(sequencer: Sequencer) -> None:
 
 
 def retract_behind_two_demotions(sequencer: Sequencer) -> None:
-    """All three are over by the time that anybody looks; what the retracted request is kept is what the demotions brought."""
+    """All three are over by the time that anybody looks; what the retracted request is kept is what the
+    demotions brought."""
     world = WatchedWorld(sequencer)
     table, fence = world.compute_blocks("a", 2)
     fence.wait_passed()

@@ -1,5 +1,5 @@
-"""A world of transfers for the sanitizer to watch: that of `test_transfer_races`, in which copies fail, lanes refuse and leases run out
-when told to, and which is closed at the end."""
+"""A world of transfers for the sanitizer to watch: that of `test_transfer_races`, in which copies fail, lanes
+refuse and leases run out when told to, and which is closed at the end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class WatchedWorld(World):
         super().__post_init__()
         self.cache = KvCache(self.loads.saves.pool, SCOPE, self.reuses, self.loads)
         self.cache.saves.host._clock = lambda: self.now_s
-        self.promotions, self.demotions = (self._failing(mover) for mover in (self.cache.loads.mover, self.cache.saves.mover))
+        self.promotions, self.demotions = (
+            self._failing(mover) for mover in (self.cache.loads.mover, self.cache.saves.mover)
+        )
 
     def write(self, slots: Iterable[int], value: object) -> Fence:
         """One op that writes all layers of `slots`."""

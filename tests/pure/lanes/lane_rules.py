@@ -1,6 +1,8 @@
-"""What every lane must do, as tests that both backends run. Owns the rules; a rig says how work is made, held and read on a backend.
+"""What every lane must do, as tests that both backends run. Owns the rules; a rig says how work is made, held
+and read on a backend.
 
-Work acts on cells, numbers that live where the lane's work runs. Pushing a digit shows the order of what ran: 0, then 1, then 12.
+Work acts on cells, numbers that live where the lane's work runs. Pushing a digit shows the order of what ran:
+0, then 1, then 12.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ WRITE_5 = Access("device", (5, 6), (1, 2), Mode.WRITE)
 
 
 class Heard:
-    """A lane observer that keeps what it hears, in order; how long a host thread waited is nobody's business here."""
+    """A lane observer that keeps what it hears, in order; how long a host thread waited is nobody's business
+    here."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
-        self.starts: list[tuple[str, int, int]] = []  # not among the events: a CUDA lane has nothing to say about it
+        # not among the events: a CUDA lane has nothing to say about it
+        self.starts: list[tuple[str, int, int]] = []
 
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         self.events.append(("submitted", lane, label, tuple(accesses)))
@@ -86,7 +90,7 @@ def fail() -> None:
 class LaneRules:
     """Inherited by one class per backend, which provides the fixture `rig`."""
 
-    # ---------------------------------------------------------------------------------------------------------- order
+    # -------------------------------------------------------------------------------------------------- order
 
     def test_work_on_one_lane_runs_in_the_order_it_was_submitted(self, rig: Rig) -> None:
         lane, cell = rig.lane("a"), rig.cell()
@@ -167,7 +171,7 @@ class LaneRules:
         lane.submit(rig.push(cell, 2), label="push").wait_done(rig.patience_s)
         assert rig.read(cell) == 12 and heard.of("waited") == []
 
-    # --------------------------------------------------------------------------------------------------------- fences
+    # ------------------------------------------------------------------------------------------------- fences
 
     def test_a_fence_passes_only_when_everything_before_it_is_over(self, rig: Rig) -> None:
         lane, cell = rig.lane("a"), rig.cell()
@@ -194,7 +198,7 @@ class LaneRules:
         fence.wait_passed(rig.patience_s)
         assert rig.read(cell) == 7
 
-    # --------------------------------------------------------------------------------------------------------- errors
+    # ------------------------------------------------------------------------------------------------- errors
 
     # Holds invariant 25: an exception stays in its ticket and the lane goes on.
     def test_an_error_surfaces_at_its_own_ticket_and_nowhere_else(self, rig: Rig) -> None:
@@ -242,7 +246,7 @@ class LaneRules:
         lane.submit(rig.push(cell, 2), label="second", after=first).wait_done(rig.patience_s)
         assert rig.read(cell) == 12
 
-    # ---------------------------------------------------------------------------------------------------------- close
+    # -------------------------------------------------------------------------------------------------- close
 
     def test_close_waits_for_all_work_and_can_be_called_again(self, rig: Rig) -> None:
         lane, cell = rig.lane("a"), rig.cell()
@@ -285,7 +289,7 @@ class LaneRules:
             lane.replay(capture.replay)
         assert rig.read(cell) == 0
 
-    # -------------------------------------------------------------------------------------------------------- capture
+    # ------------------------------------------------------------------------------------------------ capture
 
     def test_a_capture_runs_nothing(self, rig: Rig) -> None:
         lane, cell = rig.lane("a"), rig.cell()
@@ -426,7 +430,7 @@ class LaneRules:
         with pytest.raises(InvariantBroken, match="another backend"):
             rig.lane("a").replay(Foreign())
 
-    # ------------------------------------------------------------------------------------------------------- observer
+    # ----------------------------------------------------------------------------------------------- observer
 
     def test_an_observer_hears_submits_records_and_waits_in_order(self, rig: Rig) -> None:
         heard = Heard()
@@ -457,7 +461,9 @@ class LaneRules:
 
     def test_work_knows_whether_it_is_work_of_a_lane(self, rig: Rig) -> None:
         lane, other, found = rig.lane("a"), rig.lane("b"), []
-        lane.submit(lambda: found.append((lane.is_current(), other.is_current())), label="asks").wait_done(rig.patience_s)
+        lane.submit(lambda: found.append((lane.is_current(), other.is_current())), label="asks").wait_done(
+            rig.patience_s
+        )
         assert found == [(True, False)] and not lane.is_current()
 
     def test_an_observer_hears_of_work_before_it_can_run(self, rig: Rig) -> None:
@@ -473,7 +479,9 @@ class LaneRules:
         failed = lane.submit(fail, label="fail")
         lane.submit(rig.push(cell, 1), label="skipped", after=failed)
         lane.submit(rig.push(cell, 2), label="push").wait_done(rig.patience_s)
-        assert heard.of("finished") == [("finished", "a", name) for name in ("ZeroDivisionError", "ZeroDivisionError", "NoneType")]
+        assert heard.of("finished") == [
+            ("finished", "a", name) for name in ("ZeroDivisionError", "ZeroDivisionError", "NoneType")
+        ]
 
     def test_a_wait_that_ends_early_is_not_reported_as_one_that_saw_the_fence_pass(self, rig: Rig) -> None:
         heard = Heard()

@@ -1,4 +1,5 @@
-"""The CPU lane keeps the rules of all lanes, and some that only threads have; broken lanes show that the rules can fail."""
+"""The CPU lane keeps the rules of all lanes, and some that only threads have; broken lanes show that the
+rules can fail."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ Cell = list[int]
 class CpuRig:
     """Cells are lists of one number; a lane is held by an op that waits at a gate.
 
-    With `slow_release` the other lanes first do all they can: what a broken lane lets through too early has then surely come through.
+    With `slow_release` the other lanes first do all they can: what a broken lane lets through too early has
+    then surely come through.
     """
 
-    def __init__(self, make: type[CpuLane] = CpuLane, patience_s: float = 10.0, slow_release: bool = False) -> None:
+    def __init__(
+        self, make: type[CpuLane] = CpuLane, patience_s: float = 10.0, slow_release: bool = False
+    ) -> None:
         self.patience_s = patience_s
         self._make = make
         self._slow_release = slow_release
@@ -102,7 +106,10 @@ class TestCpuLane(LaneRules):
 
             return op
 
-        tickets = [rig.lane("a").submit(meet(here, there), label="a"), rig.lane("b").submit(meet(there, here), label="b")]
+        tickets = [
+            rig.lane("a").submit(meet(here, there), label="a"),
+            rig.lane("b").submit(meet(there, here), label="b"),
+        ]
         for ticket in tickets:
             ticket.wait_done(rig.patience_s)
         assert met == [True, True]
@@ -148,11 +155,15 @@ class TestCpuLane(LaneRules):
         lane, other = rig.lane("a", heard), rig.lane("b")
         ran: list[tuple[int, list[tuple[str, int, int]]]] = []
         lane.wait(other.record())
-        failed = lane.submit(lambda: ran.append((threading.get_ident(), list(heard.starts))) or 1 / 0, label="fails")
+        failed = lane.submit(
+            lambda: ran.append((threading.get_ident(), list(heard.starts))) or 1 / 0, label="fails"
+        )
         lane.submit(lambda: None, label="skipped", after=failed)
         lane.drain(rig.patience_s)
         ((thread, known_then),) = ran
-        assert known_then == heard.starts == [("a", 2, thread)], "told before the op, not for a wait, not for what is skipped"
+        assert known_then == heard.starts == [("a", 2, thread)], (
+            "told before the op, not for a wait, not for what is skipped"
+        )
         assert len(heard.of("finished")) == 2
 
     def test_an_op_that_fails_inside_a_replay_fails_the_replay_and_ends_it_there(self, rig: CpuRig) -> None:
@@ -184,7 +195,8 @@ class TestCpuLane(LaneRules):
         assert not thread.is_alive(), "it waits for work that nobody can submit"
 
     def test_a_process_that_ends_lets_its_lanes_finish(self) -> None:
-        """The interpreter would stop the thread wherever it is, and a library of C++ around it ends the process with an abort."""
+        """The interpreter would stop the thread wherever it is, and a library of C++ around it ends the
+        process with an abort."""
         program = """
 import time, torch
 from penstock.lanes.cpu import CpuLane
@@ -199,7 +211,9 @@ ones, lane = torch.ones(4), CpuLane("left open")
 lane.submit(work, label="work")
 """
         env = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=env)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False, env=env
+        )
         assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
     def test_an_exception_of_any_kind_leaves_the_thread_alive(self, rig: CpuRig) -> None:
@@ -264,7 +278,9 @@ lane.submit(work, label="work")
         for one in (lane, other):
             one.close(10.0)
 
-    def test_a_lane_whose_thread_cannot_be_left_in_order_has_run_everything_and_ends(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_lane_whose_thread_cannot_be_left_in_order_has_run_everything_and_ends(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         @contextmanager
         def spoils() -> Iterator[None]:
             yield
@@ -350,7 +366,9 @@ lane.submit(work, label="work")
         quiet.replay(capture.replay).wait_done(rig.patience_s)
         assert cell == [12] and [event[:2] for event in heard.events] == [("recorded", "watched")] * 2
 
-    def test_many_threads_submit_in_one_order_that_their_tickets_their_observer_and_their_work_agree_on(self, rig: CpuRig) -> None:
+    def test_many_threads_submit_in_one_order_that_their_tickets_their_observer_and_their_work_agree_on(
+        self, rig: CpuRig
+    ) -> None:
         class Numbers(Heard):
             def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
                 order.append((ticket, label))
@@ -372,7 +390,9 @@ lane.submit(work, label="work")
         assert sorted(tickets) == order and ran == [label for _, label in order]
         assert lane.num_finished == 300
 
-    def test_a_close_among_many_submissions_runs_what_was_taken_and_refuses_the_rest(self, rig: CpuRig) -> None:
+    def test_a_close_among_many_submissions_runs_what_was_taken_and_refuses_the_rest(
+        self, rig: CpuRig
+    ) -> None:
         lane, ran, taken = rig.lane("a"), list[object](), list[object]()
         start, refused = threading.Barrier(5), threading.Semaphore(0)
 
@@ -450,7 +470,7 @@ def together(work: Callable[[int], None], num: int) -> None:
         assert not thread.is_alive()
 
 
-# ------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 class DeafLane(CpuLane):
@@ -497,7 +517,9 @@ class BackwardsLane(CpuLane):
 class EagerLane(CpuLane):
     """Runs while it captures."""
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         if self._recording is not None:
             op()
         return super().submit(op, accesses, label=label, after=after)
@@ -506,14 +528,18 @@ class EagerLane(CpuLane):
 class StubbornLane(CpuLane):
     """Runs work whose forerunner failed."""
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         return super().submit(op, accesses, label=label)
 
 
 class LateTellingLane(CpuLane):
     """Tells the observer once the work has run."""
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         observer, self._observer = self._observer, None
         ticket = super().submit(op, accesses, label=label, after=after)
         ticket.wait_done(HASTE_S)
@@ -535,7 +561,9 @@ class RashLane(CpuLane):
 class SharedCaptureLane(CpuLane):
     """Lets every thread into a capture."""
 
-    def submit(self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None) -> Ticket:
+    def submit(
+        self, op: Op, accesses: Sequence[Access] = (), *, label: str, after: Ticket | None = None
+    ) -> Ticket:
         if self._recording is not None:
             self._recording.thread = threading.get_ident()
         return super().submit(op, accesses, label=label, after=after)
@@ -560,8 +588,12 @@ FAULTS: list[tuple[type[CpuLane], Callable[[LaneRules, Rig], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "rule"), FAULTS, ids=[f"{make.__name__}-{rule.__name__}" for make, rule in FAULTS])
-def test_a_broken_lane_turns_its_rule_red(make: type[CpuLane], rule: Callable[[LaneRules, Rig], None]) -> None:
+@pytest.mark.parametrize(
+    ("make", "rule"), FAULTS, ids=[f"{make.__name__}-{rule.__name__}" for make, rule in FAULTS]
+)
+def test_a_broken_lane_turns_its_rule_red(
+    make: type[CpuLane], rule: Callable[[LaneRules, Rig], None]
+) -> None:
     broken = CpuRig(make, patience_s=HASTE_S, slow_release=make is DeafLane)
     try:
         with pytest.raises((AssertionError, DeadlineExceeded, pytest.fail.Exception)):

@@ -1,4 +1,5 @@
-"""What a CPU lane tells whoever listens: how long a host thread has waited, and of nothing that did not happen."""
+"""What a CPU lane tells whoever listens: how long a host thread has waited, and of nothing that did not
+happen."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ class Timed(Heard):
         self.seconds.append(seconds)
 
 
-def until_asked_for_the_time(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, now: float = 100.0) -> None:
-    """Work that waits at the gate is over once somebody has begun to wait for it. Every look at the clock takes two seconds and a half."""
+def until_asked_for_the_time(
+    monkeypatch: pytest.MonkeyPatch, gate: threading.Event, now: float = 100.0
+) -> None:
+    """Work that waits at the gate is over once somebody has begun to wait for it. Every look at the clock
+    takes two seconds and a half."""
     time = [now]
 
     def monotonic() -> float:

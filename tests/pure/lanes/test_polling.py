@@ -1,5 +1,5 @@
-"""Between two looks: short enough to be a small part of what is waited for, long enough to leave the core to others; and timers that
-keep their word, on the thread that asked for it and on no other."""
+"""Between two looks: short enough to be a small part of what is waited for, long enough to leave the core to
+others; and timers that keep their word, on the thread that asked for it and on no other."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ def test_a_wake_ends_a_wait_also_when_it_came_first() -> None:
 
 
 def test_nobody_waits_for_a_simple_queue_with_a_time_out() -> None:
-    """On CPython 3.11 and 3.12 such a wait lasts for ever where its thread is held up for longer than the time-out at the wrong moment: the
-    rest of the time is then less than nothing, which stands for no limit. With waits of microseconds that takes a busy machine minutes.
+    """On CPython 3.11 and 3.12 such a wait lasts for ever where its thread is held up for longer than the
+    time-out at the wrong moment: the rest of the time is then less than nothing, which stands for no limit.
+    With waits of microseconds that takes a busy machine minutes.
     """
     package = Path(penstock.__file__).parent
     queues = {file for file in package.rglob("*.py") if "SimpleQueue" in file.read_text()}

@@ -1,4 +1,5 @@
-"""The sanitizer's own books against plain ones that forget nothing: which accesses race, and who knows what to be over."""
+"""The sanitizer's own books against plain ones that forget nothing: which accesses race, and who knows what
+to be over."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def conflicts(earlier: Deed, deed: Deed, known: dict[str, int]) -> bool:
 
 
 class Program:
-    """Random accesses and waits on a few lanes; what a lane knows is what it has waited for, and all that was known there."""
+    """Random accesses and waits on a few lanes; what a lane knows is what it has waited for, and all that was
+    known there."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -45,8 +47,15 @@ class Program:
         layers = first, self.random.randint(first + 1, NUM_LAYERS)
         slots = sorted(self.random.sample(range(NUM_SLOTS), self.random.randint(1, NUM_SLOTS)))
         self.number[lane] += 1
-        deed = deed_of(lane, self.number[lane], f"{lane} {self.number[lane]}", layers, self.random.random() < 0.5)
-        expected = {slot for earlier, touched in self.past if conflicts(earlier, deed, self.known[lane]) for slot in touched & set(slots)}
+        deed = deed_of(
+            lane, self.number[lane], f"{lane} {self.number[lane]}", layers, self.random.random() < 0.5
+        )
+        expected = {
+            slot
+            for earlier, touched in self.past
+            if conflicts(earlier, deed, self.known[lane])
+            for slot in touched & set(slots)
+        }
         found = self.histories.take(deed, slots, self.known[lane])
         assert {slot for race in found for slot in race.slots} == expected
         for race in found:
@@ -69,11 +78,15 @@ def test_a_race_is_found_exactly_where_two_accesses_share_a_slot_and_a_layer_out
 
 
 @pytest.mark.parametrize(("earlier", "later", "race"), [
-    ((0, 2), (2, 4), False), ((2, 4), (0, 2), False), ((0, 2), (1, 2), True), ((1, 2), (0, 2), True), ((0, 1), (0, 4), True),
-    ((3, 4), (0, 4), True), ((0, 4), (3, 4), True), ((0, 4), (0, 1), True), ((1, 2), (2, 3), False), ((2, 3), (1, 2), False),
+    ((0, 2), (2, 4), False), ((2, 4), (0, 2), False), ((0, 2), (1, 2), True), ((1, 2), (0, 2), True), ((0,
+    1), (0, 4), True),
+    ((3, 4), (0, 4), True), ((0, 4), (3, 4), True), ((0, 4), (0, 1), True), ((1, 2), (2, 3), False), ((2, 3),
+    (1, 2), False),
     ((0, 1), (1, 4), False), ((1, 4), (0, 1), False), ((1, 3), (2, 4), True),
 ])  # fmt: skip
-def test_layers_that_only_touch_do_not_race(earlier: tuple[int, int], later: tuple[int, int], race: bool) -> None:
+def test_layers_that_only_touch_do_not_race(
+    earlier: tuple[int, int], later: tuple[int, int], race: bool
+) -> None:
     histories = Histories()
     histories.take(deed_of("a", 1, "write", earlier, True), [7], {})
     assert bool(histories.take(deed_of("b", 1, "read", later, False), [7], {})) is race
@@ -88,7 +101,7 @@ def test_what_was_covered_in_some_of_its_layers_still_races_in_the_others() -> N
     assert race.earlier.label == "wide write" and race.slots == (7,)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- clocks
+# ----------------------------------------------------------------------------------------------------- clocks
 
 
 def test_who_asks_for_a_wait_has_his_say_at_that_wait() -> None:

@@ -22,7 +22,8 @@ NUM_SLOTS = 64
 
 
 class Days:
-    """Steps, promotions and demotions by the thousand, told straight to the sanitizer, in an order that is right."""
+    """Steps, promotions and demotions by the thousand, told straight to the sanitizer, in an order that is
+    right."""
 
     def __init__(self) -> None:
         self.sanitizer = Sanitizer()
@@ -41,7 +42,9 @@ class Days:
             self.wait("compute", "load")
             for layer in range(LAYERS):
                 read = Access("device", slots, (layer, layer + 1), Mode.READ)
-                self.submit("compute", f"layer {layer}", read, read._replace(slots=slots[-1:], mode=Mode.WRITE))
+                self.submit(
+                    "compute", f"layer {layer}", read, read._replace(slots=slots[-1:], mode=Mode.WRITE)
+                )
             read = Access("device", slots, (0, LAYERS), Mode.READ)
             for _ in range(12):
                 self.submit("compute", "upload")
@@ -88,7 +91,9 @@ def test_what_is_kept_after_a_hundred_thousand_submissions_is_what_was_kept_afte
     early, late = sizes
     assert days.num_submitted > 100_000
     assert days.sanitizer.reports == []
-    assert early.pop("changes") < late.pop("changes") <= 3 * 4096, "these are kept up to a number, others as long as they are needed"
+    assert early.pop("changes") < late.pop("changes") <= 3 * 4096, (
+        "these are kept up to a number, others as long as they are needed"
+    )
     assert late == early
 
 
@@ -122,7 +127,9 @@ def test_findings_are_kept_up_to_a_number_and_counted_beyond() -> None:
     sanitizer = Sanitizer()
     for number in range(MAX_REPORTS + 50):
         slot = [number]
-        sanitizer.submitted("load", number + 1, f"promote {number}", [Access("device", slot, (0, 1), Mode.WRITE)])
+        sanitizer.submitted(
+            "load", number + 1, f"promote {number}", [Access("device", slot, (0, 1), Mode.WRITE)]
+        )
         sanitizer.submitted("compute", number + 1, "layer", [Access("device", slot, (0, 1), Mode.READ)])
     assert len(sanitizer.reports) == MAX_REPORTS == len(sanitizer._findings._told)
     assert sanitizer.num_by_kind[Kind.RACE] == MAX_REPORTS + 50
@@ -131,7 +138,9 @@ def test_findings_are_kept_up_to_a_number_and_counted_beyond() -> None:
 def test_what_is_found_again_is_counted_and_kept_once() -> None:
     sanitizer = Sanitizer()
     for number in range(1, 4):
-        sanitizer.submitted("load", number, f"promote of r{number}", [Access("device", [number], (0, 1), Mode.WRITE)])
+        sanitizer.submitted(
+            "load", number, f"promote of r{number}", [Access("device", [number], (0, 1), Mode.WRITE)]
+        )
         sanitizer.submitted("compute", number, "layer", [Access("device", [number], (0, 1), Mode.READ)])
     assert [report.slots for report in sanitizer.reports] == [(1,)], "the same work on the same lanes"
     assert sanitizer.num_by_kind[Kind.RACE] == 3
@@ -149,7 +158,11 @@ def test_the_file_of_findings_is_there_from_the_start_and_has_all_of_them(tmp_pa
         sanitizer.submitted("compute", number, "layer", [Access(arena, [number], (0, 1), Mode.READ)])
         assert [report["arena"] for report in json.loads(file.read_text())] == ["device", "host"][:number]
     written = json.loads(file.read_text())[0]
-    assert (written["kind"], written["slots"], written["sentence"]) == ("race", [1], sanitizer.reports[0].sentence)
+    assert (written["kind"], written["slots"], written["sentence"]) == (
+        "race",
+        [1],
+        sanitizer.reports[0].sentence,
+    )
     assert [deed["lane"] for deed in written["deeds"]] == ["load", "compute"]
 
 

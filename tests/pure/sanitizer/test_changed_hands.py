@@ -1,4 +1,5 @@
-"""Slots that change hands between threads: whoever has one next comes after all that the one before had seen, and after nothing else."""
+"""Slots that change hands between threads: whoever has one next comes after all that the one before had seen,
+and after nothing else."""
 
 from __future__ import annotations
 
@@ -34,14 +35,18 @@ def landing(seen: bool) -> Sanitizer:
 
 
 @pytest.mark.parametrize(("seen", "found"), [(True, []), (False, [Kind.LIFETIME])])
-def test_who_gives_a_key_has_seen_what_was_seen_before_the_slot_came_to_it(seen: bool, found: list[Kind]) -> None:
+def test_who_gives_a_key_has_seen_what_was_seen_before_the_slot_came_to_it(
+    seen: bool, found: list[Kind]
+) -> None:
     sanitizer = landing(seen)
     elsewhere(lambda: sanitizer.sealed("host", 0, KEY))
     assert [report.kind for report in sanitizer.reports] == found
 
 
 @pytest.mark.parametrize(("seen", "found"), [(True, []), (False, [Kind.LIFETIME])])
-def test_who_gives_a_slot_back_has_seen_what_was_seen_when_it_got_its_key(seen: bool, found: list[Kind]) -> None:
+def test_who_gives_a_slot_back_has_seen_what_was_seen_when_it_got_its_key(
+    seen: bool, found: list[Kind]
+) -> None:
     """A reader's end is seen by the thread that gives the key; another thread gives the slot back."""
     sanitizer = landing(seen=True)
     sanitizer.submitted("load", 1, "load", [Access("host", [0], (0, 4), Mode.READ)])

@@ -34,13 +34,23 @@ def test_bytes_that_changed_between_demote_and_promote_are_found(sanitizer: Sani
     sanitizer.checksums.demoted("host", 3, KEY, 0xABC)
     sanitizer.checksums.promoted("host", 3, KEY, 0xABD)
     (sentence,) = told(sanitizer)
-    assert sentence == (f"bytes changed between demote and promote: slot 3 of host, key {KEY.hex()[:16]}: abc was demoted, abd came back")
+    assert sentence == (
+        f"bytes changed between demote and promote: slot "
+        f"3 "
+        f"of "
+        f"host, "
+        f"key "
+        f"{KEY.hex()[:16]}: "
+        f"abc was demoted, abd came back"
+    )
 
 
 def test_a_key_published_over_different_bytes_is_found(sanitizer: Sanitizer) -> None:
     sanitizer.checksums.demoted("host", 3, KEY, 1)
     sanitizer.checksums.demoted("host", 3, KEY, 2)
-    assert [sentence.partition(":")[0] for sentence in told(sanitizer)] == ["key published over different bytes"]
+    assert [sentence.partition(":")[0] for sentence in told(sanitizer)] == [
+        "key published over different bytes"
+    ]
 
 
 def test_bytes_of_another_key_are_found(sanitizer: Sanitizer) -> None:

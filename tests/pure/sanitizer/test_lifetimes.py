@@ -1,4 +1,5 @@
-"""The sanitizer on a real pool and real lanes: slots that are given back, published or touched too early or by the wrong one."""
+"""The sanitizer on a real pool and real lanes: slots that are given back, published or touched too early or
+by the wrong one."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class House:
         return self.lanes[lane].record()
 
     def told(self, kind: Kind = Kind.LIFETIME) -> list[str]:
-        assert all(report.kind is kind for report in self.sanitizer.reports), [str(report) for report in self.sanitizer.reports]
+        assert all(report.kind is kind for report in self.sanitizer.reports), [
+            str(report) for report in self.sanitizer.reports
+        ]
         return [report.sentence for report in self.sanitizer.reports]
 
 
@@ -59,7 +62,7 @@ def on_another_thread(call: Callable[[], object]) -> None:
     thread.join()
 
 
-# --------------------------------------------------------------------------------------------------------------- given back
+# ------------------------------------------------------------------------------------------------- given back
 
 
 def test_a_slot_given_back_after_its_last_use_was_seen_to_be_over_is_fine(house: House) -> None:
@@ -69,14 +72,18 @@ def test_a_slot_given_back_after_its_last_use_was_seen_to_be_over_is_fine(house:
     assert house.told() == []
 
 
-def test_a_slot_given_back_with_the_fence_of_its_last_use_is_fine_and_so_is_its_next_owner(house: House) -> None:
+def test_a_slot_given_back_with_the_fence_of_its_last_use_is_fine_and_so_is_its_next_owner(
+    house: House,
+) -> None:
     for owner in ("r1", "r2", "r3"):
         hold = house.draw(8, owner)
         hold.end(house.touch("compute", hold.slots))
     assert house.told() == []
 
 
-def test_a_slot_given_back_while_a_transfer_is_in_flight_is_found_without_its_being_used_again(house: House) -> None:
+def test_a_slot_given_back_while_a_transfer_is_in_flight_is_found_without_its_being_used_again(
+    house: House,
+) -> None:
     hold = house.draw(2)
     slots = hold.slots
     written = house.touch("compute", slots)
@@ -84,7 +91,15 @@ def test_a_slot_given_back_while_a_transfer_is_in_flight_is_found_without_its_be
     house.touch("save", slots, Mode.READ, "demote of r1")
     hold.end(written)  # covers the step, not the demotion
     (sentence,) = house.told()
-    assert "slots 0, 1 of device are given back for 'r1' while read of layers 0 to 3 by 'demote of r1' on lane save may still" in sentence
+    assert (
+        "slots 0, 1 of device are given back for 'r1' while read of layers 0 to 3 "
+        "by "
+        "'demote "
+        "of "
+        "r1' "
+        "on "
+        "lane save may still"
+    ) in sentence
     assert "has seen item 2 of lane save to be over, and no fence behind that travels with it" in sentence
     assert house.sanitizer.reports[0].deeds[0].label == "demote of r1" and house.sanitizer.reports[0].stack
 
@@ -153,7 +168,8 @@ def test_the_next_owner_comes_after_what_the_last_one_saw_whatever_thread_each_i
 
 
 def test_a_slot_that_changed_hands_says_nothing_about_others(house: House) -> None:
-    """A thread that gives one slot back hands over what it knows with that slot only: the pool's lock orders no bytes of others."""
+    """A thread that gives one slot back hands over what it knows with that slot only: the pool's lock orders
+    no bytes of others."""
     house.draw(8).end()
     one, other = house.draw(1), house.draw(1)
     (slot,) = one.slots
@@ -200,7 +216,7 @@ def test_without_the_changes_of_hands_there_are_false_alarms(
         scene(house)
 
 
-# ---------------------------------------------------------------------------------------------------------------- published
+# -------------------------------------------------------------------------------------------------- published
 
 
 # Holds invariant 8: the sanitizer reports where it is broken.
@@ -210,7 +226,13 @@ def test_a_copy_visible_before_its_bytes_landed_is_found(house: House) -> None:
     house.pool.seal(hold.slots[:1], KEYS[:1])
     (sentence,) = house.told()
     assert sentence == (
-        "slot 0 of device gets its key, and write of layers 0 to 3 by 'promote of r1' on lane load may not have landed: "
+        "slot 0 of device gets its key, and write of layers 0 to 3 by 'promote of r1' "
+        "on "
+        "lane "
+        "load "
+        "may "
+        "not "
+        "have landed: "
         "who gives the key has not seen item 1 of lane load to be over"
     )
     landed.wait_passed(10.0)
@@ -239,8 +261,13 @@ def test_nobody_writes_a_block_that_has_a_key_until_it_is_forgotten(house: House
     house.touch("compute", again.slots, label="step")
     (sentence,) = house.told()
     assert (
-        sentence
-        == f"write of layers 0 to 3 by 'step' on lane compute changes slot {again.slots[0]} of device, which others may find under a key"
+        sentence == f"write of layers 0 to 3 by 'step' on lane compute "
+        f"changes "
+        f"slot "
+        f"{again.slots[0]} "
+        f"of "
+        f"device, "
+        f"which others may find under a key"
     )
 
 
@@ -252,7 +279,7 @@ def test_two_keys_for_one_slot_are_found() -> None:
     assert "two keys name the same bytes" in sanitizer.reports[0].sentence
 
 
-# --------------------------------------------------------------------------------------------------------------------- end
+# -------------------------------------------------------------------------------------------------------- end
 
 
 def test_a_pin_that_outlives_its_pool_is_named_with_its_owner(house: House) -> None:

@@ -1,4 +1,5 @@
-"""What a second look at a fence shows, and what a pool that is opened anew inherits from the one before it."""
+"""What a second look at a fence shows, and what a pool that is opened anew inherits from the one before
+it."""
 
 from __future__ import annotations
 

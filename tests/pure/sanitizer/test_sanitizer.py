@@ -1,4 +1,5 @@
-"""The sanitizer on real lanes: it reports every pair of accesses that nothing orders, and none that something does."""
+"""The sanitizer on real lanes: it reports every pair of accesses that nothing orders, and none that something
+does."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ class Scene:
     def write(self, lane: str, *slots: int, layers: tuple[int, int] = ALL, label: str = "writer") -> Fence:
         return self._touch(lane, slots, layers, Mode.WRITE, label)
 
-    def _touch(self, lane: str, slots: tuple[int, ...], layers: tuple[int, int], mode: Mode, label: str) -> Fence:
+    def _touch(
+        self, lane: str, slots: tuple[int, ...], layers: tuple[int, int], mode: Mode, label: str
+    ) -> Fence:
         self.lanes[lane].submit(lambda: None, [Access("device", slots, layers, mode)], label=label)
         return self.lanes[lane].record()
 
     @property
     def races(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        return [(r.deeds[0].lane, r.deeds[1].lane, r.slots) for r in self.sanitizer.reports if r.kind is Kind.RACE]
+        return [
+            (r.deeds[0].lane, r.deeds[1].lane, r.slots) for r in self.sanitizer.reports if r.kind is Kind.RACE
+        ]
 
 
 @pytest.fixture
@@ -53,7 +58,9 @@ def test_what_a_thread_touches_itself_is_in_order_once_it_has_seen_the_work_to_b
     assert scene.races == []
 
 
-def test_what_a_thread_touches_itself_under_work_that_it_has_not_seen_to_be_over_is_a_race(scene: Scene) -> None:
+def test_what_a_thread_touches_itself_under_work_that_it_has_not_seen_to_be_over_is_a_race(
+    scene: Scene,
+) -> None:
     scene.write("compute", 1)
     scene.lanes["compute"].touch([Access("device", (1,), ALL, Mode.READ)], label="read results")
     [(first, second, slots)] = scene.races
@@ -217,9 +224,20 @@ def test_a_report_names_both_accesses_and_the_missing_edge(scene: Scene) -> None
     text = str(report)
     assert text.count("for request 5, submitted at") == 2
     assert report.slots == (17,)
-    assert "read of layer 3 by 'layer 3' on lane compute is not ordered after write of layers 0 to 3 by 'promote' on lane load" in text
+    assert (
+        "read of layer 3 by 'layer 3' on lane compute is not ordered after write of "
+        "layers "
+        "0 "
+        "to "
+        "3 "
+        "by "
+        "'promote' on lane load"
+    ) in text
     assert "waits for item 1 of lane load" in text
-    assert text.count("test_sanitizer.py") >= 2 and "test_a_report_names_both_accesses_and_the_missing_edge" in text
+    assert (
+        text.count("test_sanitizer.py") >= 2
+        and "test_a_report_names_both_accesses_and_the_missing_edge" in text
+    )
     assert report.as_dict()["kind"] == "race"
 
 

@@ -1,4 +1,5 @@
-"""The sanitizer against the truth: it reports two accesses exactly where schedules run them both ways round."""
+"""The sanitizer against the truth: it reports two accesses exactly where schedules run them both ways
+round."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class See(NamedTuple):
 
 class Launch(NamedTuple):
     launcher: str
-    body: tuple[Touch | Wait | See, ...]  # what its work does; fences of the program's lanes are recorded by the program, before
+    # what its work does; fences of the program's lanes are recorded by the program, before
+    body: tuple[Touch | Wait | See, ...]
 
 
 Instruction = Touch | Wait | See | Launch
@@ -51,7 +53,11 @@ def touches(*lanes: str) -> st.SearchStrategy[Touch]:
 
 def launches(launcher: str, lane: str) -> st.SearchStrategy[Launch]:
     waits = st.builds(Wait, st.just(lane), st.sampled_from(LANES))
-    body = st.lists(st.one_of(touches(lane), touches(lane), waits, st.builds(See, st.sampled_from(LANES))), min_size=1, max_size=3)
+    body = st.lists(
+        st.one_of(touches(lane), touches(lane), waits, st.builds(See, st.sampled_from(LANES))),
+        min_size=1,
+        max_size=3,
+    )
     return st.builds(Launch, st.just(launcher), body.map(tuple))
 
 
@@ -78,7 +84,8 @@ class Performance:
         self._numbers = {id(touch): number for number, touch in enumerate(flat(program))}
         self._lanes: dict[str, SequencedLane] = {name: sequencer.lane(name) for name in EVERYWHERE}
         self._lanes |= {name: sequencer.launcher(name) for name in LAUNCHED}
-        self._unsettled: set[str] = set()  # lanes to which a launcher may yet submit: where they stand depends on the schedule
+        # lanes to which a launcher may yet submit: where they stand depends on the schedule
+        self._unsettled: set[str] = set()
         for instruction in program:
             self._perform(instruction)
         sequencer.run_all()
@@ -110,7 +117,9 @@ class Performance:
 
     def _touch(self, touch: Touch) -> None:
         number = self._numbers[id(touch)]
-        access = Access("device", (touch.slot,), (touch.layer, touch.layer + 1), Mode.WRITE if touch.writes else Mode.READ)
+        access = Access(
+            "device", (touch.slot,), (touch.layer, touch.layer + 1), Mode.WRITE if touch.writes else Mode.READ
+        )
         self._lanes[touch.lane].submit(lambda: self.ran.append(number), [access], label=str(number))
 
 
@@ -122,7 +131,10 @@ def flat(program: Sequence[Instruction]) -> list[Touch]:
 
 def distinct(program: list[Instruction]) -> list[Instruction]:
     """The same program, in which equal touches are not the same object."""
-    return [Launch(i.launcher, tuple(type(p)(*p) for p in i.body)) if isinstance(i, Launch) else type(i)(*i) for i in program]
+    return [
+        Launch(i.launcher, tuple(type(p)(*p) for p in i.body)) if isinstance(i, Launch) else type(i)(*i)
+        for i in program
+    ]
 
 
 def reported(program: Sequence[Instruction], rng: random.Random | None = None) -> set[tuple[int, int]]:
@@ -142,12 +154,17 @@ class Delaying(Sequencer):
 
     def _choose(self, number: int, options: tuple[str, ...], default: str) -> str:
         lanes = self._lanes
-        others = [name for name in options if name not in lanes or not lanes[name].can_begin() or (name, lanes[name].head) != self._held]
+        others = [
+            name
+            for name in options
+            if name not in lanes or not lanes[name].can_begin() or (name, lanes[name].head) != self._held
+        ]
         return (others or options)[0]
 
 
 def order_with_delayed(program: Sequence[Instruction], touch: int) -> list[int]:
-    """What still comes after a piece of work that is held back as long as possible comes after it in every schedule."""
+    """What still comes after a piece of work that is held back as long as possible comes after it in every
+    schedule."""
     with closing(Delaying(flat(program)[touch].lane, str(touch))) as sequencer:
         return Performance(program, sequencer).ran
 
@@ -155,14 +172,26 @@ def order_with_delayed(program: Sequence[Instruction], touch: int) -> list[int]:
 def races(program: Sequence[Instruction]) -> set[tuple[int, int]]:
     """Pairs that conflict and come either way round."""
     found = list(enumerate(flat(program)))
-    conflicts = [(m, n) for m, x in found for n, y in found if m < n and (x.slot, x.layer) == (y.slot, y.layer) and (x.writes or y.writes)]
-    late = {touch: order_with_delayed(program, touch) for touch in {number for pair in conflicts for number in pair}}
-    return {(m, n) for m, n in conflicts if late[m].index(n) < late[m].index(m) and late[n].index(m) < late[n].index(n)}
+    conflicts = [
+        (m, n)
+        for m, x in found
+        for n, y in found
+        if m < n and (x.slot, x.layer) == (y.slot, y.layer) and (x.writes or y.writes)
+    ]
+    late = {
+        touch: order_with_delayed(program, touch)
+        for touch in {number for pair in conflicts for number in pair}
+    }
+    return {
+        (m, n)
+        for m, n in conflicts
+        if late[m].index(n) < late[m].index(m) and late[n].index(m) < late[n].index(n)
+    }
 
 
 def check_against_all_schedules(program: Sequence[Instruction], *rngs: random.Random) -> None:
-    """A pair that is covered by a reported one in between need not be told again, so: no false alarm, and none missed altogether,
-    whichever schedule the sanitizer sees."""
+    """A pair that is covered by a reported one in between need not be told again, so: no false alarm, and
+    none missed altogether, whichever schedule the sanitizer sees."""
     true = races(program)
     for rng in (None, *rngs):
         told = reported(program, rng)
@@ -172,20 +201,28 @@ def check_against_all_schedules(program: Sequence[Instruction], *rngs: random.Ra
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(programs, st.integers(0, 1 << 30))
-def test_a_race_is_reported_exactly_where_schedules_run_two_accesses_both_ways_round(program: list[Instruction], seed: int) -> None:
+def test_a_race_is_reported_exactly_where_schedules_run_two_accesses_both_ways_round(
+    program: list[Instruction], seed: int
+) -> None:
     check_against_all_schedules(distinct(program), random.Random(seed), random.Random(seed + 1))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(programs, st.randoms(use_true_random=False))
-def test_accesses_whose_order_is_fixed_never_come_the_other_way_round(program: list[Instruction], rng: random.Random) -> None:
-    """The truth above, doubted: random schedules never run a pair the other way round that delaying says is fixed."""
+def test_accesses_whose_order_is_fixed_never_come_the_other_way_round(
+    program: list[Instruction], rng: random.Random
+) -> None:
+    """The truth above, doubted: random schedules never run a pair the other way round that delaying says is
+    fixed."""
     program = distinct(program)
     late = {touch: order_with_delayed(program, touch) for touch in range(len(flat(program)))}
     fixed = [(m, n) for m, order in late.items() for n in late if order.index(m) < order.index(n)]
     for _ in range(5):
         performances: list[Performance] = []
-        assert run(lambda sequencer, kept=performances: kept.append(Performance(program, sequencer)), rng=rng)[1] is None  # type: ignore[misc]
+        assert (
+            run(lambda sequencer, kept=performances: kept.append(Performance(program, sequencer)), rng=rng)[1]
+            is None
+        )  # type: ignore[misc]
         ran = performances[0].ran
         assert all(ran.index(first) < ran.index(second) for first, second in fixed)
 
@@ -216,8 +253,11 @@ def test_clocks_that_know_too_much_miss_races(monkeypatch: pytest.MonkeyPatch) -
         check_against_all_schedules(program)
 
 
-def test_an_item_that_is_taken_to_know_what_its_thread_saw_misses_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher submitted before the program saw the write to be over knows nothing of it, though both run in one process."""
+def test_an_item_that_is_taken_to_know_what_its_thread_saw_misses_races(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launcher submitted before the program saw the write to be over knows nothing of it, though both run
+    in one process."""
     program: list[Instruction] = [WRITE_A, Launch("launch-c", (READ_C,)), See("a"), See("launch-c")]
     check_against_all_schedules(program)
     start = Clocks.start

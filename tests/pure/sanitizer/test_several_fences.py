@@ -1,4 +1,5 @@
-"""A slot that goes back from several hands, each with a fence of another lane: all of them count, and each for its own lane only."""
+"""A slot that goes back from several hands, each with a fence of another lane: all of them count, and each
+for its own lane only."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def lanes(sanitizer: Sanitizer) -> Iterator[Lanes]:
 
 
 def given_back(sanitizer: Sanitizer, lanes: Lanes, fenced: list[str]) -> list[str]:
-    """Pins of readers on every lane end, those of `fenced` lanes with a fence, and nobody has looked whether their work is over."""
+    """Pins of readers on every lane end, those of `fenced` lanes with a fence, and nobody has looked whether
+    their work is over."""
     pool = BlockPool(2, "device", sanitizer)
     reservation = pool.try_reserve(2, "r1")
     assert reservation is not None

@@ -1,4 +1,5 @@
-"""The engine's loop under the sanitizer: a wait where none belongs is a stall, and books that do not add up between turns are found."""
+"""The engine's loop under the sanitizer: a wait where none belongs is a stall, and books that do not add up
+between turns are found."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_a_wait_inside_a_turn_is_a_stall_and_says_how_long_and_where() -> None:
         sanitizer.host_waited("load", 3, 0.25)
     (report,) = sanitizer.reports
     assert report.kind is Kind.STALL
-    assert report.sentence == "the engine thread waited 250.0 ms for item 3 of lane load, where it may not wait"
+    assert report.sentence == (
+        "the engine thread waited 250.0 ms for item 3 of lane load, where it may not wait"
+    )
     assert "test_a_wait_inside_a_turn_is_a_stall_and_says_how_long_and_where" in str(report)
     assert sanitizer.num_by_kind[Kind.STALL] == 1
 
@@ -38,7 +41,8 @@ def test_the_places_that_may_wait_may(monkeypatch: pytest.MonkeyPatch) -> None:
             sanitizer.host_waited("compute", 4, 0.25)
         sanitizer.host_waited("load", 3, 0.0)  # a look
         sanitizer.host_waited("load", 4, 0.0009)  # what a lock costs
-        other = threading.Thread(target=lambda: sanitizer.host_waited("load", 5, 0.25))  # somebody else's time
+        # somebody else's time
+        other = threading.Thread(target=lambda: sanitizer.host_waited("load", 5, 0.25))
         other.start()
         other.join()
     sanitizer.host_waited("load", 6, 0.25)
@@ -110,7 +114,15 @@ def test_a_pool_that_loses_a_slot_does_not_balance() -> None:
     sanitizer.turns.balanced("device", pool.counts._asdict())
     (report,) = sanitizer.reports
     assert report.kind is Kind.ACCOUNTING
-    assert report.sentence == "the pool of device says that it has {'free': 7} at a step boundary, and its changes add up to {'free': 8}"
+    assert report.sentence == (
+        "the pool of device says that it has {'free': 7} at "
+        "a "
+        "step "
+        "boundary, "
+        "and "
+        "its "
+        "changes add up to {'free': 8}"
+    )
 
 
 def test_nobody_is_asked_to_balance_a_pool_that_was_never_opened() -> None:

@@ -39,7 +39,9 @@ def test_a_permission_inside_another_is_one_and_the_outer_one_goes_on_behind_it(
         with turns.turn():
             pass
         turns.blocked("load", 3, 0.25)
-    assert [report.kind for report in findings.reports] == [Kind.STALL], "a turn inside another does not end it"
+    assert [report.kind for report in findings.reports] == [Kind.STALL], (
+        "a turn inside another does not end it"
+    )
 
 
 def test_a_wait_is_a_stall_from_the_limit_on() -> None:

@@ -16,7 +16,9 @@ from penstock.speculation.length import FIRST_PLAIN_STEPS, MAX_LOSS, RETRY_STEPS
 COSTS = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.01, 1.02, 1.03, 1.04, 1.05), ahead_s=0.1)
 
 
-def speculation(max_drafts: int = 4, max_step_drafts: int = 100, on_device: bool = False, forced: bool = True) -> Speculation:
+def speculation(
+    max_drafts: int = 4, max_step_drafts: int = 100, on_device: bool = False, forced: bool = True
+) -> Speculation:
     made = Speculation(max_drafts, max_step_drafts, COSTS, on_device)
     if forced:
         made.force = lambda most: most
@@ -24,10 +26,20 @@ def speculation(max_drafts: int = 4, max_step_drafts: int = 100, on_device: bool
 
 
 def decoding(
-    tokens: Sequence[int], id: str = "r", scope: bytes | None = b"", most: int = 100, num_unknown: int = 0, num_pending: int = 0
+    tokens: Sequence[int],
+    id: str = "r",
+    scope: bytes | None = b"",
+    most: int = 100,
+    num_unknown: int = 0,
+    num_pending: int = 0,
 ) -> Decoding:
     prefix = None if scope is None else Prefix(scope, ())
-    track = Track(Request(id, list(tokens[:1]), SamplingParams(max_tokens=1000), prefix=prefix), 1, prefix, tokens=list(tokens))
+    track = Track(
+        Request(id, list(tokens[:1]), SamplingParams(max_tokens=1000), prefix=prefix),
+        1,
+        prefix,
+        tokens=list(tokens),
+    )
     track.num_in_flight = num_unknown
     return Decoding(track, most, num_pending)
 
@@ -66,9 +78,18 @@ def ended(made: Speculation, tokens: Sequence[int], id: str = "before", scope: b
 
 @pytest.mark.parametrize(
     ("theirs", "mine", "found"),
-    [(b"a", b"a", True), (b"a", b"b", False), (None, None, False), (None, b"", False), (b"", None, False), (b"", b"", True)],
+    [
+        (b"a", b"a", True),
+        (b"a", b"b", False),
+        (None, None, False),
+        (None, b"", False),
+        (b"", None, False),
+        (b"", b"", True),
+    ],
 )
-def test_a_text_is_found_by_its_own_scope_and_one_without_a_scope_by_nobody(theirs: bytes | None, mine: bytes | None, found: bool) -> None:
+def test_a_text_is_found_by_its_own_scope_and_one_without_a_scope_by_nobody(
+    theirs: bytes | None, mine: bytes | None, found: bool
+) -> None:
     """A request without a prefix is one that asked for no reuse: who it is of is not known."""
     made = speculation()
     made.ended(ended(made, TEXT, scope=theirs))
@@ -88,7 +109,9 @@ def test_nothing_is_kept_of_a_request_that_is_over() -> None:
     assert made._shared.num_tokens == len(TEXT), "one for which nothing was ever proposed leaves nothing"
 
 
-def test_one_whose_proposer_fails_has_no_drafts_any_more_and_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_proposer_fails_has_no_drafts_any_more_and_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, one, other = speculation(), decoding([*TEXT, 10, 11], "one"), decoding([*TEXT, 12, 13], "other")
     made.propose([one, other], 0)
     failing = made._requests["one"].proposer
@@ -111,7 +134,9 @@ def test_of_what_the_device_has_drafted_the_number_is_known() -> None:
     made = speculation(on_device=True)
     one = decoding([*TEXT, 10, 11])
     assert made.considers([one.track])
-    assert made.propose([one._replace(num_pending=3), one._replace(num_pending=0), one._replace(num_pending=9)], 0) == [
+    assert made.propose(
+        [one._replace(num_pending=3), one._replace(num_pending=0), one._replace(num_pending=9)], 0
+    ) == [
         (-2, -3, -4),
         (),
         (-2, -3, -4, -5),
@@ -119,13 +144,17 @@ def test_of_what_the_device_has_drafted_the_number_is_known() -> None:
     assert made.propose([one._replace(most=2, num_pending=3)], 0) == [(-2, -3)]
     assert made.num_ahead == 4 and not made.needs_results
     assert speculation().num_ahead == 0 and speculation().needs_results
-    assert speculation(on_device=True, forced=False).num_ahead == 0, "nothing is drafted where nothing is proposed"
+    assert speculation(on_device=True, forced=False).num_ahead == 0, (
+        "nothing is drafted where nothing is proposed"
+    )
 
 
 REPEATED = [*TEXT, *TEXT, *TEXT, 10, 11]
 
 
-def seasoned(on_device: bool = False, num_steps: int = 200, max_step_drafts: int = 100, tracks: Sequence[Track] = ()) -> Speculation:
+def seasoned(
+    on_device: bool = False, num_steps: int = 200, max_step_drafts: int = 100, tracks: Sequence[Track] = ()
+) -> Speculation:
     """It knows what plain steps take, and requests have earned something."""
     made = speculation(max_step_drafts=max_step_drafts, on_device=on_device, forced=False)
     made._clock = lambda: 0.0  # lookups take no time
@@ -212,7 +241,9 @@ def test_what_lookups_took_is_paid_for_once_though_the_step_is_read_later_by_as_
     assert made.books.balance_s(account, 0.0) == pytest.approx(before_s - 0.25 + MAX_LOSS)
 
 
-def test_lookups_that_come_to_nothing_wait_twice_as_long_each_time_up_to_a_bound_and_not_after_one_that_finds_something() -> None:
+def test_lookups_that_come_to_nothing_wait_twice_as_long_each_time_up_to_a_bound_and_not_after_one_that_finds_something() -> (  # noqa: E501
+    None
+):
     one, none = decoding(REPEATED), decoding(list(range(100)), "none")
     made = seasoned(tracks=[one.track, none.track])
     made._room_s = 10.0
@@ -332,10 +363,14 @@ def test_drafts_beside_prompts_are_paid_for_as_if_they_had_taken_the_most() -> N
     assert lookups.considers([two.track]) and any(lookups.propose([two], 0))
     before = lookups.books.balance_s(account, 0.0)
     lookups.step_had_prompts()
-    assert lookups.books.balance_s(account, 0.0) == pytest.approx(before - 1.0), "to read first takes as long again at most"
+    assert lookups.books.balance_s(account, 0.0) == pytest.approx(before - 1.0), (
+        "to read first takes as long again at most"
+    )
 
 
-def test_drafts_that_the_step_before_has_made_are_paid_for_beside_prompts_and_so_are_those_of_every_request() -> None:
+def test_drafts_that_the_step_before_has_made_are_paid_for_beside_prompts_and_so_are_those_of_every_request() -> (  # noqa: E501
+    None
+):
     many = [decoding(TEXT, str(number)) for number in range(2)]
     tracks = [one.track for one in many]
     costs = StepCosts(COSTS.sizes, COSTS.seconds, ahead_s=0.1, ahead_row_s=0.05)
@@ -405,7 +440,9 @@ def counted(made: Speculation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_while_drafts_do_not_pay_hardly_anything_is_asked_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_drafts_do_not_pay_hardly_anything_is_asked_and_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, new = decoding(list(range(100))), decoding(list(range(200, 300)), "new")
     made = seasoned(tracks=[one.track])
     asked, before_s = counted(made, monkeypatch), made.books.plain_s
@@ -415,7 +452,9 @@ def test_while_drafts_do_not_pay_hardly_anything_is_asked_and_nothing_is_lost(mo
     assert 20 <= len(asked) <= 21
     made.considers([one.track, new.track])
     assert asked[-1] == 2, "another request is another case"
-    assert made.books.plain_s == pytest.approx(before_s + 80.0, abs=8.0), "steps that nobody looked at have been earned by"
+    assert made.books.plain_s == pytest.approx(before_s + 80.0, abs=8.0), (
+        "steps that nobody looked at have been earned by"
+    )
     assert made.books.plain_step_s(1) == pytest.approx(0.5, abs=0.1)
     account = made._requests["new"].account
     assert account.plain_s == made.books.plain_s, "who comes has earned nothing by them"
@@ -470,7 +509,9 @@ def test_a_step_with_drafts_that_is_read_late_is_paid_for() -> None:
     before_s = made.books.balance_s(account, 0.0)
     made.step_took(1, 5, 3.0, 0)
     made.step_took(1, 1, 1.5, 0)
-    assert made.books.balance_s(account, 0.0) == pytest.approx(before_s - 2.5 + 2 * MAX_LOSS), "and so is the one that fills the pipe again"
+    assert made.books.balance_s(account, 0.0) == pytest.approx(before_s - 2.5 + 2 * MAX_LOSS), (
+        "and so is the one that fills the pipe again"
+    )
 
 
 def test_who_takes_the_place_of_another_has_an_account_at_once() -> None:
@@ -499,8 +540,8 @@ def test_drafts_that_are_under_way_are_verified_before_anybody_rests() -> None:
 
 
 def steps_until(made: Speculation, happens: Callable[[bool], bool]) -> tuple[int, int]:
-    """Plain steps of one request until `happens`, which is told whether drafts are considered, and how often it was worked out whether
-    they pay."""
+    """Plain steps of one request until `happens`, which is told whether drafts are considered, and how often
+    it was worked out whether they pay."""
     one, asked, pays = decoding(TEXT), list[int](), made._pays
     made._pays = lambda num: asked.append(num) or pays(num)  # type: ignore[method-assign, func-returns-value]
     for number in range(1000):
@@ -523,7 +564,9 @@ def never_rests(made: Speculation) -> Speculation:
 def test_while_drafts_are_not_earned_it_is_seldom_asked_and_they_come_when_they_are(ahead_s: float) -> None:
     costs = dataclasses.replace(COSTS, ahead_s=ahead_s)
     begins, asked = steps_until(Speculation(4, 100, costs, True), lambda considered: considered)
-    expected, always = steps_until(never_rests(Speculation(4, 100, costs, True)), lambda considered: considered)
+    expected, always = steps_until(
+        never_rests(Speculation(4, 100, costs, True)), lambda considered: considered
+    )
     assert begins == expected and asked <= FIRST_PLAIN_STEPS + 2 + begins // 10 < always
 
 
@@ -561,9 +604,11 @@ def test_what_is_decoded_is_left_out_while_drafts_do_not_pay_and_drafts_wait_unt
     assert made.considers([one.track])
 
 
-def followed(costs: StepCosts, num_tokens: int, made: Speculation | None = None) -> tuple[list[bool], list[int]]:
-    """One request by itself: for each of its tokens whether it is passed over, and those at which drafts are made. A pass is over a block,
-    and takes what the table says. A token that is left out stays so."""
+def followed(
+    costs: StepCosts, num_tokens: int, made: Speculation | None = None
+) -> tuple[list[bool], list[int]]:
+    """One request by itself: for each of its tokens whether it is passed over, and those at which drafts are
+    made. A pass is over a block, and takes what the table says. A token that is left out stays so."""
     made = made or Speculation(4, 100, costs, on_device=True)
     one, passed, made_at = decoding(TEXT), list[bool](), list[int]()
     for num in range(1, num_tokens + 1):
@@ -576,7 +621,13 @@ def followed(costs: StepCosts, num_tokens: int, made: Speculation | None = None)
         if ends_block and made.leaves_out:
             one.track.blank_to = num
         catches_up = ends_block and not made.leaves_out and not made.num_ahead
-        made.step_took(1, 1, 1.0 + 16 * costs.follow_s * catches_up + 0.1 * bool(made.num_ahead), made.num_ahead, catches_up)
+        made.step_took(
+            1,
+            1,
+            1.0 + 16 * costs.follow_s * catches_up + 0.1 * bool(made.num_ahead),
+            made.num_ahead,
+            catches_up,
+        )
     made.ended(one.track)
     return passed, made_at
 
@@ -586,11 +637,14 @@ DEAR = StepCosts((1, 2, 4, 8, 16, 32), (1.0, 1.01, 1.02, 1.03, 1.04, 1.05), ahea
 
 def test_what_is_decoded_is_passed_over_from_the_beginning_where_that_costs_little() -> None:
     passed, made_at = followed(COSTS, 100)
-    assert all(passed[FIRST_PLAIN_STEPS:]) and made_at[0] == pytest.approx(1.25 * (0.1 + 0.03) / MAX_LOSS, abs=2)
+    assert all(passed[FIRST_PLAIN_STEPS:]) and made_at[0] == pytest.approx(
+        1.25 * (0.1 + 0.03) / MAX_LOSS, abs=2
+    )
 
 
 def test_passes_that_cost_more_than_is_earned_begin_as_late_as_drafts_allow_and_are_paid_for() -> None:
-    """Drafts have to wait for what they take themselves, and for the passes over the last 64 tokens before them."""
+    """Drafts have to wait for what they take themselves, and for the passes over the last 64 tokens before
+    them."""
     passed, made_at = followed(DEAR, 300)
     due = 1.25 * (1.0 + 0.03 + 64 * 0.03) / MAX_LOSS
     assert made_at[0] == pytest.approx(due, abs=5)
@@ -607,7 +661,9 @@ def test_where_requests_end_before_they_can_pay_for_drafts_what_they_say_is_left
     assert any(passed) and made_at, "one that lives longer is not"
 
 
-def test_a_pass_over_what_was_decoded_before_is_paid_for_and_says_nothing_of_plain_steps_nor_of_drafts() -> None:
+def test_a_pass_over_what_was_decoded_before_is_paid_for_and_says_nothing_of_plain_steps_nor_of_drafts() -> (
+    None
+):
     one = decoding(TEXT)
     made = seasoned(on_device=True, num_steps=20, tracks=[one.track])
     account, before = made._requests["r"].account, made.books.estimate(1)
@@ -617,7 +673,9 @@ def test_a_pass_over_what_was_decoded_before_is_paid_for_and_says_nothing_of_pla
     assert made.books.estimate(1) == before and not made.books.is_drafting
     made._rest(1, 15)
     made.step_took(1, 1, 1.5, 0, True)
-    assert made.books.balance_s(account, 0.0) == pytest.approx(had_s + 2 * MAX_LOSS - 1.0), "also while nothing is asked"
+    assert made.books.balance_s(account, 0.0) == pytest.approx(had_s + 2 * MAX_LOSS - 1.0), (
+        "also while nothing is asked"
+    )
     made.step_took(1, 1, 1.125, 4)
     made.step_took(1, 1, 1.0, 0)
     assert made.books.estimate(1).extra_s == pytest.approx(0.125), "nor does it count as theirs later"

@@ -44,13 +44,16 @@ def books(costs: StepCosts, extra_s: float = 0.0, num_requests: int = 1, on_devi
     for _ in range(FIRST_PLAIN_STEPS):
         made.took(num_requests, num_requests, plain_s, 0)
     made.took(
-        num_requests, num_requests + (not on_device), plain_s + made.rows_s(num_requests, 1) * (not on_device) + extra_s, int(on_device)
+        num_requests,
+        num_requests + (not on_device),
+        plain_s + made.rows_s(num_requests, 1) * (not on_device) + extra_s,
+        int(on_device),
     )
     made.took(num_requests, num_requests, plain_s, 0)
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------------- records
+# ---------------------------------------------------------------------------------------------------- records
 
 
 def test_survival_is_learned_by_place() -> None:
@@ -72,7 +75,9 @@ def test_places_behind_the_first_rejection_say_nothing() -> None:
 
 
 def test_what_nobody_has_seen_is_taken_to_be_as_usual() -> None:
-    assert DraftRecord(2).survival(0.5) == [0.5, 0.25] and DraftRecord(2).survival(0.1) == pytest.approx([0.1, 0.01])
+    assert DraftRecord(2).survival(0.5) == [0.5, 0.25] and DraftRecord(2).survival(0.1) == pytest.approx(
+        [0.1, 0.01]
+    )
 
 
 def test_a_place_that_was_never_reached_is_taken_to_be_like_the_average_of_all() -> None:
@@ -92,7 +97,7 @@ def test_what_was_seen_long_ago_counts_less() -> None:
     assert record.survival(0.6)[0] > 0.8
 
 
-# -------------------------------------------------------------------------------------------------------------------- choice
+# ----------------------------------------------------------------------------------------------------- choice
 
 
 def test_drafts_go_where_they_survive() -> None:
@@ -145,7 +150,9 @@ def test_the_choice_is_the_best_of_all_that_could_be_made(costs: StepCosts) -> N
 
     every = ((first, second) for first in range(4) for second in range(4) if 0 < first + second <= 5)
     best, found = max(map(rate, every)), choose(rows, known, 5, FAR)
-    assert (rate(found) if any(found) else LEAST_GAIN * 2 / costs.of(2)) == pytest.approx(max(best, LEAST_GAIN * 2 / costs.of(2)))
+    assert (rate(found) if any(found) else LEAST_GAIN * 2 / costs.of(2)) == pytest.approx(
+        max(best, LEAST_GAIN * 2 / costs.of(2))
+    )
 
 
 def test_a_step_beyond_the_table_grows_with_its_tokens() -> None:
@@ -158,7 +165,7 @@ def test_a_table_without_order_is_refused() -> None:
             StepCosts(sizes, seconds)
 
 
-# --------------------------------------------------------------------------------------------------------------------- books
+# ------------------------------------------------------------------------------------------------------ books
 
 
 def test_an_account_earns_a_share_of_its_time_and_pays_what_drafts_take() -> None:
@@ -203,7 +210,9 @@ def test_nothing_is_known_of_a_batch_before_some_of_its_steps_were_seen() -> Non
     for num in range(FIRST_PLAIN_STEPS):
         assert not known.is_known(8)
         known.took(8, 8, 9.0 if num == 0 else 2.0, 0)
-    assert known.is_known(8) and not known.is_known(9) and known.plain_step_s(8) == 2.0, "of the first the least counts"
+    assert known.is_known(8) and not known.is_known(9) and known.plain_step_s(8) == 2.0, (
+        "of the first the least counts"
+    )
 
 
 def test_what_plain_steps_take_is_measured_again_behind_many_with_drafts() -> None:
@@ -222,7 +231,9 @@ def test_what_plain_steps_take_is_measured_again_behind_many_with_drafts() -> No
 def test_what_drafting_takes_is_expected_by_what_warming_up_has_measured_or_the_worst() -> None:
     warm = Books(StepCosts(GPU.sizes, GPU.seconds, ahead_s=0.5, ahead_row_s=0.1), on_device=True)
     assert warm.estimate(3) == (2.02, 0.7, SURE * 0.7)
-    assert Books(GPU, on_device=False).estimate(3) == (2.02, 0.0, 2.02), "to read first takes as long again at most"
+    assert Books(GPU, on_device=False).estimate(3) == (2.02, 0.0, 2.02), (
+        "to read first takes as long again at most"
+    )
 
 
 def test_a_step_that_took_very_long_had_another_reason() -> None:
@@ -230,10 +241,12 @@ def test_a_step_that_took_very_long_had_another_reason() -> None:
     account = known.opened()
     known.took(1, 1, 1000.0, 0)
     assert known.plain_step_s(1) < 2.5
-    assert known.balance_s(account, 0.0) == pytest.approx(MAX_LOSS * 2 * known.plain_step_s(1)), "nor may drafts lose a share of it"
+    assert known.balance_s(account, 0.0) == pytest.approx(MAX_LOSS * 2 * known.plain_step_s(1)), (
+        "nor may drafts lose a share of it"
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------- bound
+# ------------------------------------------------------------------------------------------------------ bound
 
 
 def never(request: int, step: int, drafts: int) -> int:
@@ -266,12 +279,14 @@ ADVERSARIES: Sequence[Kept] = (never, trap, all_but_the_first, only_short, coin)
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda kept: kept.__name__)
 @pytest.mark.parametrize("num_requests", [1, 3, 32])
 @pytest.mark.parametrize(
-    ("drafting", "following"), [(0.02, 0.0), (0.35, 0.0), (1.0, 0.0), (0.35, 0.05), (0.35, 0.3), (1.0, 0.4), (1.5, 0.35), (1.5, 0.6)]
+    ("drafting", "following"),
+    [(0.02, 0.0), (0.35, 0.0), (1.0, 0.0), (0.35, 0.05), (0.35, 0.3), (1.0, 0.4), (1.5, 0.35), (1.5, 0.6)],
 )
 def test_no_request_is_more_than_three_percent_slower_however_its_drafts_fare(
     adversary: Kept, num_requests: int, drafting: float, following: float
 ) -> None:
-    """At any time of its life, the first 128 tokens of an engine's life included. Passes over what is decoded count as drafts do."""
+    """At any time of its life, the first 128 tokens of an engine's life included. Passes over what is decoded
+    count as drafts do."""
     run = Run(Prices(drafting=drafting, following=following), num_requests, adversary)
     for num_tokens in (128, 40, 200, 600):
         ran = run.go(num_tokens)
@@ -284,8 +299,8 @@ def test_no_request_is_more_than_three_percent_slower_however_its_drafts_fare(
 def test_where_steps_wait_for_the_host_no_request_is_more_than_three_percent_slower_either(
     adversary: Kept, num_requests: int, drafting: float, following: float
 ) -> None:
-    """What a step with drafts takes longer is then in the time of the step before it. The first token comes a step late, here as without
-    speculation: what counts is an answer as a whole."""
+    """What a step with drafts takes longer is then in the time of the step before it. The first token comes a
+    step late, here as without speculation: what counts is an answer as a whole."""
     run = Run(Prices(drafting=drafting, following=following), num_requests, adversary, host_bound=True)
     for num_tokens in (128, 40, 200, 600):
         ran = run.go(num_tokens)
@@ -307,7 +322,8 @@ def test_where_speculation_takes_more_than_may_be_lost_nothing_is_drafted() -> N
 
 
 def test_drafts_that_fail_cost_a_run_of_32_requests_less_than_one_percent() -> None:
-    """128 tokens, where a step that makes drafts takes a third longer. They are tried, and left for hundreds of steps."""
+    """128 tokens, where a step that makes drafts takes a third longer. They are tried, and left for hundreds
+    of steps."""
     run = Run(Prices(drafting=0.35), 32, never)
     first, *later = (run.go(128) for _ in range(3))
     assert 1 <= len(first.with_drafts) <= 4 and first.slowest < 1.01
@@ -341,7 +357,9 @@ def test_what_failed_is_tried_again_ever_more_seldom_and_what_pays_now_is_found(
 @pytest.mark.parametrize("drafting", [0.05, 0.35, 1.0])
 @pytest.mark.parametrize("num_requests", [1, 8, 32])
 @pytest.mark.parametrize("kind", ["never", "loops", "copies"])
-def test_lookups_and_what_they_find_make_no_request_three_percent_slower(kind: str, num_requests: int, drafting: float) -> None:
+def test_lookups_and_what_they_find_make_no_request_three_percent_slower(
+    kind: str, num_requests: int, drafting: float
+) -> None:
     """A lookup takes 20 us of a step of a millisecond."""
     answers = {"never": lambda n: range(n * 10**6, n * 10**6 + 999), "loops": loop, "copies": copies}[kind]
     run = Run(Prices(drafting=drafting, lookup=0.02), num_requests, answers=answers)
@@ -369,7 +387,8 @@ def copies(number: int) -> Sequence[int]:
 
 
 def test_a_text_that_repeats_itself_is_found_by_lookups_within_tens_of_steps() -> None:
-    """The first time it has to be paid that reading first may take as long as the step. After that it is known what it takes."""
+    """The first time it has to be paid that reading first may take as long as the step. After that it is
+    known what it takes."""
     run = Run(Prices(drafting=0.35, lookup=0.02), 8, answers=loop)
     assert run.go(128).slowest < 0.6
     ran = run.go(128)

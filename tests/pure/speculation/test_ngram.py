@@ -1,4 +1,5 @@
-"""Prompt lookup finds the longest run that was seen before, in bounded memory and time, and never a text of another scope."""
+"""Prompt lookup finds the longest run that was seen before, in bounded memory and time, and never a text of
+another scope."""
 
 from __future__ import annotations
 
@@ -27,8 +28,14 @@ def expected(history: Sequence[int], k: int) -> tuple[int, ...]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(tokens=st.lists(st.integers(0, 3), max_size=60), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=60), k=st.integers(1, 6))
-def test_the_longest_run_that_was_seen_before_is_continued(tokens: list[int], cuts: list[int], k: int) -> None:
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=60),
+    cuts=st.lists(st.integers(1, 5), min_size=1, max_size=60),
+    k=st.integers(1, 6),
+)
+def test_the_longest_run_that_was_seen_before_is_continued(
+    tokens: list[int], cuts: list[int], k: int
+) -> None:
     """However the text grows: by one token or by several."""
     proposer, size = NgramProposer(), 0
     for cut in cuts:
@@ -40,7 +47,9 @@ def test_a_run_that_begins_with_the_text_is_as_long_as_any_other() -> None:
     assert NgramProposer().propose([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == (7,)
     shared = SharedTexts()
     shared.add(b"a", [6, 1, 2, 3, 5])
-    assert NgramProposer(b"a", shared).propose([1, 2, 3, 7, 1, 2, 3], 1) == (7,), "as long as that of another text"
+    assert NgramProposer(b"a", shared).propose([1, 2, 3, 7, 1, 2, 3], 1) == (7,), (
+        "as long as that of another text"
+    )
 
 
 def test_a_text_that_grows_beyond_its_buffer_is_still_searched_from_its_beginning() -> None:
@@ -77,7 +86,9 @@ def test_hindsight_has_what_would_have_been_proposed_before_the_last_tokens_came
     assert NgramProposer().hindsight([1, 2, 3, 4, 5, 1, 2, 3, 4, 9], 3) == 2
     assert NgramProposer().hindsight([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], 3) == 3
     assert NgramProposer().hindsight([1, 2, 3, 4, 5, 1, 2, 9, 9, 9], 3) == 0
-    assert NgramProposer().hindsight([1, 2, 7, 8, 1, 2, 7, 8], 4) is None, "nothing had repeated itself by then"
+    assert NgramProposer().hindsight([1, 2, 7, 8, 1, 2, 7, 8], 4) is None, (
+        "nothing had repeated itself by then"
+    )
     assert NgramProposer().hindsight([1, 2], 4) is None
 
 
@@ -98,7 +109,7 @@ def test_a_text_is_taken_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(taken) == 500 and max(taken) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------------- shared
+# ----------------------------------------------------------------------------------------------------- shared
 
 TEXT = list(range(10, 40))
 
@@ -122,7 +133,10 @@ def test_nothing_crosses_scopes() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    texts=st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.lists(st.integers(0, 3), min_size=2, max_size=20)), max_size=12),
+    texts=st.lists(
+        st.tuples(st.sampled_from([b"a", b"b"]), st.lists(st.integers(0, 3), min_size=2, max_size=20)),
+        max_size=12,
+    ),
     asked=st.lists(st.integers(0, 3), min_size=2, max_size=8),
 )
 def test_a_scope_proposes_as_if_it_were_alone(texts: list[tuple[bytes, list[int]]], asked: list[int]) -> None:
@@ -150,8 +164,12 @@ def test_one_token_more_in_common_is_enough() -> None:
 
 def test_runs_are_compared_up_to_their_most_and_no_further() -> None:
     run = list(range(100, 104 + MOST))
-    assert NgramProposer().propose([*run, 1, *run[-MOST:], 2, *run], 1) == (2,), "as long as can be, and later"
-    assert NgramProposer().propose([*run[-MOST:], 1, *run[1 - MOST :], 2, *run], 1) == (1,), "longer by one token"
+    assert NgramProposer().propose([*run, 1, *run[-MOST:], 2, *run], 1) == (2,), (
+        "as long as can be, and later"
+    )
+    assert NgramProposer().propose([*run[-MOST:], 1, *run[1 - MOST :], 2, *run], 1) == (1,), (
+        "longer by one token"
+    )
     shared = SharedTexts()
     shared.add(b"a", [*run, 3])
     assert NgramProposer(b"a", shared).propose([*run[-MOST:], 1, *run], 1) == (1,), "as long, and its own"
@@ -174,14 +192,22 @@ def test_a_bounded_number_of_scopes_is_kept() -> None:
     shared = SharedTexts(max_scopes=2)
     for scope in (b"a", b"b", b"c"):
         shared.add(scope, TEXT)
-    assert [bool(NgramProposer(scope, shared).propose([20, 21], 1)) for scope in (b"a", b"b", b"c")] == [False, True, True]
+    assert [bool(NgramProposer(scope, shared).propose([20, 21], 1)) for scope in (b"a", b"b", b"c")] == [
+        False,
+        True,
+        True,
+    ]
     shared.add(b"d", TEXT)
-    assert [bool(NgramProposer(scope, shared).propose([20, 21], 1)) for scope in (b"b", b"c", b"d")] == [False, True, True], (
-        "b came before c"
-    )
+    assert [bool(NgramProposer(scope, shared).propose([20, 21], 1)) for scope in (b"b", b"c", b"d")] == [
+        False,
+        True,
+        True,
+    ], "b came before c"
     shared.of(b"c")
     shared.add(b"e", TEXT)
-    assert NgramProposer(b"c", shared).propose([20, 21], 1) == (22,), "whoever asks is used, as whoever adds is"
+    assert NgramProposer(b"c", shared).propose([20, 21], 1) == (22,), (
+        "whoever asks is used, as whoever adds is"
+    )
 
 
 def test_a_scope_whose_requests_end_is_in_use() -> None:
@@ -207,7 +233,8 @@ def test_texts_that_nobody_asks_for_are_bounded_as_well() -> None:
 
 
 def test_a_scope_that_was_forgotten_begins_anew() -> None:
-    """Also what nobody had asked for yet is gone: else it would stay in memory, and come back with the scope's next text."""
+    """Also what nobody had asked for yet is gone: else it would stay in memory, and come back with the
+    scope's next text."""
     shared = SharedTexts(max_scopes=1)
     shared.add(b"a", TEXT)
     shared.add(b"b", TEXT)

@@ -1,4 +1,5 @@
-"""A guarded arena: declared work touches it, and undeclared work does not survive the attempt. Each case is a process of its own."""
+"""A guarded arena: declared work touches it, and undeclared work does not survive the attempt. Each case is a
+process of its own."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ R, W = Mode.READ, Mode.WRITE
 def run(body: str) -> subprocess.CompletedProcess[str]:
     code = SCENE + body
     command = [sys.executable, "-X", "faulthandler", "-c", code]
-    return subprocess.run(command, env={"PYTHONPATH": str(SOURCES)}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env={"PYTHONPATH": str(SOURCES)}, capture_output=True, text=True, check=False
+    )
 
 
 def test_declared_work_of_several_lanes_goes_where_it_said() -> None:
@@ -79,7 +82,8 @@ print("done")
         "submit(compute, reads(3, 1), 3, (0, 1), R)",  # another layer
         "submit(compute, writes(3, 0), 3, (0, 2), R)",  # a write where a read was declared
         "compute.submit(reads(3, 0), label='work')",  # nothing was declared
-        "submit(compute, writes(3, 0), 3, (0, 2), W).wait_done(10); reads(3, 0)()",  # from outside, when it is over
+        # from outside, when it is over
+        "submit(compute, writes(3, 0), 3, (0, 2), W).wait_done(10); reads(3, 0)()",
     ],
 )
 def test_undeclared_access_ends_the_process_and_shows_the_line(undeclared: str) -> None:

@@ -1,4 +1,5 @@
-"""How programs for tests are fetched: the sources that apt is given, one fetch for all who ask at once, a failure that can be retried."""
+"""How programs for tests are fetched: the sources that apt is given, one fetch for all who ask at once, a
+failure that can be retried."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ deb http://other.example jammy main
 
 def test_stanzas_of_the_release_are_taken_with_its_backports_where_they_are_wanted(tool: ModuleType) -> None:
     (plain,) = tool.stanza_sources(STANZAS, "bookworm", False)
-    assert "Suites: bookworm bookworm-updates\n" in plain and "Signed-By: /a/key" in plain and "comment" not in plain
+    assert (
+        ("Suites: bookworm bookworm-updates\n") in plain
+        and ("Signed-By: /a/key") in plain
+        and "comment" not in plain
+    )
     (newer,) = tool.stanza_sources(STANZAS, "bookworm", True)
     assert "Suites: bookworm bookworm-updates bookworm-backports\n" in newer
 
@@ -55,11 +60,17 @@ def test_stanzas_of_the_release_are_taken_with_its_backports_where_they_are_want
 def test_lines_of_the_release_are_taken_with_its_backports_where_they_are_wanted(tool: ModuleType) -> None:
     first, second = LINES.splitlines()[1:3]
     assert list(tool.one_line_sources(LINES, "bookworm", False)) == [first, second]
-    assert list(tool.one_line_sources(LINES, "bookworm", True)) == [first, first.replace("bookworm", "bookworm-backports"), second]
+    assert list(tool.one_line_sources(LINES, "bookworm", True)) == [
+        first,
+        first.replace("bookworm", "bookworm-backports"),
+        second,
+    ]
 
 
 def test_a_machine_without_a_release_has_no_sources(tool: ModuleType) -> None:
-    assert not list(tool.stanza_sources(STANZAS, "", True)) and not list(tool.one_line_sources(LINES, "", True))
+    assert not list(tool.stanza_sources(STANZAS, "", True)) and not list(
+        tool.one_line_sources(LINES, "", True)
+    )
 
 
 def test_who_asks_at_once_waits_for_one_fetch(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

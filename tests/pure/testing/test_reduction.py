@@ -43,7 +43,13 @@ def random_program(rng: random.Random) -> list[Instruction]:
     def instruction() -> Instruction:
         match rng.choice("tttttwwl"):
             case "t":
-                return Touch(rng.choice(LANES), rng.randrange(2), rng.random() < 0.5, rng.random() < 0.2, rng.random() < 0.9)
+                return Touch(
+                    rng.choice(LANES),
+                    rng.randrange(2),
+                    rng.random() < 0.5,
+                    rng.random() < 0.2,
+                    rng.random() < 0.9,
+                )
             case "w":
                 return Wait(rng.choice(LANES), rng.choice(LANES))
             case _:
@@ -67,7 +73,11 @@ def performed(instructions: list[Instruction], outcomes: Outcomes) -> Program:
                 read[number] = memory[slot]
 
         def submit(number: int, t: Touch) -> None:
-            accesses = [Access("device", (t.slot,), (0, 1), Mode.WRITE if t.writes else Mode.READ)] if t.declared else []
+            accesses = (
+                [Access("device", (t.slot,), (0, 1), Mode.WRITE if t.writes else Mode.READ)]
+                if t.declared
+                else []
+            )
             lanes[t.lane].submit(lambda: touch(number, t.slot, t.writes), accesses, label=str(number))
 
         for number, instruction in enumerate(instructions):

@@ -1,5 +1,6 @@
-"""Random requests over the real cache, tiers and movers, under random interleavings of all lanes and with the sanitizer listening: every
-read finds what was written for its tokens, and nothing is reported. Bytes are Python values."""
+"""Random requests over the real cache, tiers and movers, under random interleavings of all lanes and with the
+sanitizer listening: every read finds what was written for its tokens, and nothing is reported. Bytes are
+Python values."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Cells = list[list[object]]  # by slot, by layer
 
 
 class Visit(NamedTuple):
-    """A request: its prompt is one of a few, so that its prefix comes back; a hasty one leaves while its step is on the lane."""
+    """A request: its prompt is one of a few, so that its prefix comes back; a hasty one leaves while its step
+    is on the lane."""
 
     prompt: str
     num_blocks: int
@@ -50,7 +52,8 @@ class CellCopier:
 
 
 class Shop:
-    """An engine without a model: a step writes what its prompt says into the slots it computes, and reads all of its table."""
+    """An engine without a model: a step writes what its prompt says into the slots it computes, and reads all
+    of its table."""
 
     def __init__(self, sequencer: Sequencer) -> None:
         self.sanitizer = sanitizer = Sanitizer()
@@ -62,10 +65,16 @@ class Shop:
         self._compute = lane("compute")
         pool = BlockPool(DEVICE_SLOTS, "device", sanitizer)
         tier = HostTier(BlockPool(HOST_SLOTS, "host", sanitizer), BLOCK, lease_s=1e9)
-        load = Mover(("host", "device"), CellCopier(host, self._device), lane("load"), launcher("launch-load"))
-        save = Mover(("device", "host"), CellCopier(self._device, host), lane("save"), launcher("launch-save"))
+        load = Mover(
+            ("host", "device"), CellCopier(host, self._device), lane("load"), launcher("launch-load")
+        )
+        save = Mover(
+            ("device", "host"), CellCopier(self._device, host), lane("save"), launcher("launch-save")
+        )
         layout = BlockLayout(LAYERS, 1, 4, BLOCK, "float32")
-        self._cache = KvCache(pool, SCOPE, loads=Loads(Saves(pool, tier, (), save, layout, TierLimits(0, 1e9)), load))
+        self._cache = KvCache(
+            pool, SCOPE, loads=Loads(Saves(pool, tier, (), save, layout, TierLimits(0, 1e9)), load)
+        )
         self.num_promoted = 0
         self.wrong: list[tuple[object, ...]] = []  # what was read where something else was computed
 
@@ -145,12 +154,16 @@ def served(visits: list[Visit], shops: list[Shop]) -> Callable[[Sequencer], None
     return program
 
 
-visits_strategy = st.lists(st.builds(Visit, st.sampled_from("ab"), st.integers(1, 3), st.booleans()), min_size=2, max_size=6)
+visits_strategy = st.lists(
+    st.builds(Visit, st.sampled_from("ab"), st.integers(1, 3), st.booleans()), min_size=2, max_size=6
+)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(visits_strategy, st.integers(0, 1 << 30))
-def test_every_read_finds_what_was_computed_for_its_tokens_however_lanes_interleave(visits: list[Visit], seed: int) -> None:
+def test_every_read_finds_what_was_computed_for_its_tokens_however_lanes_interleave(
+    visits: list[Visit], seed: int
+) -> None:
     for rng in (None, random.Random(seed)):
         failure = run(served(visits, []), rng=rng)[1]
         assert failure is None, str(failure)
@@ -172,11 +185,13 @@ def test_all_schedules_of_a_request_and_its_demotion_are_tried_in_a_few_runs() -
     assert num_runs < 50, "the full search has thousands"
 
 
-# ------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def no_wait_for_what_arrives(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shop, "_step", lambda self, visit, table, load, whole=Shop._step: whole(self, visit, table, None))
+    patch.setattr(
+        Shop, "_step", lambda self, visit, table, load, whole=Shop._step: whole(self, visit, table, None)
+    )
 
 
 def no_fence_with_a_table(patch: pytest.MonkeyPatch) -> None:
@@ -184,7 +199,13 @@ def no_fence_with_a_table(patch: pytest.MonkeyPatch) -> None:
 
 
 def keys_before_the_step_was_read(patch: pytest.MonkeyPatch) -> None:
-    def hasty(self: Shop, visit: Visit, table: BlockTable, load: Load | None, whole: Callable[..., Fence] = Shop._step) -> Fence:
+    def hasty(
+        self: Shop,
+        visit: Visit,
+        table: BlockTable,
+        load: Load | None,
+        whole: Callable[..., Fence] = Shop._step,
+    ) -> Fence:
         fence = whole(self, visit, table, load)
         if load is None:
             table.seal([ord(visit.prompt)] * (BLOCK * visit.num_blocks), BLOCK * visit.num_blocks, fence)
@@ -224,4 +245,6 @@ def test_a_fault_is_reported_whether_or_not_its_schedule_does_harm(
     shops: list[Shop] = []
     failure = run(served(RETURNING, shops))[1]
     assert isinstance(failure, Failure)
-    assert any(report.kind is kind and words in report.sentence for report in shops[0].sanitizer.reports), str(failure)
+    assert any(report.kind is kind and words in report.sentence for report in shops[0].sanitizer.reports), (
+        str(failure)
+    )

@@ -1,4 +1,5 @@
-"""The sequencer finds the interleavings that break a program, says which, and finds none in a program that is in order."""
+"""The sequencer finds the interleavings that break a program, says which, and finds none in a program that is
+in order."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from penstock.testing.sequencer import Deadlock, SequencedLane, Sequencer, explo
 
 
 def reload_behind_a_captured_step(wait: str) -> object:
-    """A decode step captured as a graph reads a block that is being reloaded; `wait` says where the wait for the load stands."""
+    """A decode step captured as a graph reads a block that is being reloaded; `wait` says where the wait for
+    the load stands."""
 
     def program(sequencer: Sequencer) -> None:
         load, compute = sequencer.lane("load"), sequencer.lane("compute")
@@ -40,10 +42,15 @@ def reload_behind_a_captured_step(wait: str) -> object:
 
 
 def flush_of_a_pending_save(covers_submitted: bool) -> object:
-    """A save is handed to a background lane, which launches its gather later; a flush then frees the page, and it is written anew."""
+    """A save is handed to a background lane, which launches its gather later; a flush then frees the page,
+    and it is written anew."""
 
     def program(sequencer: Sequencer) -> None:
-        background, copies, compute = sequencer.launcher("background"), sequencer.lane("copies"), sequencer.lane("compute")
+        background, copies, compute = (
+            sequencer.launcher("background"),
+            sequencer.lane("copies"),
+            sequencer.lane("compute"),
+        )
         page, saved, launched = ["mine"], [], []
 
         def gather() -> None:
@@ -184,11 +191,12 @@ def test_a_lane_does_not_begin_its_next_item_while_one_is_running() -> None:
     assert explore(program, max_preemptions=5)[1] is None
 
 
-# ---------------------------------------------------------------------------------------------------------------- launchers
+# -------------------------------------------------------------------------------------------------- launchers
 
 
 def transfers_of_two_launchers(seen: set[tuple[str, ...]]) -> Callable[[Sequencer], None]:
-    """Two launchers put two copies each on their own lanes, while the program goes on; `seen` gets the order of everything."""
+    """Two launchers put two copies each on their own lanes, while the program goes on; `seen` gets the order
+    of everything."""
 
     def program(sequencer: Sequencer) -> None:
         order: list[str] = []
@@ -196,7 +204,9 @@ def transfers_of_two_launchers(seen: set[tuple[str, ...]]) -> Callable[[Sequence
         def launch(lane: SequencedLane) -> None:
             for number in (1, 2):
                 order.append(f"{lane.name}: launch {number}")
-                lane.submit(lambda number=number: order.append(f"{lane.name}: copy {number}"), label=f"copy {number}")  # type: ignore[misc]
+                lane.submit(
+                    lambda number=number: order.append(f"{lane.name}: copy {number}"), label=f"copy {number}"
+                )  # type: ignore[misc]
 
         for name in ("load", "save"):
             lane = sequencer.lane(name)
@@ -213,11 +223,17 @@ def test_the_program_goes_on_while_launchers_are_half_way_through_their_work() -
     assert walk(transfers_of_two_launchers(seen), seed=0, num_runs=100)[1] is None
     at = {order: order.index("the program goes on") for order in seen}
     assert any("load: launch 1" in order[:i] and "load: launch 2" in order[i:] for order, i in at.items())
-    assert any({"load: launch 1", "save: launch 1"} <= set(order[:i]) and order[-1].endswith("copy 2") for order, i in at.items())
+    assert any(
+        {"load: launch 1", "save: launch 1"} <= set(order[:i]) and order[-1].endswith("copy 2")
+        for order, i in at.items()
+    )
     assert any(order.index("load: copy 1") < order.index("load: launch 2") for order in seen)
     for order in seen:
         for name in ("load", "save"):
-            assert [step for step in order if step.startswith(f"{name}: copy")] == [f"{name}: copy 1", f"{name}: copy 2"]
+            assert [step for step in order if step.startswith(f"{name}: copy")] == [
+                f"{name}: copy 1",
+                f"{name}: copy 2",
+            ]
 
 
 def test_the_same_schedule_takes_launchers_the_same_way() -> None:
@@ -273,11 +289,17 @@ def test_launchers_that_wait_for_each_other_are_a_deadlock_and_their_threads_end
 
     before = threading.active_count()
     _, failure = run(program)
-    assert failure is not None and isinstance(failure.error, Deadlock) and "second: waits for fence 1 of first" in str(failure.error)
+    assert (
+        failure is not None
+        and isinstance(failure.error, Deadlock)
+        and ("second: waits for fence 1 of first") in str(failure.error)
+    )
     assert threading.active_count() == before
 
 
-def test_a_launcher_that_blocks_on_a_lock_is_named_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_blocks_on_a_lock_is_named_instead_of_hanging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What only a lock orders, a sequencer cannot: it says so."""
     monkeypatch.setattr(sequencer_module, "_PATIENCE_S", 0.05)
     lock = threading.Lock()
@@ -299,7 +321,8 @@ def test_a_launcher_that_blocks_on_a_lock_is_named_instead_of_hanging(monkeypatc
 
 
 def test_work_on_a_plain_lane_that_uses_lanes_is_refused_aloud() -> None:
-    """Its ticket alone would keep the error to itself, and fewer schedules would be tried than the program has."""
+    """Its ticket alone would keep the error to itself, and fewer schedules would be tried than the program
+    has."""
 
     def program(sequencer: Sequencer) -> None:
         a, b = sequencer.lane("a"), sequencer.lane("b")
@@ -321,7 +344,9 @@ def test_what_depends_on_a_fence_may_come_before_the_one_who_waits_for_it() -> N
 
     seen: set[str] = set()
     assert explore(program, max_preemptions=3)[1] is None
-    assert seen == {"old", "new"}, "the program is not the only one who is free to go on once the fence has passed"
+    assert seen == {"old", "new"}, (
+        "the program is not the only one who is free to go on once the fence has passed"
+    )
 
 
 def test_lanes_of_a_program_can_be_watched_from_inside_it() -> None:

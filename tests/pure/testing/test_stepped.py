@@ -1,4 +1,5 @@
-"""Lanes that are run by hand: what happens between the begin and the end of an item, and what touching its slots meanwhile leads to."""
+"""Lanes that are run by hand: what happens between the begin and the end of an item, and what touching its
+slots meanwhile leads to."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class Pair:
 
     def copy(self, layers: tuple[int, int] = BOTH) -> None:
         accesses = (Access("one", [0], layers, Mode.READ), Access("two", [1], layers, Mode.WRITE))
-        self.lane.submit(lambda: self.copier.copy(np.array([0]), np.array([1]), layers), accesses, label="copy")
+        self.lane.submit(
+            lambda: self.copier.copy(np.array([0]), np.array([1]), layers), accesses, label="copy"
+        )
 
 
 def test_a_copy_takes_effect_at_its_end_and_leaves_garbage_from_its_begin_on() -> None:
@@ -80,7 +83,9 @@ def test_a_lane_waits_for_another_and_a_failure_skips_what_comes_after_it() -> N
     pair.lane.wait(other.record())
     pair.copier.fail_next = 1
     pair.copy()
-    skipped = pair.lane.submit(lambda: pytest.fail("not after a failure"), label="skipped", after=pair.lane._queue[-1].ticket)
+    skipped = pair.lane.submit(
+        lambda: pytest.fail("not after a failure"), label="skipped", after=pair.lane._queue[-1].ticket
+    )
     assert not pair.lane.step() and not first.done()
     assert other.step() and first.done()
     pair.lanes.run_all()
@@ -116,7 +121,9 @@ def test_a_lane_refuses_once_when_told_and_for_good_when_closed() -> None:
 
 
 def test_an_arena_of_bytes_shows_a_slot_as_memory_and_is_copied_like_any_other() -> None:
-    cell = Cell(2, lambda value: value.to_bytes(2, "big"), lambda data: int.from_bytes(data, "big"), lambda: 0xFFFF)
+    cell = Cell(
+        2, lambda value: value.to_bytes(2, "big"), lambda data: int.from_bytes(data, "big"), lambda: 0xFFFF
+    )
     tags, memory = TagArena("tags", 2, 2), ByteArena("memory", 2, 2, cell)
     assert memory.read([0, 1], BOTH) == [[0xFFFF] * 2] * 2, "nothing was written"
     tags.write([0], BOTH, [[1, 2]])

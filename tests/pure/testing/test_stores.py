@@ -20,7 +20,9 @@ def block(number: int) -> memoryview:
 
 def store_of(*numbers: int) -> MemoryStore:
     store = MemoryStore()
-    assert store.write([KEYS[n] for n in numbers], [0] * len(numbers), [block(n) for n in numbers]) == [Outcome.DONE] * len(numbers)
+    assert store.write([KEYS[n] for n in numbers], [0] * len(numbers), [block(n) for n in numbers]) == [
+        Outcome.DONE
+    ] * len(numbers)
     return store
 
 
@@ -28,7 +30,10 @@ def read(store: BlockStore, *numbers: int) -> list[tuple[Outcome, bool]]:
     """The outcome of each, and whether its bytes came."""
     buffers = [bytearray(SIZE) for _ in numbers]
     outcomes = store.read([KEYS[n] for n in numbers], [memoryview(buffer) for buffer in buffers])
-    return [(outcome, buffer == bytes(block(n))) for outcome, buffer, n in zip(outcomes, buffers, numbers, strict=True)]
+    return [
+        (outcome, buffer == bytes(block(n)))
+        for outcome, buffer, n in zip(outcomes, buffers, numbers, strict=True)
+    ]
 
 
 def test_blocks_come_back_and_the_first_writer_wins() -> None:
@@ -43,7 +48,9 @@ def test_blocks_come_back_and_the_first_writer_wins() -> None:
 def test_a_flipped_bit_is_noticed_wherever_it_is_and_the_block_removed(at: int) -> None:
     store = store_of(1)
     store.spoil(KEYS[1], at)
-    assert [outcome for outcome, _ in read(store, 1)] == [Outcome.CORRUPT] and read(store, 1) == [(Outcome.MISSING, False)]
+    assert [outcome for outcome, _ in read(store, 1)] == [Outcome.CORRUPT] and read(store, 1) == [
+        (Outcome.MISSING, False)
+    ]
 
 
 def test_a_block_under_another_key_or_of_another_space_or_length_is_not_served() -> None:

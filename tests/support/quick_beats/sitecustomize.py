@@ -1,4 +1,5 @@
-"""For servers that a test starts with this folder in PYTHONPATH: the engine's process asks its fronts five times as often."""
+"""For servers that a test starts with this folder in PYTHONPATH: the engine's process asks its fronts five
+times as often."""
 
 import sys
 

@@ -1,10 +1,13 @@
-"""Drafts that the device makes behind a step, for the next one. Owns the passes of a head, or of a smaller model, over the paged KV.
+"""Drafts that the device makes behind a step, for the next one. Owns the passes of a head, or of a smaller
+model, over the paged KV.
 
-Their KV is further layers of every block, behind the target's: it is saved, loaded and forgotten with them. A model's entry of a token
-stands at the token's own place. A head's stands at the place of the token before it, whose hidden state it takes.
+Their KV is further layers of every block, behind the target's: it is saved, loaded and forgotten with them. A
+model's entry of a token stands at the token's own place. A head's stands at the place of the token before it,
+whose hidden state it takes.
 
-A step that only decodes leaves zeros there. A pass puts KV in their place, behind the step or some steps later. While drafts do not pay
-there may be none: then the zeros stay, and whoever attends to these tokens later does not see them.
+A step that only decodes leaves zeros there. A pass puts KV in their place, behind the step or some steps
+later. While drafts do not pay there may be none: then the zeros stay, and whoever attends to these tokens
+later does not see them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from penstock.speculation.mtp import MtpHead
 log = logging.getLogger(__name__)
 
 _NO_TOKENS, _ALL_TOKENS = slice(0, 0), slice(None)
-_BY_ROW = ("tokens", "positions", "write_at", "kv_lens", "table_starts", "rows")  # of a step that only decodes
+# of a step that only decodes
+_BY_ROW = ("tokens", "positions", "write_at", "kv_lens", "table_starts", "rows")
 
 
 class _Guess(NamedTuple):
@@ -54,7 +58,8 @@ class Guesser(Protocol):
         """KV of tokens of earlier steps, at most a block of each request, which have the `rows` [T]."""
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
-        """The same, and what comes behind the token that each request has sampled; `place` is at the token before that."""
+        """The same, and what comes behind the token that each request has sampled; `place` is at the token
+        before that."""
 
     def further(self, guess: _Guess, place: StepInputs) -> _Guess:
         """One token further: `place` has the drafts."""
@@ -68,7 +73,8 @@ class HeadGuesser:
         attention.blank_from = attention.arena.shape[1] - 1
         self._own = attention.arena[:, attention.blank_from :]
         arena, size = attention.arena, (num_rows, 2 * attention.arena.shape[3], head.dims.hidden)
-        self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)  # hidden states: of a block, and of what comes meanwhile
+        # hidden states: of a block, and of what comes meanwhile
+        self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)
         self.max_position = head.dims.max_position
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
 
@@ -149,7 +155,8 @@ class Passes:
         self.failed = False  # nothing is proposed any more
 
     def attempt(self, work: Callable[..., None], *args: object) -> None:
-        """Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from then on."""
+        """Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from
+        then on."""
         if self.failed:
             return
         try:
@@ -158,9 +165,18 @@ class Passes:
             self.failed = True
             log.exception("drafting failed: requests go on without drafts until the next start")
 
-    def run(self, flow: Flow, nexts: Tensor, lasts: Tensor, rows: Tensor, num_drafts: int, choice: DrawKind = DrawKind.LIKELIEST) -> None:
-        """`nexts` [T] are the tokens behind those of the step, as far as they are known by now; `lasts` int64 [G] the places in the step of
-        the last token that each request has kept, and `rows` [G] whose they are."""
+    def run(
+        self,
+        flow: Flow,
+        nexts: Tensor,
+        lasts: Tensor,
+        rows: Tensor,
+        num_drafts: int,
+        choice: DrawKind = DrawKind.LIKELIEST,
+    ) -> None:
+        """`nexts` [T] are the tokens behind those of the step, as far as they are known by now; `lasts` int64
+        [G] the places in the step of the last token that each request has kept, and `rows` [G] whose they
+        are."""
         if num_drafts == 0 or len(lasts) == 0:  # a prompt is under way, or drafts are not worth it
             self.guesser.fill(flow, nexts)
             return
@@ -175,8 +191,8 @@ class Passes:
                 guess = self.guesser.further(guess, self.moved(guess.place, drafts))
 
     def moved(self, place: StepInputs, tokens: Tensor) -> StepInputs:
-        """One token further. Tables have an entry for every place that drafts can have: where the request has no room there, it is the
-        padding block."""
+        """One token further. Tables have an entry for every place that drafts can have: where the request has
+        no room there, it is the padding block."""
         size, at = self._block_tokens, place.kv_lens
         slots = place.tables[(place.table_starts + at // size).long()]
         return dataclasses.replace(
@@ -189,7 +205,8 @@ class Passes:
 
 
 def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
-    """The hidden state of each token goes to its request's row of `noted` [rows, places, width], at the place that its position has."""
+    """The hidden state of each token goes to its request's row of `noted` [rows, places, width], at the place
+    that its position has."""
     if noted.is_cuda:
         from penstock.engine.execution import triton_steps
 
@@ -250,7 +267,9 @@ def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
 
 def _joined(inputs: StepInputs, place: StepInputs) -> StepInputs:
     """The rows of a step that only decodes, and those of `place` behind them."""
-    both: dict[str, Any] = {name: torch.cat((getattr(inputs, name), getattr(place, name))) for name in _BY_ROW}
+    both: dict[str, Any] = {
+        name: torch.cat((getattr(inputs, name), getattr(place, name))) for name in _BY_ROW
+    }
     num = len(both["tokens"])
     q_starts = torch.arange(num + 1, dtype=torch.int32, device=place.tokens.device)
     return dataclasses.replace(place, **both, q_starts=q_starts, num_decodes=num)

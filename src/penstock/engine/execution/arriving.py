@@ -1,4 +1,5 @@
-"""KV that is still on its way when its step is launched. Owns the step's waits for it: layer by layer, or all of them before a replay."""
+"""KV that is still on its way when its step is launched. Owns the step's waits for it: layer by layer, or all
+of them before a replay."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ from penstock.lanes.lane import Lane
 
 
 class Arriving:
-    """The loads of one step. Each fence is waited for once, on the compute lane, before the first layer that reads what it covers."""
+    """The loads of one step. Each fence is waited for once, on the compute lane, before the first layer that
+    reads what it covers."""
 
     def __init__(self, loads: Iterable[Load]) -> None:
         self._loads = tuple(loads)
-        self._left = deque(sorted((arrival for load in self._loads for arrival in _arrivals(load)), key=lambda arrival: arrival.layers))
+        self._left = deque(
+            sorted(
+                (arrival for load in self._loads for arrival in _arrivals(load)),
+                key=lambda arrival: arrival.layers,
+            )
+        )
 
     @property
     def overlaps(self) -> bool:
@@ -31,13 +38,20 @@ class Arriving:
         return waited
 
     def check(self) -> None:
-        """An op of the step behind those waits: it fails, and with it the rest of the step, where something did not arrive."""
+        """An op of the step behind those waits: it fails, and with it the rest of the step, where something
+        did not arrive."""
         for load in self._loads:
             if (error := load.error()) is not None:
-                raise error if isinstance(error, TransferFailed) else TransferFailed(f"{type(error).__name__}: {error}")
+                raise (
+                    error
+                    if isinstance(error, TransferFailed)
+                    else TransferFailed(f"{type(error).__name__}: {error}")
+                )
 
 
 def _arrivals(load: Load) -> tuple[Arrival, ...]:
     if load.arrivals is None:
-        raise InvariantBroken("a step was planned over a promotion that is not launched: there is nothing to wait for yet")
+        raise InvariantBroken(
+            "a step was planned over a promotion that is not launched: there is nothing to wait for yet"
+        )
     return load.arrivals

@@ -1,4 +1,5 @@
-"""The tensors of one step. Owns their layout; what they mean to the kernels is written here and nowhere else."""
+"""The tensors of one step. Owns their layout; what they mean to the kernels is written here and nowhere
+else."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from torch import Tensor
 from penstock.contract import Chunk
 from penstock.errors import InvariantBroken
 
-# A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than shorter ones', and their keys
-# are cut into so many shares that no multiprocessor waits for another.
+# A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than
+# shorter ones', and their keys are cut into so many shares that no multiprocessor waits for another.
 DEEP_TOKENS = 8192
 TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
 _WRITES_OF, _UNSURE_OF = attrgetter("writes"), attrgetter("num_unsure")
@@ -30,20 +31,25 @@ Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens 
 class StepInputs:
     """Device-side inputs of a step of T tokens in B chunks. All int32, in the order in which they are packed.
 
-    Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a sequence of kv_lens[b] tokens.
-    Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)]; behind them are entries for the places of drafts that may
-    be made behind the step, where any are. The first `num_decodes` chunks have exactly one token each: of a plan's chunk with drafts each
-    token is one of them, over the same table and with one token more than the one before. Of a sequence some of whose blocks are not on
-    the device, all this is about the rest; only `positions` count from its beginning, and `paged` says which of the others are read.
+    Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a
+    sequence of kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)];
+    behind them are entries for the places of drafts that may be made behind the step, where any are. The
+    first `num_decodes` chunks have exactly one token each: of a plan's chunk with drafts each token is one of
+    them, over the same table and with one token more than the one before. Of a sequence some of whose blocks
+    are not on the device, all this is about the rest; only `positions` count from its beginning, and `paged`
+    says which of the others are read.
 
-    A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes from step to step
-    from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager steps. In a capture the first is 0, the
-    second says no more than whether the step is deep, and there are no spans.
+    A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes
+    from step to step from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager
+    steps. In a capture the first is 0, the second says no more than whether the step is deep, and there are
+    no spans.
     """
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    write_at: Tensor  # [T] slot * block_tokens + offset at which the token's KV is written; the padding block's where it must not be
+    # [T] slot * block_tokens + offset at which the token's KV is written; the padding block's where it must
+    # not be
+    write_at: Tensor
     q_starts: Tensor  # [B + 1]
     kv_lens: Tensor  # [B]
     table_starts: Tensor  # [B]
@@ -73,7 +79,8 @@ def _cuts(t: int, b: int, s: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a step, and with them the place of each input inside one packed int32 buffer: one buffer, one upload."""
+    """Sizes of a step, and with them the place of each input inside one packed int32 buffer: one buffer, one
+    upload."""
 
     num_tokens: int
     num_chunks: int
@@ -96,7 +103,8 @@ class Shape:
         return self.num_tokens == self.num_chunks == self.num_samples
 
     def cuts(self) -> tuple[int, ...]:
-        """Ends of: tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at, sample_rows. Tables follow."""
+        """Ends of: tokens, positions, write_at, q_starts, kv_lens, table_starts, rows, sample_at,
+        sample_rows. Tables follow."""
         return _cuts(self.num_tokens, self.num_chunks, self.num_samples)
 
     @property
@@ -119,7 +127,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A step on the host, ready to upload. Its arrays are views of a staging buffer, valid until that comes round again."""
+    """A step on the host, ready to upload. Its arrays are views of a staging buffer, valid until that comes
+    round again."""
 
     shape: Shape
     ints: NDArray[np.int32]
@@ -132,7 +141,8 @@ class Packed:
     paged: tuple[PagedChunk, ...] = ()
     nexts_at: int = 0  # where the tokens behind those of a step with prompts begin, where somebody wants them
     drafted: Drafted | None = None  # where some chunk has drafts, or starts where the host does not know
-    ahead_slots: NDArray[np.int32] | None = None  # that drafts which are made behind the step may be written to
+    # that drafts which are made behind the step may be written to
+    ahead_slots: NDArray[np.int32] | None = None
     gap: int = 0  # rows of padding between the decodes and the prompts
     num_asking: int = 0  # requests, without what pads the step; 0 where none of them samples
 
@@ -143,8 +153,9 @@ class Packed:
 
 
 class Drafted(NamedTuple):
-    """What the samples of a step have besides where some requests have drafts in it, or had some in the step before. The samples of one
-    request are neighbours: a group. The arrays stand behind all else in the packed ints."""
+    """What the samples of a step have besides where some requests have drafts in it, or had some in the step
+    before. The samples of one request are neighbours: a group. The arrays stand behind all else in the packed
+    ints."""
 
     at: int
     num_samples: int
@@ -175,8 +186,8 @@ class DraftedInputs(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What kernels see of a step, without padding: by row its tokens, those of its sequence before them, how many of these its table has,
-    and samples."""
+    """What kernels see of a step, without padding: by row its tokens, those of its sequence before them, how
+    many of these its table has, and samples."""
 
     lens: NDArray[np.int32]
     starts: NDArray[np.int32]
@@ -189,11 +200,12 @@ class _Rows(NamedTuple):
 
 
 class Packer:
-    """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running meanwhile."""
+    """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running
+    meanwhile."""
 
     def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, num_ahead: int = 0) -> None:
-        """`num_ahead`: drafts of each request that may be made behind a step. Where there are any, steps with prompts also have the tokens
-        behind each of theirs."""
+        """`num_ahead`: drafts of each request that may be made behind a step. Where there are any, steps with
+        prompts also have the tokens behind each of theirs."""
         self._num_ahead = num_ahead
         self.num_padding = 1 + num_ahead // block_tokens  # entries of the table of a padding chunk
         self._padding_table = np.full(self.num_padding, padding_slot, np.int32)
@@ -202,14 +214,21 @@ class Packer:
         self.padding_row = padding_row
 
     def pack(
-        self, chunks: tuple[Chunk, ...], num_decodes: int, bucket: Shape | None, into: NDArray[np.int32], num_ahead: int = 0
+        self,
+        chunks: tuple[Chunk, ...],
+        num_decodes: int,
+        bucket: Shape | None,
+        into: NDArray[np.int32],
+        num_ahead: int = 0,
     ) -> Packed:
-        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks have one token and its drafts;
-        those that sample nothing come last of them. Tables have entries for the places of `num_ahead` drafts, which are made behind it.
+        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks
+        have one token and its drafts; those that sample nothing come last of them. Tables have entries for
+        the places of `num_ahead` drafts, which are made behind it.
 
-        Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads. Those behind the decodes are
-        chunks of their own, so that every program has work; those behind prompts belong to no chunk, and padding chunks there have no
-        tokens. Every row of a bucket is sampled once, the padding last; those that did not ask are sampled into the padding row.
+        Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads.
+        Those behind the decodes are chunks of their own, so that every program has work; those behind prompts
+        belong to no chunk, and padding chunks there have no tokens. Every row of a bucket is sampled once,
+        the padding last; those that did not ask are sampled into the padding row.
         """
         table_lens, rows = self._measured(chunks, num_decodes, num_ahead)
         num, num_single, num_decodes = len(rows.lens), num_decodes, rows.num_decodes
@@ -222,14 +241,20 @@ class Packer:
         num_extra += num_nexts
         ints = into[: shape.fixed_ints + num_tables + num_paged + num_extra]
         parts = [ints[start:end] for start, end in pairwise((0, *shape.cuts(), len(ints) - num_extra))]
-        tokens, positions, write_at, q_starts, kv_lens, tables_at, row_of, sample_at, sample_rows, tables = parts
+        tokens, positions, write_at, q_starts, kv_lens, tables_at, row_of, sample_at, sample_rows, tables = (
+            parts
+        )
         tables[: self.num_padding] = self._padding_slot  # the table of every padding chunk
         if chunks:
-            own_tables = self._padded_tables(chunks, table_lens) if num_ahead else list(map(_SLOTS_OF, chunks))
+            own_tables = (
+                self._padded_tables(chunks, table_lens) if num_ahead else list(map(_SLOTS_OF, chunks))
+            )
             np.concatenate(own_tables, out=tables[self.num_padding : num_tables])
         gap = bucket.num_decodes - num_decodes if bucket is not None else 0
         if bucket is not None and (gap < 0 or num + gap > bucket.num_chunks or num_paged):
-            raise InvariantBroken(f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}")
+            raise InvariantBroken(
+                f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}"
+            )
         padding = slice(num_decodes, num_decodes + gap)
         # Where the chunks stand among those of the shape, and their tokens.
         own: NDArray[np.intp] | slice = slice(num)
@@ -261,32 +286,62 @@ class Packer:
             sample_rows[:num] = np.where(rows.num_logits > 0, row_of[own], self.padding_row)
             sample_rows[num:] = self.padding_row
         else:
-            sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(rows.num_logits), rows.num_logits) + np.arange(shape.num_samples)
+            sample_at[:] = np.repeat(q_starts[1:] - np.cumsum(rows.num_logits), rows.num_logits) + np.arange(
+                shape.num_samples
+            )
             sample_rows[:] = np.repeat(row_of, rows.num_logits)
-        spans = tuple(zip(rows.resident[num_decodes:].tolist(), rows.lens[num_decodes:].tolist(), strict=True))
+        spans = tuple(
+            zip(rows.resident[num_decodes:].tolist(), rows.lens[num_decodes:].tolist(), strict=True)
+        )
         paged = tuple(_pack_paged(chunks, q_starts, rows.firsts, tables, num_tables)) if num_paged else ()
         nexts_at = len(ints) - num_extra
         if num_nexts:
             _pack_nexts(chunks, num_single, gap, bucket is not None, ints[nexts_at : nexts_at + num_nexts])
-        drafted = _pack_drafted(chunks, bucket is not None, shape.num_samples, ints, nexts_at + num_nexts) if is_drafted else None
+        drafted = (
+            _pack_drafted(chunks, bucket is not None, shape.num_samples, ints, nexts_at + num_nexts)
+            if is_drafted
+            else None
+        )
         write_slots = written // self.block_tokens
         num_decodes += gap
-        if drafted is not None and drafted.num_unsure:  # what the device knows better may be written before where the host has it
-            write_slots = np.concatenate([write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)])
+        # what the device knows better may be written before where the host has it
+        if drafted is not None and drafted.num_unsure:
+            write_slots = np.concatenate(
+                [write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)]
+            )
         most = int(rows.lens.max(initial=0)), int(kv_lens.max())
         read_slots = tables[self.num_padding : num_tables]
         ahead_slots = read_slots[:0]
         if num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
             ends = [chunk.kv_len - chunk.num_elsewhere * self.block_tokens for chunk in chunks]
-            read_slots = np.concatenate([c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)])
-            ahead_slots = np.concatenate([c.slots[end // self.block_tokens :] for c, end in zip(chunks, ends, strict=True)])
+            read_slots = np.concatenate(
+                [c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)]
+            )
+            ahead_slots = np.concatenate(
+                [c.slots[end // self.block_tokens :] for c, end in zip(chunks, ends, strict=True)]
+            )
         num_asking = len(chunks) if rows.num_logits.any() else 0
         return Packed(
-            shape, ints, num_decodes, *most, read_slots, write_slots, spans, paged, nexts_at, drafted, ahead_slots, gap, num_asking
+            shape,
+            ints,
+            num_decodes,
+            *most,
+            read_slots,
+            write_slots,
+            spans,
+            paged,
+            nexts_at,
+            drafted,
+            ahead_slots,
+            gap,
+            num_asking,
         )
 
-    def _measured(self, chunks: tuple[Chunk, ...], num_decodes: int, num_ahead: int) -> tuple[NDArray[np.int32], _Rows]:
-        """Entries of the table of each chunk, and the step's rows: a chunk is one, and of a decode every token."""
+    def _measured(
+        self, chunks: tuple[Chunk, ...], num_decodes: int, num_ahead: int
+    ) -> tuple[NDArray[np.int32], _Rows]:
+        """Entries of the table of each chunk, and the step's rows: a chunk is one, and of a decode every
+        token."""
         num = len(chunks)
         lens = np.fromiter(map(len, map(TOKENS_OF, chunks)), np.int32, num)
         table_lens = np.fromiter(map(len, map(_SLOTS_OF, chunks)), np.int32, num)
@@ -302,18 +357,23 @@ class Packer:
         _check_lengths(lens, num_logits, num_decodes)
         num_drafts = int(lens[:num_decodes].sum()) - num_decodes
         if not num_drafts:
-            return table_lens, _Rows(lens, starts, resident, num_logits, slice(None), np.arange(num), num_decodes, num_paged)
+            return table_lens, _Rows(
+                lens, starts, resident, num_logits, slice(None), np.arange(num), num_decodes, num_paged
+            )
         rows_of = np.where(np.arange(num) < num_decodes, lens, 1)
         of_chunk, places = _numbered(rows_of)
         num_decodes += num_drafts
         lens, num_logits = lens[of_chunk], num_logits[of_chunk]
         lens[:num_decodes] = 1
-        np.minimum(num_logits[:num_decodes], 1, out=num_logits[:num_decodes])  # one that samples nothing may be among them
+        # one that samples nothing may be among them
+        np.minimum(num_logits[:num_decodes], 1, out=num_logits[:num_decodes])
         firsts = np.flatnonzero(places == 0)
         starts, resident = starts[of_chunk] + places, resident[of_chunk] + places
         return table_lens, _Rows(lens, starts, resident, num_logits, of_chunk, firsts, num_decodes, num_paged)
 
-    def _padded_tables(self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    def _padded_tables(
+        self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]
+    ) -> list[NDArray[np.int32]]:
         """Of each chunk its slots, and the padding slot where a draft behind it has no room."""
         parts: list[NDArray[np.int32]] = []
         for chunk, length in zip(chunks, table_lens.tolist(), strict=True):
@@ -322,20 +382,29 @@ class Packer:
 
     def _slots_before(self, chunk: Chunk) -> NDArray[np.int32]:
         """Those that the chunk writes where some drafts before it were rejected."""
-        first, end = (chunk.start - chunk.num_unsure) // self.block_tokens, -(-chunk.start // self.block_tokens)
+        first, end = (
+            (chunk.start - chunk.num_unsure) // self.block_tokens,
+            -(-chunk.start // self.block_tokens),
+        )
         return chunk.slots[first - chunk.num_elsewhere : end - chunk.num_elsewhere]
 
     def _by_token(
         self, chunks: Sequence[Chunk], rows: _Rows, table_starts: NDArray[np.int32], tables: NDArray[np.int32]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Its id, its position, and where its KV is written. There may be hundreds of chunks: all at once. `table_starts` are by row."""
+        """Its id, its position, and where its KV is written. There may be hundreds of chunks: all at once.
+        `table_starts` are by row."""
         is_one_each = (rows.lens == 1).all()
         owners, places = (slice(None), np.int32(0)) if is_one_each else _numbered(rows.lens)
         where = rows.resident[owners] + places
         ids = np.fromiter(itertools.chain.from_iterable(map(TOKENS_OF, chunks)), np.int32, len(where))
-        write_at = tables[table_starts[owners] + where // self.block_tokens] * self.block_tokens + where % self.block_tokens
+        write_at = (
+            tables[table_starts[owners] + where // self.block_tokens] * self.block_tokens
+            + where % self.block_tokens
+        )
         if not all(map(_WRITES_OF, chunks)):
-            unwritten = np.repeat([not chunk.writes for chunk in chunks], [len(chunk.tokens) for chunk in chunks])
+            unwritten = np.repeat(
+                [not chunk.writes for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+            )
             write_at[unwritten] = self._padding_slot * self.block_tokens
         return ids, rows.starts[owners] + places, write_at
 
@@ -355,28 +424,44 @@ def _check_lengths(lens: NDArray[np.int32], num_logits: NDArray[np.int32], num_d
         raise InvariantBroken("a decode with drafts wants the logits of all its tokens")
     samples = num_logits[:num_decodes] > 0
     if (samples[1:] > samples[:-1]).any():
-        raise InvariantBroken("a chunk of one token that samples nothing stands before one that samples: rows and samples would differ")
+        raise InvariantBroken(
+            "a chunk of one token that samples nothing "
+            "stands "
+            "before "
+            "one "
+            "that "
+            "samples: "
+            "rows and samples would differ"
+        )
 
 
 def _numbered(lens: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Of all that owners of so many have, one behind the other: the number of the owner, and its own among theirs."""
+    """Of all that owners of so many have, one behind the other: the number of the owner, and its own among
+    theirs."""
     owners = np.repeat(np.arange(len(lens)), lens)
     return owners, (np.arange(len(owners)) - (np.cumsum(lens) - lens)[owners]).astype(np.int32)
 
 
-def _pack_nexts(chunks: Sequence[Chunk], num_decodes: int, gap: int, is_bucket: bool, into: NDArray[np.int32]) -> None:
+def _pack_nexts(
+    chunks: Sequence[Chunk], num_decodes: int, gap: int, is_bucket: bool, into: NDArray[np.int32]
+) -> None:
     """Token ids, or -1 - the number of the sample that is the next token."""
     at = sample = 0
     for chunk in chunks[:num_decodes]:
         end = at + len(chunk.tokens)
-        into[at:end] = -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
+        into[at:end] = (
+            -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
+        )
         at, sample = end, sample + max(chunk.num_logits, is_bucket)
-    if prompts := chunks[num_decodes:]:  # of hundreds of requests where what they have missed is caught up with
+    # of hundreds of requests where what they have missed is caught up with
+    if prompts := chunks[num_decodes:]:
         into[at : at + gap] = 0
         at += gap
         lens = np.fromiter(map(len, map(TOKENS_OF, prompts)), np.int32, len(prompts))
         lasts, end = at + np.cumsum(lens) - 1, at + int(lens.sum())
-        into[at : end - 1] = np.fromiter(itertools.chain.from_iterable(map(TOKENS_OF, prompts)), np.int32, end - at)[1:]
+        into[at : end - 1] = np.fromiter(
+            itertools.chain.from_iterable(map(TOKENS_OF, prompts)), np.int32, end - at
+        )[1:]
         num_logits = _column(prompts, "num_logits")
         num_samples = np.maximum(num_logits, is_bucket)
         samples = sample + np.cumsum(num_samples) - num_samples
@@ -385,7 +470,9 @@ def _pack_nexts(chunks: Sequence[Chunk], num_decodes: int, gap: int, is_bucket: 
     into[at:] = 0
 
 
-def _pack_drafted(chunks: tuple[Chunk, ...], is_bucket: bool, num_samples: int, ints: NDArray[np.int32], at: int) -> Drafted:
+def _pack_drafted(
+    chunks: tuple[Chunk, ...], is_bucket: bool, num_samples: int, ints: NDArray[np.int32], at: int
+) -> Drafted:
     """In a bucket every row has a sample, and one that pads it is a group of its own."""
     sizes = np.array([max(chunk.num_logits, is_bucket) for chunk in chunks], np.int32)
     flags = np.repeat([chunk.num_unsure > 0 for chunk in chunks], sizes)
@@ -395,11 +482,17 @@ def _pack_drafted(chunks: tuple[Chunk, ...], is_bucket: bool, num_samples: int, 
     group_of[:] = np.repeat(np.arange(len(sizes)), sizes)
     starts[:] = np.cumsum(sizes) - sizes
     lengths[:] = sizes - 1
-    return Drafted(at, num_samples, len(sizes), int(lengths.max(initial=0)), max(chunk.num_unsure for chunk in chunks))
+    return Drafted(
+        at, num_samples, len(sizes), int(lengths.max(initial=0)), max(chunk.num_unsure for chunk in chunks)
+    )
 
 
 def _pack_paged(
-    chunks: tuple[Chunk, ...], q_starts: NDArray[np.int32], first_rows: NDArray[np.intp], tables: NDArray[np.int32], table_at: int
+    chunks: tuple[Chunk, ...],
+    q_starts: NDArray[np.int32],
+    first_rows: NDArray[np.intp],
+    tables: NDArray[np.int32],
+    table_at: int,
 ) -> Iterator[PagedChunk]:
     """Those whose first blocks were paged out; the slots of these stand behind all tables."""
     for number, chunk in zip(first_rows.tolist(), chunks, strict=True):

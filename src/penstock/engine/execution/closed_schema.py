@@ -1,4 +1,5 @@
-"""A JSON schema whose objects have no properties but those that it lists. Owns where objects may be closed; compiles nothing."""
+"""A JSON schema whose objects have no properties but those that it lists. Owns where objects may be closed;
+compiles nothing."""
 
 from __future__ import annotations
 
@@ -9,24 +10,41 @@ from typing import Any
 # By these, other schemas or given values hold for the same value as what stands beside them.
 _JOINING = frozenset(
     {
-        *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "const", "enum"),
+        *(
+            "$ref",
+            "$dynamicRef",
+            "$recursiveRef",
+            "allOf",
+            "anyOf",
+            "oneOf",
+            "not",
+            "if",
+            "then",
+            "else",
+            "const",
+            "enum",
+        ),
         *("patternProperties", "propertyNames", "dependentSchemas", "dependentRequired", "dependencies"),
         *("unevaluatedProperties", "unevaluatedItems", "contains", "uniqueItems"),
     }
 )
-_OF_PARTS = ("additionalProperties", "items", "prefixItems", "additionalItems")  # beside `properties`, each for values of its own
-_BRANCHES = ("anyOf", "allOf")  # alone for a value where nothing stands beside them; allOf where it has one schema
+# beside `properties`, each for values of its own
+_OF_PARTS = ("additionalProperties", "items", "prefixItems", "additionalItems")
+# alone for a value where nothing stands beside them; allOf where it has one schema
+_BRANCHES = ("anyOf", "allOf")
 _OWN = frozenset({"properties", "required", "minProperties", "maxProperties", *_OF_PARTS})
 
 
 def closed(text: str) -> str:
-    """`text` with `additionalProperties: false` in each object schema that lists properties and says nothing of others.
+    """`text` with `additionalProperties: false` in each object schema that lists properties and says nothing
+    of others.
 
-    By JSON Schema such an object is open, and few schemas say that it is not. A model then goes on with names of its own, and a program
-    that calls `f(**arguments)` fails. An object is closed only where one schema alone holds for it and asks for no other name. It stays
-    open in whatever several schemas say together (`allOf`; a `$ref` or `anyOf` beside `properties`; `not`), and in a `oneOf`, whose
-    branches exclude each other by what they say in full. So what fits the closed schema fits the given one, and a schema that can be met
-    can still be met.
+    By JSON Schema such an object is open, and few schemas say that it is not. A model then goes on with names
+    of its own, and a program that calls `f(**arguments)` fails. An object is closed only where one schema
+    alone holds for it and asks for no other name. It stays open in whatever several schemas say together
+    (`allOf`; a `$ref` or `anyOf` beside `properties`; `not`), and in a `oneOf`, whose branches exclude each
+    other by what they say in full. So what fits the closed schema fits the given one, and a schema that can
+    be met can still be met.
     """
     try:
         root = json.loads(text)
@@ -41,12 +59,17 @@ def closed(text: str) -> str:
 def _is_closable(schema: dict[str, Any]) -> bool:
     named, required = schema.get("properties"), schema.get("required", [])
     is_open = not schema.keys().isdisjoint({"additionalProperties", "minProperties", *_JOINING})
-    return not is_open and isinstance(named, dict) and isinstance(required, list) and set(map(str, required)) <= named.keys()
+    return (
+        not is_open
+        and isinstance(named, dict)
+        and isinstance(required, list)
+        and set(map(str, required)) <= named.keys()
+    )
 
 
 def _alone(root: Any) -> Iterator[dict[str, Any]]:
-    """Schemas that are the only ones to hold for their values, wherever they are used. One that is joined with others anywhere is not,
-    nor is any schema below it."""
+    """Schemas that are the only ones to hold for their values, wherever they are used. One that is joined
+    with others anywhere is not, nor is any schema below it."""
     found: dict[int, tuple[Any, bool]] = {}  # by identity
     line = [(root, True)]
     while line:
@@ -71,14 +94,17 @@ def _joins(node: dict[str, Any] | list[Any]) -> bool:
 
 
 def _parts(node: dict[str, Any] | list[Any], alone: bool) -> Iterable[Any]:
-    """Schemas in a schema, or in a list of them. Where it is not alone, all that might be one, values included: those are left as they
-    are."""
+    """Schemas in a schema, or in a list of them. Where it is not alone, all that might be one, values
+    included: those are left as they are."""
     if isinstance(node, list):
         return node
     if not alone:
         return node.values()
     named = node.get("properties")
-    return [*(node.get(name) for name in (*_OF_PARTS, *_BRANCHES)), *(named.values() if isinstance(named, dict) else ())]
+    return [
+        *(node.get(name) for name in (*_OF_PARTS, *_BRANCHES)),
+        *(named.values() if isinstance(named, dict) else ()),
+    ]
 
 
 def _referred(root: Any, ref: str) -> Any:

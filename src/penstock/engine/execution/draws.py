@@ -1,8 +1,10 @@
-"""How each request draws, by row, on the device. Owns what drafts need to be drawn as the target will draw at the same place.
+"""How each request draws, by row, on the device. Owns what drafts need to be drawn as the target will draw at
+the same place.
 
-The noise of a draw is a function of seed, position and token. The target adds it to its scores and takes the largest; a draft adds the same
-noise to scores of its own. So the two mostly agree where their distributions do, and what is kept is what the target chose: the answer is
-that of plain decoding. Penalties and biases are left out of drafts.
+The noise of a draw is a function of seed, position and token. The target adds it to its scores and takes the
+largest; a draft adds the same noise to scores of its own. So the two mostly agree where their distributions
+do, and what is kept is what the target chose: the answer is that of plain decoding. Penalties and biases are
+left out of drafts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from penstock.engine.execution.sampler import LEAST_NOISE, LEAST_TEMPERATURE, gu
 from penstock.engine.execution.staging import Uploads
 
 _CANDIDATES = 256  # likeliest tokens among which top-k and top-p cut; a cut further down is not made
-_STEP, _FIRST, _SECOND = (word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_STEP, _FIRST, _SECOND = (
+    word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 class DrawKind(enum.IntEnum):
@@ -34,7 +38,8 @@ class RowDraws:
 
     def __init__(self, num_rows: int, vocab: int, uploads: Uploads) -> None:
         device = uploads.device
-        self._floats = torch.zeros((3, num_rows), dtype=torch.float32, device=device)  # temperature, top-p, min-p
+        # temperature, top-p, min-p
+        self._floats = torch.zeros((3, num_rows), dtype=torch.float32, device=device)
         self._top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._vocab, self._uploads = vocab, uploads
@@ -46,33 +51,45 @@ class RowDraws:
         self._top_k.copy_(sent[3])
         self._seeds.copy_((sent[4] & 0xFFFFFFFF) | (sent[5] << 32))
 
-    def choose(self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind) -> Tensor:
-        """int64 [G]: which column of `logits` [G, draft vocab] is the draft of each request. `target_ids` [draft vocab] are their tokens,
-        None: the columns are; `positions` int32 [G] those of the tokens before the drafts."""
+    def choose(
+        self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind
+    ) -> Tensor:
+        """int64 [G]: which column of `logits` [G, draft vocab] is the draft of each request. `target_ids`
+        [draft vocab] are their tokens, None: the columns are; `positions` int32 [G] those of the tokens
+        before the drafts."""
         if choice is DrawKind.LIKELIEST:
             return logits.argmax(dim=-1)
         temperature, top_p, min_p = self._floats[:, rows.long(), None]
         is_random = temperature >= LEAST_TEMPERATURE
         scores = logits.float() / torch.where(is_random, temperature, 1.0)
-        noise = gumbel_noise(draw_keys(self._seeds[rows.long()], positions), self._vocab).clamp(min=LEAST_NOISE)
+        noise = gumbel_noise(draw_keys(self._seeds[rows.long()], positions), self._vocab).clamp(
+            min=LEAST_NOISE
+        )
         if target_ids is not None:
             noise = noise.index_select(1, target_ids)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
         if choice is DrawKind.FILTERED:
             floor = torch.maximum(floor, _cut(scores, floor, self._top_k[rows.long(), None], top_p))
-        return torch.where(scores >= floor, scores + torch.where(is_random, noise, 0.0), -torch.inf).argmax(dim=-1)
+        return torch.where(scores >= floor, scores + torch.where(is_random, noise, 0.0), -torch.inf).argmax(
+            dim=-1
+        )
 
 
 def _cut(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[G, 1]: the least score that top-k and top-p leave, as the sampler applies them; minus infinity where that is none of the likeliest
-    few hundred. Sorting the vocabulary for a draft would cost more than what it might win."""
+    """[G, 1]: the least score that top-k and top-p leave, as the sampler applies them; minus infinity where
+    that is none of the likeliest few hundred. Sorting the vocabulary for a draft would cost more than what it
+    might win."""
     ranked = scores.topk(min(_CANDIDATES, scores.shape[-1]), dim=-1).values
     num = ranked.shape[-1]
     place = torch.arange(num, device=scores.device)[None, :]
     keep = (ranked >= floor) & ((place < top_k) | (top_k == 0))
     among = torch.where(keep, ranked, -torch.inf)
     is_short = (top_k > 0) & (top_k <= num)
-    total = torch.where(is_short, among.logsumexp(-1, True), torch.where(scores >= floor, scores, -torch.inf).logsumexp(-1, True))
+    total = torch.where(
+        is_short,
+        among.logsumexp(-1, True),
+        torch.where(scores >= floor, scores, -torch.inf).logsumexp(-1, True),
+    )
     shares = (among - total).exp()
     keep &= (shares.cumsum(dim=-1) - shares < top_p) | (place == 0)
     least = torch.where(keep, ranked, torch.inf).amin(dim=-1, keepdim=True)

@@ -1,4 +1,5 @@
-"""Runs steps: a plan becomes ops on the compute lane, a finished step becomes a result. Owns the order of a step's ops."""
+"""Runs steps: a plan becomes ops on the compute lane, a finished step becomes a result. Owns the order of a
+step's ops."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ from penstock.speculation.length import StepCosts
 
 _LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
 
-# Device memory that steps use besides KV, as it is called in declared accesses. The sampler's slots are rows; its "layers" are the last
-# token, and what penalties count.
+# Device memory that steps use besides KV, as it is called in declared accesses. The sampler's slots are rows;
+# its "layers" are the last token, and what penalties count.
 _SAMPLER, _LAST, _ROW_STATE = "sampler rows", (0, 1), (0, 2)
 _INPUTS = "replay inputs"
 _GRAPHS = "memory of replays"
@@ -98,7 +99,8 @@ class StepLimits:
 
 
 class _Chain:
-    """Ops of one step on the lane, each after the one before: when one fails, the rest are skipped and say why."""
+    """Ops of one step on the lane, each after the one before: when one fails, the rest are skipped and say
+    why."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -148,7 +150,12 @@ class Executor:
         self._results = StagingRing(limits.result_ints, lane, "staged results", pinned=device.type == "cuda")
         inputs = torch.zeros(limits.staging_ints, dtype=torch.int32, device=device)
         self._replays = Replays(
-            lane, forward, self._packer, inputs, buckets, lambda: (sampler.pending, forward.model.rope, forward.attention.arena)
+            lane,
+            forward,
+            self._packer,
+            inputs,
+            buckets,
+            lambda: (sampler.pending, forward.model.rope, forward.attention.arena),
         )
 
     @property
@@ -157,7 +164,8 @@ class Executor:
         return self._sampler.pending
 
     def capture_all(self, progress: Callable[[str, int, int], None]) -> None:
-        """Record every bucket now, so that no request pays for it; the largest first, whose memory the others reuse."""
+        """Record every bucket now, so that no request pays for it; the largest first, whose memory the others
+        reuse."""
         buckets = self._replays.buckets
         for done, bucket in enumerate(reversed(buckets)):
             progress("capturing steps", done, len(buckets))
@@ -166,7 +174,8 @@ class Executor:
                 self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
                 for choice in DrawKind:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
-        if self.ahead is not None and buckets:  # behind all steps: none of them has its results in memory that these use
+        # behind all steps: none of them has its results in memory that these use
+        if self.ahead is not None and buckets:
             for exponent in reversed(range((self.limits.max_batch - 1).bit_length() + 1)):
                 self._replays.get_catch_up(1 << exponent, self.ahead.guesser.catch_up)
         progress("capturing steps", len(buckets), len(buckets))
@@ -175,26 +184,36 @@ class Executor:
         """Drafts are made on the device. Before anything is captured."""
         self.ahead = passes
         num_ints = self._replays.catch_up_ints(2 * self.limits.max_batch)
-        self._staged_missed = StagingRing(num_ints, self._lane, "staged inputs of catching up", pinned=self._device.type == "cuda")
+        self._staged_missed = StagingRing(
+            num_ints, self._lane, "staged inputs of catching up", pinned=self._device.type == "cuda"
+        )
         self._forward.note = partial(passes.attempt, passes.guesser.note)
 
     def keep_scores(self, scorer: ScorerName, num_kept: int) -> None:
-        """Requests may attend to a part of their context; what is known of `num_kept` parts is kept for later ones."""
+        """Requests may attend to a part of their context; what is known of `num_kept` parts is kept for later
+        ones."""
         self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self.uploads, num_kept)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
-        """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will launch steps."""
+        """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will
+        launch steps."""
         limits, model = self.limits, self._forward.model
         sizes = warm.Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
         for attention in (self._forward.attention, self.draft_attention):
             if attention is not None:
                 attention.warm(sizes.prefill_chunk, max_tokens, progress)
-        kinds = warm.all_kinds(sizes, self._replays.buckets) if self._device.type == "cuda" else warm.few_kinds(sizes)
+        kinds = (
+            warm.all_kinds(sizes, self._replays.buckets)
+            if self._device.type == "cuda"
+            else warm.few_kinds(sizes)
+        )
         blank = blank_weights(model.config, model.dtype, model.device)
         weights_of, self._weights_of = self._weights_of, lambda adapter: blank
         drafted: list[StepPlan] = []
         if self.ahead is not None:
-            drafted = warm.drafted_plans(sizes, slot, limits.block_tokens, limits.num_ahead, self._device.type == "cuda")
+            drafted = warm.drafted_plans(
+                sizes, slot, limits.block_tokens, limits.num_ahead, self._device.type == "cuda"
+            )
         num = len(kinds) + len(drafted)
         try:
             for done, plan in enumerate((*warm.plans(kinds, slot, limits.block_tokens), *drafted)):
@@ -205,8 +224,8 @@ class Executor:
         progress("warming up", num, num)
 
     def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
-        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them. Blocks, for some seconds: where
-        steps are slow the largest are not run. Behind `warm`."""
+        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them.
+        Blocks, for some seconds: where steps are slow the largest are not run. Behind `warm`."""
         block_tokens, seconds = self.limits.block_tokens, list[float]()
         for size in costs.sizes:
             if sum(seconds) > _MEASURED_S:
@@ -219,16 +238,22 @@ class Executor:
         counts = 1, min(self.limits.max_batch, measured.sizes[-1])
         num_late = min(block_tokens, self._forward.model.config.max_position - 1)
         plain = [self._step_s(warm.decode_plan(num, slot, block_tokens, 0)) for num in counts]
-        ahead = [self._step_s(warm.decode_plan(num, slot, block_tokens, self.limits.num_ahead)) for num in counts]
-        late = [self._step_s(warm.decode_plan(num, slot, block_tokens, 0, num_missed=num_late)) for num in counts]
+        ahead = [
+            self._step_s(warm.decode_plan(num, slot, block_tokens, self.limits.num_ahead)) for num in counts
+        ]
+        late = [
+            self._step_s(warm.decode_plan(num, slot, block_tokens, 0, num_missed=num_late)) for num in counts
+        ]
         ahead_s, ahead_row_s = _more_s(plain, ahead, counts)
         late_s, late_row_s = _more_s(plain, late, counts)
         follow_s, follow_row_s = late_s / num_late, late_row_s / num_late
-        return replace(measured, ahead_s=ahead_s, ahead_row_s=ahead_row_s, follow_s=follow_s, follow_row_s=follow_row_s)
+        return replace(
+            measured, ahead_s=ahead_s, ahead_row_s=ahead_row_s, follow_s=follow_s, follow_row_s=follow_row_s
+        )
 
     def _step_s(self, plan: StepPlan) -> float:
-        """What a step like this takes as the engine runs them: each is launched while the one before is running. Of a slow one, what it
-        takes alone."""
+        """What a step like this takes as the engine runs them: each is launched while the one before is
+        running. Of a slow one, what it takes alone."""
         started_s = time.perf_counter()
         _wait_step(self.launch(plan))
         ended_s = time.perf_counter()
@@ -245,15 +270,31 @@ class Executor:
         return statistics.median(times)
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
-        """Put the step on the compute lane and return; the step before may still be running there. `waits`: what the plan's ids stand
-        for. Where a grammar has a say, the step ends before its sampling, and `sample` has to follow once the step before was read."""
+        """Put the step on the compute lane and return; the step before may still be running there. `waits`:
+        what the plan's ids stand for. Where a grammar has a say, the step ends before its sampling, and
+        `sample` has to follow once the step before was read."""
         after, loads = waits.of(plan)
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
-            raise InvariantBroken(f"step {plan.number} wants several tokens for one request: a row has but one last token")
+            raise InvariantBroken(
+                f"step {plan.number} wants several tokens for one request: a row has but one last token"
+            )
         if any(len(chunk.tokens) > self.limits.block_tokens for chunk in plan.missed):
-            raise InvariantBroken(f"step {plan.number} catches up with more than a block: hidden states of no more are kept")
-        if max(map(len, map(TOKENS_OF, plan.chunks[: plan.num_decodes])), default=0) > 1 + self.limits.max_request_drafts:
-            raise InvariantBroken(f"step {plan.number} verifies more drafts of one request than there may be: the rest would not be chosen")
+            raise InvariantBroken(
+                f"step {plan.number} catches up with more than a block: hidden states of no more are kept"
+            )
+        if (
+            max(map(len, map(TOKENS_OF, plan.chunks[: plan.num_decodes])), default=0)
+            > 1 + self.limits.max_request_drafts
+        ):
+            raise InvariantBroken(
+                f"step {plan.number} verifies more drafts of "
+                f"one "
+                f"request "
+                f"than "
+                f"there "
+                f"may "
+                f"be: the rest would not be chosen"
+            )
         for fence in after:
             self._lane.wait(fence)
         chain = _Chain(self._lane)
@@ -278,11 +319,19 @@ class Executor:
         if bucket is not None:
             flow, device_ints = self._replay(chain, arriving, bucket, packed, host[:num_ints])
         else:
-            scores = None if self.scores is None else self.scores.for_step(plan.chunks, packed, outputs.room_for_parts)
-            flow, device_ints = self._run_eagerly(chain, arriving, packed, host[:num_ints], Flow(lora=lora, scores=scores))
+            scores = (
+                None
+                if self.scores is None
+                else self.scores.for_step(plan.chunks, packed, outputs.room_for_parts)
+            )
+            flow, device_ints = self._run_eagerly(
+                chain, arriving, packed, host[:num_ints], Flow(lora=lora, scores=scores)
+            )
             if plan.echoes:
                 self._submit_prompt_logprobs(chain, plan, flow, outputs)
-        chunks: Sequence[Chunk] = plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
+        chunks: Sequence[Chunk] = (
+            plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
+        )
         if packed.drafted is not None:  # one for each sample
             chunks = [c for c in chunks for _ in range(max(1, c.num_logits))]
         masks = self.masks.for_step(chunks, self._device.type == "cuda") if self.masks.answers else None
@@ -291,14 +340,19 @@ class Executor:
             if packed.shape.num_samples:
                 outputs.sampled = outputs.room_for(packed.shape.num_samples, max(sample_plan.num_logprobs))
                 accesses = self._sample_accesses(sample_plan, masks, captured=bucket is not None)
-                chain.submit(lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks), "sample", accesses)
+                chain.submit(
+                    lambda: self._sample(flow, sample_plan, device_ints(), packed, outputs, masks),
+                    "sample",
+                    accesses,
+                )
             if self.ahead is not None and plan.missed and not self.ahead.failed:
                 self._submit_missed(self.ahead, chain, arriving, plan, packed.gap, flow, bucket is not None)
             if self.ahead is not None and plan.is_followed and not self.ahead.failed:
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
-            self._wait_for(arriving, chain, self.limits.num_layers)  # a later step reads what this one has left out
+            # a later step reads what this one has left out
+            self._wait_for(arriving, chain, self.limits.num_layers)
             fence = self._lane.record()
             self._results.used_until(fence)
             if masks is not None:
@@ -311,21 +365,25 @@ class Executor:
         return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, last, fence, loads, late)
 
     def sample(self, step: RunningStep) -> RunningStep:
-        """The step launched last, with its sampling on the lane. Blocks only where a grammar has a say, until its masks are there: those
-        that need a token of the step before are computed from when `masks.advance` was told it."""
+        """The step launched last, with its sampling on the lane. Blocks only where a grammar has a say, until
+        its masks are there: those that need a token of the step before are computed from when `masks.advance`
+        was told it."""
         if step.late is None:
             return step
         endings = step.late.masks.wait_filled(self._lane)
         last, fence = step.late.submit()
         return replace(step, last=last, fence=fence, late=None, endings=endings)
 
-    # --------------------------------------------------------------------------------------------------------- forward
+    # ------------------------------------------------------------------------------------------------ forward
 
     def _spoil(self, guard: ByteGuard, chain: _Chain, plan: StepPlan) -> None:
         """Blocks that the step is the first to write hold nothing that anybody could use."""
         arena, block = self.limits.arena, self.limits.block_tokens
         slots = [
-            int(slot) for chunk in plan.chunks if chunk.writes for slot in chunk.slots[-(-chunk.start // block) - chunk.num_elsewhere :]
+            int(slot)
+            for chunk in plan.chunks
+            if chunk.writes
+            for slot in chunk.slots[-(-chunk.start // block) - chunk.num_elsewhere :]
         ]
         if slots:
             access = Access(arena, slots, (0, self.limits.num_layers), Mode.WRITE)
@@ -333,7 +391,9 @@ class Executor:
 
     def _accesses(self, packed: Packed, layers: tuple[int, int]) -> tuple[Access, Access]:
         arena = self.limits.arena
-        return Access(arena, packed.read_slots, layers, Mode.READ), Access(arena, packed.write_slots, layers, Mode.WRITE)
+        return Access(arena, packed.read_slots, layers, Mode.READ), Access(
+            arena, packed.write_slots, layers, Mode.WRITE
+        )
 
     def _embed_access(self, packed: Packed) -> Access:
         return Access(_SAMPLER, packed.row_of, _LAST, Mode.READ)
@@ -359,7 +419,9 @@ class Executor:
         def upload() -> None:
             ints = move(torch.empty(len(host), dtype=torch.int32, device=self._device), host)
             landed.append(ints)
-            flow.inputs = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans, packed.paged)
+            flow.inputs = packed.shape.views(
+                ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans, packed.paged
+            )
 
         chain.submit(upload, "upload", [self._staging.access(Mode.READ)])
         self._submit_place(chain, packed, flow, lambda: landed[0])
@@ -371,7 +433,8 @@ class Executor:
                 continue
             accesses = others.get(label, ())
             if layers[1] > layers[0]:
-                scored = () if flow.scores is None else flow.scores.accesses(layers)  # what is known of keys, besides KV
+                # what is known of keys, besides KV
+                scored = () if flow.scores is None else flow.scores.accesses(layers)
                 accesses = (*self._accesses(packed, layers), *scored)
             chain.submit(op, label, accesses)
             if packed.paged and label == "embed":
@@ -381,7 +444,8 @@ class Executor:
         return flow, lambda: landed[0]
 
     def _submit_place(self, chain: _Chain, packed: Packed, flow: Flow, ints: Callable[[], Tensor]) -> None:
-        """Where the step before had drafts, its rows begin behind those that were kept: the device knows, the host does not yet."""
+        """Where the step before had drafts, its rows begin behind those that were kept: the device knows, the
+        host does not yet."""
         drafted = packed.drafted
         if drafted is None or drafted.num_unsure == 0:
             return
@@ -399,40 +463,58 @@ class Executor:
         return self.paged
 
     def _submit_paged(self, chain: _Chain, packed: Packed, flow: Flow, layer: int) -> None:
-        """A layer whose attention is over what is on the device first, and then over pieces that stream in from host memory."""
+        """A layer whose attention is over what is on the device first, and then over pieces that stream in
+        from host memory."""
         reads, forward, scores, layers = self._paged_reads(), self._forward, flow.scores, (layer, layer + 1)
         kv = self._accesses(packed, layers)
         chain.submit(partial(forward.attend_resident, flow, layer), f"layer {layer}", kv)
         for piece in reads.pieces(packed.paged):
             fetched = reads.fetch(layer, piece, lambda: flow.bound_inputs().tables, self._lane)
-            chain.submit(partial(forward.add_piece, flow, piece.rows, fetched.landed), f"piece of layer {layer}", [fetched.access])
+            chain.submit(
+                partial(forward.add_piece, flow, piece.rows, fetched.landed),
+                f"piece of layer {layer}",
+                [fetched.access],
+            )
             if scores is not None and (add := scores.piece(layer, piece, fetched.landed)) is not None:
                 chain.submit(add, f"sums of layer {layer}", [fetched.access, *scores.accesses(layers)])
             fetched.read_until(self._lane.record())
-        scored = () if scores is None else (*scores.accesses(layers), kv[0])  # it looks at keys where they lie
+        # it looks at keys where they lie
+        scored = () if scores is None else (*scores.accesses(layers), kv[0])
         chain.submit(partial(forward.finish, flow, layer), f"rest of layer {layer}", scored)
 
     def _wait_for(self, arriving: Arriving, chain: _Chain, end: int) -> None:
         if arriving.wait_on(self._lane, end):
             chain.submit(arriving.check, "arrived")
 
-    def _replay(self, chain: _Chain, arriving: Arriving, bucket: Shape, packed: Packed, host: Tensor) -> tuple[Flow, Callable[[], Tensor]]:
+    def _replay(
+        self, chain: _Chain, arriving: Arriving, bucket: Shape, packed: Packed, host: Tensor
+    ) -> tuple[Flow, Callable[[], Tensor]]:
         captured = self._replays.get(bucket)
         inputs = self._replays.inputs
         chain.submit(
-            lambda: move(inputs[: len(host)], host), "upload", [self._staging.access(Mode.READ), Access(_INPUTS, *_ONE, Mode.WRITE)]
+            lambda: move(inputs[: len(host)], host),
+            "upload",
+            [self._staging.access(Mode.READ), Access(_INPUTS, *_ONE, Mode.WRITE)],
         )
         self._submit_place(chain, packed, captured.flow, lambda: inputs)
-        self._wait_for(arriving, chain, self._forward.model.config.num_layers)  # no wait is kept inside a replay
+        # no wait is kept inside a replay
+        self._wait_for(arriving, chain, self._forward.model.config.num_layers)
         kv = self._accesses(packed, (0, self._forward.model.config.num_layers))
-        others = self._embed_access(packed), Access(_INPUTS, *_ONE, Mode.READ), Access(_GRAPHS, *_ONE, Mode.WRITE)
-        chain.last = self._lane.replay(captured.replay, (*kv, *others, *self._note_accesses(packed)), after=chain.last)
+        others = (
+            self._embed_access(packed),
+            Access(_INPUTS, *_ONE, Mode.READ),
+            Access(_GRAPHS, *_ONE, Mode.WRITE),
+        )
+        chain.last = self._lane.replay(
+            captured.replay, (*kv, *others, *self._note_accesses(packed)), after=chain.last
+        )
         return captured.flow, lambda: inputs
 
-    # -------------------------------------------------------------------------------------------------------- sampling
+    # ----------------------------------------------------------------------------------------------- sampling
 
     def _plan_sampling(self, packed: Packed, array: np.ndarray) -> tuple[SamplePlan, int]:
-        """Decide how this step samples and put the parameters behind the packed inputs. Returns the ints to upload in all."""
+        """Decide how this step samples and put the parameters behind the packed inputs. Returns the ints to
+        upload in all."""
         ends = packed.shape.cuts()
         sample_at, rows = packed.ints[ends[6] : ends[7]], packed.ints[ends[7] : ends[8]]
         num_unsure = 0 if packed.drafted is None else packed.drafted.num_unsure
@@ -443,7 +525,15 @@ class Executor:
             used += plan.params.size
         return plan, used
 
-    def _sample(self, flow: Flow, plan: SamplePlan, ints: Tensor, packed: Packed, outputs: Outputs, masks: StepMasks | None) -> None:
+    def _sample(
+        self,
+        flow: Flow,
+        plan: SamplePlan,
+        ints: Tensor,
+        packed: Packed,
+        outputs: Outputs,
+        masks: StepMasks | None,
+    ) -> None:
         assert flow.logits is not None and outputs.sampled is not None
         inputs = flow.bound_inputs()
         params = None
@@ -470,7 +560,8 @@ class Executor:
         bucket: Shape | None,
         drafting: tuple[int, DrawKind],
     ) -> None:
-        """The pass over the step's tokens, which fills the KV of what proposes, and those that make drafts."""
+        """The pass over the step's tokens, which fills the KV of what proposes, and those that make
+        drafts."""
         ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
         assert ahead is not None and packed.ahead_slots is not None
         captured = None
@@ -485,7 +576,8 @@ class Executor:
             else:
                 nexts = made.tokens.clamp(min=0)
                 lasts = torch.arange(len(nexts), device=nexts.device) if made.lasts is None else made.lasts
-                lasts = lasts[: packed.num_asking] if bucket is not None else lasts  # padding may stand where a request's last token is
+                # padding may stand where a request's last token is
+                lasts = lasts[: packed.num_asking] if bucket is not None else lasts
             rows = inputs.sample_rows[lasts]
             if not packed.shape.samples_all:
                 given = ints()[packed.nexts_at : packed.nexts_at + packed.shape.num_tokens]
@@ -504,34 +596,59 @@ class Executor:
         self._wait_for(arriving, chain, layers[1])
         if drafting[0] and drafting[1] is not DrawKind.LIKELIEST and self._has_new_draws:
             self._has_new_draws, words = False, self._rows.draw_words()
-            chain.submit(lambda: ahead.draws.load(words), "draws", [Access(_SAMPLER, range(words.shape[1]), _ROW_STATE, Mode.WRITE)])
+            chain.submit(
+                lambda: ahead.draws.load(words),
+                "draws",
+                [Access(_SAMPLER, range(words.shape[1]), _ROW_STATE, Mode.WRITE)],
+            )
         rows = packed.ints[slice(*packed.shape.cuts()[7:9])]
         read = [Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)]
         written = Access(self.limits.arena, packed.ahead_slots, layers, Mode.WRITE)
-        accesses = [*self._accesses(packed, layers), written, *read, Access(_SAMPLER, rows, _LAST, Mode.WRITE)]
-        accesses += [] if drafting[1] is DrawKind.LIKELIEST else [Access(_SAMPLER, rows, _ROW_STATE, Mode.READ)]
+        accesses = [
+            *self._accesses(packed, layers),
+            written,
+            *read,
+            Access(_SAMPLER, rows, _LAST, Mode.WRITE),
+        ]
+        accesses += (
+            [] if drafting[1] is DrawKind.LIKELIEST else [Access(_SAMPLER, rows, _ROW_STATE, Mode.READ)]
+        )
         chain.submit(run if captured is None else fill, "draft", accesses)
         if captured is not None:
             chain.last = self._lane.replay(captured.replay, accesses, after=chain.last)
 
     def _submit_missed(
-        self, ahead: Passes, chain: _Chain, arriving: Arriving, plan: StepPlan, gap: int, flow: Flow, is_captured: bool
+        self,
+        ahead: Passes,
+        chain: _Chain,
+        arriving: Arriving,
+        plan: StepPlan,
+        gap: int,
+        flow: Flow,
+        is_captured: bool,
     ) -> None:
-        """The pass over tokens of earlier steps that went without one. `gap`: rows of padding behind the step's decodes."""
+        """The pass over tokens of earlier steps that went without one. `gap`: rows of padding behind the
+        step's decodes."""
         layers = self._forward.model.config.num_layers, self.limits.num_layers
-        # The token behind the last of each is the first of its chunk in this step: by now the device knows it, whoever sampled it.
+        # The token behind the last of each is the first of its chunk in this step: by now the device knows
+        # it, whoever sampled it.
         places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
         places[plan.num_decodes :] += gap
-        first_of = {chunk.request_id: -1 - place for chunk, place in zip(plan.chunks, places.tolist(), strict=False)}
+        first_of = {
+            chunk.request_id: -1 - place for chunk, place in zip(plan.chunks, places.tolist(), strict=False)
+        }
         missed = tuple(chunk._replace(next_token=first_of[chunk.request_id]) for chunk in plan.missed)
         lens = np.array([len(chunk.tokens) for chunk in missed])
         num, num_single = int(lens.sum()), int((lens == 1).sum())
         captured = None
-        if is_captured and not plan.is_followed and not num_single:  # nobody reads what the captured step has left in memory any more
+        # nobody reads what the captured step has left in memory any more
+        if is_captured and not plan.is_followed and not num_single:
             captured = self._replays.get_catch_up(len(missed), ahead.guesser.catch_up)
         host, array = self._staged_missed.next()
         end = 2 * (num if captured is None else captured.shape.num_tokens)
-        packed = self._packer.pack(missed, num_single, None if captured is None else captured.shape, array[end:])
+        packed = self._packer.pack(
+            missed, num_single, None if captured is None else captured.shape, array[end:]
+        )
         rows, nexts = array[: end // 2], array[end // 2 : end]
         rows[:num], rows[num:] = np.repeat([chunk.row for chunk in missed], lens), self.limits.max_batch
         nexts[:] = packed.ints[packed.nexts_at : packed.nexts_at + len(nexts)]
@@ -540,28 +657,42 @@ class Executor:
         def run() -> None:
             ints = move(torch.empty(len(host), dtype=torch.int32, device=self._device), host)
             of_rows, given, ours = ints.split([end // 2, end // 2, len(ints) - end])
-            inputs = packed.shape.views(ours, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans)
+            inputs = packed.shape.views(
+                ours, packed.num_decodes, packed.max_q_len, packed.max_kv_len, packed.spans
+            )
             known = flow.bound_inputs().tokens[(-1 - given).clamp(min=0).long()]
             ahead.attempt(ahead.guesser.catch_up, inputs, of_rows, torch.where(given < 0, known, given))
 
         self._wait_for(arriving, chain, layers[1])
-        staged, notes = self._staged_missed.access(Mode.READ), Access(_NOTES, rows[:num], *_ONE[1:], Mode.READ)
-        accesses = [*self._accesses(packed, layers), notes, *(Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS))]
+        staged, notes = (
+            self._staged_missed.access(Mode.READ),
+            Access(_NOTES, rows[:num], *_ONE[1:], Mode.READ),
+        )
+        accesses = [
+            *self._accesses(packed, layers),
+            notes,
+            *(Access(arena, *_ONE, Mode.READ) for arena in (_INPUTS, _GRAPHS)),
+        ]
         if captured is None:
             chain.submit(run, "missed", [*accesses, staged])
         else:
             inputs, one = captured.inputs, Access(_MISSED, *_ONE, Mode.WRITE)
             chain.submit(lambda: move(inputs[: len(host)], host), "upload", [staged, one])
-            chain.last = self._lane.replay(captured.replay, [*accesses, one._replace(mode=Mode.READ)], after=chain.last)
+            chain.last = self._lane.replay(
+                captured.replay, [*accesses, one._replace(mode=Mode.READ)], after=chain.last
+            )
         self._staged_missed.used_until(self._lane.record())
 
     def _captured_ahead(self, bucket: Shape, num_drafts: int, choice: DrawKind) -> CapturedPass:
         ahead, drafting = self.ahead, (num_drafts, choice if num_drafts else DrawKind.LIKELIEST)
         assert ahead is not None
-        return self._replays.get_pass(bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting))
+        return self._replays.get_pass(
+            bucket, drafting, lambda flow, nexts, lasts, rows: ahead.run(flow, nexts, lasts, rows, *drafting)
+        )
 
     def _submit_prompt_logprobs(self, chain: _Chain, plan: StepPlan, flow: Flow, outputs: Outputs) -> None:
-        """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a time."""
+        """Logprobs of the prompt tokens that follow each computed position, a slice of positions at a
+        time."""
         at = 0
         for chunk in plan.chunks:
             if chunk.echo is not None:
@@ -569,8 +700,16 @@ class Executor:
                 room = outputs.room_for(len(targets), num_top)
                 outputs.prompts.append((chunk.request_id, room))
                 for first in range(0, len(targets), _LOGPROB_ROWS):
-                    part = targets[first : first + _LOGPROB_ROWS], room[first : first + _LOGPROB_ROWS], num_top
-                    chain.submit(partial(self._echo, flow, at + first, *part), "prompt logprobs", [self._results.access(Mode.WRITE)])
+                    part = (
+                        targets[first : first + _LOGPROB_ROWS],
+                        room[first : first + _LOGPROB_ROWS],
+                        num_top,
+                    )
+                    chain.submit(
+                        partial(self._echo, flow, at + first, *part),
+                        "prompt logprobs",
+                        [self._results.access(Mode.WRITE)],
+                    )
             at += chunk.num_tokens
 
     def _echo(self, flow: Flow, at: int, targets: Sequence[int], room: Tensor, num_top: int) -> None:
@@ -592,8 +731,8 @@ def _more_s(plain: Sequence[float], others: Sequence[float], counts: tuple[int, 
 
 
 def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:
-    """Move the rows of requests whose last drafts are only now decided to where they belong. Decodes are the first rows, and each has a
-    sample, so that rows and samples have the same numbers."""
+    """Move the rows of requests whose last drafts are only now decided to where they belong. Decodes are the
+    first rows, and each has a sample, so that rows and samples have the same numbers."""
     if unsure.is_cuda:
         from penstock.engine.execution import triton_steps
 

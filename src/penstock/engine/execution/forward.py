@@ -1,5 +1,5 @@
-"""The forward pass as a list of ops: embed, each layer, head. Owns the activations on their way through; the same list is run
-eagerly or captured."""
+"""The forward pass as a list of ops: embed, each layer, head. Owns the activations on their way through; the
+same list is run eagerly or captured."""
 
 from __future__ import annotations
 
@@ -28,17 +28,22 @@ class Attending(NamedTuple):
 
 
 class BoundKv:
-    """The paged cache bound to one step's inputs: what a model's layer sees. Its layer 0 is `first_layer` of the arena's."""
+    """The paged cache bound to one step's inputs: what a model's layer sees. Its layer 0 is `first_layer` of
+    the arena's."""
 
     __slots__ = ("_attention", "_first_layer", "_inputs", "_scores")
 
-    def __init__(self, attention: Attention, inputs: StepInputs, first_layer: int = 0, scores: StepScores | None = None) -> None:
+    def __init__(
+        self, attention: Attention, inputs: StepInputs, first_layer: int = 0, scores: StepScores | None = None
+    ) -> None:
         self._attention = attention
         self._inputs = inputs
         self._first_layer = first_layer
         self._scores = scores
 
-    def rotate_and_write(self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_and_write(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return self._attention.rotate_and_write(self._first_layer + layer, qkv, q_norm, k_norm, self._inputs)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -75,24 +80,39 @@ class LayerOp(NamedTuple):
 class Forward:
     """Makes the ops of one pass over a model."""
 
-    def __init__(self, model: Decoder, attention: Attention, pending: Tensor, begin: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, model: Decoder, attention: Attention, pending: Tensor, begin: Callable[[], None] = lambda: None
+    ) -> None:
         """`begin` is called first of all, on the thread that computes."""
         self.model = model
         self._begin = begin
         self.attention = attention
-        self._pending = pending  # int32 [rows, 1 + drafts]: what each request sampled last, and what was drafted behind it
-        self.note: Callable[[Flow], None] | None = None  # where somebody needs hidden states of decoded tokens later
+        # int32 [rows, 1 + drafts]: what each request sampled last, and what was drafted behind it
+        self._pending = pending
+        # where somebody needs hidden states of decoded tokens later
+        self.note: Callable[[Flow], None] | None = None
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
         """`is_decode`: every request of the step has one token in it, or that and drafts."""
-        layers = [LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}") for i in range(self.model.config.num_layers)]
-        notes = [] if self.note is None or not is_decode else [LayerOp(partial(self.note, flow), (0, 0), "note")]
-        return [LayerOp(partial(self._embed, flow), (0, 0), "embed"), *layers, LayerOp(partial(self._head, flow), (0, 0), "head"), *notes]
+        layers = [
+            LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}")
+            for i in range(self.model.config.num_layers)
+        ]
+        notes = (
+            [] if self.note is None or not is_decode else [LayerOp(partial(self.note, flow), (0, 0), "note")]
+        )
+        return [
+            LayerOp(partial(self._embed, flow), (0, 0), "embed"),
+            *layers,
+            LayerOp(partial(self._head, flow), (0, 0), "head"),
+            *notes,
+        ]
 
     def _embed(self, flow: Flow) -> None:
         self._begin()
         inputs = flow.bound_inputs()
-        # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from where it was sampled.
+        # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from
+        # where it was sampled.
         firsts = inputs.tokens[: len(inputs.rows)]
         width = self._pending.shape[1]
         places = inputs.rows[: len(firsts)]
@@ -108,7 +128,8 @@ class Forward:
         flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
     def attend_resident(self, flow: Flow, index: int) -> None:
-        """A layer up to and with its attention over what is on the device. `add_piece` may follow several times, then `finish`."""
+        """A layer up to and with its attention over what is on the device. `add_piece` may follow several
+        times, then `finish`."""
         assert flow.hidden is not None
         inputs = flow.bound_inputs()
         kv = BoundKv(self.attention, inputs)
@@ -137,4 +158,6 @@ class Forward:
         elif len(inputs.sample_at) == len(inputs.tokens):
             flow.logits = self.model.head(flow.hidden, flow.residual)
         else:
-            flow.logits = self.model.head(flow.hidden[..., inputs.sample_at, :], flow.residual[inputs.sample_at])
+            flow.logits = self.model.head(
+                flow.hidden[..., inputs.sample_at, :], flow.residual[inputs.sample_at]
+            )

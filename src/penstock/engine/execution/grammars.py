@@ -1,4 +1,5 @@
-"""Grammars of structured output, compiled. Owns the vocabulary as llguidance sees it, the threads that compile and what they have compiled.
+"""Grammars of structured output, compiled. Owns the vocabulary as llguidance sees it, the threads that
+compile and what they have compiled.
 
 The package is an extra: without it nothing here fails before somebody asks for a grammar.
 """
@@ -28,7 +29,8 @@ from penstock.models.tokenizer import TextCodec
 
 MOST_COMPILING = 16  # each has a thread, which waits for its trial
 _KEPT = 64  # compiled grammars that are kept though no request has them
-# Of work, not of time. One unit of fuel is some 20 nanoseconds when a grammar is compiled, and 70 when a mask is computed.
+# Of work, not of time. One unit of fuel is some 20 nanoseconds when a grammar is compiled, and 70 when a mask
+# is computed.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -71,12 +73,15 @@ class Matcher:
 
     @staticmethod
     def fill(matchers: Sequence[tuple[Matcher, int]], words: NDArray[np.int32]) -> None:
-        """A bit for each token that may come next, of each matcher in its row of `words`. All of them in one call, since it gives up the
-        interpreter, and to get it back may take longer than a mask."""
+        """A bit for each token that may come next, of each matcher in its row of `words`. All of them in one
+        call, since it gives up the interpreter, and to get it back may take longer than a mask."""
         if matchers:
-            _pool().unsafe_compute_mask_ptr([(one._matcher, row) for one, row in matchers], words.ctypes.data, words[0].nbytes, len(words))
+            _pool().unsafe_compute_mask_ptr(
+                [(one._matcher, row) for one, row in matchers], words.ctypes.data, words[0].nbytes, len(words)
+            )
             vocab = matchers[0][0]._vocab
-            words.view(np.uint8)[[row for _, row in matchers], vocab // 8] &= 0xFF ^ (1 << vocab % 8)  # an end that the model does not have
+            # an end that the model does not have
+            words.view(np.uint8)[[row for _, row in matchers], vocab // 8] &= 0xFF ^ (1 << vocab % 8)
 
 
 @functools.cache
@@ -101,12 +106,13 @@ class _Compiling:
 
 
 class Grammars:
-    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start: those who use it
-    take a copy, and it is found again for as long as one of them holds it."""
+    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start: those who
+    use it take a copy, and it is found again for as long as one of them holds it."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
         self.token_bytes = tokenizer.token_bytes
-        self.num_words = -(-(vocab + 1) // 32)  # of a mask; the last bit is an end that models without one do not have
+        # of a mask; the last bit is an end that models without one do not have
+        self.num_words = -(-(vocab + 1) // 32)
         self._vocabulary = _Vocabulary(tokenizer, vocab, eos_ids)
         self._lock = threading.Lock()
         self._compiled: WeakValueDictionary[Grammar, Matcher] = WeakValueDictionary()
@@ -116,8 +122,9 @@ class Grammars:
         self._threads = ThreadPoolExecutor(MOST_COMPILING, "grammar")
 
     def begin(self, grammar: Grammar) -> Future[Matcher]:
-        """Have it compiled, or find it. InvalidRequest in the future: it cannot be met, or is too large. Never blocks
-        for long. The future is the caller's own. Cancelling it ends the compiling, unless others wait for the same."""
+        """Have it compiled, or find it. InvalidRequest in the future: it cannot be met, or is too large.
+        Never blocks for long. The future is the caller's own. Cancelling it ends the compiling, unless others
+        wait for the same."""
         future: Future[Matcher] = Future()
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
@@ -193,12 +200,15 @@ class Grammars:
         if made.error is None:
             Matcher.fill([(made, 0)], words)  # the first mask of all is the dearest: it is paid for here
         if made.error is not None or not (words.any() or made.is_accepting):
-            raise InvalidRequest(f"the {_NAMES[grammar.kind]} cannot be met: {made.error or 'no token can begin it'}", _PARAM)
+            raise InvalidRequest(
+                f"the {_NAMES[grammar.kind]} cannot be met: {made.error or 'no token can begin it'}", _PARAM
+            )
         return made
 
 
 class _Vocabulary:
-    """The tokens as bytes. Made when the first grammar comes: it takes some tenths of a second, and memory."""
+    """The tokens as bytes. Made when the first grammar comes: it takes some tenths of a second, and
+    memory."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
         self.eos_token_id = min(eos_ids, default=vocab)
@@ -219,7 +229,9 @@ class _Vocabulary:
         try:
             library: Any = importlib.import_module("llguidance")
         except ImportError:
-            raise InvalidRequest("structured output needs the package llguidance, which this server does not have", _PARAM) from None
+            raise InvalidRequest(
+                "structured output needs the package llguidance, which this server does not have", _PARAM
+            ) from None
         try:
             return _source(library.LLMatcher, grammar)
         except ValueError as error:
@@ -228,7 +240,9 @@ class _Vocabulary:
     def matcher(self, source: str) -> Matcher:
         library: Any = importlib.import_module("llguidance")
         limits = library.LLParserLimits(**_LIMITS, verbose_errors=False)
-        return Matcher(library.LLMatcher(self._seen_by(library), source, log_level=0, limits=limits), self._vocab)
+        return Matcher(
+            library.LLMatcher(self._seen_by(library), source, log_level=0, limits=limits), self._vocab
+        )
 
     def begin_trial(self) -> Trial:
         """In the process that has this vocabulary, which is started where there is none."""
@@ -255,19 +269,28 @@ class _Vocabulary:
                 for id in special:  # their text is not theirs: a special token is never text
                     self.tokens[id] = self.tokens[id] or f"<special {id}>".encode()
                 self.special_token_ids = sorted(special | {self._vocab})
-                self._ids = {text: id for id, text in enumerate(self.tokens) if text and id not in special and id < self._vocab}
+                self._ids = {
+                    text: id
+                    for id, text in enumerate(self.tokens)
+                    if text and id not in special and id < self._vocab
+                }
                 self._longest = max(map(len, self._ids), default=1)
-                self._seen = library.LLTokenizer(library.TokenizerWrapper(self), n_vocab=self._vocab + 1, eos_token=self._eos_ids)
+                self._seen = library.LLTokenizer(
+                    library.TokenizerWrapper(self), n_vocab=self._vocab + 1, eos_token=self._eos_ids
+                )
             return self._seen
 
     def __call__(self, data: bytes | str) -> list[int]:
-        """How the model would write text that has to come: as its tokenizer does, or the longest tokens first where that is other text.
-        The beginning is enough: it is asked again for every mask, which has the first of these tokens alone."""
+        """How the model would write text that has to come: as its tokenizer does, or the longest tokens first
+        where that is other text. The beginning is enough: it is asked again for every mask, which has the
+        first of these tokens alone."""
         data = data.encode() if isinstance(data, str) else data
         data = data if len(data) <= _FORCED_BYTES else data[:_FORCED_BYTES].decode(errors="ignore").encode()
         try:
             ids = self._tokenizer.encode(data.decode(), add_special=False)
-            if b"".join(map(self._tokenizer.token_bytes, ids)) == data and not any(map(self._tokenizer.is_special, ids)):
+            if b"".join(map(self._tokenizer.token_bytes, ids)) == data and not any(
+                map(self._tokenizer.is_special, ids)
+            ):
                 return ids
         except ValueError:
             pass  # half a character
@@ -277,7 +300,14 @@ class _Vocabulary:
         ids: list[int] = []
         at = 0
         while at < len(data):
-            size = next((n for n in range(min(self._longest, len(data) - at), 0, -1) if data[at : at + n] in self._ids), None)
+            size = next(
+                (
+                    n
+                    for n in range(min(self._longest, len(data) - at), 0, -1)
+                    if data[at : at + n] in self._ids
+                ),
+                None,
+            )
             if size is None:
                 break  # no token spells it
             ids.append(self._ids[data[at : at + size]])
@@ -297,7 +327,15 @@ _NAMES = {
 def _too_complex(grammar: Grammar) -> InvalidRequest:
     keyword = costliest(grammar.text) if grammar.kind == "json_schema" else None
     reason = "" if keyword is None else f"; most of the work is for {keyword}"
-    message = f"the {_NAMES[grammar.kind]} is too complex: it does not compile within {TRIAL_CPU_S} s and {TRIAL_MIB} MiB{reason}"
+    message = (
+        f"the {_NAMES[grammar.kind]} is too complex: it does not "
+        f"compile "
+        f"within "
+        f"{TRIAL_CPU_S} "
+        f"s "
+        f"and "
+        f"{TRIAL_MIB} MiB{reason}"
+    )
     return InvalidRequest(message, _PARAM)
 
 
@@ -305,18 +343,28 @@ def _source(matcher: Any, grammar: Grammar) -> str:
     """As llguidance takes it."""
     if grammar.kind == "json_schema":
         check_keywords(grammar.text)
-        return str(matcher.grammar_from_json_schema(closed(grammar.text), overrides={"whitespace_pattern": _BLANKS}))
+        return str(
+            matcher.grammar_from_json_schema(closed(grammar.text), overrides={"whitespace_pattern": _BLANKS})
+        )
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
         return str(matcher.grammar_from_lark(grammar.text))
     if grammar.kind == "parts":
         rule, parts = json.loads(grammar.text)
-        return json.dumps({"grammars": [{"name": "rule", "lark_grammar": rule}, *(_named(matcher, name, parts[name]) for name in parts)]})
+        return json.dumps(
+            {
+                "grammars": [
+                    {"name": "rule", "lark_grammar": rule},
+                    *(_named(matcher, name, parts[name]) for name in parts),
+                ]
+            }
+        )
     choices = json.loads(grammar.text)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
         raise ValueError("it takes strings, one at least")
-    # One word of the lexer: as alternatives of a rule, more than some thousand would compile, and fail with the first token.
+    # One word of the lexer: as alternatives of a rule, more than some thousand would compile, and fail with
+    # the first token.
     start = 'start: ""' if not any(choices) else "start: CHOICE" if all(choices) else "start: CHOICE?"
     word = "\nCHOICE: " + " | ".join(json.dumps(one) for one in choices if one)
     return str(matcher.grammar_from_lark(start + (word if any(choices) else "")))
@@ -325,5 +373,7 @@ def _source(matcher: Any, grammar: Grammar) -> str:
 def _named(matcher: Any, name: str, part: list[Any]) -> dict[str, Any]:
     """A grammar that others refer to as `@name`."""
     source = _source(matcher, Grammar(*part))
-    made: dict[str, Any] = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    made: dict[str, Any] = (
+        json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    )
     return {**made, "name": name}

@@ -1,5 +1,5 @@
-"""Which tokens grammars allow next, as bits, for the sampling of each step. Owns a matcher per constrained request and the thread that runs
-them while the forward pass runs. Decides nothing about a request."""
+"""Which tokens grammars allow next, as bits, for the sampling of each step. Owns a matcher per constrained
+request and the thread that runs them while the forward pass runs. Decides nothing about a request."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ class _Answer:
     num_known: int  # generated tokens that it has been told; those of the matcher once its jobs are done
     masked_from: int  # generated tokens before which any token will do
     matcher: Matcher | ThoughtMatcher | None = None  # made and used by the thread alone
-    waiting: tuple[StepMasks, int, int] | None = None  # a step that needs a mask behind so many tokens, and the mask's place there
+    # a step that needs a mask behind so many tokens, and the mask's place there
+    waiting: tuple[StepMasks, int, int] | None = None
 
     def is_masked(self, chunk: Chunk) -> bool:
-        """Whether the step that samples `chunk` needs a mask. Reasoning that has ended by itself, and has no grammar behind it, needs none:
-        where that is seen late, a mask allows all."""
+        """Whether the step that samples `chunk` needs a mask. Reasoning that has ended by itself, and has no
+        grammar behind it, needs none: where that is seen late, a mask allows all."""
         is_free = isinstance(self.matcher, ThoughtMatcher) and self.matcher.is_free
         return chunk.kv_len - self.num_prompt >= self.masked_from and not is_free
 
 
 @dataclass(slots=True, eq=False)
 class StepMasks:
-    """The masks of one step, in a buffer of the staging ring: rows are filled by the thread, each once, and read by the step's sampling."""
+    """The masks of one step, in a buffer of the staging ring: rows are filled by the thread, each once, and
+    read by the step's sampling."""
 
     host: Tensor  # int32 [C * words]
     rows: NDArray[np.int32]  # [C, words], the same bytes
@@ -56,10 +58,11 @@ class StepMasks:
     missing: set[int] = field(default_factory=set)  # rows that no job fills yet
 
     def wait_filled(self, lane: Lane) -> list[GrammarEnd]:
-        """Block until every mask is there; says which requests are over. A row whose token never came belongs to a request that has ended
-        or begins anew: what is sampled for it is not used."""
+        """Block until every mask is there; says which requests are over. A row whose token never came belongs
+        to a request that has ended or begins anew: what is sampled for it is not used."""
         endings = [ending for job in self.jobs for ending in job.result()]
-        lane.touch((self.access._replace(mode=Mode.WRITE),), label="masks")  # by the thread, which is done with it
+        # by the thread, which is done with it
+        lane.touch((self.access._replace(mode=Mode.WRITE),), label="masks")
         for row in self.missing:
             self.rows[row] = -1
         return endings
@@ -74,15 +77,19 @@ class Masks:
         self._max_batch = max_batch
         self._lane = lane
         self._ring: StagingRing | None = None  # made for the first that needs it
-        self.answers: dict[str, _Answer] = {}  # of requests with a grammar; where there are none, nothing here need be called
+        # of requests with a grammar; where there are none, nothing here need be called
+        self.answers: dict[str, _Answer] = {}
         self._by_row: dict[int, _Answer] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def start(self, start: Start) -> None:
         """A request takes a row: its matcher is made anew, from what it has generated before."""
-        if (last := self._by_row.pop(start.row, None)) is not None and self.answers.get(last.request_id) is last:
+        if (last := self._by_row.pop(start.row, None)) is not None and self.answers.get(
+            last.request_id
+        ) is last:
             del self.answers[last.request_id]  # it has ended without a word
-        self.answers.pop(start.request_id, None)  # of its last life, or of an earlier request that had the same id
+        # of its last life, or of an earlier request that had the same id
+        self.answers.pop(start.request_id, None)
         if (masked_from := start.sampling.masked_from) is None:
             return
         answer = _Answer(start.request_id, start.num_prompt, len(start.output), masked_from)
@@ -91,7 +98,9 @@ class Masks:
         def make() -> None:
             grammar, thought = start.sampling.grammar, start.sampling.thought
             matcher = None if grammar is None else self._grammars.wait_compiled(grammar).copy()
-            answer.matcher = matcher if thought is None else ThoughtMatcher(thought, self._grammars.token_bytes, matcher)
+            answer.matcher = (
+                matcher if thought is None else ThoughtMatcher(thought, self._grammars.token_bytes, matcher)
+            )
             if answer.matcher is not None:
                 answer.matcher.consume(start.output)
 
@@ -110,7 +119,12 @@ class Masks:
             self._ring = StagingRing(self._max_batch * self._num_words, self._lane, "staged masks", pinned)
         host, array = self._ring.next()
         used = len(found) * self._num_words
-        masks = StepMasks(host[:used], array[:used].reshape(-1, self._num_words), [at for at, _, _ in found], self._ring.access(Mode.READ))
+        masks = StepMasks(
+            host[:used],
+            array[:used].reshape(-1, self._num_words),
+            [at for at, _, _ in found],
+            self._ring.access(Mode.READ),
+        )
         ready: list[tuple[_Answer, int]] = []
         for row, (_, answer, chunk) in enumerate(found):
             num_wanted = chunk.kv_len - answer.num_prompt
@@ -130,7 +144,11 @@ class Masks:
 
     def advance(self, news: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Tokens have been chosen for these requests. Masks that waited for them are computed now."""
-        told = [(answer, tokens) for request_id, tokens in news if tokens and (answer := self.answers.get(request_id))]
+        told = [
+            (answer, tokens)
+            for request_id, tokens in news
+            if tokens and (answer := self.answers.get(request_id))
+        ]
         by_step: dict[StepMasks | None, list[tuple[_Answer, Sequence[int], int]]] = {}
         for answer, tokens in told:
             answer.num_known += len(tokens)
@@ -151,7 +169,9 @@ class Masks:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _advance(news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None) -> list[GrammarEnd]:
+def _advance(
+    news: Sequence[tuple[_Answer, Sequence[int], int]], rows: NDArray[np.int32] | None
+) -> list[GrammarEnd]:
     for answer, tokens, _ in news:
         if answer.matcher is not None:
             answer.matcher.consume(tokens)
@@ -189,4 +209,6 @@ def _why_not(matcher: Matcher | ThoughtMatcher | None) -> str | None:
     error = matcher.error
     if error is None and matcher.is_accepting:
         return None
-    return f"the answer cannot meet its schema or grammar: {error or 'no token of this model can go on with it'}"
+    return (
+        f"the answer cannot meet its schema or grammar: {error or 'no token of this model can go on with it'}"
+    )

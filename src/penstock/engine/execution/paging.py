@@ -1,5 +1,6 @@
-"""KV that stays in host memory while a step reads it. Owns the few device buffers through which it streams past attention, one layer of one
-piece at a time, and their order: a buffer is filled again behind the attention that has read it, and read behind the copy that fills it."""
+"""KV that stays in host memory while a step reads it. Owns the few device buffers through which it streams
+past attention, one layer of one piece at a time, and their order: a buffer is filled again behind the
+attention that has read it, and read behind the copy that fills it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ class PagedReads:
         buffer = self._buffers[turn, :, : len(piece.slots) * self._attention.arena.shape[3]]
         if (fence := self._free[turn]) is not None:
             self.lane.wait(fence)
-        accesses = Access(self._host.name, piece.slots, (layer, layer + 1), Mode.READ), Access(_BUFFERS, (turn,), (0, 1), Mode.WRITE)
+        accesses = (
+            Access(self._host.name, piece.slots, (layer, layer + 1), Mode.READ),
+            Access(_BUFFERS, (turn,), (0, 1), Mode.WRITE),
+        )
 
         def copy() -> None:
             self._attention.fetch(layer, self._host.tensor, tables(), piece.table_at, buffer)

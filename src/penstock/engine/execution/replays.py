@@ -1,4 +1,5 @@
-"""Steps captured once per shape and replayed. Owns the input buffer that all of them read, and the choice of shape."""
+"""Steps captured once per shape and replayed. Owns the input buffer that all of them read, and the choice of
+shape."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ from penstock.engine.execution.forward import Flow, Forward
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Replay
 
-MOST_DEEP = 16  # decodes for which there is a replay of long sequences as well: more of them keep every multiprocessor busy by their number
-# Prompt tokens over a long sequence for which a replay is the fastest: for more, fused attention over pieces of the prefix is worth the
-# time that it takes to launch it for every layer.
+# decodes for which there is a replay of long sequences as well: more of them keep every multiprocessor busy
+# by their number
+MOST_DEEP = 16
+# Prompt tokens over a long sequence for which a replay is the fastest: for more, fused attention over pieces
+# of the prefix is worth the time that it takes to launch it for every layer.
 MOST_DEEP_PROMPT = 1024
 _BESIDE = (8, 32, 128)  # decodes beside prompts
-_DEEP_LENGTHS = (64, 128, 256, 512, MOST_DEEP_PROMPT)  # of a prompt over a long sequence: what is between would keep fewer programs busy
+# of a prompt over a long sequence: what is between would keep fewer programs busy
+_DEEP_LENGTHS = (64, 128, 256, 512, MOST_DEEP_PROMPT)
 _DEEP_BESIDE = 32  # the most of them for which there is a replay of long sequences as well, with one prompt
 PROMPTS_BESIDE = 8  # chunks of prompts beside them otherwise
 _START_OF = attrgetter("start")
@@ -37,11 +41,15 @@ class Captured(NamedTuple):
 
 
 def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
-    """Shapes worth a graph: decodes, dense where a step is latency and sparse where it is work; and short prompts, alone or beside
-    decodes, whose launches would take longer than their work."""
+    """Shapes worth a graph: decodes, dense where a step is latency and sparse where it is work; and short
+    prompts, alone or beside decodes, whose launches would take longer than their work."""
     decodes = decode_sizes(max_batch)
     deep = [Shape(size, size, size, deep=True) for size in decodes if 1 < size <= MOST_DEEP]
-    lengths = [tokens for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048) if tokens <= prefill_chunk]
+    lengths = [
+        tokens
+        for tokens in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+        if tokens <= prefill_chunk
+    ]
     lone = [Shape(tokens, 1, 1) for tokens in lengths]
     most = max_batch - 1  # beside a prompt
     beside = [*(size for size in _BESIDE if size < most), *([most] if most else [])]
@@ -63,7 +71,30 @@ def _beside(num_decodes: int, num_tokens: int, num_prompts: int, deep: bool = Fa
 
 def decode_sizes(max_rows: int) -> tuple[int, ...]:
     """Numbers of decoded rows that have a graph."""
-    sizes = [1, 2, 4, 8, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, max_rows + 64, 64)]
+    sizes = [
+        1,
+        2,
+        4,
+        8,
+        16,
+        20,
+        24,
+        28,
+        32,
+        40,
+        48,
+        56,
+        64,
+        80,
+        96,
+        112,
+        128,
+        160,
+        192,
+        224,
+        256,
+        *range(320, max_rows + 64, 64),
+    ]
     return (*(size for size in sizes if size < max_rows), max_rows)
 
 
@@ -90,7 +121,8 @@ class CapturedCatchUp(NamedTuple):
 
 
 class Replays:
-    """One captured step per shape. Replays follow each other on one lane, so one input buffer serves them all."""
+    """One captured step per shape. Replays follow each other on one lane, so one input buffer serves them
+    all."""
 
     def __init__(
         self,
@@ -122,7 +154,9 @@ class Replays:
         num_tokens = plan.num_tokens - num_decodes
         is_deep = False
         if max(map(_START_OF, plan.chunks)) + plan.num_tokens > DEEP_TOKENS:  # else none is
-            is_deep = max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
+            is_deep = (
+                max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
+            )
         return self._smallest(num_decodes, num_prompts, num_tokens, is_deep)
 
     def _find(self, num_decodes: int, num_prompts: int, num_tokens: int, is_deep: bool) -> Shape | None:
@@ -130,25 +164,44 @@ class Replays:
             return None
         is_alone = num_prompts == 1 and num_decodes == 0
         for shape in self.buckets:
-            if shape.is_decode != (num_prompts == 0) or shape.deep > is_deep or (shape.num_decodes == 0) != is_alone:
+            if (
+                shape.is_decode != (num_prompts == 0)
+                or shape.deep > is_deep
+                or (shape.num_decodes == 0) != is_alone
+            ):
                 continue
             num_others = shape.num_chunks - shape.num_decodes, shape.num_tokens - shape.num_decodes
-            if shape.num_decodes >= num_decodes and num_others[0] >= num_prompts and num_others[1] >= num_tokens:
+            if (
+                shape.num_decodes >= num_decodes
+                and num_others[0] >= num_prompts
+                and num_others[1] >= num_tokens
+            ):
                 return shape
         return None
 
     def get(self, bucket: Shape) -> Captured:
-        """Captured now where it was not yet. A replay uses the addresses it was captured with: where the tensors are others by now, it
-        would compute from memory that nobody fills any more."""
+        """Captured now where it was not yet. A replay uses the addresses it was captured with: where the
+        tensors are others by now, it would compute from memory that nobody fills any more."""
         captured = self._captured.get(bucket)
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
         elif captured.addresses != self._addresses():
-            raise InvariantBroken(f"the step of {bucket.num_tokens} x {bucket.num_chunks} was captured over tensors since replaced")
+            raise InvariantBroken(
+                f"the step of "
+                f"{bucket.num_tokens} "
+                f"x "
+                f"{bucket.num_chunks} "
+                f"was "
+                f"captured "
+                f"over tensors since replaced"
+            )
         return captured
 
-    def get_pass(self, bucket: Shape, kind: Hashable, run: Callable[[Flow, Tensor, Tensor, Tensor], None]) -> CapturedPass:
-        """`run` behind the captured step of `bucket`, captured now where it was not yet; `kind` tells several of them apart."""
+    def get_pass(
+        self, bucket: Shape, kind: Hashable, run: Callable[[Flow, Tensor, Tensor, Tensor], None]
+    ) -> CapturedPass:
+        """`run` behind the captured step of `bucket`, captured now where it was not yet; `kind` tells several
+        of them apart."""
         found = self._passes.get((bucket, kind))
         if found is None:
             flow, size, device = self.get(bucket).flow, bucket.num_tokens, self.inputs.device
@@ -165,19 +218,27 @@ class Replays:
             found = self._passes[bucket, kind] = CapturedPass(replay, nexts, lasts, rows)
         return found
 
-    def get_catch_up(self, num_requests: int, run: Callable[[StepInputs, Tensor, Tensor], None]) -> CapturedCatchUp:
-        """`run` over up to a block of tokens of each of so many requests, captured now where it was not yet. Of the tokens behind them
-        those that are negative, -1 - place, are tokens of the captured step before."""
+    def get_catch_up(
+        self, num_requests: int, run: Callable[[StepInputs, Tensor, Tensor], None]
+    ) -> CapturedCatchUp:
+        """`run` over up to a block of tokens of each of so many requests, captured now where it was not yet.
+        Of the tokens behind them those that are negative, -1 - place, are tokens of the captured step
+        before."""
         size = 1 << (num_requests - 1).bit_length()
         found = self._catch_ups.get(size)
         if found is None:
             num = size * self._packer.block_tokens
             shape = Shape(num, size, size)
             num_ints, device = self.catch_up_ints(size), self.inputs.device
-            # On a CPU torch would share this among threads, and the engine's thread would have a team of them for good. With more threads
-            # than cores, OpenMP puts the compute lane's to sleep between any two operations.
+            # On a CPU torch would share this among threads, and the engine's thread would have a team of them
+            # for good. With more threads than cores, OpenMP puts the compute lane's to sleep between any two
+            # operations.
             on_cuda = device.type == "cuda"
-            ints = torch.zeros(num_ints, dtype=torch.int32, device=device) if on_cuda else torch.from_numpy(np.zeros(num_ints, np.int32))
+            ints = (
+                torch.zeros(num_ints, dtype=torch.int32, device=device)
+                if on_cuda
+                else torch.from_numpy(np.zeros(num_ints, np.int32))
+            )
             rows, given, packed = ints.split([num, num, len(ints) - 2 * num])
             inputs = shape.views(packed, 0, max_q_len=0, max_kv_len=0)
             blank = torch.from_numpy(self._packer.pack((), 0, shape, np.empty(len(packed), np.int32)).ints)
@@ -211,11 +272,14 @@ class Replays:
             ints = torch.from_numpy(packed.ints)
             self._lane.submit(lambda: self.inputs[: len(ints)].copy_(ints), label="padding").wait_done()
         ops = [(label, op) for op, _, label in self._forward.ops(flow, bucket.is_decode)]
-        replay = self._record(f"step {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}", ops)
+        replay = self._record(
+            f"step {bucket.num_tokens} x {bucket.num_chunks}{' deep' if bucket.deep else ''}", ops
+        )
         return Captured(replay, flow, self._addresses())
 
     def _record(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:
-        """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run before it."""
+        """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run
+        before it."""
         if self.inputs.device.type == "cuda":
             self._lane.drain()
             for label, op in ops:

@@ -34,22 +34,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Outputs:
-    """Rows of packed words (`SampleOutput.packed`) in a host buffer, which the step's ops fill; nobody reads them before its fence has
-    passed, nor after the buffer has come round."""
+    """Rows of packed words (`SampleOutput.packed`) in a host buffer, which the step's ops fill; nobody reads
+    them before its fence has passed, nor after the buffer has come round."""
 
     lane: Lane
     buffer: Tensor  # int32
     access: Access  # the host's, when it reads
-    lora: LoraRuns | None = None  # only kept: the device may still read weights that everybody else has let go
+    # only kept: the device may still read weights that everybody else has let go
+    lora: LoraRuns | None = None
     sampled: Tensor | None = None  # [S, width], or [S]: tokens alone
     prompts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [tokens, width]
-    parts: list[tuple[str, bool, Tensor]] = field(default_factory=list)  # request, whether recall was asked for, [parts + 1]
+    # request, whether recall was asked for, [parts + 1]
+    parts: list[tuple[str, bool, Tensor]] = field(default_factory=list)
     num_used: int = 0
     made: SampleOutput | None = None  # on the device, until drafts have been made from it
 
     def room_for(self, num_rows: int, num_top: int) -> Tensor:
-        """Room in the buffer for packed rows with this many alternatives each: [num_rows, width], or [num_rows] where there is but a token
-        in each."""
+        """Room in the buffer for packed rows with this many alternatives each: [num_rows, width], or
+        [num_rows] where there is but a token in each."""
         width = packed_width(num_top)
         first, self.num_used = self.num_used, self.num_used + num_rows * width
         room = self.buffer[first : self.num_used]
@@ -64,7 +66,8 @@ class Outputs:
 
 
 class LateSample(NamedTuple):
-    """Sampling that waits for masks: `submit` puts it on the lane, once they are there, and gives its last op and the fence behind it."""
+    """Sampling that waits for masks: `submit` puts it on the lane, once they are there, and gives its last op
+    and the fence behind it."""
 
     masks: StepMasks
     submit: Callable[[], tuple[Ticket, Fence]]
@@ -82,7 +85,8 @@ class RunningStep:
     fence: Fence
     loads: Sequence[Load] = ()  # what it waits for on the device
     late: LateSample | None = None  # its sampling, where that is not on the lane yet
-    endings: Sequence[GrammarEnd] = ()  # requests whose grammars allow no further token: known when it was sampled
+    # requests whose grammars allow no further token: known when it was sampled
+    endings: Sequence[GrammarEnd] = ()
 
     @property
     def samples(self) -> bool:
@@ -100,7 +104,8 @@ class RunningStep:
         return StepResult(self.number, (), error=StepFailure.of(error))
 
     def wait_error(self) -> BaseException | None:
-        """Block until the step is over, and say why one of its ops failed, if one did. Raises where the device itself failed."""
+        """Block until the step is over, and say why one of its ops failed, if one did. Raises where the
+        device itself failed."""
         self.fence.wait_passed()
         return self.last.error()
 
@@ -118,12 +123,18 @@ class RunningStep:
         output = self.outputs.sampled.numpy()
         if output.ndim > 1 or any(c.num_logits > 1 for c in self.chunks):
             return self._several_sampled(output)
-        return [Sampled(c.request_id, (token,)) for c, token in zip(self.chunks, output.tolist(), strict=False) if c.num_logits]
+        return [
+            Sampled(c.request_id, (token,))
+            for c, token in zip(self.chunks, output.tolist(), strict=False)
+            if c.num_logits
+        ]
 
     def _several_sampled(self, output: NDArray[np.int32]) -> list[Sampled]:
         """Of a request's entries, in order, those that were kept, and what was asked for of each."""
         found: dict[str, list[TokenLogprob]] = {}
-        wanted = {c.request_id: num for c, num in zip(self.chunks, self.num_logprobs, strict=False) if c.num_logits}
+        wanted = {
+            c.request_id: num for c, num in zip(self.chunks, self.num_logprobs, strict=False) if c.num_logits
+        }
         if output.ndim == 1:
             entries: Iterable[TokenLogprob] = (TokenLogprob(token, 0.0, 0, ()) for token in output.tolist())
         else:
@@ -148,4 +159,6 @@ def _scores(words: NDArray[np.int32]) -> TokenScores:
     """Packed rows, taken apart."""
     num_top = (words.shape[1] - packed_width(0)) // 2
     top_logprobs = words[:, 3 + num_top :].view(np.float32)
-    return TokenScores(words[:, 0], words[:, 1].view(np.float32), words[:, 2], words[:, 3 : 3 + num_top], top_logprobs)
+    return TokenScores(
+        words[:, 0], words[:, 1].view(np.float32), words[:, 2], words[:, 3 : 3 + num_top], top_logprobs
+    )

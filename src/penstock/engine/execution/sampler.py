@@ -1,5 +1,5 @@
-"""Choosing tokens on the device. Owns the mathematics of sampling and its state by row: on the host parameters and keys of draws, on the
-device the last token, counts for penalties, biases."""
+"""Choosing tokens on the device. Owns the mathematics of sampling and its state by row: on the host
+parameters and keys of draws, on the device the last token, counts for penalties, biases."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-# And 1 for a row that has biases, else 0: what another request left in the row does not count; and whether it may end, see `Rows`.
+# And 1 for a row that has biases, else 0: what another request left in the row does not count; and whether it
+# may end, see `Rows`.
 NUM_FLOATS = len(_FLOATS) + 2
-NUM_PARAMS = NUM_FLOATS + 3  # and top_k, two words of draw key; behind them the keys of draws at earlier positions
+# and top_k, two words of draw key; behind them the keys of draws at earlier positions
+NUM_PARAMS = NUM_FLOATS + 3
 _MASK32 = 0xFFFFFFFF
 NO_TOKEN = -1  # of a row behind the first draft that was rejected
 LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
@@ -30,7 +32,8 @@ LEAST_TEMPERATURE = 1e-5  # a lower one is none
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """What sampling the rows of one step takes; decided on the host, so that a greedy step costs an argmax and nothing else."""
+    """What sampling the rows of one step takes; decided on the host, so that a greedy step costs an argmax
+    and nothing else."""
 
     rows: NDArray[np.int32]
     greedy: bool  # all of them, without penalties
@@ -54,28 +57,42 @@ class Rows:
         self._seeds = np.zeros(max_batch + 1, np.uint64)
         self._num_logprobs = np.full(max_batch + 1, -1, np.int32)
         self._flags = np.zeros((4, max_batch + 1), bool)  # random, penalties, filters, biases
-        self._may_end_at = np.zeros(max_batch + 1, np.int32)  # the position behind which a token may end the answer
+        # the position behind which a token may end the answer
+        self._may_end_at = np.zeros(max_batch + 1, np.int32)
 
     def start(self, start: Start) -> None:
         row, sampling = start.row, start.sampling
         biased = bool(sampling.logit_bias)
         self._floats[:, row] = [*(getattr(sampling, name) for name in _FLOATS), biased, 0.0]
-        self._may_end_at[row] = start.num_prompt + sampling.min_tokens - 1 if ends_of(sampling, self._eos_ids, self._vocab) else 0
+        self._may_end_at[row] = (
+            start.num_prompt + sampling.min_tokens - 1 if ends_of(sampling, self._eos_ids, self._vocab) else 0
+        )
         self._top_k[row] = max(sampling.top_k, 0)
         self._seeds[row] = np.uint64((sampling.seed or 0) & (2**64 - 1))
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
-        self._flags[:, row] = (not sampling.greedy, is_penalised(sampling), sampling.top_k > 0 or sampling.top_p < 1.0, biased)
+        self._flags[:, row] = (
+            not sampling.greedy,
+            is_penalised(sampling),
+            sampling.top_k > 0 or sampling.top_p < 1.0,
+            biased,
+        )
 
     def draw_words(self) -> NDArray[np.int32]:
         """[6, rows]: bits of temperature, top-p and min-p; top-k; the two words of the seed."""
-        floats = self._floats[[_FLOATS.index(name) for name in ("temperature", "top_p", "min_p")]].view(np.int32)
+        floats = self._floats[[_FLOATS.index(name) for name in ("temperature", "top_p", "min_p")]].view(
+            np.int32
+        )
         return np.concatenate([floats, self._top_k[None], self._seeds.view(np.int32).reshape(-1, 2).T])
 
-    def sample_plan(self, rows: NDArray[np.int32], positions: NDArray[np.int32], num_unsure: int = 0) -> SamplePlan:
-        """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw, nothing else in the batch. The
-        device may find that some are up to `num_unsure` less, and gets the keys of these draws as well."""
+    def sample_plan(
+        self, rows: NDArray[np.int32], positions: NDArray[np.int32], num_unsure: int = 0
+    ) -> SamplePlan:
+        """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw,
+        nothing else in the batch. The device may find that some are up to `num_unsure` less, and gets the
+        keys of these draws as well."""
         random, penalties, filters, biases = (bool(flags.any()) for flags in self._flags[:, rows])
-        num_lacking = self._may_end_at[rows] - positions  # tokens before one may end the answer; more where a position is less
+        # tokens before one may end the answer; more where a position is less
+        num_lacking = self._may_end_at[rows] - positions
         ends = bool((num_lacking > -num_unsure).any()) and bool(self._may_end_at[rows].any())
         greedy = not (random or penalties or ends)
         params = None
@@ -89,22 +106,30 @@ class Rows:
             for shift in range(num_unsure + 1):
                 at = NUM_FLOATS + 1 + 2 * shift
                 params[at : at + 2] = draw_keys(seeds, positions - shift)
-        return SamplePlan(rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases, random, ends)
+        return SamplePlan(
+            rows, greedy, penalties, filters, self._num_logprobs[rows].tolist(), params, biases, random, ends
+        )
 
 
 def needs_state(sampling: SamplingParams) -> bool:
-    """Whether the device keeps something for the row: counts of its tokens, biases, or what may not end it yet."""
+    """Whether the device keeps something for the row: counts of its tokens, biases, or what may not end it
+    yet."""
     return is_penalised(sampling) or sampling.min_tokens > 0
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
     """Or biased."""
-    penalised = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0 or sampling.repetition_penalty != 1.0
+    penalised = (
+        sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.repetition_penalty != 1.0
+    )
     return penalised or bool(sampling.logit_bias)
 
 
 def ends_of(sampling: SamplingParams, eos_ids: frozenset[int], vocab: int) -> list[int]:
-    """Tokens that are not chosen before the answer has its `min_tokens`. Clients may name ids that the model does not have."""
+    """Tokens that are not chosen before the answer has its `min_tokens`. Clients may name ids that the model
+    does not have."""
     if not sampling.min_tokens:
         return []
     ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)
@@ -118,7 +143,9 @@ def draw_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArra
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x = x ^ (x >> np.uint64(31))
-    return np.stack([(x & np.uint64(0xFFFFFFFF)).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)]).view(np.int32)
+    return np.stack(
+        [(x & np.uint64(0xFFFFFFFF)).astype(np.uint32), (x >> np.uint64(32)).astype(np.uint32)]
+    ).view(np.int32)
 
 
 @dataclass(slots=True)
@@ -130,11 +157,12 @@ class SampleOutput:
     ranks: Tensor | None = None  # int32 [S]
     top_ids: Tensor | None = None  # int64 [S, n]
     top_logprobs: Tensor | None = None  # float32 [S, n]
-    lasts: Tensor | None = None  # int64 [G]: the sample that is the last token of each request. None: every one is
+    # int64 [G]: the sample that is the last token of each request. None: every one is
+    lasts: Tensor | None = None
 
     def packed(self) -> Tensor:
-        """All of it as int32 words [S, `packed_width`], or the tokens alone [S]: one copy brings it to the host, where `running_step.py`
-        takes it apart."""
+        """All of it as int32 words [S, `packed_width`], or the tokens alone [S]: one copy brings it to the
+        host, where `running_step.py` takes it apart."""
         tokens = self.tokens.to(torch.int32)
         if self.logprobs is None or self.ranks is None:
             return tokens
@@ -188,21 +216,31 @@ class Allowed(NamedTuple):
 
 
 def drafts_of(step_tokens: Tensor, starts: Tensor, num_drafts: int) -> Tensor:
-    """int32 [G, num_drafts]: what stands in the step behind the first token of each group. Behind a group's own there may be anything."""
+    """int32 [G, num_drafts]: what stands in the step behind the first token of each group. Behind a group's
+    own there may be anything."""
     at = starts.long()[:, None] + torch.arange(1, num_drafts + 1, device=starts.device)
     return step_tokens[at.clamp(max=len(step_tokens) - 1)]
 
 
 def kept_tokens(
-    starts: Tensor, lengths: Tensor, num_drafts: int, step_tokens: Tensor, chosen: Tensor, rows: Tensor, pending: Tensor, rejected: Tensor
+    starts: Tensor,
+    lengths: Tensor,
+    num_drafts: int,
+    step_tokens: Tensor,
+    chosen: Tensor,
+    rows: Tensor,
+    pending: Tensor,
+    rejected: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Of each group its drafts as far as they were `chosen` [S], and the token behind them: int32 [S], `NO_TOKEN` behind that; and int64
-    [G], which sample is the last. Leaves the last token in column 0 of `pending` and the number of drafts that were not kept in
-    `rejected`, by the `rows` of the samples."""
+    """Of each group its drafts as far as they were `chosen` [S], and the token behind them: int32 [S],
+    `NO_TOKEN` behind that; and int64 [G], which sample is the last. Leaves the last token in column 0 of
+    `pending` and the number of drafts that were not kept in `rejected`, by the `rows` of the samples."""
     if chosen.is_cuda:
         from penstock.engine.execution import triton_steps
 
-        return triton_steps.kept_tokens(starts, lengths, num_drafts, step_tokens, chosen, rows, pending, rejected)
+        return triton_steps.kept_tokens(
+            starts, lengths, num_drafts, step_tokens, chosen, rows, pending, rejected
+        )
     at, places = starts.long(), torch.arange(len(chosen), device=chosen.device)
     drafts = drafts_of(step_tokens, starts, num_drafts)
     target = drafts_of(chosen, starts - 1, num_drafts)  # the target's own choice at the place of each
@@ -216,34 +254,48 @@ def kept_tokens(
 
 
 def counts_before(drafts: Tensor, vocab: int) -> Tensor:
-    """int32 [G, K + 1, vocab]: how often each token is among a request's drafts [G, K] before a place. Penalties of a verified row count
-    them, as if they had been emitted; a rejected one was never counted."""
+    """int32 [G, K + 1, vocab]: how often each token is among a request's drafts [G, K] before a place.
+    Penalties of a verified row count them, as if they had been emitted; a rejected one was never counted."""
     hits = torch.nn.functional.one_hot(drafts.long().clamp(min=0), vocab).to(torch.int32)
     return torch.nn.functional.pad(hits.cumsum(dim=1), (0, 0, 1, 0)).to(torch.int32)
 
 
 class Sampler:
-    """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in the batch."""
+    """Greedy and random choice with penalties and filters; a row's choice never depends on its neighbours in
+    the batch."""
 
-    def __init__(self, max_batch: int, vocab: int, lane: Lane, uploads: Uploads, num_pending: int = 0, eos_ids: Iterable[int] = ()) -> None:
-        """`num_pending`: drafts of each request that wait on the device for the next step. `eos_ids`: end any answer, unless ignored."""
+    def __init__(
+        self,
+        max_batch: int,
+        vocab: int,
+        lane: Lane,
+        uploads: Uploads,
+        num_pending: int = 0,
+        eos_ids: Iterable[int] = (),
+    ) -> None:
+        """`num_pending`: drafts of each request that wait on the device for the next step. `eos_ids`: end any
+        answer, unless ignored."""
         num_rows, device = max_batch + 1, uploads.device  # one more for padding
         self._lane = lane
         self._uploads = uploads
-        self.pending = torch.zeros((num_rows, 1 + num_pending), dtype=torch.int32, device=device)  # the last token, and drafts behind it
+        # the last token, and drafts behind it
+        self.pending = torch.zeros((num_rows, 1 + num_pending), dtype=torch.int32, device=device)
         self.last_tokens = self.pending[:, 0]
-        self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)  # drafts of the last step, where that had drafts
+        # drafts of the last step, where that had drafts
+        self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros((num_rows, vocab), dtype=torch.int32, device=device)  # of generated tokens
         self._in_prompt = torch.zeros((num_rows, vocab), dtype=torch.bool, device=device)
-        self._biased = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)  # token ids; those not used have no bias
+        # token ids; those not used have no bias
+        self._biased = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
         self._bias = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         self.eos_ids = frozenset(eos_ids)
         most_ends = MAX_STOP_TOKEN_IDS + len(self.eos_ids)
-        self._ends = torch.zeros((num_rows, most_ends), dtype=torch.int64, device=device)  # token ids; the first again behind the last
+        # token ids; the first again behind the last
+        self._ends = torch.zeros((num_rows, most_ends), dtype=torch.int64, device=device)
 
     def start(self, start: Start) -> None:
-        """Set up penalty state for a request that takes a row: work of the lane, before the step's own. The step before, which may still
-        be running, counts tokens of the row's last request."""
+        """Set up penalty state for a request that takes a row: work of the lane, before the step's own. The
+        step before, which may still be running, counts tokens of the row's last request."""
         self._require_lane()
         self._counts[start.row].zero_()
         self._in_prompt[start.row].zero_()
@@ -256,14 +308,18 @@ class Sampler:
             self._bias[start.row].zero_()
             words = np.array([bias for _, bias in biases], np.float32).view(np.int32)
             self._biased[start.row, : len(biases)] = self._uploads.send([token for token, _ in biases])
-            self._bias[start.row, : len(biases)] = self._uploads.send(words).to(torch.int32).view(torch.float32)
+            self._bias[start.row, : len(biases)] = (
+                self._uploads.send(words).to(torch.int32).view(torch.float32)
+            )
 
         if ends := ends_of(start.sampling, self.eos_ids, self._counts.shape[1]):
             self._ends[start.row] = self._uploads.send([*ends, *ends[:1] * (self._ends.shape[1] - len(ends))])
 
     def _require_lane(self) -> None:
         if not self._lane.is_current():
-            raise InvariantBroken(f"the sampler's state is touched by what is no work of lane {self._lane.name}")
+            raise InvariantBroken(
+                f"the sampler's state is touched by what is no work of lane {self._lane.name}"
+            )
 
     def sample(
         self,
@@ -274,8 +330,8 @@ class Sampler:
         allowed: Allowed | None = None,
         drafting: DraftedInputs | None = None,
     ) -> SampleOutput:
-        """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice in `last_tokens`. Where there
-        are drafts, a row behind the first that was rejected has no token."""
+        """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice
+        in `last_tokens`. Where there are drafts, a row behind the first that was rejected has no token."""
         self._require_lane()
         open_logits = logits if allowed is None else allowed.masked(logits)
         if params is None:
@@ -295,34 +351,54 @@ class Sampler:
             _add_logprobs(output, logits, tokens if drafting is None else tokens.clamp(min=0), num_top)
         return output
 
-    def _keep(self, drafting: DraftedInputs, rows: Tensor, chosen: Tensor, counts_tokens: bool) -> tuple[Tensor, Tensor]:
-        """Of each request its drafts as far as they were chosen, and the token behind them: [S], or `NO_TOKEN`. And which is the last."""
+    def _keep(
+        self, drafting: DraftedInputs, rows: Tensor, chosen: Tensor, counts_tokens: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of each request its drafts as far as they were chosen, and the token behind them: [S], or
+        `NO_TOKEN`. And which is the last."""
         starts, lengths, num_drafts = drafting.starts, drafting.lengths, drafting.num_drafts
-        tokens, lasts = kept_tokens(starts, lengths, num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected)
+        tokens, lasts = kept_tokens(
+            starts, lengths, num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected
+        )
         if counts_tokens:
             kept = (tokens >= 0).to(torch.int32)
             self._counts.index_put_((rows.long(), tokens.long().clamp(min=0)), kept, accumulate=True)
         return tokens.long(), lasts
 
-    def _choose(self, logits: Tensor, rows: Tensor, plan: SamplePlan, params: Tensor, drafting: DraftedInputs | None = None) -> Tensor:
+    def _choose(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        plan: SamplePlan,
+        params: Tensor,
+        drafting: DraftedInputs | None = None,
+    ) -> Tensor:
         floats = params[:NUM_FLOATS].view(torch.float32)
-        temperature, top_p, min_p, presence, frequency, repetition, biased, lacking = (f[:, None] for f in floats)
+        temperature, top_p, min_p, presence, frequency, repetition, biased, lacking = (
+            f[:, None] for f in floats
+        )
         if plan.ends:
             logits = self._without_ends(logits, rows, lacking, drafting)
         if plan.penalties:
             counts = None
-            if drafting is not None and drafting.num_drafts:  # drafts before a row count there as if they had been emitted
+            # drafts before a row count there as if they had been emitted
+            if drafting is not None and drafting.num_drafts:
                 group_of, starts = drafting.group_of.long(), drafting.starts
-                before = counts_before(drafts_of(drafting.tokens, starts, drafting.num_drafts), logits.shape[-1])
-                places = torch.arange(len(rows), device=rows.device) - starts[group_of]  # of each sample in its group
+                before = counts_before(
+                    drafts_of(drafting.tokens, starts, drafting.num_drafts), logits.shape[-1]
+                )
+                # of each sample in its group
+                places = torch.arange(len(rows), device=rows.device) - starts[group_of]
                 counts = self._counts[rows.long()] + before[group_of, places]
             logits = self._penalise(logits, rows, presence, frequency, repetition, counts)
         if plan.biases:
-            # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are added.
+            # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are
+            # added.
             logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
         random = temperature >= LEAST_TEMPERATURE
         scores = logits / torch.where(random, temperature, 1.0)
-        # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be NaN, and win.
+        # One draw in 33 million is -inf, where the uniform number is rounded up to 1: times zero it would be
+        # NaN, and win.
         noise = gumbel_noise(self._keys(params, rows, drafting), logits.shape[-1]).clamp(min=LEAST_NOISE)
         noise = torch.where(random, noise, 0.0)
         floor = scores.amax(dim=-1, keepdim=True) + torch.log(min_p)
@@ -338,7 +414,9 @@ class Sampler:
         best = torch.where(keep, ranked + noise.gather(1, ids), -torch.inf).argmax(dim=-1, keepdim=True)
         return ids.gather(1, best)[:, 0]
 
-    def _without_ends(self, logits: Tensor, rows: Tensor, lacking: Tensor, drafting: DraftedInputs | None) -> Tensor:
+    def _without_ends(
+        self, logits: Tensor, rows: Tensor, lacking: Tensor, drafting: DraftedInputs | None
+    ) -> Tensor:
         """What would end an answer that lacks tokens is not chosen, unless a grammar allows nothing else."""
         if drafting is not None and drafting.num_unsure:
             lacking = lacking + (self.rejected[rows] * drafting.unsure)[:, None]
@@ -357,7 +435,13 @@ class Sampler:
         return keys.view(-1, 2, len(rows)).gather(0, shift.expand(1, 2, -1))[0]
 
     def _penalise(
-        self, logits: Tensor, rows: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor, counts: Tensor | None = None
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+        repetition: Tensor,
+        counts: Tensor | None = None,
     ) -> Tensor:
         """`counts` of the tokens before each row, where they are not those of its request."""
         counts = self._counts[rows.long()] if counts is None else counts
@@ -379,12 +463,17 @@ def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top:
 
 
 def _top_ids(logits: Tensor, num: int) -> Tensor:
-    """[S, num]: the likeliest tokens, of equally likely ones the lowest ids first, as greedy decoding chooses. `topk` alone orders those by
-    the shape that it is called with, and in bfloat16 many logits are equal."""
+    """[S, num]: the likeliest tokens, of equally likely ones the lowest ids first, as greedy decoding
+    chooses. `topk` alone orders those by the shape that it is called with, and in bfloat16 many logits are
+    equal."""
     values, ids = logits.topk(num, dim=-1)
     least = values[:, -1:]
     every_id = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
-    last_ids = torch.where(logits == least, every_id, logits.shape[-1] - 1).topk(num, dim=-1, largest=False).values.long()
+    last_ids = (
+        torch.where(logits == least, every_id, logits.shape[-1] - 1)
+        .topk(num, dim=-1, largest=False)
+        .values.long()
+    )
     ids, by_id = ids.sort(dim=-1)
     values, by_value = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     is_above = values > least

@@ -1,4 +1,5 @@
-"""What a JSON schema would cost to compile, by keyword. Owns the limits on single keywords; compiles nothing."""
+"""What a JSON schema would cost to compile, by keyword. Owns the limits on single keywords; compiles
+nothing."""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""What parts of a scored request's context are worth to its current queries. Owns what is known of each request's keys, on the device, and
-the interface by which ways to score differ; which parts are chosen is the scheduler's business.
+"""What parts of a scored request's context are worth to its current queries. Owns what is known of each
+request's keys, on the device, and the interface by which ways to score differ; which parts are chosen is the
+scheduler's business.
 
-A step that scores runs eagerly. Its layers leave their queries here, and so do the pieces of KV that stream past them:
+A step that scores runs eagerly. Its layers leave their queries here, and so do the pieces of KV that stream
+past them:
 
-    last chunk of the prompt    every block is summed up: those on the device where they lie, those in host memory as they stream in
+    last chunk of the prompt    every block is summed up: those on the device where they lie, those in host
+                                memory as they stream in
     a decode step now and then  blocks that have been filled since are summed up, and all parts scored
 """
 
@@ -22,8 +25,8 @@ from penstock.engine.execution.staging import Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op
 
-# Bounds are loose: what is certain by them is not. Of 1 to 16, by which scores are divided before votes are, 2 finds nearly as much of
-# SmolLM2's attention as choosing by the attention itself.
+# Bounds are loose: what is certain by them is not. Of 1 to 16, by which scores are divided before votes are,
+# 2 finds nearly as much of SmolLM2's attention as choosing by the attention itself.
 LOOSENESS = 2.0
 _SUMS = "sums of keys"  # as they are called in declared accesses: a slot is a row of the engine's
 _KEPT = "kept sums of keys"  # here it is a part of the room for them
@@ -36,7 +39,8 @@ class PartKeys(Protocol):
         """Of the parts from number `part` on, some more keys: [parts, tokens, kv_heads, head_dim]."""
 
     def add_scores(self, layer: int, q: Tensor, scores: Tensor) -> None:
-        """Add what this layer's queries [heads, head_dim] say about the first parts to their `scores`, which are zero before layer 0."""
+        """Add what this layer's queries [heads, head_dim] say about the first parts to their `scores`, which
+        are zero before layer 0."""
 
     def values(self, num_parts: int) -> Tensor:
         """View of what is kept of the first so many parts: as many values of each."""
@@ -60,11 +64,12 @@ class Recency:
 
 
 class KeyBounds:
-    """`qk`: per part, layer and KV head the least and the greatest of each value of the keys. No key of a part scores higher with a query
-    than the corner of that box which the query's signs choose.
+    """`qk`: per part, layer and KV head the least and the greatest of each value of the keys. No key of a
+    part scores higher with a query than the corner of that box which the query's signs choose.
 
-    Each head divides one vote among the parts, as its attention would if every part had one key, and that in the corner. Votes of all heads
-    and layers are added up: a head that looks far back is not lost among those that do not, and one that looks everywhere decides little.
+    Each head divides one vote among the parts, as its attention would if every part had one key, and that in
+    the corner. Votes of all heads and layers are added up: a head that looks far back is not lost among those
+    that do not, and one that looks everywhere decides little.
     """
 
     def __init__(self, num_parts: int, arena: Tensor) -> None:
@@ -107,8 +112,11 @@ class _AskedScores(NamedTuple):
 class ContextKeys:
     """What is known of all scored requests. Ops of the compute lane alone touch it."""
 
-    def __init__(self, name: str, attention: Attention, lane: Lane, uploads: Uploads, num_kept: int = 0) -> None:
-        """`num_kept`: parts for which there is room in host memory, for requests that go on where others have ended."""
+    def __init__(
+        self, name: str, attention: Attention, lane: Lane, uploads: Uploads, num_kept: int = 0
+    ) -> None:
+        """`num_kept`: parts for which there is room in host memory, for requests that go on where others have
+        ended."""
         self.lse_nats = attention.lse_nats
         self._make = SCORERS[name]
         self.arena = attention.arena
@@ -116,11 +124,13 @@ class ContextKeys:
         self._lane = lane
         self._known: dict[str, PartKeys] = {}
         self._width = self._make(1, self.arena).values(1).numel()  # of a part
-        self._kept = torch.empty(num_kept * self._width, dtype=self.arena.dtype, pin_memory=self.arena.is_cuda)
+        self._kept = torch.empty(
+            num_kept * self._width, dtype=self.arena.dtype, pin_memory=self.arena.is_cuda
+        )
 
     def forget(self, left: Sequence[tuple[str, range]]) -> None:
-        """These requests have left: behind all that was launched for them. What is known of their keys is kept in its place, if it has
-        one."""
+        """These requests have left: behind all that was launched for them. What is known of their keys is
+        kept in its place, if it has one."""
 
         def forget() -> None:
             for request_id, place in left:
@@ -138,7 +148,9 @@ class ContextKeys:
         kept = self._kept[place.start * self._width : place.stop * self._width]
         return kept.view(like.shape[0], len(place), *like.shape[2:])
 
-    def for_step(self, chunks: Sequence[Chunk], packed: Packed, room: Callable[[str, Scoring], Tensor]) -> StepScores | None:
+    def for_step(
+        self, chunks: Sequence[Chunk], packed: Packed, room: Callable[[str, Scoring], Tensor]
+    ) -> StepScores | None:
         """`room`: host memory for what a request asks for. None: no chunk asks."""
         if not any(chunk.scoring is not None for chunk in chunks):
             return None
@@ -162,7 +174,9 @@ class ContextKeys:
             known = self._known[asked.request_id] = self._make(asked.scoring.most_parts, self.arena)
             if (kept := asked.scoring.kept) is not None:
                 values = known.values(kept.num_used)
-                values.copy_(self._in(range(kept.first, kept.end), values)[:, : kept.num_used], non_blocking=True)
+                values.copy_(
+                    self._in(range(kept.first, kept.end), values)[:, : kept.num_used], non_blocking=True
+                )
         return known
 
 
@@ -174,11 +188,16 @@ class StepScores:
         self._asked = asked
         self._slots: list[Tensor] = []  # of the device, by chunk that asks
         self._scores: list[Tensor] = []  # with the share behind them
-        self._resident: Tensor | None = None  # log-sum-exp of a layer's scores over what is on the device, where recall is asked for
+        # log-sum-exp of a layer's scores over what is on the device, where recall is asked for
+        self._resident: Tensor | None = None
 
     def accesses(self, layers: tuple[int, int]) -> list[Access]:
         accesses = [Access(_SUMS, (one.row,), layers, Mode.WRITE) for one in self._asked]
-        kept = [part for one in self._asked if one.scoring.kept for part in range(*one.scoring.kept[:2])] if layers[0] == 0 else []
+        kept = (
+            [part for one in self._asked if one.scoring.kept for part in range(*one.scoring.kept[:2])]
+            if layers[0] == 0
+            else []
+        )
         return [*accesses, Access(_KEPT, kept, (0, self._known.num_layers), Mode.READ)] if kept else accesses
 
     def note_resident(self, lse: Tensor) -> None:
@@ -186,8 +205,8 @@ class StepScores:
         self._resident = lse.clone() if any(one.scoring.recall for one in self._asked) else None
 
     def add_layer(self, layer: int, q: Tensor, lse: Tensor | None = None) -> None:
-        """In an op of `layer`, behind its writes and the pieces that stream past it. `q` [tokens, heads, head_dim] are its queries, `lse`
-        is over all that was read."""
+        """In an op of `layer`, behind its writes and the pieces that stream past it. `q` [tokens, heads,
+        head_dim] are its queries, `lse` is over all that was read."""
         if layer == 0:
             self._slots = [self._known.uploads.send(one.scoring.slots) for one in self._asked]
             self._scores = [torch.zeros(one.scoring.num_parts + 1, device=q.device) for one in self._asked]
@@ -224,15 +243,19 @@ class StepScores:
 
 
 def _sum_up(keys: PartKeys, layer: int, scoring: Scoring, first: int, blocks: Tensor) -> None:
-    """Blocks `first..` of the sequence, of which parts at both ends may be incomplete: the rest of them comes at another time."""
+    """Blocks `first..` of the sequence, of which parts at both ends may be incomplete: the rest of them comes
+    at another time."""
     if first + len(blocks) > scoring.most_parts * scoring.part_blocks:
-        raise InvariantBroken(f"{first + len(blocks)} blocks are summed up for a request of {scoring.most_parts} parts")
+        raise InvariantBroken(
+            f"{first + len(blocks)} blocks are summed up for a request of {scoring.most_parts} parts"
+        )
     for part, start, end, num_parts in _parts(first, len(blocks), scoring.part_blocks):
         keys.sum_up(layer, part, blocks[start:end].reshape(num_parts, -1, *blocks.shape[2:]))
 
 
 def _parts(first: int, num_blocks: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """A part that is cut, whole ones, and another that is cut: number of the first part, blocks from and to, number of parts."""
+    """A part that is cut, whole ones, and another that is cut: number of the first part, blocks from and to,
+    number of parts."""
     at = 0
     while at < num_blocks:
         left = num_blocks - at

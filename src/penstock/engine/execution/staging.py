@@ -1,5 +1,5 @@
-"""Host buffers through which numbers go to the device and come back. Owns their reuse; pinned where the device is CUDA, and all of it
-allocated once: pinning memory takes milliseconds, and stops the device."""
+"""Host buffers through which numbers go to the device and come back. Owns their reuse; pinned where the
+device is CUDA, and all of it allocated once: pinning memory takes milliseconds, and stops the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _NUM_PIECES = 64
 
 
 class StagingRing:
-    """A few equal buffers used in turn. A buffer comes round only after the step that used it was read, which is checked, not awaited."""
+    """A few equal buffers used in turn. A buffer comes round only after the step that used it was read, which
+    is checked, not awaited."""
 
     def __init__(self, num_ints: int, lane: Lane, name: str, pinned: bool) -> None:
         self._lane = lane
@@ -48,18 +49,24 @@ class StagingRing:
 
 
 class Uploads:
-    """Lists of token ids on their way to the device, for what few requests ask for. `send` is called by work of the lane."""
+    """Lists of token ids on their way to the device, for what few requests ask for. `send` is called by work
+    of the lane."""
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.device = device
         self._lane = lane
         pinned = device.type == "cuda"
-        self._pieces = [torch.empty(_PIECE_INTS, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PIECES)] if pinned else []
+        self._pieces = (
+            [torch.empty(_PIECE_INTS, dtype=torch.int32, pin_memory=True) for _ in range(_NUM_PIECES)]
+            if pinned
+            else []
+        )
         self._fences: list[Fence | None] = [None] * len(self._pieces)
         self._turn = 0
 
     def send(self, numbers: Sequence[int] | NDArray[np.int32]) -> Tensor:
-        """The same as int64 on the device. Waits only where four megabytes of such lists are on their way already."""
+        """The same as int64 on the device. Waits only where four megabytes of such lists are on their way
+        already."""
         array = np.asarray(numbers, np.int32)
         if not self._pieces:
             return torch.from_numpy(array.astype(np.int64))

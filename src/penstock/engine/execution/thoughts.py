@@ -1,4 +1,5 @@
-"""Reasoning of a bounded length. Owns where one answer is in its reasoning; what the answer behind it has to be is a grammar's."""
+"""Reasoning of a bounded length. Owns where one answer is in its reasoning; what the answer behind it has to
+be is a grammar's."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ _BLANK = b" \n\r\t"
 
 
 class ThoughtMatcher:
-    """As a `Matcher` of one answer: any token while it reasons, then those that end the reasoning, then what `answer` allows. Where there
-    is such a grammar it begins with its reasoning; else it may go without. Used by one thread at a time."""
+    """As a `Matcher` of one answer: any token while it reasons, then those that end the reasoning, then what
+    `answer` allows. Where there is such a grammar it begins with its reasoning; else it may go without. Used
+    by one thread at a time."""
 
     def __init__(self, thought: Thought, token_bytes: Callable[[int], bytes], answer: Matcher | None) -> None:
         self._thought = thought

@@ -1,4 +1,5 @@
-"""The threads that compute on a CPU: torch's number of them, kept to what others leave. Owns that number for this process."""
+"""The threads that compute on a CPU: torch's number of them, kept to what others leave. Owns that number for
+this process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def most_threads() -> int:
 
 
 def threads_by_load(set_threads: Callable[[int], None] = torch.set_num_threads) -> ThreadsByLoad:
-    """At most as many as torch has by itself, and as this process may use cores; as many as the environment says, where it does."""
+    """At most as many as torch has by itself, and as this process may use cores; as many as the environment
+    says, where it does."""
     if os.environ.get(THREADS):
         return ThreadsByLoad(most_threads(), f"${THREADS}", None, set_threads)
     allowed = allowed_cores()

@@ -1,4 +1,5 @@
-"""The program of a process that tries out grammars: it forks a child for each, which compiles it within limits.
+"""The program of a process that tries out grammars: it forks a child for each, which compiles it within
+limits.
 
 It imports nothing of Penstock's, so that it starts fast and stays small. `trials.py` starts it.
 """

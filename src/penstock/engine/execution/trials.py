@@ -1,4 +1,5 @@
-"""Whether a grammar compiles within bounds of time and memory, tried out in a process that can be killed. Owns it.
+"""Whether a grammar compiles within bounds of time and memory, tried out in a process that can be killed.
+Owns it.
 
 llguidance compiles in native code, which no thread can interrupt, and its limits leave some of the work out.
 """

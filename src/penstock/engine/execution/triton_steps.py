@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""What a step does besides its layers, in one launch each: a step of a small model takes a millisecond, a launch microseconds. The rules
-are those of `sampler.gumbel_noise`, up to the last bits of `log`, `sampler.kept_tokens`, `executor.place_unsure`, `ahead.note` and
-`ahead.blank`, which say what tensors mean."""
+"""What a step does besides its layers, in one launch each: a step of a small model takes a millisecond, a
+launch microseconds. The rules are those of `sampler.gumbel_noise`, up to the last bits of `log`,
+`sampler.kept_tokens`, `executor.place_unsure`, `ahead.note` and `ahead.blank`, which say what tensors
+mean."""
 
 from __future__ import annotations
 
@@ -20,40 +21,51 @@ _PLACES = triton.next_power_of_2(MAX_DRAFTS + 1)  # of the drafts of a request, 
 
 # So that one compiled kernel serves every step: views of packed inputs begin anywhere.
 _STEP_TENSORS = [
-    "rows_ptr", "unsure_ptr", "positions_ptr", "kv_lens_ptr", "table_starts_ptr", "tables_ptr", "write_at_ptr", "starts_ptr", "lengths_ptr",
-    "step_tokens_ptr", "chosen_ptr", "tokens_ptr", "lasts_ptr", "nexts_out_ptr", "lasts_out_ptr", "rows_out_ptr",
+    "rows_ptr", "unsure_ptr", "positions_ptr", "kv_lens_ptr", "table_starts_ptr", "tables_ptr",
+    "write_at_ptr", "starts_ptr", "lengths_ptr",
+    "step_tokens_ptr", "chosen_ptr", "tokens_ptr", "lasts_ptr", "nexts_out_ptr", "lasts_out_ptr",
+    "rows_out_ptr",
 ]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num", *_STEP_TENSORS])
 def _place_kernel(
-    rows_ptr, unsure_ptr, rejected_ptr, positions_ptr, kv_lens_ptr, table_starts_ptr, tables_ptr, write_at_ptr, num,
+    rows_ptr, unsure_ptr, rejected_ptr, positions_ptr, kv_lens_ptr, table_starts_ptr, tables_ptr,
+    write_at_ptr, num,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = at < num
     unsure = tl.load(unsure_ptr + at, mask=inside, other=0)
-    shift = tl.load(rejected_ptr + tl.load(rows_ptr + at, mask=inside, other=0), mask=inside, other=0) * unsure
+    shift = (
+        tl.load(rejected_ptr + tl.load(rows_ptr + at, mask=inside, other=0), mask=inside, other=0) * unsure
+    )
     moved = inside & (shift > 0)
     tl.store(positions_ptr + at, tl.load(positions_ptr + at, mask=moved, other=0) - shift, mask=moved)
     kv_len = tl.load(kv_lens_ptr + at, mask=moved, other=1) - shift
     tl.store(kv_lens_ptr + at, kv_len, mask=moved)
     last = kv_len - 1
-    slot = tl.load(tables_ptr + tl.load(table_starts_ptr + at, mask=moved, other=0) + last // BLOCK_TOKENS, mask=moved, other=0)
+    slot = tl.load(
+        tables_ptr + tl.load(table_starts_ptr + at, mask=moved, other=0) + last // BLOCK_TOKENS,
+        mask=moved,
+        other=0,
+    )
     tl.store(write_at_ptr + at, slot * BLOCK_TOKENS + last % BLOCK_TOKENS, mask=moved)
 
 
 def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:
     num = len(unsure)
     _place_kernel[(triton.cdiv(num, _ROWS),)](
-        inputs.rows, unsure, rejected, inputs.positions, inputs.kv_lens, inputs.table_starts, inputs.tables, inputs.write_at, num,
+        inputs.rows, unsure, rejected, inputs.positions, inputs.kv_lens, inputs.table_starts, inputs.tables,
+        inputs.write_at, num,
         BLOCK_TOKENS=block_tokens, ROWS=_ROWS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["pending_stride", *_STEP_TENSORS])
 def _keep_kernel(
-    starts_ptr, lengths_ptr, step_tokens_ptr, chosen_ptr, rows_ptr, pending_ptr, rejected_ptr, tokens_ptr, lasts_ptr, pending_stride,
+    starts_ptr, lengths_ptr, step_tokens_ptr, chosen_ptr, rows_ptr, pending_ptr, rejected_ptr, tokens_ptr,
+    lasts_ptr, pending_stride,
     PLACES: tl.constexpr,
 ):  # fmt: skip
     """One program per request."""
@@ -71,7 +83,14 @@ def _keep_kernel(
 
 
 def kept_tokens(
-    starts: Tensor, lengths: Tensor, num_drafts: int, step_tokens: Tensor, chosen: Tensor, rows: Tensor, pending: Tensor, rejected: Tensor
+    starts: Tensor,
+    lengths: Tensor,
+    num_drafts: int,
+    step_tokens: Tensor,
+    chosen: Tensor,
+    rows: Tensor,
+    pending: Tensor,
+    rejected: Tensor,
 ) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(len(chosen), dtype=torch.int32, device=chosen.device)
     lasts = torch.empty(len(starts), dtype=torch.int64, device=chosen.device)
@@ -97,9 +116,12 @@ def _fill_kernel(
     tl.store(rows_out_ptr + at, tl.load(rows_ptr + last, mask=inside, other=0), mask=inside)
 
 
-def fill_pass(tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor]) -> None:
-    """What a captured pass reads: `into` are its next tokens, last places and rows. A request that there is not does what the first does,
-    in all: it writes where the first writes, so that it must draw the same drafts."""
+def fill_pass(
+    tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """What a captured pass reads: `into` are its next tokens, last places and rows. A request that there is
+    not does what the first does, in all: it writes where the first writes, so that it must draw the same
+    drafts."""
     num_groups = len(tokens) if lasts is None else len(lasts)
     _fill_kernel[(triton.cdiv(len(tokens), _ROWS),)](
         tokens,
@@ -124,11 +146,15 @@ def _note_kernel(
     inside = column < WIDTH
     total = tl.zeros((COLUMNS,), tl.float32)
     for share in tl.static_range(SHARES):
-        total += tl.load(hidden_ptr + (share * num_tokens + token) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(
+            hidden_ptr + (share * num_tokens + token) * WIDTH + column, mask=inside, other=0.0
+        ).to(tl.float32)
     residual = tl.load(residual_ptr + token * WIDTH + column, mask=inside, other=0.0)
     state = residual.to(tl.float32) + total.to(residual.dtype).to(tl.float32)
     row, place = tl.load(rows_ptr + token).to(tl.int64), tl.load(positions_ptr + token) % NOTES
-    tl.store(noted_ptr + (row * NOTES + place) * WIDTH + column, state.to(noted_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        noted_ptr + (row * NOTES + place) * WIDTH + column, state.to(noted_ptr.dtype.element_ty), mask=inside
+    )
 
 
 def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
@@ -136,20 +162,36 @@ def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, note
     assert hidden.is_contiguous() and residual.is_contiguous() and noted.is_contiguous()
     columns = min(1024, triton.next_power_of_2(width))
     _note_kernel[(num_tokens, triton.cdiv(width, columns))](
-        hidden, residual, rows, positions, noted, num_tokens, WIDTH=width, SHARES=num_shares, NOTES=noted.shape[1], COLUMNS=columns
+        hidden,
+        residual,
+        rows,
+        positions,
+        noted,
+        num_tokens,
+        WIDTH=width,
+        SHARES=num_shares,
+        NOTES=noted.shape[1],
+        COLUMNS=columns,
     )
 
 
 @triton.jit(do_not_specialize=_STEP_TENSORS)
 def _blank_kernel(
     arena_ptr, write_at_ptr,
-    SLOT_STRIDE: tl.constexpr, HALF_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, HALF_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program for the keys or the values of a token in one layer."""
     at = tl.load(write_at_ptr + tl.program_id(0)).to(tl.int64)
-    place = at // BLOCK_TOKENS * SLOT_STRIDE + tl.program_id(1).to(tl.int64) * HALF_STRIDE + at % BLOCK_TOKENS * WIDTH
+    place = (
+        at // BLOCK_TOKENS * SLOT_STRIDE
+        + tl.program_id(1).to(tl.int64) * HALF_STRIDE
+        + at % BLOCK_TOKENS * WIDTH
+    )
     column = tl.arange(0, COLUMNS)
-    tl.store(arena_ptr + place + column, tl.zeros((COLUMNS,), arena_ptr.dtype.element_ty), mask=column < WIDTH)
+    tl.store(
+        arena_ptr + place + column, tl.zeros((COLUMNS,), arena_ptr.dtype.element_ty), mask=column < WIDTH
+    )
 
 
 def blank(arena: Tensor, write_at: Tensor) -> None:
@@ -166,16 +208,18 @@ def blank(arena: Tensor, write_at: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["dest_ptr", "source_ptr", "num"])  # so that one compiled kernel serves every length and offset
+# so that one compiled kernel serves every length and offset
+@triton.jit(do_not_specialize=["dest_ptr", "source_ptr", "num"])
 def _move_kernel(dest_ptr, source_ptr, num, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     tl.store(dest_ptr + at, tl.load(source_ptr + at, mask=at < num), mask=at < num)
 
 
 def move(dest: Tensor, source: Tensor) -> None:
-    """A small copy between pinned and device memory; both contiguous and of one length. Values are converted to `dest`'s type. A copy
-    engine serves one direction in order, so that a few bytes on it wait for gigabytes of KV that another lane sends the same way; loads
-    and stores of a kernel share the link with them instead."""
+    """A small copy between pinned and device memory; both contiguous and of one length. Values are converted
+    to `dest`'s type. A copy engine serves one direction in order, so that a few bytes on it wait for
+    gigabytes of KV that another lane sends the same way; loads and stores of a kernel share the link with
+    them instead."""
     num = source.numel()
     if num:
         _move_kernel[(triton.cdiv(num, _TILE),)](dest, source, num, TILE=_TILE, num_warps=4)
@@ -199,8 +243,11 @@ def _noise_kernel(keys_ptr, out_ptr, num_rows, vocab, BLOCK: tl.constexpr):
     high = tl.load(keys_ptr + num_rows + row).to(tl.uint32, bitcast=True)
     x = _mix32(_mix32(at.to(tl.uint32) ^ low) ^ high)
     uniform = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # log1p is not in every Triton: for small u the series -log(1 - u) = u + u^2/2 keeps the digits that 1 - u would lose
-    exponential = tl.where(uniform < 1e-3, uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)), -tl.log(1.0 - uniform))
+    # log1p is not in every Triton: for small u the series -log(1 - u) = u + u^2/2 keeps the digits that 1 - u
+    # would lose
+    exponential = tl.where(
+        uniform < 1e-3, uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)), -tl.log(1.0 - uniform)
+    )
     tl.store(out_ptr + row.to(tl.int64) * vocab + at, -tl.log(exponential), mask=at < vocab)
 
 
@@ -208,5 +255,7 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """float32 [S, vocab]; `keys` is int32 [2, S]."""
     num_rows = keys.shape[1]
     out = torch.empty((num_rows, vocab), dtype=torch.float32, device=keys.device)
-    _noise_kernel[(triton.cdiv(vocab, _BLOCK), num_rows)](keys.contiguous(), out, num_rows, vocab, BLOCK=_BLOCK)
+    _noise_kernel[(triton.cdiv(vocab, _BLOCK), num_rows)](
+        keys.contiguous(), out, num_rows, vocab, BLOCK=_BLOCK
+    )
     return out

@@ -1,7 +1,9 @@
-"""Steps of every kind, to be run before the first request. Owns which kinds there are; what they compute is thrown away.
+"""Steps of every kind, to be run before the first request. Owns which kinds there are; what they compute is
+thrown away.
 
-Libraries compile, plan, load and allocate when something is used for the first time, some of them once for each thread: cuBLAS its
-workspace, cuDNN its plans. So these steps are launched as any other, by the thread that will launch the others.
+Libraries compile, plan, load and allocate when something is used for the first time, some of them once for
+each thread: cuBLAS its workspace, cuDNN its plans. So these steps are launched as any other, by the thread
+that will launch the others.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from penstock.engine.execution.batch import DEEP_TOKENS, Shape
 BLANK = Adapter("blank", "")  # of steps that are to be run with adapters
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _EVERYTHING = SamplingParams(
-    max_tokens=1, temperature=0.7, top_p=0.9, top_k=50, min_p=0.05, frequency_penalty=0.2, repetition_penalty=1.1, seed=1, logprobs=20
+    max_tokens=1,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.05,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    seed=1,
+    logprobs=20,
 )
 _SAMPLINGS = (
     SamplingParams(max_tokens=1, temperature=0.8, seed=1),
@@ -66,15 +76,20 @@ def few_kinds(sizes: Sizes) -> list[StepKind]:
 
 
 def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
-    """What a GPU can meet: every replay, every way to sample, every option, prompts of all lengths alone and beside others."""
+    """What a GPU can meet: every replay, every way to sample, every option, prompts of all lengths alone and
+    beside others."""
     most, chunk = sizes.max_batch, sizes.prefill_chunk
     kinds = [_filling(bucket) for bucket in buckets]
     batches = [num for num in _BATCHES if num < most] + [most]
     kinds += [StepKind(_decodes(num), sampling) for num in batches for sampling in _SAMPLINGS]
     kinds += [StepKind(_decodes(1), _EVERYTHING, output=(1, 2, 1)), StepKind((Work(100),), _EVERYTHING)]
-    echoes = [SamplingParams(max_tokens=1, temperature=0.0, logprobs=num, prompt_logprobs=num) for num in (0, 2, 5, 20)]
+    echoes = [
+        SamplingParams(max_tokens=1, temperature=0.0, logprobs=num, prompt_logprobs=num)
+        for num in (0, 2, 5, 20)
+    ]
     kinds += [StepKind((Work(300),), echo) for echo in echoes]
-    # Steps that no replay serves, whatever their length: products of few rows have other kernels than those of many.
+    # Steps that no replay serves, whatever their length: products of few rows have other kernels than those
+    # of many.
     lengths = (8, 24, 48, 100, 200, 500, 700, 1000, 1500, 2000)
     kinds += [StepKind((Work(num),), echoes[1]) for num in lengths]
     kinds += [StepKind((Work(num),), adapter=BLANK) for num in lengths]
@@ -98,7 +113,9 @@ def _filling(bucket: Shape) -> StepKind:
 def _fits(kind: StepKind, sizes: Sizes) -> bool:
     tokens = sum(work.num_tokens for work in kind.chunks if work.num_tokens > 1)
     longest = max(work.num_tokens + work.prefix for work in kind.chunks)
-    return len(kind.chunks) <= sizes.max_batch and tokens <= sizes.prefill_chunk and longest <= sizes.max_tokens
+    return (
+        len(kind.chunks) <= sizes.max_batch and tokens <= sizes.prefill_chunk and longest <= sizes.max_tokens
+    )
 
 
 def verify_plan(num_rows: int, slot: int, block_tokens: int, most_drafts: int) -> StepPlan:
@@ -112,30 +129,47 @@ def verify_plan(num_rows: int, slot: int, block_tokens: int, most_drafts: int) -
     return StepPlan(0, tuple(chunks), len(chunks), starts)
 
 
-def decode_plan(num_requests: int, slot: int, block_tokens: int, num_ahead: int, num_missed: int = 0) -> StepPlan:
-    """A step that decodes one token of each request, and is passed over by what makes drafts only where it makes some; so many tokens
-    before it are caught up with."""
+def decode_plan(
+    num_requests: int, slot: int, block_tokens: int, num_ahead: int, num_missed: int = 0
+) -> StepPlan:
+    """A step that decodes one token of each request, and is passed over by what makes drafts only where it
+    makes some; so many tokens before it are caught up with."""
     start = max(1, num_missed)
     requests = [Request(f"warm-up {row}", [0] * (start + 1), _GREEDY) for row in range(num_requests)]
     slots = np.full(-(-(start + 1 + num_ahead) // block_tokens), slot, np.int32)
-    chunks = tuple(Chunk(one.id, row, start, (0,), slots, writes=True, num_logits=1, room=num_ahead) for row, one in enumerate(requests))
+    chunks = tuple(
+        Chunk(one.id, row, start, (0,), slots, writes=True, num_logits=1, room=num_ahead)
+        for row, one in enumerate(requests)
+    )
     earlier = slots[: -(-num_missed // block_tokens)], True, 0
-    missed = tuple(Chunk(one.id, row, 0, (0,) * num_missed, *earlier) for row, one in enumerate(requests) if num_missed)
+    missed = tuple(
+        Chunk(one.id, row, 0, (0,) * num_missed, *earlier) for row, one in enumerate(requests) if num_missed
+    )
     starts = tuple(Start.of(row, one) for row, one in enumerate(requests))
-    return StepPlan(0, chunks, num_requests, starts, num_ahead=num_ahead, is_followed=num_ahead > 0, missed=missed)
+    return StepPlan(
+        0, chunks, num_requests, starts, num_ahead=num_ahead, is_followed=num_ahead > 0, missed=missed
+    )
 
 
-def drafted_plans(sizes: Sizes, slot: int, block_tokens: int, num_ahead: int, compiles: bool) -> list[StepPlan]:
-    """Steps with which drafts begin: what makes them has missed a token of each request, or nearly a block. And one behind a step with
-    drafts, when nobody knows yet how many of them were kept."""
+def drafted_plans(
+    sizes: Sizes, slot: int, block_tokens: int, num_ahead: int, compiles: bool
+) -> list[StepPlan]:
+    """Steps with which drafts begin: what makes them has missed a token of each request, or nearly a block.
+    And one behind a step with drafts, when nobody knows yet how many of them were kept."""
     batches = sorted({1, min(4, sizes.max_batch), sizes.max_batch}) if compiles else [1]
     lengths = [num for num in (1, block_tokens - 1) if 0 < num < sizes.max_tokens - num_ahead]
-    begun = [decode_plan(num, slot, block_tokens, num_ahead, num_missed) for num in batches for num_missed in lengths]
+    begun = [
+        decode_plan(num, slot, block_tokens, num_ahead, num_missed)
+        for num in batches
+        for num_missed in lengths
+    ]
     num = 1 + num_ahead
     if num + 1 + num_ahead > sizes.max_tokens:
         return begun
     slots = np.full(-(-(num + 1 + num_ahead) // block_tokens), slot, np.int32)
-    behind = Chunk("warm-up", 0, num, (0,), slots, writes=True, num_logits=1, num_unsure=num_ahead, room=num_ahead)
+    behind = Chunk(
+        "warm-up", 0, num, (0,), slots, writes=True, num_logits=1, num_unsure=num_ahead, room=num_ahead
+    )
     start = Start.of(0, Request("warm-up", [0] * (num + 1), _GREEDY))
     return [*begun, StepPlan(0, (behind,), 1, (start,), num_ahead=num_ahead)]
 
@@ -151,5 +185,19 @@ def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[S
             slots = np.full(-(-length // block_tokens), slot, np.int32)
             tokens, num_top = (0,) * work.num_tokens, kind.sampling.prompt_logprobs
             echo = None if num_top is None else Echo(tokens, num_top)
-            chunks.append(Chunk(request.id, row, work.prefix, tokens, slots, writes=True, num_logits=1, adapter=kind.adapter, echo=echo))
-        yield StepPlan(number, tuple(chunks), sum(work.num_tokens == 1 for work in kind.chunks), tuple(starts))
+            chunks.append(
+                Chunk(
+                    request.id,
+                    row,
+                    work.prefix,
+                    tokens,
+                    slots,
+                    writes=True,
+                    num_logits=1,
+                    adapter=kind.adapter,
+                    echo=echo,
+                )
+            )
+        yield StepPlan(
+            number, tuple(chunks), sum(work.num_tokens == 1 for work in kind.chunks), tuple(starts)
+        )

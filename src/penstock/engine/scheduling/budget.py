@@ -1,4 +1,5 @@
-"""The limits that planning keeps: rows, tokens and time per step, promises of blocks. No clock: what takes how long is asked for."""
+"""The limits that planning keeps: rows, tokens and time per step, promises of blocks. No clock: what takes
+how long is asked for."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ class Budget:
     max_batch: int  # requests that run at once
     prefill_chunk: int  # prompt tokens per step
     overcommit: float = 1.0  # how many times available blocks may be promised
-    max_overtaken_s: float = 0.0  # how much later a request may arrive and still start first; 0: first come, first served
-    chunk_s: float = 0.0  # what the prompts of one step may take while others get tokens from it; 0: as long as they like
-    min_chunk: int = 0  # tokens of the first prompt of a step, whatever they take: every prompt gets on, at a rate near the best
-    deep_blocks: int = 0  # a request that may need more is deep: only its last blocks are on the device; 0: there are none
+    # how much later a request may arrive and still start first; 0: first come, first served
+    max_overtaken_s: float = 0.0
+    # what the prompts of one step may take while others get tokens from it; 0: as long as they like
+    chunk_s: float = 0.0
+    # tokens of the first prompt of a step, whatever they take: every prompt gets on, at a rate near the best
+    min_chunk: int = 0
+    # a request that may need more is deep: only its last blocks are on the device; 0: there are none
+    deep_blocks: int = 0
     resident_blocks: int = 0  # that a deep request has there at most
-    division: Division | None = None  # of those, for requests that attend to a part of their context; None: there are none
+    # of those, for requests that attend to a part of their context; None: there are none
+    division: Division | None = None
 
 
 class PrefillTimes(Protocol):
@@ -38,8 +44,8 @@ class PrefillTimes(Protocol):
 class Room:
     """What prompts may still take of one step, in order of their admission.
 
-    Tokens always count. Time counts as soon as a request gets a token from the step: all that decode do, and a prompt that ends in it does.
-    Until then a longer step delays no request.
+    Tokens always count. Time counts as soon as a request gets a token from the step: all that decode do, and
+    a prompt that ends in it does. Until then a longer step delays no request.
     """
 
     def __init__(self, budget: Budget, block_tokens: int, times: PrefillTimes | None, decodes: bool) -> None:
@@ -53,8 +59,9 @@ class Room:
         self._unused = True
 
     def size(self, start: int, num_left: int) -> int:
-        """How many tokens of the next prompt to compute, which has `num_left` behind the first `start`. Where time cuts it short, it ends
-        with a block, a long one where attention is called with whole shapes. Where not even one block fits, the step is full."""
+        """How many tokens of the next prompt to compute, which has `num_left` behind the first `start`. Where
+        time cuts it short, it ends with a block, a long one where attention is called with whole shapes.
+        Where not even one block fits, the step is full."""
         most = min(num_left, self.tokens)
         if most <= 1 or self._times is None or not self._gives_tokens:
             return most
@@ -66,14 +73,17 @@ class Room:
             step = SHAPE_TOKENS
         end = (start + num_tokens) // step * step
         if self._unused:
-            end = max(end, blocks_for(start + max(1, self._min_chunk), self._block_tokens) * self._block_tokens)
+            end = max(
+                end, blocks_for(start + max(1, self._min_chunk), self._block_tokens) * self._block_tokens
+            )
         if end <= start:
             self.tokens = 0
             return 0
         return min(most, end - start)
 
     def spend(self, start: int, num_tokens: int, num_left: int) -> None:
-        """So many tokens of that prompt are computed in this step. One that time has cut short is the last."""
+        """So many tokens of that prompt are computed in this step. One that time has cut short is the
+        last."""
         self.tokens = self.tokens - num_tokens if num_tokens == min(num_left, self.tokens) else 0
         self._gives_tokens |= num_tokens == num_left
         self._unused = False

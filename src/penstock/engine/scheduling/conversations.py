@@ -1,5 +1,6 @@
-"""Long conversations that are under way. Owns what is kept for those that were just answered, since agents often go on at once, and whether
-there is room for another one to begin. Who is admitted is the scheduler's business."""
+"""Long conversations that are under way. Owns what is kept for those that were just answered, since agents
+often go on at once, and whether there is room for another one to begin. Who is admitted is the scheduler's
+business."""
 
 from __future__ import annotations
 
@@ -13,17 +14,20 @@ from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.track import Track
 
 LONG_TOKENS = 8192  # of a conversation that all this is done for
-# A client whose long conversation has just been answered may go on at once, and its KV is still there: so long its room is not given to a
-# request whose own KV is elsewhere. In steps that only decode; a step that computes prompts takes as long as several. Longer would not be
-# better: three times as long left rooms empty that others could have used, and on an H200 more of those that went on had to wait.
+# A client whose long conversation has just been answered may go on at once, and its KV is still there: so
+# long its room is not given to a request whose own KV is elsewhere. In steps that only decode; a step that
+# computes prompts takes as long as several. Longer would not be better: three times as long left rooms empty
+# that others could have used, and on an H200 more of those that went on had to wait.
 GRACE = 4
 _PROMPT_STEPS = 4
-# Plans in which such a conversation counts as under way, and its KV as wanted, as if its next request had come already. Until it has come
-# and was looked at no other request wants it, and the next draw of blocks would take them from it first.
+# Plans in which such a conversation counts as under way, and its KV as wanted, as if its next request had
+# come already. Until it has come and was looked at no other request wants it, and the next draw of blocks
+# would take them from it first.
 KEPT_PLANS = 64
-# Conversations grow. Another long one begins where all that are under way take at most so much of the device with it: if their first turns
-# filled it, later ones would make each other leave. That holds as long as half of the long requests that come go on with one of those
-# answered last; it is assumed at first, and the last so many count more than all before.
+# Conversations grow. Another long one begins where all that are under way take at most so much of the device
+# with it: if their first turns filled it, later ones would make each other leave. That holds as long as half
+# of the long requests that come go on with one of those answered last; it is assumed at first, and the last
+# so many count more than all before.
 _BEGUN_SHARE = 0.75
 _LEAST_GOING_ON = 0.5
 _REQUESTS = 8
@@ -37,12 +41,14 @@ class _Answered:
     track: Track
     until: int  # number of the plan from which on nothing is kept for it
     want: Want
-    middle: tuple[int, bytes]  # the key of a block, and which it is: a request that has it there continues at least half of it
+    # the key of a block, and which it is: a request that has it there continues at least half of it
+    middle: tuple[int, bytes]
     went_on: bool = False  # its next request has come
 
 
 class Conversations:
-    """`bound_s`: how much later a request may arrive and still go first; 0: first come, first served, and nothing is kept."""
+    """`bound_s`: how much later a request may arrive and still go first; 0: first come, first served, and
+    nothing is kept."""
 
     def __init__(self, ledger: KvLedger, bound_s: float) -> None:
         self._ledger = ledger
@@ -52,7 +58,8 @@ class Conversations:
         self._grace = 0  # how long the room of an ended request is kept for its next one
         self._kept: deque[_Answered] = deque()  # for which something is kept, oldest first
         self._middles: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED)  # of those answered last
-        self._going_on = 1.0  # how many of the long requests that came lately went on with one of these, as a share
+        # how many of the long requests that came lately went on with one of these, as a share
+        self._going_on = 1.0
 
     def came(self, request: Request) -> None:
         self._newest_s = max(self._newest_s, request.arrival_s)
@@ -93,13 +100,16 @@ class Conversations:
 
     @property
     def keep_room(self) -> bool:
-        """Whether one that has just been answered may be cheaper to go on with than another is to start, and is heard of in a moment."""
+        """Whether one that has just been answered may be cheaper to go on with than another is to start, and
+        is heard of in a moment."""
         return self._grace > 0 and self._bound_s > 0
 
     def need_room(self, track: Track, measured: bool, running: Running, line: Line) -> bool:
-        """Whether those that are under way need the device more than `track`, which would begin a long conversation. Others overtake it
-        meanwhile: so only until a request comes that may not overtake it. Not where no running request's end could make room."""
-        by_s = track.rank if measured else track.rank + self._bound_s  # before anything was measured its rank is its arrival
+        """Whether those that are under way need the device more than `track`, which would begin a long
+        conversation. Others overtake it meanwhile: so only until a request comes that may not overtake it.
+        Not where no running request's end could make room."""
+        # before anything was measured its rank is its arrival
+        by_s = track.rank if measured else track.rank + self._bound_s
         if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(running):
             return False
         num_left = int(_BEGUN_SHARE * self._ledger.num_blocks) - running.most_blocks(track)

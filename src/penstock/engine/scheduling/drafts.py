@@ -1,4 +1,5 @@
-"""What the scheduler asks of whoever proposes tokens. Owns the interface; proposers are `penstock.speculation`'s."""
+"""What the scheduler asks of whoever proposes tokens. Owns the interface; proposers are
+`penstock.speculation`'s."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Drafter(Protocol):
 
     @property
     def needs_results(self) -> bool:
-        """Whether it can propose nothing for a request whose drafts are still being verified: their step is read first."""
+        """Whether it can propose nothing for a request whose drafts are still being verified: their step is
+        read first."""
 
     @property
     def num_ahead(self) -> int:
@@ -36,8 +38,8 @@ class Drafter(Protocol):
         """Whether it passes over the tokens of steps, and keeps KV of them in every block."""
 
     def considers(self, tracks: Sequence[Track]) -> bool:
-        """Whether it may propose something for a step of these, or has the device make drafts behind it. Called for every step in which
-        some request decodes; `propose` follows where it says yes."""
+        """Whether it may propose something for a step of these, or has the device make drafts behind it.
+        Called for every step in which some request decodes; `propose` follows where it says yes."""
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         """Drafts for each of them, in a step that also computes `num_others` tokens of prompts."""

@@ -1,5 +1,5 @@
-"""What the listeners of requests get, and the totals of it. Owns the rule by which a generation is over; what becomes of the request then
-is the scheduler's business."""
+"""What the listeners of requests get, and the totals of it. Owns the rule by which a generation is over; what
+becomes of the request then is the scheduler's business."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class SchedulerCounts:
     scorings: int = 0
     recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
     drafted_tokens: int = 0
-    accepted_by_place: list[int] = field(default_factory=list)  # drafts kept: how many first ones, second ones, ..
+    # drafts kept: how many first ones, second ones, ..
+    accepted_by_place: list[int] = field(default_factory=list)
     drafted_by_place: list[int] = field(default_factory=list)
 
     def see_place(self, place: int) -> None:
@@ -48,7 +49,8 @@ class Events:
         self._counts = counts
 
     def of_tokens(self, track: Track, sampled: Sampled, num_drafts: int = 0) -> TokenEvent:
-        """A step has chosen tokens for it: keeps them up to the one that ends it, if one does. `num_drafts`: verified for it."""
+        """A step has chosen tokens for it: keeps them up to the one that ends it, if one does. `num_drafts`:
+        verified for it."""
         sampling = track.request.sampling
         kept: list[int] = []
         finish: FinishReason | None = None
@@ -65,7 +67,9 @@ class Events:
                 break
         logprobs = None if sampled.logprobs is None else sampled.logprobs[: len(kept)]
         prompt_logprobs, source = (None, None) if track.started else self._first_news(track)
-        event = TokenEvent(track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source)
+        event = TokenEvent(
+            track.request.id, tuple(kept), logprobs, prompt_logprobs, finish, stop_token, source
+        )
         if source is not None and track.is_partial:
             event = event._replace(scored=True)
         if not num_drafts:
@@ -77,15 +81,20 @@ class Events:
 
     def of_end(self, track: Track, finish: FinishReason) -> TokenEvent:
         """It ends without a token: it wanted none, or somebody or something else has ended it."""
-        prompt_logprobs, source = (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
+        prompt_logprobs, source = (
+            (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
+        )
         scored = source is not None and track.is_partial
-        return TokenEvent(track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source, scored=scored)
+        return TokenEvent(
+            track.request.id, prompt_logprobs=prompt_logprobs, finish=finish, source=source, scored=scored
+        )
 
     def of_failure(self, track: Track, error: StepFailure) -> TokenEvent:
         return self.of_end(track, FinishReason.ERROR)._replace(error=str(error))
 
     def _first_news(self, track: Track) -> tuple[PromptLogprobs | None, KvSource]:
-        """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's KV came from."""
+        """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's
+        KV came from."""
         track.started = True
         tokens: Counter[str] = Counter()
         for tier, num in track.found:

@@ -1,17 +1,20 @@
-"""Which part of its context a scored request has on the device while it decodes. Owns the choice, how the device's blocks are divided
-for it, and what the next turn of its conversation is told; draws nothing and moves nothing.
+"""Which part of its context a scored request has on the device while it decodes. Owns the choice, how the
+device's blocks are divided for it, and what the next turn of its conversation is told; draws nothing and
+moves nothing.
 
-    first part | pinned parts | parts with the best scores | ... left out ... | trailing window, which is written at its end
+    first part | pinned parts | parts with the best scores | ... left out ... | trailing window, which is
+    written at its end
 
-A part is 64 tokens, or one block where that is more. All before the window is in host memory; parts that are chosen are copied back beside
-it. Decoding goes on over the old choice until the copies have landed.
+A part is 64 tokens, or one block where that is more. All before the window is in host memory; parts that are
+chosen are copied back beside it. Decoding goes on over the old choice until the copies have landed.
 
-Every step shows its tokens the first part, pinned parts and the trailing window. A request that begins with blocks in host memory waits
-until these have been copied. Where that is not possible, its steps read all of its context in host memory.
+Every step shows its tokens the first part, pinned parts and the trailing window. A request that begins with
+blocks in host memory waits until these have been copied. Where that is not possible, its steps read all of
+its context in host memory.
 
-The next turn finds all that the last one had in host memory, and what was known of its keys. It begins with the last choice, waits until
-that is on the device, and computes its prompt over it. So its first token waits for what is resident, however long the context is. Behind
-the prompt parts are scored, and chosen again.
+The next turn finds all that the last one had in host memory, and what was known of its keys. It begins with
+the last choice, waits until that is on the device, and computes its prompt over it. So its first token waits
+for what is resident, however long the context is. Behind the prompt parts are scored, and chosen again.
 """
 
 from __future__ import annotations
@@ -60,9 +63,25 @@ class Division:
         moving = max(1, rest // MOVING_SHARE)
         if rest - moving < 2:
             size, tokens = part_blocks * block_tokens, resident_blocks * block_tokens
-            sizes = f"{size} tokens at the beginning, {size} in the trailing window, {SLACK_PARTS * size} being saved"
+            sizes = (
+                f"{size} tokens at the beginning, {size} "
+                f"in "
+                f"the "
+                f"trailing "
+                f"window, "
+                f"{SLACK_PARTS * size} "
+                f"being saved"
+            )
             need = f"{sizes}, {size} chosen and {size} on their way make {(4 + SLACK_PARTS) * size}"
-            raise ConfigError(f"--kv-residency scored: {need}, and a sequence has {tokens} on the device; raise --kv-resident-tokens")
+            raise ConfigError(
+                f"--kv-residency scored: {need}, and a sequence "
+                f"has "
+                f"{tokens} "
+                f"on "
+                f"the "
+                f"device; "
+                f"raise --kv-resident-tokens"
+            )
         return cls(part_blocks, block_tokens, window, rest - moving, moving)
 
     @property
@@ -75,8 +94,8 @@ class Division:
         return self.part_blocks * self.block_tokens
 
     def pinned(self, pins: Sequence[tuple[int, int]], num_tokens: int) -> tuple[int, ...]:
-        """Parts that hold the first token or pinned ones, of a sequence of at most `num_tokens`. Raises InvalidRequest where they leave
-        nothing to choose."""
+        """Parts that hold the first token or pinned ones, of a sequence of at most `num_tokens`. Raises
+        InvalidRequest where they leave nothing to choose."""
         parts, num = {0}, 1
         for first, end in pins:
             span = range(first // self.part_tokens, -(-min(end, num_tokens) // self.part_tokens))
@@ -84,13 +103,17 @@ class Division:
             num = max(num, len(span) + (0 not in span), len(parts))
         if num >= self.chosen:
             held = f"{num} parts of {self.part_tokens} tokens, the first included"
-            raise InvalidRequest(f"kv_pin_spans take {held}, and {self.chosen - 1} can be pinned: one has to be free", "kv_pin_spans")
+            raise InvalidRequest(
+                f"kv_pin_spans take {held}, and {self.chosen - 1} can be pinned: one has to be free",
+                "kv_pin_spans",
+            )
         return tuple(sorted(parts))
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChoice:
-    """What requests that do not fit attend to while they decode: what is so by default, and what each may ask for."""
+    """What requests that do not fit attend to while they decode: what is so by default, and what each may ask
+    for."""
 
     deep_blocks: int  # a request of more is one that does not fit; 0: all fit
     block_tokens: int
@@ -114,10 +137,15 @@ class ResidencyChoice:
         return cls(deep_blocks, kv.block_tokens, scored, kv.pin_spans, division, refusal)
 
     def for_request(
-        self, asked: ResidencyName | None, pins: Sequence[tuple[int, int]] | None, num_prompt: int, num_more: int
+        self,
+        asked: ResidencyName | None,
+        pins: Sequence[tuple[int, int]] | None,
+        num_prompt: int,
+        num_more: int,
     ) -> Residency | None:
-        """For one whose prompt has `num_prompt` tokens, and that may have `num_more` behind it; None where it attends to all. Raises
-        InvalidRequest for what cannot be. Pins of its own lie in its prompt; those by default are for every length, and end with it."""
+        """For one whose prompt has `num_prompt` tokens, and that may have `num_more` behind it; None where it
+        attends to all. Raises InvalidRequest for what cannot be. Pins of its own lie in its prompt; those by
+        default are for every length, and end with it."""
         num_tokens = num_prompt + num_more
         if wrong := wrong_spans(pins or ()):
             raise InvalidRequest(wrong, "kv_pin_spans")
@@ -140,7 +168,9 @@ class ResidencyChoice:
 class KeptContext:
     """What a scored request has left for the next turn of its conversation."""
 
-    name: bytes  # the key that its last block would have, had it been computed over all before it: by this a prompt knows its own
+    # the key that its last block would have, had it been computed over all before it: by this a prompt knows
+    # its own
+    name: bytes
     keys: Sequence[bytes]  # under which its blocks are in host memory: whole parts
     num_open: int  # of these, the first so many anybody may find
     place: range  # parts of the room for what is known of keys
@@ -149,8 +179,8 @@ class KeptContext:
 
 
 class KeptContexts:
-    """Those of the conversations that were answered last, as many as there is room for what is known of their keys. A context is replaced
-    by that of its next turn."""
+    """Those of the conversations that were answered last, as many as there is room for what is known of their
+    keys. A context is replaced by that of its next turn."""
 
     def __init__(self, division: Division | None, num_pageable: int) -> None:
         """There is room for what is known of all blocks that may be paged out."""
@@ -164,12 +194,16 @@ class KeptContexts:
 
     def find(self, keys: Sequence[bytes]) -> KeptContext | None:
         """The longest that a prompt with these `keys` goes on from."""
-        fitting = (one for one in self._kept.values() if len(one.keys) <= len(keys) and keys[len(one.keys) - 1] == one.name)
+        fitting = (
+            one
+            for one in self._kept.values()
+            if len(one.keys) <= len(keys) and keys[len(one.keys) - 1] == one.name
+        )
         return max(fitting, key=lambda one: len(one.keys), default=None)
 
     def num_usable(self, num_blocks: int, num_tokens: int) -> int:
-        """Of a context whose first `num_blocks` blocks are there, those that a prompt of `num_tokens` goes on from. 0: it is computed over
-        all before it, since it brings more than the trailing window takes."""
+        """Of a context whose first `num_blocks` blocks are there, those that a prompt of `num_tokens` goes on
+        from. 0: it is computed over all before it, since it brings more than the trailing window takes."""
         if self._division is None:
             return 0
         num = num_blocks // self._division.part_blocks * self._division.part_blocks
@@ -177,12 +211,14 @@ class KeptContexts:
         return num if num_tokens - num * self._division.block_tokens <= most else 0
 
     def keep(self, context: KeptContext, before: KeptContext | None) -> list[bytes]:
-        """`before` is what it went on from. Returns keys that nobody knows any more. Where there is no room, it is not kept: its `place` is
-        empty."""
+        """`before` is what it went on from. Returns keys that nobody knows any more. Where there is no room,
+        it is not kept: its `place` is empty."""
         freed = self._drop(before) if before is not None and before.num_users == 0 else []
         freed += self._drop(self._kept.get(context.name))  # by another request, with the same tokens
         num = len(context.place)
-        while (gap := self._gap(num)) is None and (oldest := next((one for one in self._kept.values() if not one.num_users), None)):
+        while (gap := self._gap(num)) is None and (
+            oldest := next((one for one in self._kept.values() if not one.num_users), None)
+        ):
             freed += self._drop(oldest)
         own = context.keys[context.num_open :]
         if gap is None:
@@ -235,8 +271,8 @@ class Placed(NamedTuple):
 
 
 class ResidentSet:
-    """Of one request, from its admission until it leaves. Nothing of it is known to its next life, or to another request; the next turn of
-    its conversation is told what `KeptContext` has."""
+    """Of one request, from its admission until it leaves. Nothing of it is known to its next life, or to
+    another request; the next turn of its conversation is told what `KeptContext` has."""
 
     def __init__(
         self,
@@ -246,8 +282,8 @@ class ResidentSet:
         num_tokens: int,
         continues: tuple[KeptContext, int] | None = None,
     ) -> None:
-        """`num_known` of its tokens are known, and it may have `num_tokens` in all. `continues`: it goes on from what an earlier turn has
-        left of its first so many blocks."""
+        """`num_known` of its tokens are known, and it may have `num_tokens` in all. `continues`: it goes on
+        from what an earlier turn has left of its first so many blocks."""
         self.division = division
         self.num_exact = num_known  # its first so many tokens attend to all before them, or came so
         self.tau = FIRST_TAU
@@ -279,12 +315,12 @@ class ResidentSet:
         """Whether a chunk that begins there attends to the resident set only."""
         return start >= self.num_exact
 
-    # ------------------------------------------------------------------------------------------------------------ for steps
+    # ---------------------------------------------------------------------------------------------- for steps
 
     def num_making_way(self, table: Table, num_short: int, most: int) -> int:
-        """Blocks at the window's beginning that are to make way, where a step lacks room for `num_short` and the window may have `most`:
-        for the step, and as long as it is larger than it has to be, for parts that are wanted more. In whole parts, and only what is
-        summed up."""
+        """Blocks at the window's beginning that are to make way, where a step lacks room for `num_short` and
+        the window may have `most`: for the step, and as long as it is larger than it has to be, for parts
+        that are wanted more. In whole parts, and only what is summed up."""
         size = self.division.part_blocks
         num_wanted = -(-num_short // size) + len(self.wanted(table))  # parts, as the others here
         num_spare = (most + num_short) // size - self.division.window
@@ -292,11 +328,13 @@ class ResidentSet:
         return max(0, min(num * size, self._num_summed // size * size - table.num_paged))
 
     def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
-        """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores. `may_read`: the step may read host
-        memory, as it does now and then to see how much was left out. Raises InvariantBroken where its tokens would not see what every step
-        shows."""
+        """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores.
+        `may_read`: the step may read host memory, as it does now and then to see how much was left out.
+        Raises InvariantBroken where its tokens would not see what every step shows."""
         if table.num_paged % self.division.part_blocks:
-            raise InvariantBroken(f"{table.num_paged} blocks of a scored request are paged out, which are no whole parts")
+            raise InvariantBroken(
+                f"{table.num_paged} blocks of a scored request are paged out, which are no whole parts"
+            )
         tail, self._is_filling = table.slots(end), False
         if not self.decodes(start):
             paged = table.paged_slots if table.num_paged else None
@@ -307,7 +345,9 @@ class ResidentSet:
         scoring = self._later(table, tail, start, may_score)
         if not self.shows_needed(table):
             if not may_read:
-                raise InvariantBroken(f"a step at token {start} shows neither its trailing window nor host memory")
+                raise InvariantBroken(
+                    f"a step at token {start} shows neither its trailing window nor host memory"
+                )
             return Placed(own, self._left_out(table), 0, scoring)
         if scoring is not None and scoring.num_parts:
             self._num_scorings += 1
@@ -325,13 +365,24 @@ class ResidentSet:
 
     def _last_exact(self, table: Table, tail: NDArray[np.int32], end: int, may_score: bool) -> Scoring:
         """All that is paged out streams past this chunk, and is summed up on its way."""
-        self._num_summed, slots = end // self.division.block_tokens, tail[: end // self.division.block_tokens - table.num_paged]
+        self._num_summed, slots = (
+            end // self.division.block_tokens,
+            tail[: end // self.division.block_tokens - table.num_paged],
+        )
         num_parts = self._begin_scoring(end) if may_score else 0
-        return Scoring(self.division.part_blocks, self._most_parts, table.num_paged, slots, table.num_paged > 0, num_parts)
+        return Scoring(
+            self.division.part_blocks,
+            self._most_parts,
+            table.num_paged,
+            slots,
+            table.num_paged > 0,
+            num_parts,
+        )
 
     def _later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
-        """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged out, and has one without. While
-        a prompt goes on from an earlier turn nothing is paged out, and its first token does not wait until such a step is launched."""
+        """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged
+        out, and has one without. While a prompt goes on from an earlier turn nothing is paged out, and its
+        first token does not wait until such a step is launched."""
         if self._kept is not None and start < self._score_at:
             return None
         first, end = self._num_summed, start // self.division.block_tokens
@@ -355,7 +406,7 @@ class ResidentSet:
             self._slots = np.concatenate(runs) if runs else np.empty(0, np.int32)
         return self._slots
 
-    # ---------------------------------------------------------------------------------------------------------- the choice
+    # --------------------------------------------------------------------------------------------- the choice
 
     def take_scores(self, scores: NDArray[np.float32]) -> None:
         """A scoring is over: what should be on the device is chosen again."""
@@ -368,7 +419,8 @@ class ResidentSet:
     def _choose(self) -> None:
         best = np.argsort(self._scores, kind="stable")[::-1]  # of equal ones the latest first
         pinned = set(self._pinned)
-        # Looked through in every plan: as many as can be on the device in any way are enough, however long the context is.
+        # Looked through in every plan: as many as can be on the device in any way are enough, however long
+        # the context is.
         most = 2 * self.division.num_parts
         self._order = [*self._pinned, *(part for part in best[:most].tolist() if part not in pinned)]
 
@@ -416,8 +468,8 @@ class ResidentSet:
         return list(dict.fromkeys((*self._needed(table), *(part for part in self._order if part < end))))
 
     def _needed(self, table: Table) -> list[int]:
-        """Paged-out parts that every step shows: the first, pinned ones, and as long as the blocks behind them do not fill the trailing
-        window, those before these."""
+        """Paged-out parts that every step shows: the first, pinned ones, and as long as the blocks behind
+        them do not fill the trailing window, those before these."""
         size = self.division.part_blocks
         end = table.num_paged // size
         num_recent = self.division.window - (table.num_slots - table.num_paged) // size
@@ -431,20 +483,21 @@ class ResidentSet:
         self._coming[part] = fetched
 
     def is_filling(self, table: Table) -> bool:
-        """Whether its next tokens wait for parts that are on their way: for what every step shows, and those of a next turn for all that it
-        begins with."""
+        """Whether its next tokens wait for parts that are on their way: for what every step shows, and those
+        of a next turn for all that it begins with."""
         return self._may_wait and bool(self._coming) and (self._is_filling or not self.shows_needed(table))
 
-    # ------------------------------------------------------------------------------------------------------- the next turn
+    # ------------------------------------------------------------------------------------------ the next turn
 
     def num_keeping(self, table: Table) -> int:
-        """Blocks that the next turn can go on from: whole parts, all of them summed up. None where no step was told of the sums that it
-        began with: the next turn begins with those, too."""
+        """Blocks that the next turn can go on from: whole parts, all of them summed up. None where no step
+        was told of the sums that it began with: the next turn begins with those, too."""
         size = self.division.part_blocks
         return 0 if self._kept is not None else min(self._num_summed, len(table.sealed_keys)) // size * size
 
     def kept(self, name: bytes, keys: Sequence[bytes]) -> KeptContext:
-        """Of so many blocks; where it lies is not known yet. Parts that were never scored are worth nothing."""
+        """Of so many blocks; where it lies is not known yet. Parts that were never scored are worth
+        nothing."""
         num_parts = len(keys) // self.division.part_blocks
         scores = np.zeros(num_parts, np.float32)
         scores[: len(self._scores)] = self._scores[:num_parts]

@@ -1,5 +1,6 @@
-"""The requests that run or load, in order of admission. Owns what each of them holds until it leaves: a row, a table, and the
-promise of the blocks that it may still draw. Who enters and who has to leave is the scheduler's business."""
+"""The requests that run or load, in order of admission. Owns what each of them holds until it leaves: a row,
+a table, and the promise of the blocks that it may still draw. Who enters and who has to leave is the
+scheduler's business."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from penstock.engine.scheduling.steps import Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
-# One slot in so many is promised to nobody while others run: what leaves the device needs room for as long as its copy takes.
+# One slot in so many is promised to nobody while others run: what leaves the device needs room for as long as
+# its copy takes.
 _SPARE_SHARE = 64
-# Slots that are kept free for the blocks that answers fill, and half of one for each request, up to a share of all. Where fewer than half
-# of them are left, more are made free.
+# Slots that are kept free for the blocks that answers fill, and half of one for each request, up to a share
+# of all. Where fewer than half of them are left, more are made free.
 _ANSWER_BLOCKS = 32
 _ANSWER_SHARE = 32
 _NEXT_RANK = -1e12  # below all others: times of arrival, and what stands for priorities
-_CHUNK_SHARE = 2  # a deep request computes at most one in so many of the blocks that it may have on the device in one step
+# a deep request computes at most one in so many of the blocks that it may have on the device in one step
+_CHUNK_SHARE = 2
 _SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, for the rate of the link
 
 
@@ -45,7 +48,8 @@ class Running:
         self._num_promised = 0  # blocks
         self.num_deep = 0  # blocks that deep requests may need in host memory
         self._num_grown_at = blocks_for(LEAST, ledger.block_tokens)  # blocks that are left of a promise
-        self._next_rank = _NEXT_RANK  # of what the request wants that is next: below that of whoever was next before
+        # of what the request wants that is next: below that of whoever was next before
+        self._next_rank = _NEXT_RANK
         self.free_rows = list(range(budget.max_batch))  # heap: low rows first
 
     def __len__(self) -> int:
@@ -58,14 +62,20 @@ class Running:
         available = self._ledger.num_available - match.num_idle
         needed = self._needs(track, match)
         matched = (match.num_blocks + match.num_colder) * self._ledger.block_tokens
-        first_step = blocks_for(min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens) - match.num_blocks
+        first_step = (
+            blocks_for(
+                min(len(track.tokens), matched + self._budget.prefill_chunk), self._ledger.block_tokens
+            )
+            - match.num_blocks
+        )
         if track.is_deep:
             first_step = needed
             if not self.fits_host(track):
                 return False
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED or track.is_deep else self._budget.overcommit
-        num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))  # taken for it alone: they count as if it had yet to draw them
+        # taken for it alone: they count as if it had yet to draw them
+        num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))
         num_spare = self._ledger.num_blocks // _SPARE_SHARE if self.tracks else 0
         promised = self._num_promised + needed + num_ahead + num_spare
         return promised <= (available + num_ahead) * overcommit and first_step <= available
@@ -76,11 +86,14 @@ class Running:
 
     def fits_free(self, track: Track, match: Match) -> bool:
         """Whether, moreover, nothing at all has to be forgotten for it or for those that run."""
-        return self._num_promised + self._needs(track, match) <= self._ledger.num_free and self.fits(track, match)
+        return self._num_promised + self._needs(track, match) <= self._ledger.num_free and self.fits(
+            track, match
+        )
 
     def has_room(self, track: Track, match: Match) -> bool:
-        """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what others were promised can be
-        drawn meanwhile. It is next: no room is made for it out of what it has on the device itself."""
+        """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what
+        others were promised can be drawn meanwhile. It is next: no room is made for it out of what it has on
+        the device itself."""
         if track.prefix is not None and track.want is not None:
             self._next_rank -= 1.0
             track.want = self._ledger.want(track.prefix.keys, self._next_rank, track.want)
@@ -88,8 +101,8 @@ class Running:
         return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
 
     def num_spare(self, match: Match) -> int:
-        """Free slots that can be filled ahead for a request which does not fit: what others were promised can be drawn all the same, its
-        own idle blocks that matched stay, and answers find theirs."""
+        """Free slots that can be filled ahead for a request which does not fit: what others were promised can
+        be drawn all the same, its own idle blocks that matched stay, and answers find theirs."""
         num_unpromised = self._ledger.num_available - match.num_idle - self._num_promised
         return min(num_unpromised, self._ledger.num_free - min(self._num_promised, self._num_for_answers))
 
@@ -117,8 +130,9 @@ class Running:
         return blocks_for(track.lifetime_tokens, self._ledger.block_tokens)
 
     def enter(self, track: Track, match: Match) -> bool:
-        """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading where some of it has to come;
-        where not, whoever called sets it off. False: what matched of a deep one has gone since."""
+        """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading
+        where some of it has to come; where not, whoever called sets it off. False: what matched of a deep one
+        has gone since."""
         if track.is_deep and track.prefix is not None:
             prefix = track.prefix
             if track.continues is not None:
@@ -131,9 +145,13 @@ class Running:
         else:
             track.table = self._ledger.open(track.request.id, track.prefix, match.num_blocks)
             track.promised = track.assured = self._likely(track)
-        num_now = min(self._needs(track, match), blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks)
+        num_now = min(
+            self._needs(track, match),
+            blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks,
+        )
         num_promised = self._num_promised + self._needs(track, match)
-        self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))  # what it draws now leaves answers theirs
+        # what it draws now leaves answers theirs
+        self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))
         track.row = heapq.heappop(self.free_rows)
         track.begin(match, self._ledger.block_tokens)
         if track.is_deep and track.request.residency is not None and self._budget.division is not None:
@@ -156,13 +174,17 @@ class Running:
 
     def _choose_residents(self, track: Track, division: Division, asked: Residency) -> None:
         self.num_scored += 1
-        track.is_partial |= track.continues is not None or track.request.sampling.max_tokens > 1  # the first token alone attends to all
+        # the first token alone attends to all
+        track.is_partial |= track.continues is not None or track.request.sampling.max_tokens > 1
         if track.continues is not None:
             self.kept.use(track.continues[0])
-        track.resident = ResidentSet(division, asked.pins, len(track.tokens), track.lifetime_tokens, track.continues)
+        track.resident = ResidentSet(
+            division, asked.pins, len(track.tokens), track.lifetime_tokens, track.continues
+        )
 
     def _draw_first(self, track: Track) -> None:
-        """The slots of its prompt; step by step where memory is promised more than once, or not all of it is there at the same time."""
+        """The slots of its prompt; step by step where memory is promised more than once, or not all of it is
+        there at the same time."""
         num_blocks = blocks_for(len(track.tokens), self._ledger.block_tokens) - track.held_table().num_slots
         if self._budget.overcommit > 1.0 or num_blocks <= 0 or track.is_deep:
             return
@@ -209,11 +231,13 @@ class Running:
         return int(self._ledger.num_available * self._budget.overcommit) - self._num_promised
 
     def num_fitting(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
-        """How many of the next `num_tokens` of a deep request there is room for on the device. Its first blocks there make way; `fence`
-        lies behind all steps launched. None where what would make way is still being saved."""
+        """How many of the next `num_tokens` of a deep request there is room for on the device. Its first
+        blocks there make way; `fence` lies behind all steps launched. None where what would make way is still
+        being saved."""
         table, size = track.held_table(), self._ledger.block_tokens
         most = self._budget.resident_blocks - self._take_lent_back(track)
-        num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)  # while one chunk is computed, the one before it is saved
+        # while one chunk is computed, the one before it is saved
+        num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)
         most -= table.num_fetched
         num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
         num_short = -(-num_short // track.unit) * track.unit
@@ -231,8 +255,9 @@ class Running:
         return max(0, min(num_tokens, (table.num_paged + most) * size - track.num_planned))
 
     def rearrange(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
-        """Bring the resident set of a scored request nearer to what it should be, in room that its next `num_tokens` do not need; returns
-        how many parts are fetched. `fence` lies behind all steps launched."""
+        """Bring the resident set of a scored request nearer to what it should be, in room that its next
+        `num_tokens` do not need; returns how many parts are fetched. `fence` lies behind all steps
+        launched."""
         resident, table = track.deciding, track.held_table()
         if resident is None:
             return 0
@@ -240,8 +265,13 @@ class Running:
             self._num_promised += len(fetched.slots)
             fetched.end(fence)
         size = resident.division.part_blocks
-        next_blocks = max(0, blocks_for(track.num_planned + num_tokens, self._ledger.block_tokens) - table.num_slots)
-        room = min(resident.most_fetched(table) - track.num_lent - table.num_fetched, self._may_draw(track) - next_blocks)
+        next_blocks = max(
+            0, blocks_for(track.num_planned + num_tokens, self._ledger.block_tokens) - table.num_slots
+        )
+        room = min(
+            resident.most_fetched(table) - track.num_lent - table.num_fetched,
+            self._may_draw(track) - next_blocks,
+        )
         parts = resident.wanted(table)[: max(0, room // size)]
         coming = table.fetch([part * size for part in parts], size) if parts else ()
         for part, one in zip(parts, coming, strict=False):
@@ -250,7 +280,8 @@ class Running:
         return len(coming)
 
     def _take_lent_back(self, track: Track) -> int:
-        """Others have let go of what it paged out, or there is room besides: it may draw as much again. Returns what is still lent."""
+        """Others have let go of what it paged out, or there is room besides: it may draw as much again.
+        Returns what is still lent."""
         num_back = min(track.num_lent, max(0, self._ledger.num_available - self._num_promised))
         track.num_lent -= num_back
         self._num_promised += num_back
@@ -261,10 +292,12 @@ class Running:
         return min(_ANSWER_BLOCKS + len(self.tracks) // 2, self._ledger.num_blocks // _ANSWER_SHARE)
 
     def keep_free(self) -> None:
-        """Answers draw block by block, and wait for nothing. What they would take that only the device has is saved before: a block that is
-        lost in the middle of a prefix costs all behind it."""
+        """Answers draw block by block, and wait for nothing. What they would take that only the device has is
+        saved before: a block that is lost in the middle of a prefix costs all behind it."""
         num_blocks = min(self._num_promised, self._num_for_answers)
-        if num_blocks > 2 * self._ledger.num_free and self._ledger.make_room(num_blocks, self._num_promised, _SAVED_TOGETHER):
+        if num_blocks > 2 * self._ledger.num_free and self._ledger.make_room(
+            num_blocks, self._num_promised, _SAVED_TOGETHER
+        ):
             self._ledger.free_up(num_blocks)
 
     def next_to_leave(self, track: Track) -> Track:
@@ -278,8 +311,8 @@ class Running:
         return max(leaving, key=lambda other: (other.request.priority, other.order))
 
     def keep_context(self, track: Track, is_answered: bool) -> range:
-        """A scored request leaves. Where it `is_answered`, the next turn of its conversation can go on from what it has; returns where what
-        is known of its keys is to be kept, if it is."""
+        """A scored request leaves. Where it `is_answered`, the next turn of its conversation can go on from
+        what it has; returns where what is known of its keys is to be kept, if it is."""
         resident, table = track.resident, track.held_table()
         if resident is None:
             return range(0)
@@ -297,8 +330,9 @@ class Running:
         return context.place
 
     def leave(self, track: Track, steps: Steps, saves: bool, num_tokens: int) -> None:
-        """Give back row and table. A launched step may still use both: rows are reset in lane order, slots carry a fence. A transfer
-        may, too: its slots stay with it. `saves`: the KV of the first `num_tokens` is wanted again. Before its state changes."""
+        """Give back row and table. A launched step may still use both: rows are reset in lane order, slots
+        carry a fence. A transfer may, too: its slots stay with it. `saves`: the KV of the first `num_tokens`
+        is wanted again. Before its state changes."""
         self.num_loading -= track.state is State.LOADING
         self._num_promised -= self._may_draw(track)
         self.num_deep -= self._lifetime(track) if track.is_deep else 0
@@ -319,11 +353,19 @@ class Running:
         if promised != self._num_promised:
             raise InvariantBroken(f"{self._num_promised} blocks are promised, requests may draw {promised}")
         if self._budget.overcommit == 1.0 and promised > self._ledger.num_available:
-            raise InvariantBroken(f"{promised} blocks are promised, {self._ledger.num_available} can be drawn")
+            raise InvariantBroken(
+                f"{promised} blocks are promised, {self._ledger.num_available} can be drawn"
+            )
         deep = sum(self._lifetime(track) for track in self.tracks.values() if track.is_deep)
         if deep != self.num_deep or (deep and deep > self._ledger.num_pageable):
             raise InvariantBroken(
-                f"deep requests may need {deep} blocks of host memory, {self.num_deep} of {self._ledger.num_pageable} are noted"
+                f"deep requests may need {deep} blocks "
+                f"of "
+                f"host "
+                f"memory, "
+                f"{self.num_deep} "
+                f"of "
+                f"{self._ledger.num_pageable} are noted"
             )
         if self.num_scored != sum(track.resident is not None for track in self.tracks.values()):
             raise InvariantBroken(f"{self.num_scored} scored requests are noted, and others run")

@@ -1,5 +1,6 @@
-"""Decides what each step computes: plan out, result in. Owns the states of requests and the order of events; what a running request holds,
-what steps are made of and what listeners are told have files of their own. Touches no bytes."""
+"""Decides what each step computes: plan out, result in. Owns the states of requests and the order of events;
+what a running request holds, what steps are made of and what listeners are told have files of their own.
+Touches no bytes."""
 
 from __future__ import annotations
 
@@ -47,17 +48,23 @@ from penstock.engine.scheduling.steps import Draft, Share, Step, Steps, missed_b
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
-_LOOK_AHEAD = 64  # requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by thousands
-_LOOK_AGAIN = 4  # requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
-_LOOK_FOR_ROOM = 8  # plans in which the next request waits for others to end: in one of them room is made for it ahead
-# Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a step on average. Where hundreds
-# of requests fill theirs in the same step, sealing and saving them all would take as long as the step.
+# requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by
+# thousands
+_LOOK_AHEAD = 64
+# requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
+_LOOK_AGAIN = 4
+# plans in which the next request waits for others to end: in one of them room is made for it ahead
+_LOOK_FOR_ROOM = 8
+# Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a
+# step on average. Where hundreds of requests fill theirs in the same step, sealing and saving them all would
+# take as long as the step.
 _SEALS_AT_ONCE = 16
 _FIRST_LOGPROB = PromptLogprobs([None])  # nothing says how likely the first token of a prompt is
 
 
 class Scheduler:
-    """Continuous batching: decodes first, then prompts in chunks, all in one step; who is admitted next is the line's business."""
+    """Continuous batching: decodes first, then prompts in chunks, all in one step; who is admitted next is
+    the line's business."""
 
     def __init__(
         self,
@@ -77,9 +84,11 @@ class Scheduler:
         self._ledger = ledger
         self._budget = budget
         self._times = times
-        self._unsealed: dict[Track, None] = {}  # those that have filled a block by decoding and not got its key, oldest first
+        # those that have filled a block by decoding and not got its key, oldest first
+        self._unsealed: dict[Track, None] = {}
         self._seals_left = 0  # how many such blocks the commit that is under way may still seal
-        self._seals_late = False  # blocks may get their keys in it some tokens after they were filled: those of tracks that say so
+        # blocks may get their keys in it some tokens after they were filled: those of tracks that say so
+        self._seals_late = False
         self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
         self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget, self.lengths)
@@ -90,7 +99,8 @@ class Scheduler:
         self._shortest_first = True  # in the next step
         self._num_looks = 0
         self._reads_host = True  # in the plan being made
-        self._is_held = False  # in the last plan nobody was admitted, since blocks of whoever is next are on their way
+        # in the last plan nobody was admitted, since blocks of whoever is next are on their way
+        self._is_held = False
         self._num_unfollowed = 0  # steps in which nobody can come to lack a block of what makes drafts
         self._conversations = Conversations(ledger, budget.max_overtaken_s)
         self.counts = SchedulerCounts()
@@ -98,12 +108,13 @@ class Scheduler:
             self.counts.see_place(1)
         self._events = Events(stop_ids, self.counts)
         self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
-        # Scored requests that have left, and where what is known of their keys is to be kept, if it is: for whoever knows something, and
-        # clears the list.
+        # Scored requests that have left, and where what is known of their keys is to be kept, if it is: for
+        # whoever knows something, and clears the list.
         self.left_scored: list[tuple[str, range]] = []
-        self.lives: list[tuple[str, State]] = []  # loads, retractions and resumptions, for whoever times them and clears the list
+        # loads, retractions and resumptions, for whoever times them and clears the list
+        self.lives: list[tuple[str, State]] = []
 
-    # ------------------------------------------------------------------------------------------------ requests in and out
+    # ------------------------------------------------------------------------------------ requests in and out
 
     def add(self, request: Request, lease: Lease | None = None) -> None:
         """`lease` is what colder tiers have of its prefix; it is the scheduler's from now on."""
@@ -113,7 +124,10 @@ class Scheduler:
         self._conversations.came(request)
         track = Track(request, self._num_orders, request.prefix, tokens=list(request.prompt), lease=lease)
         most = self._budget.deep_blocks
-        track.is_deep = 0 < most < blocks_for(track.lifetime_tokens, self._ledger.block_tokens) and request.prefix is not None
+        track.is_deep = (
+            0 < most < blocks_for(track.lifetime_tokens, self._ledger.block_tokens)
+            and request.prefix is not None
+        )
         if track.is_deep and request.residency is not None and self._budget.division is not None:
             track.unit = self._budget.division.part_blocks
         if request.sampling.prompt_logprobs is not None:
@@ -127,7 +141,8 @@ class Scheduler:
         return None if track is None else self._end(track, self._events.of_end(track, FinishReason.CANCELLED))
 
     def stop(self, request_id: str, error: str | None) -> TokenEvent | None:
-        """Its grammar allows no further token: the answer is complete, or `error` says why it cannot be. None if it has ended already."""
+        """Its grammar allows no further token: the answer is complete, or `error` says why it cannot be. None
+        if it has ended already."""
         track = self._tracks.get(request_id)
         if track is None:
             return None
@@ -163,13 +178,16 @@ class Scheduler:
     def reads_host(self) -> bool:
         """Whether the next tokens of a request that runs read KV in host memory."""
         running = self._running
-        return running.num_deep > 0 and any(track.state is State.RUNNING and track.reads_host for track in running.tracks.values())
+        return running.num_deep > 0 and any(
+            track.state is State.RUNNING and track.reads_host for track in running.tracks.values()
+        )
 
-    # ------------------------------------------------------------------------------------------------------------- plan
+    # --------------------------------------------------------------------------------------------------- plan
 
     def plan(self, reads_host: bool = True) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. Whoever launches it needs `waits` with it. `reads_host`: it may read KV
-        that deep requests have in host memory, which takes as long as dozens of other steps."""
+        """The next step, or None when nothing can be computed now. Whoever launches it needs `waits` with it.
+        `reads_host`: it may read KV that deep requests have in host memory, which takes as long as dozens of
+        other steps."""
         self._reads_host = self._draft.reads_host = reads_host
         num_retractions = self.counts.retractions
         self._conversations.begin_plan()
@@ -201,22 +219,36 @@ class Scheduler:
             return None
         self._conversations.step_planned(bool(self._draft.prefills))
         draft, self._draft = self._draft, Draft()
-        self._shortest_first = not self._shortest_first  # not in a plan that comes to nothing: another may be asked for at once
+        # not in a plan that comes to nothing: another may be asked for at once
+        self._shortest_first = not self._shortest_first
         is_followed = not self._has_draft_kv or self._is_followed(draft, bool(drafts))
         catches_up = is_followed or (self._has_draft_kv and self._has_block_to_follow(chunks))
         missed = self._follow(chunks, is_followed) if self._has_draft_kv and catches_up else ()
-        number = self._steps.add(chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=catches_up)
+        number = self._steps.add(
+            chunks, self._running.tracks, missed, has_drafts=bool(drafts), is_followed=catches_up
+        )
         self.waits = Waits(draft.after, draft.loads)
         waits = tuple(draft.after), tuple(draft.loads)
-        return StepPlan(number, chunks, draft.num_single, tuple(draft.starts), *waits, draft.num_ahead, is_followed, missed)
+        return StepPlan(
+            number,
+            chunks,
+            draft.num_single,
+            tuple(draft.starts),
+            *waits,
+            draft.num_ahead,
+            is_followed,
+            missed,
+        )
 
     def _is_followed(self, draft: Draft, has_drafts: bool) -> bool:
-        """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need not."""
+        """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need
+        not."""
         return draft.num_ahead > 0 or bool(draft.prefills) or has_drafts or self._steps.num_drafted > 0
 
     def _has_block_to_follow(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in them, too. Of a deep one, which
-        gets no drafts and whose blocks may leave the device any time, what is decoded is left out."""
+        """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in
+        them, too. Of a deep one, which gets no drafts and whose blocks may leave the device any time, what is
+        decoded is left out."""
         if self._running.num_deep:
             for chunk in chunks:
                 if (track := self._running.tracks[chunk.request_id]).is_deep:
@@ -225,15 +257,17 @@ class Scheduler:
         if self._num_unfollowed > 0:
             return False
         most = max(chunk.start - self._running.tracks[chunk.request_id].num_followed for chunk in chunks)
-        self._num_unfollowed = self._ledger.block_tokens - most  # each lacks one token more with every step, and who comes lacks no more
+        # each lacks one token more with every step, and who comes lacks no more
+        self._num_unfollowed = self._ledger.block_tokens - most
         return most >= self._ledger.block_tokens
 
     def _follow(self, chunks: Sequence[Chunk], is_followed: bool) -> tuple[Chunk, ...]:
-        """What it has to pass over of earlier steps, and of this one where it `is_followed`, all of it before this step is over. Where it
-        waits for drafts that do not pay, earlier ones are left out."""
+        """What it has to pass over of earlier steps, and of this one where it `is_followed`, all of it before
+        this step is over. Where it waits for drafts that do not pay, earlier ones are left out."""
         leaves_out = not is_followed and self._drafter is not None and self._drafter.leaves_out
         tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
-        least = 1 if is_followed else 2  # where it can wait, single tokens do: passes over several of each request are captured
+        # where it can wait, single tokens do: passes over several of each request are captured
+        least = 1 if is_followed else 2
         missed = () if leaves_out else missed_by(tracks, chunks, least)
         for track, chunk in zip(tracks, chunks, strict=True):
             if is_followed:
@@ -277,8 +311,8 @@ class Scheduler:
         return not self._reads_host and track.reads_host
 
     def _num_fitting(self, track: Track, num_tokens: int) -> int:
-        """How many of the next tokens of a deep request the plan being made computes. What makes way for them may be the first that is read
-        from host memory."""
+        """How many of the next tokens of a deep request the plan being made computes. What makes way for them
+        may be the first that is read from host memory."""
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
         if (resident := track.deciding) is not None:
             resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
@@ -290,26 +324,32 @@ class Scheduler:
         return 0 if self._stays_out(track) else num_fitting
 
     def _in_turn(self) -> Sequence[Track]:
-        """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest first: a question about what
-        is cached does not wait for a book that is being read, and the book gets at least half of the steps."""
+        """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest
+        first: a question about what is cached does not wait for a book that is being read, and the book gets
+        at least half of the steps."""
         tracks = tuple(self._running.tracks.values())
         return sorted(tracks, key=lambda track: track.num_left) if self._shortest_first else tracks
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
-        """The step planned last is on the compute lane; `fence` lies behind it and so behind every step before. Where its sampling has yet
-        to follow, it is not whole, and this is called again: slots of those that end meanwhile are kept until then."""
+        """The step planned last is on the compute lane; `fence` lies behind it and so behind every step
+        before. Where its sampling has yet to follow, it is not whole, and this is called again: slots of
+        those that end meanwhile are kept until then."""
         self._steps.launched(fence, is_whole)
 
     def _take_in_loads(self) -> None:
         """Loading requests whose KV has come, or is about to, take part in steps from now on."""
-        for track, load in [(track, track.load) for track in self._running.tracks.values() if track.load is not None]:
+        for track, load in [
+            (track, track.load) for track in self._running.tracks.values() if track.load is not None
+        ]:
             if load.settled:
                 self._end_load(track, load)
             elif track.state is State.RUNNING:
                 continue  # set off, and no step has had room for it yet
             elif load.overdue:
                 self._stop_waiting(track)
-            elif self._running.num_loading == len(self._running) and load.error() is None and _may_begin(load):
+            elif (
+                self._running.num_loading == len(self._running) and load.error() is None and _may_begin(load)
+            ):
                 # Nobody else computes now, so nobody is kept waiting by a step that waits for this load.
                 self._set_off(track)
 
@@ -340,10 +380,12 @@ class Scheduler:
         if len(self._line) == 1 and self._start_alone(next(iter(self._line)), room):
             return
         for known in self._line.look_again(_LOOK_AGAIN):
-            if is_ready(known) and not is_arriving(known):  # until they have come, it would seem to have lost what is on its way
+            # until they have come, it would seem to have lost what is on its way
+            if is_ready(known) and not is_arriving(known):
                 self._rank(known, self._find_match(known))
         passed: set[Track] = set()  # those that wait, and let others go ahead
-        late: Track | None = None  # the first that begins later; so does whoever else would begin a long conversation
+        # the first that begins later; so does whoever else would begin a long conversation
+        late: Track | None = None
         waiting = iter(self._line)
         for _ in range(2 * _LOOK_AHEAD):
             track = next((one for one in waiting if one not in passed), None)
@@ -377,10 +419,15 @@ class Scheduler:
                     return
                 if self._claim(track, match) and self._start(track, match):
                     self._take_first_tokens(track, room)
-            waiting = iter(self._line) if late is None else self._line.passing(conversations.LONG_TOKENS, _LOOK_AHEAD)
+            waiting = (
+                iter(self._line)
+                if late is None
+                else self._line.passing(conversations.LONG_TOKENS, _LOOK_AHEAD)
+            )
 
     def _start_alone(self, track: Track, room: Room) -> bool:
-        """It is the only one in line. Where slots are free for all of it, it needs neither a place in line nor a want, and starts now."""
+        """It is the only one in line. Where slots are free for all of it, it needs neither a place in line
+        nor a want, and starts now."""
         match = self._try_match(track) if self._running.free_rows else None
         if match is None or self._holds_back(track, match):
             return False
@@ -392,8 +439,8 @@ class Scheduler:
         return True
 
     def _holds_back(self, track: Track, match: Match) -> bool:
-        """Whether its room is kept for a moment for whoever has just been answered. Only while others run, whose steps are what it waits
-        for."""
+        """Whether its room is kept for a moment for whoever has just been answered. Only while others run,
+        whose steps are what it waits for."""
         return self._conversations.keep_room and len(self._running) > 0 and not self._is_here(track, match)
 
     def _begins_later(self, track: Track) -> bool:
@@ -405,14 +452,19 @@ class Scheduler:
         return 2 * match.num_blocks * self._ledger.block_tokens >= len(track.tokens)
 
     def _make_room_ahead(self, track: Track, match: Match) -> None:
-        """It is next, and waits for others to end: until then there is time to save what would be lost for it. Looked at now and then."""
+        """It is next, and waits for others to end: until then there is time to save what would be lost for
+        it. Looked at now and then."""
         self._num_looks += 1
         if self._num_looks % _LOOK_FOR_ROOM == 0:
             self._running.has_room(track, match)
 
     def _claim(self, track: Track, match: Match) -> bool:
         """What it was matched with in colder tiers stays; False where some of it has gone since."""
-        return not match.num_colder or track.lease is None or track.lease.claim(match.num_blocks, match.num_colder)
+        return (
+            not match.num_colder
+            or track.lease is None
+            or track.lease.claim(match.num_blocks, match.num_colder)
+        )
 
     def _take_first_tokens(self, track: Track, room: Room) -> None:
         """The step being made computes some of it, where there is time, and nothing has to come first."""
@@ -424,10 +476,13 @@ class Scheduler:
         if not self._draw(track, num_tokens):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
         room.spend(track.num_planned, num_tokens, track.num_left)
-        self._draft.add(track, num_tokens, (), self._draw_room(track, num_tokens) if self._draft.num_ahead else 0)
+        self._draft.add(
+            track, num_tokens, (), self._draw_room(track, num_tokens) if self._draft.num_ahead else 0
+        )
 
     def _rank(self, track: Track, match: Match) -> bool:
-        """Where it stands in line with so much of it cached, which is kept for it. Says whether that has changed."""
+        """Where it stands in line with so much of it cached, which is kept for it. Says whether that has
+        changed."""
         start_s = self._ledger.start_s(len(track.tokens), match)
         share = found_share(track, match, self._ledger.block_tokens)
         changed = self._line.rank(track, start_s, share, self._is_here(track, match))
@@ -472,7 +527,8 @@ class Scheduler:
         wanted = blocks_for(num_lacking, size)
         while not self._running.try_draw(track, wanted):
             if self._running.num_short(track, wanted) <= self._ledger.num_settling:
-                return False  # transfers that are under way free enough: it waits for them, and nobody is pushed out
+                # transfers that are under way free enough: it waits for them, and nobody is pushed out
+                return False
             victim = self._running.next_to_leave(track)
             self._retract(victim)
             if victim is track:
@@ -480,8 +536,9 @@ class Scheduler:
         return True
 
     def _draw_room(self, track: Track, num_tokens: int) -> int:
-        """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was promised, which it may draw;
-        where promises exceed memory nobody leaves for a draft, and those without slots are not verified either."""
+        """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was
+        promised, which it may draw; where promises exceed memory nobody leaves for a draft, and those without
+        slots are not verified either."""
         end = track.num_planned + num_tokens
         size, table = self._ledger.block_tokens, track.held_table()
         most = min(self._draft.num_ahead, track.lifetime_tokens - end, track.promised * size - end)
@@ -503,17 +560,19 @@ class Scheduler:
         if self._has_draft_kv:
             num_computed = min(num_computed, track.num_followed)
         self._leave(track, saves, num_computed)
-        track.ran |= bool(mine) and track.lease is not None  # what they compute is saved, though their results may come later
+        # what they compute is saved, though their results may come later
+        track.ran |= bool(mine) and track.lease is not None
         track.move(State.RETRACTED)
         track.start_over()
         track.epoch += 1
         track.leased_at = -1
-        track.num_in_flight = sum(share.num_logits for share in shares)  # its chunk of the plan being made is dropped with it
+        # its chunk of the plan being made is dropped with it
+        track.num_in_flight = sum(share.num_logits for share in shares)
         self._line.add(track)
         self.counts.retractions += 1
         self.lives.append((track.request.id, State.RETRACTED))
 
-    # ----------------------------------------------------------------------------------------------------------- commit
+    # ------------------------------------------------------------------------------------------------- commit
 
     def commit(self, result: StepResult) -> list[TokenEvent]:
         """Take in what a step did, oldest step first; returns what its requests' listeners get."""
@@ -563,14 +622,15 @@ class Scheduler:
             self._seal(next(iter(self._unsealed)), fence)
 
     def _seal(self, track: Track, fence: Fence | None) -> None:
-        """Blocks that it has filled by decoding get their keys; `fence` lies behind the steps that filled them."""
+        """Blocks that it has filled by decoding get their keys; `fence` lies behind the steps that filled
+        them."""
         del self._unsealed[track]
         track.num_sealed = self._num_sealable(track)
         track.held_table().seal(track.tokens, track.num_sealed, fence)
 
     def _num_sealable(self, track: Track) -> int:
-        """Tokens that are computed, and that no launched step may still write: where drafts are verified it may begin before its plan, and
-        what makes drafts may not have passed over them yet."""
+        """Tokens that are computed, and that no launched step may still write: where drafts are verified it
+        may begin before its plan, and what makes drafts may not have passed over them yet."""
         size, num = self._ledger.block_tokens, self._num_followed(track)
         if num // size == track.num_sealed // size or not self._steps.num_rewriting:
             return num
@@ -581,8 +641,8 @@ class Scheduler:
         return min(track.num_committed, track.num_followed) if self._has_draft_kv else track.num_committed
 
     def _undo(self, step: Step) -> None:
-        """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed anything. They start again
-        from what is cached, and rely on colder tiers no more."""
+        """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed
+        anything. They start again from what is cached, and rely on colder tiers no more."""
         tracks = [share.track for share in step.shares.values() if share.track.state is not State.ENDED]
         for track in tracks:
             track.computes = True
@@ -592,11 +652,14 @@ class Scheduler:
             track.num_in_flight = 0
         self._steps.forget(tracks)
 
-    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: TokenScores | None) -> TokenEvent | None:
+    def _commit_share(
+        self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: TokenScores | None
+    ) -> TokenEvent | None:
         track = share.track
         track.ran = True
         if track.prompt_logprobs is not None and scores is not None:
-            # They hold in any life of the request, and a later one computes again what an earlier one had: keep only what is new.
+            # They hold in any life of the request, and a later one computes again what an earlier one had:
+            # keep only what is new.
             known = track.prompt_logprobs
             track.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
         if share.num_logits > 1:
@@ -613,7 +676,9 @@ class Scheduler:
             done = track.request.sampling.max_tokens == 0 and share.end >= track.num_prompt
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None
         if sampled is None:
-            raise InvariantBroken(f"step sampled nothing for request {track.request.id}, though its plan said so")
+            raise InvariantBroken(
+                f"step sampled nothing for request {track.request.id}, though its plan said so"
+            )
         track.num_in_flight -= share.num_logits
         event = self._events.of_tokens(track, sampled)
         return event if event.finish is None else self._end(track, event)
@@ -623,7 +688,13 @@ class Scheduler:
         track = share.track
         if sampled is None or not 1 <= len(sampled.tokens) <= share.num_logits:
             raise InvariantBroken(
-                f"step verified {share.num_drafts} drafts of request {track.request.id}, and does not say how many it kept"
+                f"step verified {share.num_drafts} drafts of request "
+                f"{track.request.id}, "
+                f"and "
+                f"does "
+                f"not "
+                f"say "
+                f"how many it kept"
             )
         num_kept = len(sampled.tokens) - 1
         track.num_in_flight -= share.num_logits
@@ -640,7 +711,7 @@ class Scheduler:
             self._seal_filled(track, fence)
         return event if event.finish is None else self._end(track, event)
 
-    # -------------------------------------------------------------------------------------------------------------- end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def _end(self, track: Track, event: TokenEvent) -> TokenEvent:
         """Give back all that it holds; `event` is its last."""
@@ -668,7 +739,8 @@ class Scheduler:
         return event
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0, is_answered: bool = False) -> None:
-        """It holds no row and no table any more, and takes no part in the next step. Before its state changes."""
+        """It holds no row and no table any more, and takes no part in the next step. Before its state
+        changes."""
         if track in self._unsealed:
             self._seal(track, self._steps.last_fence)
         if track.resident is not None:
@@ -676,7 +748,7 @@ class Scheduler:
         self._running.leave(track, self._steps, saves, num_tokens)
         self._draft.drop(track)
 
-    # ------------------------------------------------------------------------------------------------------------ check
+    # -------------------------------------------------------------------------------------------------- check
 
     def check(self) -> None:
         """Recount what is kept as running totals; raises InvariantBroken where they differ."""
@@ -684,5 +756,6 @@ class Scheduler:
 
 
 def _may_begin(load: Load) -> bool:
-    """A step over it can be launched: its fences exist, and what is left of it is short, or hidden by the layers that come first."""
+    """A step over it can be launched: its fences exist, and what is left of it is short, or hidden by the
+    layers that come first."""
     return load.arrivals is not None and (load.layered or load.nearly_landed())

@@ -1,5 +1,6 @@
-"""What steps are made of: the one that is being put together, and those whose results are not in yet. Owns their order and their fences;
-who takes part in them, and what becomes of the results, is the scheduler's business."""
+"""What steps are made of: the one that is being put together, and those whose results are not in yet. Owns
+their order and their fences; who takes part in them, and what becomes of the results, is the scheduler's
+business."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from penstock.errors import InvariantBroken
 
 
 class Draft:
-    """The step being put together. It stays until something is computed: what it has to set up and to wait for is not lost by then."""
+    """The step being put together. It stays until something is computed: what it has to set up and to wait
+    for is not lost by then."""
 
     def __init__(self) -> None:
         self.decodes: list[Chunk] = []
@@ -30,8 +32,8 @@ class Draft:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
 
     def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = (), room: int = 0) -> None:
-        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots for all, and for `room` tokens
-        that are drafted behind the step."""
+        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots
+        for all, and for `room` tokens that are drafted behind the step."""
         start, end = track.num_planned, track.num_planned + num_tokens
         table, request = track.held_table(), track.request
         sampling = request.sampling
@@ -39,7 +41,9 @@ class Draft:
         if len(tokens) < num_tokens:
             tokens += (TOKEN_IN_FLIGHT,) * (num_tokens - len(tokens))
         num_drafts, num_known = len(drafts), len(track.tokens)
-        num_logits = 1 + num_drafts if end == num_known + track.num_in_flight and sampling.max_tokens > 0 else 0
+        num_logits = (
+            1 + num_drafts if end == num_known + track.num_in_flight and sampling.max_tokens > 0 else 0
+        )
         tokens, end = tokens + drafts, end + num_drafts
         num_unsure, track.num_drafted = track.num_drafted, num_drafts
         track.num_pending = self.num_ahead if num_logits else 0
@@ -56,7 +60,9 @@ class Draft:
         writes = start >= track.num_cached
         paged, num_left_out, scoring = None, 0, None
         if track.resident is not None:
-            placed = track.resident.place(table, start, end, may_score=not self.scores, may_read=self.reads_host)
+            placed = track.resident.place(
+                table, start, end, may_score=not self.scores, may_read=self.reads_host
+            )
             slots, paged, num_left_out, scoring = placed
             self.scores |= scoring is not None and scoring.num_parts > 0
         else:
@@ -74,25 +80,37 @@ class Draft:
         return len(self.decodes) + len(self.silent)
 
     def chunks(self) -> tuple[Chunk, ...]:
-        """As a step has them: those of one token first, and of these first those that sample, so that a row of theirs and its sample have
-        the same number."""
+        """As a step has them: those of one token first, and of these first those that sample, so that a row
+        of theirs and its sample have the same number."""
         return (*self.decodes, *self.silent, *self.prefills)
 
     def drop(self, track: Track) -> None:
-        """It leaves before the step is launched. Its row may be set up all the same: whoever gets the row next comes behind."""
+        """It leaves before the step is launched. Its row may be set up all the same: whoever gets the row
+        next comes behind."""
         self.loads.pop(track.request.id, None)
         for chunks in (self.decodes, self.silent, self.prefills):
             chunks[:] = [chunk for chunk in chunks if chunk.request_id != track.request.id]
 
 
 def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk], least: int = 1) -> tuple[Chunk, ...]:
-    """Tokens before those of `chunks` that what makes drafts has not passed over, where a request has at least so many of them, of single
-    tokens first. All of them are known: the one that may be in flight is in its chunk."""
+    """Tokens before those of `chunks` that what makes drafts has not passed over, where a request has at
+    least so many of them, of single tokens first. All of them are known: the one that may be in flight is in
+    its chunk."""
     found = []
     for track, chunk in zip(tracks, chunks, strict=True):
         if chunk.start - track.num_followed >= least:
             tokens = tuple(track.tokens[track.num_followed : chunk.start])
-            found.append(Chunk(chunk.request_id, chunk.row, track.num_followed, tokens, track.held_table().slots(chunk.start), True, 0))
+            found.append(
+                Chunk(
+                    chunk.request_id,
+                    chunk.row,
+                    track.num_followed,
+                    tokens,
+                    track.held_table().slots(chunk.start),
+                    True,
+                    0,
+                )
+            )
     return tuple(sorted(found, key=lambda chunk: len(chunk.tokens) > 1))
 
 
@@ -117,7 +135,8 @@ class Step(NamedTuple):
     fence: Fence | None = None  # behind the step
     has_drafts: bool = False  # it verifies some
     rewrites: bool = False  # it may write tokens that come before its own
-    is_followed: bool = True  # what makes drafts passes over its tokens, or over earlier ones, or leaves these out
+    # what makes drafts passes over its tokens, or over earlier ones, or leaves these out
+    is_followed: bool = True
 
 
 class Steps:
@@ -140,19 +159,23 @@ class Steps:
         has_drafts: bool = False,
         is_followed: bool = True,
     ) -> int:
-        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request. `missed`: what it passes over
-        besides."""
+        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request.
+        `missed`: what it passes over besides."""
         firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
-        rewrites = has_drafts or bool(missed) or self.num_drafted > 0  # behind drafts nobody knows yet where a step begins
+        # behind drafts nobody knows yet where a step begins
+        rewrites = has_drafts or bool(missed) or self.num_drafted > 0
         self.num_drafted += has_drafts
         self.num_rewriting += rewrites
         shares = {(track := tracks[chunk.request_id]): _share(track, chunk, firsts) for chunk in chunks}
-        self._unread.append(Step(self._num_steps, shares, has_drafts=has_drafts, rewrites=rewrites, is_followed=is_followed))
+        self._unread.append(
+            Step(self._num_steps, shares, has_drafts=has_drafts, rewrites=rewrites, is_followed=is_followed)
+        )
         return self._num_steps
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
-        """The step added last is on the compute lane, and `fence` lies behind it. Where it is not whole, this is said again."""
+        """The step added last is on the compute lane, and `fence` lies behind it. Where it is not whole, this
+        is said again."""
         self.last_fence, self._is_whole = fence, is_whole
         self._unread[-1] = self._unread[-1]._replace(fence=fence)
         if is_whole:
@@ -161,7 +184,8 @@ class Steps:
                 table.release(fence)
 
     def release(self, table: Table) -> None:
-        """Give it back behind all steps that may use its slots. Of one that is not whole the rest does, too: the table waits for that."""
+        """Give it back behind all steps that may use its slots. Of one that is not whole the rest does, too:
+        the table waits for that."""
         if self._is_whole:
             table.release(self.last_fence)
         else:
@@ -181,16 +205,22 @@ class Steps:
 
     def writes_from(self, track: Track) -> int:
         """The first token of this life that a step which is not over may write."""
-        return min((share.writes_from for share in self.shares_of(track) if share.epoch == track.epoch), default=track.num_planned)
+        return min(
+            (share.writes_from for share in self.shares_of(track) if share.epoch == track.epoch),
+            default=track.num_planned,
+        )
 
     def move(self, track: Track, num_tokens: int) -> bool:
-        """What later steps of this life do for it begins so many tokens earlier than it was planned. False: there are none."""
+        """What later steps of this life do for it begins so many tokens earlier than it was planned. False:
+        there are none."""
         found = False
         for step in self._unread:
             share = step.shares.get(track)
             if share is not None and share.epoch == track.epoch:
                 found = True
-                step.shares[track] = share._replace(start=share.start - num_tokens, end=share.end - num_tokens)
+                step.shares[track] = share._replace(
+                    start=share.start - num_tokens, end=share.end - num_tokens
+                )
         return found
 
     def forget(self, tracks: Iterable[Track]) -> None:
@@ -207,6 +237,7 @@ def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:
 
 
 def _echo(request: Request, start: int, end: int) -> Echo | None:
-    """Positions `start` to `end` say how likely the prompt tokens behind them were. Behind the prompt's last token there is none."""
+    """Positions `start` to `end` say how likely the prompt tokens behind them were. Behind the prompt's last
+    token there is none."""
     tokens = tuple(request.prompt[start + 1 : end + 1])
     return Echo(tokens, request.sampling.prompt_logprobs or 0) if tokens else None

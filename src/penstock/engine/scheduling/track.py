@@ -1,4 +1,5 @@
-"""One request as the scheduler sees it: its state, its tokens, how far it is planned and how far it is computed."""
+"""One request as the scheduler sees it: its state, its tokens, how far it is planned and how far it is
+computed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.contract import FinishReason, Lease, Load, Match, Prefetch, Prefix, PromptLogprobs, Request, Table, Want
+from penstock.contract import (
+    FinishReason,
+    Lease,
+    Load,
+    Match,
+    Prefetch,
+    Prefix,
+    PromptLogprobs,
+    Request,
+    Table,
+    Want,
+)
 from penstock.engine.scheduling.residency import KeptContext, ResidentSet
 from penstock.errors import IllegalTransition, InvariantBroken
 
@@ -37,7 +49,8 @@ _LEGAL = {
 class Track:
     """Progress of one request. `tokens` are known; the newest may still be in flight and come on top of them.
 
-    num_committed <= num_planned <= len(tokens) + num_in_flight, where the first two count tokens whose KV is computed.
+    num_committed <= num_planned <= len(tokens) + num_in_flight, where the first two count tokens whose KV is
+    computed.
     """
 
     request: Request
@@ -51,8 +64,11 @@ class Track:
     num_pending: int = 0  # drafts of it that the step planned last leaves on the device
     num_drafted: int = 0  # drafts that the step planned last verifies, and whose fate is not known
     num_sealed: int = 0  # tokens whose full blocks have their keys
-    seals_late: bool = False  # it has filled a block whose key has to wait: a launched step may still write it, or drafts lack its KV
-    num_followed: int = 0  # tokens that launched steps have passed over with what makes drafts, which has KV of its own, or have left out
+    # it has filled a block whose key has to wait: a launched step may still write it, or drafts lack its KV
+    seals_late: bool = False
+    # tokens that launched steps have passed over with what makes drafts, which has KV of its own, or have
+    # left out
+    num_followed: int = 0
     blank_to: int = 0  # tokens up to the last that was left out
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
     found: Runs = ()  # prompt tokens that were there when it first ran, by the tier that had them, in order
@@ -60,14 +76,17 @@ class Track:
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
     lease: Lease | None = None  # what colder tiers keep for it until it is admitted
     load: Load | None = None  # what is on its way into its table, until a step has taken it up
-    # Blocks that the device had (of a deep one: that matched) when colder tiers were asked last on the engine thread; -1: they were not.
+    # Blocks that the device had (of a deep one: that matched) when colder tiers were asked last on the engine
+    # thread; -1: they were not.
     leased_at: int = -1
     want: Want | None = None  # while it waits: what it will use of the device's blocks
-    goes_on: bool = False  # it is in the middle of a conversation: it has found a good part of its prompt, or ran before
+    # it is in the middle of a conversation: it has found a good part of its prompt, or ran before
+    goes_on: bool = False
     rank: float = 0.0  # its place in line, which knows what it means,
     is_ranked: bool = True  # and which of its two queues it is in
     prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
-    origins: dict[int, str] = field(default_factory=dict)  # tiers that had the blocks which were read so, by number
+    # tiers that had the blocks which were read so, by number
+    origins: dict[int, str] = field(default_factory=dict)
     may_prefetch: bool = True  # nobody has looked yet whether something should be
     num_read: int = 0  # blocks that host memory had of a deep request when it was looked at last
     ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,
@@ -77,13 +96,16 @@ class Track:
     computes: bool = False  # colder tiers have failed it once: it relies on them no more
     ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
-    is_partial: bool = False  # some of its tokens attend to a part of their context, or to KV that was computed so
+    # some of its tokens attend to a part of their context, or to KV that was computed so
+    is_partial: bool = False
     unit: int = 1  # its first blocks are paged out in multiples of so many: a scored request's in whole parts
     resident: ResidentSet | None = None  # of a scored request that has a table
-    continues: tuple[KeptContext, int] | None = None  # what an earlier turn has left, and of how many blocks: matched last
+    # what an earlier turn has left, and of how many blocks: matched last
+    continues: tuple[KeptContext, int] | None = None
     promised: int = 0  # blocks that its table may have, while it has one and is not deep
     assured: int = 0  # of these, so many were promised when it was admitted: no other request gets them
-    num_lent: int = 0  # blocks that it has paged out and others still have on the device: so many fewer it may have there
+    # blocks that it has paged out and others still have on the device: so many fewer it may have there
+    num_lent: int = 0
     epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
     row: int = -1
     table: Table | None = None
@@ -106,7 +128,9 @@ class Track:
     @property
     def deciding(self) -> ResidentSet | None:
         """What its next tokens attend to, where that is not all before them."""
-        return self.resident if self.resident is not None and self.resident.decodes(self.num_planned) else None
+        return (
+            self.resident if self.resident is not None and self.resident.decodes(self.num_planned) else None
+        )
 
     @property
     def reads_host(self) -> bool:
@@ -120,14 +144,15 @@ class Track:
 
     @property
     def num_unmasked(self) -> int:
-        """Drafts that may be verified next, as far as masks go: the step behind them, which is planned before they are decided, needs none
-        either."""
+        """Drafts that may be verified next, as far as masks go: the step behind them, which is planned before
+        they are decided, needs none either."""
         masked_from = self.request.sampling.masked_from
         return sys.maxsize if masked_from is None else masked_from - (self.num_expected - self.num_prompt) - 2
 
     @property
     def num_left(self) -> int:
-        """Tokens that the next steps can compute: zero when all that it may generate is known or in flight."""
+        """Tokens that the next steps can compute: zero when all that it may generate is known or in
+        flight."""
         num_expected = len(self.tokens) + self.num_in_flight
         return num_expected - self.num_planned if num_expected < self._most else 0
 
@@ -137,14 +162,19 @@ class Track:
         return self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
 
     def begin(self, match: Match, block_tokens: int) -> None:
-        """It has a table that starts with what matched. At least one token is always computed: on a full match the last one, whose KV is
-        there already and is not written again."""
+        """It has a table that starts with what matched. At least one token is always computed: on a full
+        match the last one, whose KV is there already and is not written again."""
         num_all = (match.num_blocks + match.num_colder + match.num_paged) * block_tokens
         self.end_ahead()
         self.num_resident = match.num_blocks * block_tokens
-        self.num_cached = num_all if self.lease is None or self.is_deep else min(num_all, max(self.lease.num_tokens, self.num_resident))
+        self.num_cached = (
+            num_all
+            if self.lease is None or self.is_deep
+            else min(num_all, max(self.lease.num_tokens, self.num_resident))
+        )
         self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
-        self.num_followed = self.num_cached  # also where the last token is computed again: its KV is shared, and complete
+        # also where the last token is computed again: its KV is shared, and complete
+        self.num_followed = self.num_cached
         runs: Sequence[tuple[str, int]] = () if self.lease is None else self.lease.runs_from(match.num_blocks)
         if self.is_deep:
             runs = (("host", match.num_paged),)
@@ -154,14 +184,17 @@ class Track:
         self.note_sources()
 
     def _by_origin(self, runs: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Runs of its first blocks by the tier that they came from in its life: what host memory has may have been read for it."""
+        """Runs of its first blocks by the tier that they came from in its life: what host memory has may have
+        been read for it."""
         if not self.origins:
             return list(runs)
         found: list[tuple[str, int]] = []
         end = 0
         for tier, num in runs:
             first, end = end, end + num
-            origins = (self.origins.get(block, tier) if tier == "host" else tier for block in range(first, end))
+            origins = (
+                self.origins.get(block, tier) if tier == "host" else tier for block in range(first, end)
+            )
             found += [(origin, len(list(same))) for origin, same in itertools.groupby(origins)]
         return found
 
@@ -170,7 +203,8 @@ class Track:
             self.origins.update(self.prefetch.origins)
 
     def _resident_runs(self, num_blocks: int) -> list[tuple[str, int]]:
-        """Whose the first `num_blocks` blocks were, which are on the device: what was copied there for it came from host memory."""
+        """Whose the first `num_blocks` blocks were, which are on the device: what was copied there for it
+        came from host memory."""
         runs: list[tuple[str, int]] = []
         end = 0
         for brought in self.brought:
@@ -183,11 +217,13 @@ class Track:
         return sum(max(0, min(some.stop, num_blocks) - some.start) for some in self.brought)
 
     def compute_rest(self, num_landed: int, block_tokens: int) -> None:
-        """Of its load no more than `num_landed` blocks arrived, and the copies are over: slots behind them are computed like any others."""
+        """Of its load no more than `num_landed` blocks arrived, and the copies are over: slots behind them
+        are computed like any others."""
         self.load, self.computes = None, True
         self.num_cached = self.num_resident + num_landed * block_tokens
         self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
-        self.num_followed = self.num_cached  # also where the last token is computed again: its KV is shared, and complete
+        # also where the last token is computed again: its KV is shared, and complete
+        self.num_followed = self.num_cached
         self.note_sources()
 
     def start_over(self) -> None:
@@ -196,7 +232,8 @@ class Track:
         self.num_planned = self.num_committed = self.num_followed = self.num_drafted = self.num_pending = 0
 
     def note_sources(self) -> None:
-        """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were not found."""
+        """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were
+        not found."""
         if not self.ran:
             self.found = _first(self.sources, self.num_planned)
         elif not self.started:
@@ -216,10 +253,12 @@ class Track:
             self.prefetch = None
 
     def end_ahead(self) -> None:
-        """It waits no longer for what is copied to the device for it: that has come, has failed, or is late. Idempotent."""
+        """It waits no longer for what is copied to the device for it: that has come, has failed, or is late.
+        Idempotent."""
         if self.ahead is not None:
             first, num_blocks = self.ahead_first, self.ahead.num_landed
-            kept = (range(some.start, min(some.stop, first)) for some in self.brought)  # the device had lost what was behind `first`
+            # the device had lost what was behind `first`
+            kept = (range(some.start, min(some.stop, first)) for some in self.brought)
             self.brought = *(some for some in kept if some), range(first, first + num_blocks)
             self.may_promote_ahead = num_blocks > 0
             self.ahead = None

@@ -1,11 +1,13 @@
-"""Which idle block is forgotten first. Owns the orders of eviction, who wants which idle blocks, and the choice of a policy by its name.
+"""Which idle block is forgotten first. Owns the orders of eviction, who wants which idle blocks, and the
+choice of a policy by its name.
 
-An order holds exactly the idle slots, so that nothing held or pinned can be popped. It is told more than that: which key and depth a slot
-was sealed with, and when a block was found again. A pool calls it on the engine thread for runs of slots, so the cost per slot is constant:
-no scans, and no call does work that another one has piled up.
+An order holds exactly the idle slots, so that nothing held or pinned can be popped. It is told more than
+that: which key and depth a slot was sealed with, and when a block was found again. A pool calls it on the
+engine thread for runs of slots, so the cost per slot is constant: no scans, and no call does work that
+another one has piled up.
 
-A prefix is of use without its continuation, not the other way round: of slots that are added together the first is the deepest of its
-prefix and goes first where a policy has no reason to prefer another.
+A prefix is of use without its continuation, not the other way round: of slots that are added together the
+first is the deepest of its prefix and goes first where a policy has no reason to prefer another.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ class EvictionOrder(Protocol):
         """Every idle slot, in the order in which they would be popped now."""
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
-        """`slots`, which are in use, got these keys; `depths` are the blocks' places in their prefixes, counted from 0."""
+        """`slots`, which are in use, got these keys; `depths` are the blocks' places in their prefixes,
+        counted from 0."""
 
     def hit(self, slots: Run) -> None:
-        """These blocks were found again and are used; whether they are idle at this moment does not matter."""
+        """These blocks were found again and are used; whether they are idle at this moment does not
+        matter."""
 
     def add(self, slots: Run) -> None:
         """`slots` became idle; of these the first is to go first."""
@@ -56,15 +60,19 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 
 class PoolWant:
-    """Implements `contract.Want`: blocks that a request will use. `rank`: among wants the one with the greatest is dropped first."""
+    """Implements `contract.Want`: blocks that a request will use. `rank`: among wants the one with the
+    greatest is dropped first."""
 
     __slots__ = ("_order", "found", "losses", "rank", "slots")
 
-    def __init__(self, order: WantedLast, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]) -> None:
+    def __init__(
+        self, order: WantedLast, slots: NDArray[np.intp], rank: float, losses: NDArray[np.int64]
+    ) -> None:
         self._order = order
         self.rank = rank
         self.slots = slots
-        self.found: Any = None  # the newest answer of the pool's index when it was made, most likely about these blocks
+        # the newest answer of the pool's index when it was made, most likely about these blocks
+        self.found: Any = None
         self.losses = losses  # of these slots, when it was made
 
     @property
@@ -72,15 +80,17 @@ class PoolWant:
         return len(self.slots)
 
     def end(self) -> None:
-        """Idempotent. For a pool of one thread; where several threads use it, its owner ends wants under a lock."""
+        """Idempotent. For a pool of one thread; where several threads use it, its owner ends wants under a
+        lock."""
         self._order.end(self)
 
 
 class WantedLast:
-    """An order of eviction over another one, which has the unwanted idle slots: what a waiting request will use is forgotten last.
+    """An order of eviction over another one, which has the unwanted idle slots: what a waiting request will
+    use is forgotten last.
 
-    A want protects, and never holds: where nothing else is left to forget, the want of the greatest rank is dropped, and its blocks go
-    like any others. The holder of a want can see which of its blocks have gone.
+    A want protects, and never holds: where nothing else is left to forget, the want of the greatest rank is
+    dropped, and its blocks go like any others. The holder of a want can see which of its blocks have gone.
     """
 
     def __init__(self, others: EvictionOrder, num_slots: int) -> None:
@@ -99,7 +109,7 @@ class WantedLast:
         yield from self.others
         yield from np.flatnonzero(self._aside.array).tolist()
 
-    # ---------------------------------------------------------------------------------------------------------------- wants
+    # -------------------------------------------------------------------------------------------------- wants
 
     def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
         """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
@@ -144,7 +154,7 @@ class WantedLast:
                 return
             self.end(want)
 
-    # ------------------------------------------------------------------------------------------------------- as every order
+    # ----------------------------------------------------------------------------------------- as every order
 
     def add(self, slots: Run) -> None:
         if not self.wants:
@@ -191,15 +201,18 @@ class _Lot:
 
 
 class LruOrder:
-    """Idle slots in the order in which they became idle; or queues of such, of which the head that ranks lowest goes first.
+    """Idle slots in the order in which they became idle; or queues of such, of which the head that ranks
+    lowest goes first.
 
-    The blocks of a long prompt become idle together, and are mostly used again together: what is done for such a run is done once, not for
-    each of its slots. A slot that is used again without its neighbours stays where it was in its run, and is passed over there. A run that
-    is more than half such slots is written anew, so that what is passed over is never more than what was idle.
+    The blocks of a long prompt become idle together, and are mostly used again together: what is done for
+    such a run is done once, not for each of its slots. A slot that is used again without its neighbours stays
+    where it was in its run, and is passed over there. A run that is more than half such slots is written
+    anew, so that what is passed over is never more than what was idle.
     """
 
     def __init__(self, num_slots: int, num_queues: int = 1) -> None:
-        self._lot_of = PerSlot("q", num_slots)  # the number of the lot in which it became idle; 0: it is in use
+        # the number of the lot in which it became idle; 0: it is in use
+        self._lot_of = PerSlot("q", num_slots)
         self._queues: list[OrderedDict[int, _Lot]] = [OrderedDict() for _ in range(num_queues)]
         self._clock = 0  # slots that have become idle so far
         self._num = 0
@@ -295,7 +308,8 @@ class LruOrder:
         return [slot for slot in slots if lot_of[slot] == number]
 
 
-# Measured on all traces of docs/eviction.md: with 4 a scan pushes out more, with 16 a little less than with 8.
+# Measured on all traces of docs/eviction.md: with 4 a scan pushes out more, with 16 a little less than with
+# 8.
 PATIENCE = 8
 KEYS_PER_SLOT = 4  # that are remembered, those of blocks that are here among them
 FEW_KEYS = 16  # up to which a loop is as quick as arrays
@@ -304,12 +318,13 @@ _HALVES = struct.Struct("=2Q")
 
 
 class SeenKeys:
-    """Keys that came before, in a table in which a key has one place and the last one that came has it. Eight bytes for a key, and no
-    work that grows with what is remembered."""
+    """Keys that came before, in a table in which a key has one place and the last one that came has it. Eight
+    bytes for a key, and no work that grows with what is remembered."""
 
     def __init__(self, num_slots: int) -> None:
         size = 1 << (KEYS_PER_SLOT * num_slots - 1).bit_length()
-        self._mark_at = array("Q", bytes(8 * size))  # the second half of a key at the place that its first half names
+        # the second half of a key at the place that its first half names
+        self._mark_at = array("Q", bytes(8 * size))
         self._marks = np.frombuffer(self._mark_at, np.uint64)  # the same memory
         self._mask = size - 1
 
@@ -331,13 +346,15 @@ class SeenKeys:
 class ReturningOrder(LruOrder):
     """Least recently used first, where a block that has come back counts as used later.
 
-    A block that was found again, or whose key came again after it was forgotten, belongs to a conversation that goes on or to a prompt that
-    many share. A document that is read once, and a scan of many, never do. So there are two queues by recency, and a block that has come
-    back may be idle `PATIENCE` times as long as one that has not. Both age by what becomes idle, so a conversation that is over goes, too.
+    A block that was found again, or whose key came again after it was forgotten, belongs to a conversation
+    that goes on or to a prompt that many share. A document that is read once, and a scan of many, never do.
+    So there are two queues by recency, and a block that has come back may be idle `PATIENCE` times as long as
+    one that has not. Both age by what becomes idle, so a conversation that is over goes, too.
 
-    A request that finds a block has found all blocks before it. So in a run that becomes idle together, all blocks before the deepest one
-    that has come back count as come back, and no beginning goes before its continuation. The blocks behind it are new. Where they are the
-    smaller part, they are the last turn of a conversation and stay with it. Else they may be a document behind a prompt that many share.
+    A request that finds a block has found all blocks before it. So in a run that becomes idle together, all
+    blocks before the deepest one that has come back count as come back, and no beginning goes before its
+    continuation. The blocks behind it are new. Where they are the smaller part, they are the last turn of a
+    conversation and stay with it. Else they may be a document behind a prompt that many share.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -365,7 +382,8 @@ class ReturningOrder(LruOrder):
             self._enqueue(slots[num_fresh:], _RETURNED)
 
     def _num_fresh(self, slots: Run) -> int:
-        """Of a run, the deepest first, those before the first that has come back; none where they are the smaller part."""
+        """Of a run, the deepest first, those before the first that has come back; none where they are the
+        smaller part."""
         if isinstance(slots, np.ndarray):
             returned = self._returned.array[slots]
             first = int(returned.argmax()) if len(slots) else 0
@@ -384,7 +402,8 @@ class ReturningOrder(LruOrder):
 # From bench_results: 11,700 for Qwen3-4B on an H200, 2,100 for SmolLM2-135M on a CPU.
 TOKENS_TO_DOUBLE = 8192
 _MOST_HITS = 15
-GHOSTS_PER_SLOT = 4  # measured on both Mooncake traces; together a kilobyte beside a block of a megabyte or so
+# measured on both Mooncake traces; together a kilobyte beside a block of a megabyte or so
+GHOSTS_PER_SLOT = 4
 _CLASSES_PER_DOUBLING = 4  # the cost that a class stands for is 2 ** (class / 4)
 _NUM_CLASSES = 40  # enough for chains of a million tokens with any number of hits
 _HIT_CLASSES = [_CLASSES_PER_DOUBLING * math.log2(1 + math.log2(1 + hits)) for hits in range(_MOST_HITS + 1)]
@@ -397,7 +416,8 @@ def prefill_cost(num_tokens: int) -> float:
 
 
 class Ghosts:
-    """Keys of blocks that were evicted not long ago, and how often each had been hit: the newest ones, a few for each slot of the pool."""
+    """Keys of blocks that were evicted not long ago, and how often each had been hit: the newest ones, a few
+    for each slot of the pool."""
 
     def __init__(self, num_slots: int) -> None:
         self._hits: OrderedDict[bytes, int] = OrderedDict()
@@ -413,21 +433,26 @@ class Ghosts:
             self._hits.popitem(last=False)
 
     def take(self, key: bytes) -> int | None:
-        """The block is back: forget its ghost, and say how often it had been hit; None where there is no ghost of it."""
+        """The block is back: forget its ghost, and say how often it had been hit; None where there is no
+        ghost of it."""
         return self._hits.pop(key, None)
 
 
 class CostOrder:
-    """Cheapest to recompute first, aged: GreedyDual over classes of cost. A queue per class; a slot's value in it is its rank.
+    """Cheapest to recompute first, aged: GreedyDual over classes of cost. A queue per class; a slot's value
+    in it is its rank.
 
-    A token's prefill costs more the deeper it lies, because it attends to all before it: at `TOKENS_TO_DOUBLE` it costs twice what the
-    first one does. But the beginning of a prefix is not worth less than its end for that: without it the end is of no use. What is lost
-    with a chain is all of it, and what one slot of it saves is the mean of the chain's costs. So all blocks that are added as one chain
-    rank by the mean cost of the chain, the deepest goes first among them, and longer chains outlive shorter ones of the same age.
+    A token's prefill costs more the deeper it lies, because it attends to all before it: at
+    `TOKENS_TO_DOUBLE` it costs twice what the first one does. But the beginning of a prefix is not worth less
+    than its end for that: without it the end is of no use. What is lost with a chain is all of it, and what
+    one slot of it saves is the mean of the chain's costs. So all blocks that are added as one chain rank by
+    the mean cost of the chain, the deepest goes first among them, and longer chains outlive shorter ones of
+    the same age.
 
-    A block's rank is the floor when it was added plus its cost times its chance to be hit (a slow function of its hits so far, which ghosts
-    remember). The floor is the rank of the last one evicted, so whatever is not used again sinks in the end, however dear it was. Ranks
-    within one class of cost are in the order of adding, so a class is a queue and the next to go is at the head of one.
+    A block's rank is the floor when it was added plus its cost times its chance to be hit (a slow function of
+    its hits so far, which ghosts remember). The floor is the rank of the last one evicted, so whatever is not
+    used again sinks in the end, however dear it was. Ranks within one class of cost are in the order of
+    adding, so a class is a queue and the next to go is at the head of one.
     """
 
     def __init__(self, num_slots: int, block_tokens: int) -> None:
@@ -445,7 +470,11 @@ class CostOrder:
         return self._num
 
     def __iter__(self) -> Iterator[int]:
-        ranked = (zip(queue.values(), repeat(place), queue, strict=False) for place, queue in enumerate(self._queues) if queue)
+        ranked = (
+            zip(queue.values(), repeat(place), queue, strict=False)
+            for place, queue in enumerate(self._queues)
+            if queue
+        )
         return (slot for _, _, slot in heapq.merge(*ranked))
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
@@ -453,7 +482,8 @@ class CostOrder:
             earlier = self._ghosts.take(key)
             self._key[slot] = key
             self._depth[slot] = depth
-            self._hits[slot] = 0 if earlier is None else min(earlier + 1, _MOST_HITS)  # that it is wanted again is a hit that was missed
+            # that it is wanted again is a hit that was missed
+            self._hits[slot] = 0 if earlier is None else min(earlier + 1, _MOST_HITS)
             self._class_of[slot] = 0
 
     def hit(self, slots: Run) -> None:
@@ -470,8 +500,11 @@ class CostOrder:
             if depth >= before:  # another chain begins, with its deepest
                 chain = self._chain_class(depth)
             before = depth
-            # Never lower than before: a short request must not make a beginning cheaper than the long continuation that is here too.
-            place = class_of[slot] = min(max(int(chain + _HIT_CLASSES[hits[slot]]), class_of[slot]), _NUM_CLASSES - 1)
+            # Never lower than before: a short request must not make a beginning cheaper than the long
+            # continuation that is here too.
+            place = class_of[slot] = min(
+                max(int(chain + _HIT_CLASSES[hits[slot]]), class_of[slot]), _NUM_CLASSES - 1
+            )
             queues[place][slot] = self._floor + _COSTS[place]
         self._num += len(slots)
 
@@ -490,8 +523,11 @@ class CostOrder:
         return popped
 
     def _pop_cheapest(self, num: int, popped: list[int]) -> None:
-        """From the queue whose head ranks lowest, of equal ones the cheapest, until another's does, or `popped` has `num`."""
-        heads = sorted((next(iter(queue.values())), place) for place, queue in enumerate(self._queues) if queue)
+        """From the queue whose head ranks lowest, of equal ones the cheapest, until another's does, or
+        `popped` has `num`."""
+        heads = sorted(
+            (next(iter(queue.values())), place) for place, queue in enumerate(self._queues) if queue
+        )
         (self._floor, place), limit = heads[0], heads[1] if len(heads) > 1 else (math.inf, 0)
         queue = self._queues[place]
         while queue and len(popped) < num:

@@ -1,5 +1,5 @@
-"""What is taken out of a pool: one handle per run of slots, which ends exactly once. Owns the runs, not the bookkeeping behind them;
-decides nothing."""
+"""What is taken out of a pool: one handle per run of slots, which ends exactly once. Owns the runs, not the
+bookkeeping behind them; decides nothing."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Pin(Handle):
 
 
 class RunPin(Pin):
-    """A transfer's protection of consecutive slots of one hold. Costs nothing while the hold is open, since its slots cannot be taken;
-    when the hold ends first, the pool books the pin slot by slot."""
+    """A transfer's protection of consecutive slots of one hold. Costs nothing while the hold is open, since
+    its slots cannot be taken; when the hold ends first, the pool books the pin slot by slot."""
 
     __slots__ = ("first", "hold", "num_slots")
 
@@ -117,8 +117,9 @@ class RunPin(Pin):
 
 
 class Hold(Handle):
-    """The slots of one table, in token order, as kernels read them. It grows at its end and may give back its first ones. What it has
-    shown never changes, so that a step may keep a view of it while the next one is prepared."""
+    """The slots of one table, in token order, as kernels read them. It grows at its end and may give back its
+    first ones. What it has shown never changes, so that a step may keep a view of it while the next one is
+    prepared."""
 
     kind = "hold"
     __slots__ = ("_buffer", "_shown", "after", "num_dropped", "num_slots", "run_pins")
@@ -126,7 +127,8 @@ class Hold(Handle):
     def __init__(self, owner: str, lender: BlockPool, num_dropped: int = 0) -> None:
         """`num_dropped`: places at its beginning that never have a slot."""
         super().__init__(owner, lender, [])
-        self.num_slots = self.num_dropped = num_dropped  # the former counts places, those without a slot included
+        # the former counts places, those without a slot included
+        self.num_slots = self.num_dropped = num_dropped
         self.run_pins: set[RunPin] = set()  # transfers that use some of its slots
         self.after: tuple[Fence, ...] = ()  # what a write into slots that were drawn for it waits for
         self._make_room(num_dropped + _FIRST_ROOM)
@@ -151,7 +153,8 @@ class Hold(Handle):
         self.num_slots = end
 
     def drop_first(self, num: int, fence: Fence | None = None) -> None:
-        """Give back the first `num` that it still has; no transfer uses them. `fence` covers their last use by this holder."""
+        """Give back the first `num` that it still has; no transfer uses them. `fence` covers their last use
+        by this holder."""
         self.require_open()
         self._lender.drop_first(self, num, fence)
         self.num_dropped += num
@@ -163,7 +166,8 @@ class Hold(Handle):
             self.after = (*known, *(fence for fence in fences if all(fence is not other for other in known)))
 
     def _make_room(self, size: int, held: NDArray[np.int32] | None = None) -> None:
-        """A launcher reads a pinned run while its table grows: it sees the old room or the new one with all that was held."""
+        """A launcher reads a pinned run while its table grows: it sees the old room or the new one with all
+        that was held."""
         buffer = np.empty(size, np.int32)
         if held is not None:
             buffer[: held.size] = held

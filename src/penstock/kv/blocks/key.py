@@ -1,10 +1,12 @@
-"""Content identity of full blocks: what a key covers and how it is computed. Owns no table of keys, only a memory of those computed last.
+"""Content identity of full blocks: what a key covers and how it is computed. Owns no table of keys, only a
+memory of those computed last.
 
     key(block i) = H_scope( link to key(block i - 1), tokens of block i )
 
-H is blake2b, 128 bits, keyed with the digest of the scope, so blocks of different scopes live in unrelated key spaces. The link is
-one byte that says whether there is a parent, then the parent. Only full blocks have a key, and the block size is part of
-the scope, so equal keys mean equal tokens at equal positions, computed by the same weights into the same layout.
+H is blake2b, 128 bits, keyed with the digest of the scope, so blocks of different scopes live in unrelated
+key spaces. The link is one byte that says whether there is a parent, then the parent. Only full blocks have a
+key, and the block size is part of the scope, so equal keys mean equal tokens at equal positions, computed by
+the same weights into the same layout.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Scope:
         return replace(scope, salt=salt)
 
     def digest(self) -> bytes:
-        """32 bytes. Each field goes in as name, type and value, each with its length, so that no two scopes read the same."""
+        """32 bytes. Each field goes in as name, type and value, each with its length, so that no two scopes
+        read the same."""
         h = blake2b(digest_size=SCOPE_BYTES, person=b"penstock scope 1")
         for field in fields(self):
             for part in (field.name.encode(), *_typed(getattr(self, field.name))):
@@ -70,7 +73,8 @@ def tenant_of(salt: str) -> bytes:
 
 def _typed(value: str | bytes | int) -> tuple[bytes, bytes]:
     if isinstance(value, str):
-        return b"str", value.encode("utf-8", "surrogatepass")  # a salt comes from users: lone surrogates must not raise
+        # a salt comes from users: lone surrogates must not raise
+        return b"str", value.encode("utf-8", "surrogatepass")
     if isinstance(value, bytes):
         return b"bytes", value
     return b"int", str(int(value)).encode()
@@ -89,8 +93,11 @@ def block_key(parent: bytes | None, tokens: Tokens, scope_digest: bytes) -> byte
     return blake2b(link + _token_bytes(tokens), key=scope_digest, digest_size=KEY_BYTES).digest()
 
 
-def prefix_keys(tokens: Tokens, block_tokens: int, scope_digest: bytes, parent: bytes | None = None) -> tuple[bytes, ...]:
-    """Keys of all full blocks of `tokens`, in order; an incomplete last block has none. They follow the block `parent`, if there is one."""
+def prefix_keys(
+    tokens: Tokens, block_tokens: int, scope_digest: bytes, parent: bytes | None = None
+) -> tuple[bytes, ...]:
+    """Keys of all full blocks of `tokens`, in order; an incomplete last block has none. They follow the block
+    `parent`, if there is one."""
     num_full = len(tokens) // block_tokens
     data = _token_bytes(tokens[: num_full * block_tokens])
     width = _TOKEN_BYTES * block_tokens
@@ -109,7 +116,8 @@ def _chain(parent: bytes | None, data: bytes, width: int, scope_digest: bytes) -
     if parent is None:
         parent = blake2b(_ROOT + next(blocks)[0], key=scope_digest, digest_size=KEY_BYTES).digest()
         keys.append(parent)
-    child = blake2b(_CHILD, key=scope_digest, digest_size=KEY_BYTES)  # with a first byte behind it, the scope is worked off once for all
+    # with a first byte behind it, the scope is worked off once for all
+    child = blake2b(_CHILD, key=scope_digest, digest_size=KEY_BYTES)
     for (block,) in blocks:
         h = child.copy()
         h.update(parent + block)
@@ -123,9 +131,12 @@ _known_chain = lru_cache(maxsize=_STRETCHES)(_chain)
 
 
 def _token_bytes(tokens: Tokens) -> bytes:
-    """Little-endian, 32 bits, unsigned: a token that is not known yet (negative) or too large raises instead of wrapping into another."""
+    """Little-endian, 32 bits, unsigned: a token that is not known yet (negative) or too large raises instead
+    of wrapping into another."""
     if isinstance(tokens, np.ndarray):
-        fits = tokens.dtype.kind in "iu" and (not tokens.size or (tokens.min() >= 0 and tokens.max() <= _MAX_TOKEN))
+        fits = tokens.dtype.kind in "iu" and (
+            not tokens.size or (tokens.min() >= 0 and tokens.max() <= _MAX_TOKEN)
+        )
         if not fits:
             raise InvariantBroken(f"only known token ids have a key, got {tokens}")
         return tokens.astype("<u4").tobytes()

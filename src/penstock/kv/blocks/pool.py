@@ -1,8 +1,8 @@
-"""The bookkeeping of one arena's slots: who has which, which key is where, what may be reused, what goes first. Owns no bytes and never
-waits.
+"""The bookkeeping of one arena's slots: who has which, which key is where, what may be reused, what goes
+first. Owns no bytes and never waits.
 
-One thread changes a pool: the engine's, or the one that holds its owner's lock. Any thread may `find`: what it is told may be gone when it comes.
-A call that raises or answers None has changed nothing.
+One thread changes a pool: the engine's, or the one that holds its owner's lock. Any thread may `find`: what
+it is told may be gone when it comes. A call that raises or answers None has changed nothing.
 """
 
 from __future__ import annotations
@@ -29,22 +29,25 @@ _REMEMBERED = 128  # answers, at least: a plan looks at half as many waiting req
 
 
 class LastUse:
-    """By lane and slot, the newest fence of those who gave the slot back: until when they may still touch it. Never waits.
+    """By lane and slot, the newest fence of those who gave the slot back: until when they may still touch it.
+    Never waits.
 
-    A fence does not say where on its lane it lies, so fences are numbered as they arrive. Per slot and lane one number is kept, that of
-    the newest. A slot's next owner gets every fence of the lane, up to that number, that has not passed: where fences arrive in lane
-    order the last of them covers the others, and where they do not (a table that rested is released with the fence of a step long ago)
-    none is lost.
+    A fence does not say where on its lane it lies, so fences are numbered as they arrive. Per slot and lane
+    one number is kept, that of the newest. A slot's next owner gets every fence of the lane, up to that
+    number, that has not passed: where fences arrive in lane order the last of them covers the others, and
+    where they do not (a table that rested is released with the fence of a step long ago) none is lost.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._arrivals = 0
         self._newest: dict[str, PerSlot] = {}  # by lane: per slot the number of its newest fence; 0: none
-        self._live: dict[str, dict[int, Fence]] = {}  # by lane: fences by number, in order of arrival; passed ones are dropped when met
+        # by lane: fences by number, in order of arrival; passed ones are dropped when met
+        self._live: dict[str, dict[int, Fence]] = {}
 
     def note(self, slots: Run, fence: Fence | None) -> None:
-        """`fence` covers the last use of `slots` by the handle that gives them back; None: that use is over already."""
+        """`fence` covers the last use of `slots` by the handle that gives them back; None: that use is over
+        already."""
         if fence is None or fence.passed():
             return
         number = self._number(fence)
@@ -95,7 +98,8 @@ class Found(NamedTuple):
 
 
 class KeyIndex:
-    """Keys of sealed slots: each key in one slot, each slot with one key at most. Knows nothing about who uses the slots."""
+    """Keys of sealed slots: each key in one slot, each slot with one key at most. Knows nothing about who
+    uses the slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.key_of: list[bytes | None] = [None] * num_slots  # by slot; None: not sealed
@@ -103,20 +107,29 @@ class KeyIndex:
         self.slot_of: dict[bytes, int] = {}
         self._num_forgets = 0
         self._lost_at = PerSlot("q", num_slots)  # the number of the forget that last took its key
-        self._found: dict[int, Found] = {}  # by the identity of the keys, which the answer keeps from being another's
+        # by the identity of the keys, which the answer keeps from being another's
+        self._found: dict[int, Found] = {}
         self._found_before: dict[int, Found] = {}
-        self.last = Found((), [], 0)  # the newest answer about a tuple of keys: a crowd often comes for the same beginning
+        # the newest answer about a tuple of keys: a crowd often comes for the same beginning
+        self.last = Found((), [], 0)
 
     def __len__(self) -> int:
         return len(self.slot_of)
 
     def find(self, keys: Sequence[bytes], like: Found | None = None) -> Run:
-        """Slots of the longest run of leading `keys` that are here; callers must not change it. A waiting request asks in every plan: for
-        the same tuple only what was added behind the last answer is looked up, and of that only what was forgotten since is taken back.
-        A key covers all before it: where two tuples have the same one in the same place, what was found up to there holds for both.
-        `like`: an earlier answer that the caller kept; one about other keys is ignored."""
-        num_forgets = self._num_forgets  # before anything is looked at: another thread may be about to change it
-        known = self._found.get(id(keys)) or self._found_before.get(id(keys)) or _as_far_as(like, keys) or _as_far_as(self.last, keys)
+        """Slots of the longest run of leading `keys` that are here; callers must not change it. A waiting
+        request asks in every plan: for the same tuple only what was added behind the last answer is looked
+        up, and of that only what was forgotten since is taken back. A key covers all before it: where two
+        tuples have the same one in the same place, what was found up to there holds for both. `like`: an
+        earlier answer that the caller kept; one about other keys is ignored."""
+        # before anything is looked at: another thread may be about to change it
+        num_forgets = self._num_forgets
+        known = (
+            self._found.get(id(keys))
+            or self._found_before.get(id(keys))
+            or _as_far_as(like, keys)
+            or _as_far_as(self.last, keys)
+        )
         run: Run = []
         if known is not None:
             run = known.run if known.num_forgets == num_forgets else self._still_here(known)
@@ -125,8 +138,11 @@ class KeyIndex:
             run = self._extended(run, keys[num:] if num else keys)
         if isinstance(keys, tuple):
             same = known is not None and known.run is run and known.num_forgets == num_forgets
-            found = known if known is not None and same and known.keys is keys else Found(keys, run, num_forgets)
-            # In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another thread.
+            found = (
+                known if known is not None and same and known.keys is keys else Found(keys, run, num_forgets)
+            )
+            # In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another
+            # thread.
             if len(self._found) >= _REMEMBERED and id(keys) not in self._found:
                 self._found, self._found_before = {}, self._found
             self._found[id(keys)] = self.last = found
@@ -151,9 +167,12 @@ class KeyIndex:
         return run if end is None else run[:end]
 
     def add(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
-        """Give each slot its key unless the key lives elsewhere: first writer wins. Returns the slots that got theirs."""
+        """Give each slot its key unless the key lives elsewhere: first writer wins. Returns the slots that
+        got theirs."""
         if any(map(self.key_of.__getitem__, slots)):
-            raise InvariantBroken(f"slot {next(slot for slot in slots if self.key_of[slot])} is sealed already")
+            raise InvariantBroken(
+                f"slot {next(slot for slot in slots if self.key_of[slot])} is sealed already"
+            )
         homes = list(map(self.slot_of.setdefault, keys, slots))
         taken, given = list(slots), keys
         if homes != taken:
@@ -178,22 +197,38 @@ class KeyIndex:
         run = as_run(slots)
         self.sealed.set(run, 0)
         self._lost_at.set(run, self._num_forgets + 1)
-        self._num_forgets += 1  # behind the change: who looks meanwhile, from another thread, has seen a state that is over
+        # behind the change: who looks meanwhile, from another thread, has seen a state that is over
+        self._num_forgets += 1
         return keys
 
     def check(self) -> None:
         """Raise unless both directions agree."""
         backwards = [(key, slot) for slot, key in enumerate(self.key_of) if key is not None]
         if len(backwards) != len(self.slot_of) or dict(backwards) != self.slot_of:
-            raise InvariantBroken(f"{len(backwards)} slots have a key and {len(self.slot_of)} keys have a slot, and they disagree")
+            raise InvariantBroken(
+                f"{len(backwards)} slots have a key "
+                f"and "
+                f"{len(self.slot_of)} "
+                f"keys "
+                f"have "
+                f"a "
+                f"slot, and they disagree"
+            )
         if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed.at) if sealed]:
             raise InvariantBroken(
-                f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed.at)} that are said to be sealed"
+                f"{len(backwards)} slots have a key, and they are "
+                f"not "
+                f"the "
+                f"{sum(self.sealed.at)} "
+                f"that "
+                f"are "
+                f"said to be sealed"
             )
 
 
 def _as_far_as(found: Found | None, keys: Sequence[bytes]) -> Found | None:
-    """`found` where `keys` begin with all of it: a caller may hand in an answer about other keys by mistake."""
+    """`found` where `keys` begin with all of it: a caller may hand in an answer about other keys by
+    mistake."""
     if found is None or not isinstance(keys, tuple):
         return None
     num = len(found.run)
@@ -203,29 +238,38 @@ def _as_far_as(found: Found | None, keys: Sequence[bytes]) -> Found | None:
 class BlockPool:
     """Slots `0..num_slots`, lent out as reservations, holds and pins."""
 
-    def __init__(self, num_slots: int, name: str, observer: PoolObserver | None = None, eviction: EvictionOrder | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        name: str,
+        observer: PoolObserver | None = None,
+        eviction: EvictionOrder | None = None,
+    ) -> None:
         if num_slots < 0:
             raise ConfigError(f"pool {name!r} cannot have {num_slots} slots")
         self.name = name
         self.num_slots = num_slots
         self.num_evicted = 0
         self.num_duplicates = 0  # seals whose key lived in another slot already
-        self.gone: list[bytes] | None = None  # keys that were evicted or forgotten; None: they are not collected
+        # keys that were evicted or forgotten; None: they are not collected
+        self.gone: list[bytes] | None = None
         self._observer = observer
         if observer is not None:
             observer.opened(name, num_slots)
         self._book = SlotBook(num_slots, name, observer)
         self._index = KeyIndex(num_slots)
-        # First in first out: the slot that rests longest goes first, so that the fences of its last use have had time to pass.
+        # First in first out: the slot that rests longest goes first, so that the fences of its last use have
+        # had time to pass.
         self._free: deque[int] = deque()  # those that were used before, longest ago first
-        self._fresh = deque(range(num_slots))  # free and never used: their memory may be yet to be found, so they come last
+        # free and never used: their memory may be yet to be found, so they come last
+        self._fresh = deque(range(num_slots))
         self._order = LruOrder(num_slots) if eviction is None else eviction
         self._idle = WantedLast(self._order, num_slots)
         self._depths = array("q", bytes(8 * num_slots))  # of sealed blocks: their places in their prefixes
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
 
-    # ------------------------------------------------------------------------------------------------------ questions
+    # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def counts(self) -> SlotCounts:
@@ -251,8 +295,9 @@ class BlockPool:
         return len(self._index)
 
     def find(self, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
-        """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be changed. `like`: what was found
-        for the same keys when that was made, so that only what has changed since is looked up."""
+        """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be
+        changed. `like`: what was found for the same keys when that was made, so that only what has changed
+        since is looked up."""
         return self._index.find(keys, None if like is None else like.found)
 
     def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: PoolWant | None = None) -> PoolWant:
@@ -275,7 +320,8 @@ class BlockPool:
         return [key for slot in islice(self._idle, num) if (key := self._index.key_of[slot]) is not None]
 
     def coldest_slots(self, num: int) -> list[int]:
-        """Those that `evict(num)` would take now, where nothing changes meanwhile, roughly in order. Wants are dropped for it as there."""
+        """Those that `evict(num)` would take now, where nothing changes meanwhile, roughly in order. Wants
+        are dropped for it as there."""
         self._idle.expose(num)
         return list(islice(self._idle, num))
 
@@ -302,7 +348,7 @@ class BlockPool:
     def num_idle_of(self, slots: Run) -> int:
         return len(self._book.those_in(SlotState.IDLE, slots))
 
-    # --------------------------------------------------------------------------------------------------------- lending
+    # ------------------------------------------------------------------------------------------------ lending
 
     def try_reserve(self, num_slots: int, owner: str) -> Reservation | None:
         """Take that many slots, evicting idle ones where too few are free."""
@@ -335,20 +381,25 @@ class BlockPool:
     def split(self, reservation: Reservation, num_slots: int) -> Reservation:
         """For `Reservation.split`."""
         if reservation not in self._handles or not 0 < num_slots < len(reservation.run):
-            raise InvariantBroken(f"pool {self.name!r}: {num_slots} slots of the {reservation} are not to be had")
+            raise InvariantBroken(
+                f"pool {self.name!r}: {num_slots} slots of the {reservation} are not to be had"
+            )
         first = Reservation(reservation.owner, self, reservation.run[:num_slots], reservation.after)
         self._handles[first] = None
         return first
 
     def hold(self, owner: str, shared: Sequence[int] | Run = (), num_elsewhere: int = 0) -> Hold:
-        """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by `Reservation.commit`. Before those it
-        has `num_elsewhere` places without a slot, for blocks that are not in this pool."""
+        """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by
+        `Reservation.commit`. Before those it has `num_elsewhere` places without a slot, for blocks that are
+        not in this pool."""
         out, book, run = self._handles, self._book, as_run(shared)
         if len(run):
             book.require(run, SlotEvent.SHARE)
             if not self._index.sealed.all(run):
                 slot = next(slot for slot in shared if not self._index.sealed.at[slot])
-                raise InvariantBroken(f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed")
+                raise InvariantBroken(
+                    f"pool {self.name!r}: {owner!r} wants to share slot {slot}, which is not sealed"
+                )
             self._idle.remove(book.those_in(SlotState.IDLE, run))
             self._order.hit(run)
             book.move(run, SlotEvent.SHARE, SlotState.ACTIVE, owner)
@@ -376,17 +427,21 @@ class BlockPool:
         return pin
 
     def pin_run(self, hold: Hold, first: int, num_slots: int, owner: str) -> RunPin:
-        """Protect slots `first..first + num_slots` of `hold` beyond its end; the same effort for any number."""
+        """Protect slots `first..first + num_slots` of `hold` beyond its end; the same effort for any
+        number."""
         hold.require_open()
         if hold not in self._handles or not 0 <= first <= first + num_slots <= hold.num_slots:
-            raise InvariantBroken(f"pool {self.name!r}: {owner!r} pins slots {first} to {first + num_slots} of the {hold}")
+            raise InvariantBroken(
+                f"pool {self.name!r}: {owner!r} pins slots {first} to {first + num_slots} of the {hold}"
+            )
         pin = RunPin(owner, self, hold, first, num_slots)
         hold.run_pins.add(pin)
         self._handles[pin] = None
         return pin
 
     def take_back(self, handle: Handle, fence: Fence | None) -> None:
-        """For the handles: `handle` ends. A slot without holds and pins goes idle where it is sealed, free where not."""
+        """For the handles: `handle` ends. A slot without holds and pins goes idle where it is sealed, free
+        where not."""
         if self._observer is not None:
             self._observer.returned(self.name, handle.slots, handle.owner, fence)
         if isinstance(handle, RunPin) and not handle.hold.ended:
@@ -406,8 +461,15 @@ class BlockPool:
     def drop_first(self, hold: Hold, num_slots: int, fence: Fence | None) -> None:
         """For `Hold.drop_first`."""
         end = hold.num_dropped + num_slots
-        if hold not in self._handles or num_slots < 0 or end > hold.num_slots or any(pin.first < end for pin in hold.run_pins):
-            raise InvariantBroken(f"pool {self.name!r}: the first {num_slots} slots of the {hold} cannot be given back")
+        if (
+            hold not in self._handles
+            or num_slots < 0
+            or end > hold.num_slots
+            or any(pin.first < end for pin in hold.run_pins)
+        ):
+            raise InvariantBroken(
+                f"pool {self.name!r}: the first {num_slots} slots of the {hold} cannot be given back"
+            )
         run = as_run(hold.first(end)[hold.num_dropped :])
         if self._observer is not None:
             self._observer.returned(self.name, as_list(run), hold.owner, fence)
@@ -422,16 +484,25 @@ class BlockPool:
         book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, owner)
         book.move(idle, SlotEvent.GIVE_BACK, SlotState.IDLE, owner)
         book.move(free, SlotEvent.GIVE_BACK, SlotState.FREE, owner)
-        self._idle.add(idle[::-1])  # the deepest goes first: a prefix is of use without its continuation, not the other way round
+        # the deepest goes first: a prefix is of use without its continuation, not the other way round
+        self._idle.add(idle[::-1])
         self._free.extend(as_list(free))
 
-    # --------------------------------------------------------------------------------------------------------- content
+    # ------------------------------------------------------------------------------------------------ content
 
-    def seal(self, slots: Sequence[int] | NDArray[np.int32], keys: Sequence[bytes], depths: Sequence[int] | None = None) -> int:
-        """`slots` are full and written: give each its key. A slot whose key lives elsewhere stays private, without one.
-        Returns how many got theirs. `depths` are the blocks' places in their prefixes, for the order of eviction."""
+    def seal(
+        self,
+        slots: Sequence[int] | NDArray[np.int32],
+        keys: Sequence[bytes],
+        depths: Sequence[int] | None = None,
+    ) -> int:
+        """`slots` are full and written: give each its key. A slot whose key lives elsewhere stays private,
+        without one. Returns how many got theirs. `depths` are the blocks' places in their prefixes, for the
+        order of eviction."""
         if len(slots) != len(keys) or (depths is not None and len(depths) != len(keys)):
-            raise InvariantBroken(f"{len(slots)} slots cannot be sealed with {len(keys)} keys or another number of depths")
+            raise InvariantBroken(
+                f"{len(slots)} slots cannot be sealed with {len(keys)} keys or another number of depths"
+            )
         self._book.require(as_run(slots), SlotEvent.SEAL)
         taken = self._index.add(as_list(slots), keys)
         depths = [0] * len(slots) if depths is None else depths
@@ -449,13 +520,15 @@ class BlockPool:
         return len(taken)
 
     def note_hits(self, slots: Run) -> None:
-        """For the order of eviction: the sealed `slots` were found again and are read under a pin, not a hold."""
+        """For the order of eviction: the sealed `slots` were found again and are read under a pin, not a
+        hold."""
         self._order.hit(slots)
 
     def want(self, slots: Run, rank: float, earlier: PoolWant | None = None) -> PoolWant:
-        """The sealed `slots` are wanted: they are forgotten after all unwanted ones, and among wanted ones those of the
-        greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget. `earlier`: what it takes the place of, made
-        for the same blocks. As many as then are the same ones, where none of those has gone."""
+        """The sealed `slots` are wanted: they are forgotten after all unwanted ones, and among wanted ones
+        those of the greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget.
+        `earlier`: what it takes the place of, made for the same blocks. As many as then are the same ones,
+        where none of those has gone."""
         if earlier is not None and earlier.num_blocks == len(slots) and self.protects(earlier):
             earlier.rank = rank
             return earlier
@@ -469,7 +542,8 @@ class BlockPool:
         self._idle.end(want)
 
     def protects(self, want: PoolWant) -> bool:
-        """Whether it does all that it did when it was made: it has neither ended nor been dropped, and none of its blocks has gone."""
+        """Whether it does all that it did when it was made: it has neither ended nor been dropped, and none
+        of its blocks has gone."""
         return want in self._idle and not self._idle.gone(want).any()
 
     def gone_of(self, want: PoolWant) -> NDArray[np.bool_]:
@@ -490,13 +564,14 @@ class BlockPool:
         return self.forget(as_list(idle))
 
     def forget_idle(self, slots: Sequence[int], most: int) -> int:
-        """Forget up to `most` of `slots` that are idle, wanted or not, the last ones first. Returns how many."""
+        """Forget up to `most` of `slots` that are idle, wanted or not, the last ones first. Returns how
+        many."""
         idle = as_list(self._book.those_in(SlotState.IDLE, as_run(slots)))
         return self.forget(idle[max(0, len(idle) - most) :])
 
     def forget(self, slots: Sequence[int]) -> int:
-        """These blocks are not to be found any more, those of `slots` that have a key. One that is held or pinned stays where it is
-        until he is done, and is free then. Returns how many."""
+        """These blocks are not to be found any more, those of `slots` that have a key. One that is held or
+        pinned stays where it is until he is done, and is free then. Returns how many."""
         sealed = [slot for slot in slots if self._index.sealed.at[slot]]
         idle = self._book.those_in(SlotState.IDLE, as_run(sealed))
         self._idle.remove(idle)
@@ -515,12 +590,16 @@ class BlockPool:
             for slot, key in zip(slots, keys, strict=True):
                 self._observer.evicted(self.name, slot, key)
 
-    # ------------------------------------------------------------------------------------------------------------- end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def check(self) -> None:
         """Recount everything from the handles that are out, and raise where the running books differ."""
         out = list(self._out or ())
-        booked = (handle for handle in out if isinstance(handle, Pin) and not (isinstance(handle, RunPin) and not handle.hold.ended))
+        booked = (
+            handle
+            for handle in out
+            if isinstance(handle, Pin) and not (isinstance(handle, RunPin) and not handle.hold.ended)
+        )
         pins = Counter(slot for handle in booked for slot in handle.slots)
         holds = Counter(slot for handle in out if not isinstance(handle, Pin) for slot in handle.slots)
         reserved = {slot for handle in out if isinstance(handle, Reservation) for slot in handle.slots}
@@ -529,12 +608,28 @@ class BlockPool:
             sealed = self._index.key_of[slot] is not None
             counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
             if noted != counted:
-                raise InvariantBroken(f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted {counted}")
-        in_state = {state: [slot for slot, found in enumerate(self._book.state.at) if found == state] for state in SlotState}
+                raise InvariantBroken(
+                    f"slot {slot} of pool "
+                    f"{self.name!r}: "
+                    f"booked "
+                    f"(state, "
+                    f"holds, "
+                    f"pins) "
+                    f"{noted}, counted {counted}"
+                )
+        in_state = {
+            state: [slot for slot, found in enumerate(self._book.state.at) if found == state]
+            for state in SlotState
+        }
         if self.counts != SlotCounts(*(len(in_state[state]) for state in SlotState)):
             raise InvariantBroken(f"pool {self.name!r}: {self.counts} is not what a recount gives")
-        if sorted([*self._free, *self._fresh]) != in_state[SlotState.FREE] or sorted(self._idle) != in_state[SlotState.IDLE]:
-            raise InvariantBroken(f"pool {self.name!r}: the orders of free and idle slots do not hold exactly those")
+        if (
+            sorted([*self._free, *self._fresh]) != in_state[SlotState.FREE]
+            or sorted(self._idle) != in_state[SlotState.IDLE]
+        ):
+            raise InvariantBroken(
+                f"pool {self.name!r}: the orders of free and idle slots do not hold exactly those"
+            )
         self._index.check()
 
     def close(self) -> None:
@@ -544,7 +639,9 @@ class BlockPool:
             self._observer.closed(self.name, named)
         if self._out:
             more = f", and {len(self._out) - len(named)} more" if len(self._out) > len(named) else ""
-            raise Leaked(f"pool {self.name!r} was closed with {len(self._out)} handles out: {', '.join(named)}{more}")
+            raise Leaked(
+                f"pool {self.name!r} was closed with {len(self._out)} handles out: {', '.join(named)}{more}"
+            )
         self._out = None
 
     @property
@@ -563,8 +660,8 @@ def _state(reserved: bool, num_holds: int, num_pins: int, sealed: bool) -> SlotS
 
 
 class PinnedKeys:
-    """Blocks of a pool that have to stay, by their keys, whether they are here yet or not. `protect` keeps slots from being
-    evicted, and returns what ends that. The caller has the pool's lock."""
+    """Blocks of a pool that have to stay, by their keys, whether they are here yet or not. `protect` keeps
+    slots from being evicted, and returns what ends that. The caller has the pool's lock."""
 
     def __init__(self, pool: BlockPool, protect: Callable[[Run], Callable[[], None]]) -> None:
         self._pool = pool
@@ -595,7 +692,12 @@ class PinnedKeys:
             end()
 
     def landed(self, keys: Iterable[bytes]) -> None:
-        """These have got slots, sealed and not evicted yet: those of them that are pinned are protected from now on."""
-        slots = [slot for slot in self._pool.find_each([key for key in keys if key in self.num_owners]) if slot >= 0]
+        """These have got slots, sealed and not evicted yet: those of them that are pinned are protected from
+        now on."""
+        slots = [
+            slot
+            for slot in self._pool.find_each([key for key in keys if key in self.num_owners])
+            if slot >= 0
+        ]
         if slots:
             self._ends.append(self._protect(as_run(slots)))

@@ -1,16 +1,20 @@
-"""The state of every slot of a pool and how many hold and pin it. Owns the table of legal transitions; decides nothing.
+"""The state of every slot of a pool and how many hold and pin it. Owns the table of legal transitions;
+decides nothing.
 
     FREE      no content, no holder
-    RESERVED  taken by one reservation; its content is undefined (a transfer's destination, a draw that may be rolled back)
+    RESERVED  taken by one reservation; its content is undefined (a transfer's destination, a draw that may be
+              rolled back)
     ACTIVE    held by at least one table, whether or not a transfer pins it as well
     PINNED    held by no table, pinned by at least one transfer
     IDLE      sealed, without holds and pins: matchable and evictable
 
-So the state follows from four facts: is it reserved, number of holds, number of pins, is it sealed. It is stored nevertheless,
-because its counts are asked for all the time, and because a state that disagrees with the facts is how a defect shows.
+So the state follows from four facts: is it reserved, number of holds, number of pins, is it sealed. It is
+stored nevertheless, because its counts are asked for all the time, and because a state that disagrees with
+the facts is how a defect shows.
 
-Half of all calls are about the one block that a decoding request has come to, where an array operation costs ten times a loop's; for the
-thousands of a long prompt it costs a tenth. So a run of slots is a list or an array by its length, and `PerSlot` can be used in both ways.
+Half of all calls are about the one block that a decoding request has come to, where an array operation costs
+ten times a loop's; for the thousands of a long prompt it costs a tenth. So a run of slots is a list or an
+array by its length, and `PerSlot` can be used in both ways.
 """
 
 from __future__ import annotations
@@ -90,11 +94,19 @@ class PerSlot:
 
     def any(self, slots: Run) -> bool:
         """Whether one of them has another number than 0."""
-        return bool(self.array[slots].any()) if isinstance(slots, np.ndarray) else any(map(self.at.__getitem__, slots))
+        return (
+            bool(self.array[slots].any())
+            if isinstance(slots, np.ndarray)
+            else any(map(self.at.__getitem__, slots))
+        )
 
     def all(self, slots: Run) -> bool:
         """Whether each of them has another number than 0."""
-        return bool(self.array[slots].all()) if isinstance(slots, np.ndarray) else all(map(self.at.__getitem__, slots))
+        return (
+            bool(self.array[slots].all())
+            if isinstance(slots, np.ndarray)
+            else all(map(self.at.__getitem__, slots))
+        )
 
     def parted(self, slots: Run) -> tuple[Run, Run]:
         """Those with another number than 0, and those with 0."""
@@ -112,7 +124,11 @@ _FREE, _RESERVED, _ACTIVE, _PINNED, _IDLE = _STATES
 TRANSITIONS: dict[SlotEvent, dict[SlotState, frozenset[SlotState]]] = {
     SlotEvent.RESERVE: {_FREE: frozenset({_RESERVED})},
     SlotEvent.COMMIT: {_RESERVED: frozenset({_ACTIVE})},
-    SlotEvent.SHARE: {_IDLE: frozenset({_ACTIVE}), _PINNED: frozenset({_ACTIVE}), _ACTIVE: frozenset({_ACTIVE})},
+    SlotEvent.SHARE: {
+        _IDLE: frozenset({_ACTIVE}),
+        _PINNED: frozenset({_ACTIVE}),
+        _ACTIVE: frozenset({_ACTIVE}),
+    },
     SlotEvent.PIN: {
         _IDLE: frozenset({_PINNED}),
         _PINNED: frozenset({_PINNED}),
@@ -130,7 +146,10 @@ TRANSITIONS: dict[SlotEvent, dict[SlotState, frozenset[SlotState]]] = {
 
 
 # The same by number: whether an event may lead from a state to another one.
-_LEGAL = [[[new in TRANSITIONS[event].get(old, ()) for new in SlotState] for old in SlotState] for event in SlotEvent]
+_LEGAL = [
+    [[new in TRANSITIONS[event].get(old, ()) for new in SlotState] for old in SlotState]
+    for event in SlotEvent
+]
 
 
 class SlotCounts(NamedTuple):
@@ -163,7 +182,8 @@ class SlotBook:
         return [slot for slot in slots if states[slot] == state]
 
     def those_not_held(self, slots: Run, sealed: PerSlot) -> tuple[Run, Run, Run]:
-        """Of `slots` those that no table holds: the pinned ones, and of the others those that are `sealed` and those that are not."""
+        """Of `slots` those that no table holds: the pinned ones, and of the others those that are `sealed`
+        and those that are not."""
         if isinstance(slots, np.ndarray):
             left = slots[self.holds.array[slots] == 0]
             is_pinned = self.pins.array[left] > 0
@@ -184,8 +204,20 @@ class SlotBook:
             return
         ordered = np.sort(slots) if isinstance(slots, np.ndarray) else sorted(slots)
         if ordered[0] < 0 or ordered[-1] >= len(self.state.at):
-            raise InvariantBroken(f"pool {self._pool!r} has slots 0 to {len(self.state.at) - 1}, got {ordered[0]} to {ordered[-1]}")
-        twice = (ordered[1:] == ordered[:-1]).any() if isinstance(ordered, np.ndarray) else len(set(slots)) != len(slots)
+            raise InvariantBroken(
+                f"pool {self._pool!r} has "
+                f"slots "
+                f"0 "
+                f"to "
+                f"{len(self.state.at) - 1}, "
+                f"got "
+                f"{ordered[0]} to {ordered[-1]}"
+            )
+        twice = (
+            (ordered[1:] == ordered[:-1]).any()
+            if isinstance(ordered, np.ndarray)
+            else len(set(slots)) != len(slots)
+        )
         if twice:
             raise InvariantBroken(f"pool {self._pool!r}: a run of slots to {event.name} names a slot twice")
         for old in self._num_by_state(slots):
@@ -193,14 +225,19 @@ class SlotBook:
                 raise self._illegal(slots, old, event)
 
     def move(self, slots: Run, event: SlotEvent, new: SlotState, owner: str) -> None:
-        """Put `slots` into state `new` where `event` allows that from the state of each, else change nothing and raise."""
+        """Put `slots` into state `new` where `event` allows that from the state of each, else change nothing
+        and raise."""
         if not len(slots):
             return
         legal, found = _LEGAL[event], self._num_by_state(slots)
         for old in found:
             if not legal[old][new]:
                 raise self._illegal(slots, old, event)
-        left = {} if self._observer is None else {old: as_list(self.those_in(_STATES[old], slots)) for old in found if old != new}
+        left = (
+            {}
+            if self._observer is None
+            else {old: as_list(self.those_in(_STATES[old], slots)) for old in found if old != new}
+        )
         self.state.set(slots, new)
         counts = self.num_in
         for old, num in found.items():

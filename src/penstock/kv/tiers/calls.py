@@ -1,8 +1,8 @@
-"""Calls of one store, as they are made on lanes. Owns whether a store is talked to, what came of it, and the figures of both. Which slots,
-on which lane and in which order is the cold tier's business.
+"""Calls of one store, as they are made on lanes. Owns whether a store is talked to, what came of it, and the
+figures of both. Which slots, on which lane and in which order is the cold tier's business.
 
-Whatever a store raises ends here: blocks fail, the breaker hears of it, a counter tells. Only a defect of ours goes on, to the ticket.
-The breaker says whether a store is worth talking to:
+Whatever a store raises ends here: blocks fail, the breaker hears of it, a counter tells. Only a defect of
+ours goes on, to the ticket. The breaker says whether a store is worth talking to:
 
     CLOSED  -- it fails -->  OPEN  -- time to look -->  HALF_OPEN  -- it answers -->  CLOSED
                               ^------------ it does not ----'
@@ -54,8 +54,8 @@ _MOVES = {
 
 
 class Breaker:
-    """For any thread. What was begun before it opened has nothing to say about the store as it is after that, so that a call that reports
-    shows what `enter` gave it."""
+    """For any thread. What was begun before it opened has nothing to say about the store as it is after that,
+    so that a call that reports shows what `enter` gave it."""
 
     def __init__(self, probe_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_openings = 0
@@ -135,7 +135,8 @@ class Breaker:
         self.state = after
 
 
-SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)  # those of all transfers
+# those of all transfers
+SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _SAMPLE_S = 0.5  # of reading without a pause is one measurement of the rate,
 _SAMPLE_ENDS = 4  # if for each call under way so many have ended in it
 
@@ -155,10 +156,12 @@ class Span:
 
 
 class Meter:
-    """Bytes over the time in which any call was under way: two at once do not take twice as long. Its caller has a lock.
+    """Bytes over the time in which any call was under way: two at once do not take twice as long. Its caller
+    has a lock.
 
-    A measurement ends when nothing is under way; or, where that does not come, when so many have ended that those cut off by it do not
-    matter. A short rest behind such a one says nothing: most of its bytes came before."""
+    A measurement ends when nothing is under way; or, where that does not come, when so many have ended that
+    those cut off by it do not matter. A short rest behind such a one says nothing: most of its bytes came
+    before."""
 
     def __init__(self, rate: LinkRate) -> None:
         self.rate = rate
@@ -185,12 +188,14 @@ class Meter:
 
 
 class Tally:
-    """The figures of one tier. For any thread. Totals never fall; a reader sees each one old or new while calls go on."""
+    """The figures of one tier. For any thread. Totals never fall; a reader sees each one old or new while
+    calls go on."""
 
     def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
         self.block_bytes = block_bytes
         self.num_read = self.num_written = 0  # blocks
-        self.read_s, self.write_s = Histogram(SECONDS_BOUNDS), Histogram(SECONDS_BOUNDS)  # submit to over, of what brought something
+        # submit to over, of what brought something
+        self.read_s, self.write_s = Histogram(SECONDS_BOUNDS), Histogram(SECONDS_BOUNDS)
         self.num_missing = 0  # blocks that were asked for and not there
         self.num_corrupt = 0  # blocks that were there, and not what was written
         self.failures: Counter[str] = Counter()  # calls by reason; "block" counts single blocks
@@ -249,7 +254,10 @@ class Tally:
     def report(self, name: str, traffic: Traffic) -> None:
         """Add what the tier `name` has done."""
         with self._lock:
-            for pair, num, seconds in (((name, "host"), self.num_read, self.read_s), (("host", name), self.num_written, self.write_s)):
+            for pair, num, seconds in (
+                ((name, "host"), self.num_read, self.read_s),
+                (("host", name), self.num_written, self.write_s),
+            ):
                 traffic.bytes[pair] = num * self.block_bytes
                 traffic.seconds[pair] = seconds.copy()
             for reason, num in (*self.failures.items(), ("missing", self.num_missing)):
@@ -296,7 +304,8 @@ class StoreGroup:
             self.fence.wait_passed(max(0.0, deadline_s - time.monotonic()))
 
     def take_outcomes(self) -> Sequence[Outcome]:
-        """What became of its blocks; it is over. A defect of ours is raised instead, once; after that they count as failed."""
+        """What became of its blocks; it is over. A defect of ours is raised instead, once; after that they
+        count as failed."""
         if (defect := self.take_defect()) is not None:
             raise defect
         return self.outcomes
@@ -324,7 +333,8 @@ class KnownKeys:
             return [key in self._keys for key in keys]
 
     def add(self, keys: Iterable[bytes], num_cleared: int = 0) -> None:
-        """They were seen when `num_cleared` was so much; where it has grown since, that says nothing any more."""
+        """They were seen when `num_cleared` was so much; where it has grown since, that says nothing any
+        more."""
         with self._lock:
             for key in keys if num_cleared == self.num_cleared else ():
                 self._keys[key] = None
@@ -344,9 +354,17 @@ class KnownKeys:
 
 
 class StoreCalls:
-    """One store and what is said to it: `read`, `write`, `find`, `persist`, `reset` and `probe` take as long as the store does."""
+    """One store and what is said to it: `read`, `write`, `find`, `persist`, `reset` and `probe` take as long
+    as the store does."""
 
-    def __init__(self, store: BlockStore, view: Callable[[int], memoryview], tally: Tally, breaker: Breaker, stuck_s: float) -> None:
+    def __init__(
+        self,
+        store: BlockStore,
+        view: Callable[[int], memoryview],
+        tally: Tally,
+        breaker: Breaker,
+        stuck_s: float,
+    ) -> None:
         self.store = store
         self.tally = tally
         self.breaker = breaker
@@ -364,7 +382,7 @@ class StoreCalls:
         with self._lock:
             return bool(self._running) and min(self._running.values()) + self._stuck_s < self.breaker.clock()
 
-    # ------------------------------------------------------------------------------------------------------- what is said
+    # ------------------------------------------------------------------------------------------- what is said
 
     def read(self, group: StoreGroup) -> None:
         self._move(Way.READ, group, lambda into: self.store.read(group.keys, into))
@@ -424,9 +442,11 @@ class StoreCalls:
                 log.info("the %s tier answers again", self.store.name)
             self.breaker.probed(answers)
 
-    # ------------------------------------------------------------------------------------------------------------- the core
+    # ----------------------------------------------------------------------------------------------- the core
 
-    def _move(self, way: Way, group: StoreGroup, call: Callable[[list[memoryview]], Sequence[Outcome]]) -> None:
+    def _move(
+        self, way: Way, group: StoreGroup, call: Callable[[list[memoryview]], Sequence[Outcome]]
+    ) -> None:
         """`call` gets the bytes of the group's slots."""
         outcomes: Sequence[Outcome] = ()
         num_cleared = self.known.num_cleared
@@ -437,13 +457,30 @@ class StoreCalls:
             try:
                 outcomes, entered = self._call(way.value, lambda: call(views))
                 if len(outcomes) != len(group.keys):
-                    raise InvariantBroken(f"the {self.store.name} store said {len(outcomes)} things about {len(group.keys)} blocks")
+                    raise InvariantBroken(
+                        f"the {self.store.name} "
+                        f"store "
+                        f"said "
+                        f"{len(outcomes)} "
+                        f"things "
+                        f"about "
+                        f"{len(group.keys)} blocks"
+                    )
             finally:
                 self.tally.ended(way, outcomes)
             group.outcomes = outcomes
             if not self.store.local:
-                self.known.add((key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome is Outcome.DONE), num_cleared)
-                self.known.discard(key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE)
+                self.known.add(
+                    (
+                        key
+                        for key, outcome in zip(group.keys, outcomes, strict=True)
+                        if outcome is Outcome.DONE
+                    ),
+                    num_cleared,
+                )
+                self.known.discard(
+                    key for key, outcome in zip(group.keys, outcomes, strict=True) if outcome in _GONE
+                )
             if self.breaker.note(entered, outcomes):
                 self._tell_opened(f"{way.value} fails block by block")
         except StoreFailed as error:
@@ -456,8 +493,9 @@ class StoreCalls:
             self.tally.over(way, group.span, group.outcomes)
 
     def _call(self, what: str, call: Callable[[], T], may_be_long: bool = False) -> tuple[T, int]:
-        """What the store says, and what the breaker gave for it. Raises StoreFailed where it may not be talked to or does not answer,
-        whatever it is that it raises. `may_be_long`: it takes as long as there are blocks, and nothing is stuck."""
+        """What the store says, and what the breaker gave for it. Raises StoreFailed where it may not be
+        talked to or does not answer, whatever it is that it raises. `may_be_long`: it takes as long as there
+        are blocks, and nothing is stuck."""
         entered = None if self.stopped else self.breaker.enter()
         if entered is None:
             raise _Refused(f"the {self.store.name} tier is fenced off")

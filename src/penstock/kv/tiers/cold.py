@@ -1,8 +1,10 @@
-"""A tier behind the host tier: reads and writes blocks of a store on lanes of its own, between it and host slots. Owns those lanes, what is
-under way on them and the breaker; which slots, and what becomes of them, is up to loads and saves.
+"""A tier behind the host tier: reads and writes blocks of a store on lanes of its own, between it and host
+slots. Owns those lanes, what is under way on them and the breaker; which slots, and what becomes of them, is
+up to loads and saves.
 
-Nothing here blocks its caller but `drain` and `close`. A block is read into a host slot and promoted from there; it is written
-from a host slot that the caller protects until the write is over. A deadline ends a wait, never that.
+Nothing here blocks its caller but `drain` and `close`. A block is read into a host slot and promoted from
+there; it is written from a host slot that the caller protects until the write is over. A deadline ends a
+wait, never that.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ log = logging.getLogger(__name__)
 
 
 class StoreLanes:
-    """StoreCalls of one way, dealt out to lanes in turn. The `wake` of each comes behind its fence, so that a woken thread sees it
-    passed."""
+    """StoreCalls of one way, dealt out to lanes in turn. The `wake` of each comes behind its fence, so that a
+    woken thread sees it passed."""
 
-    def __init__(self, lanes: Sequence[Lane], arena: tuple[str, int], way: Way, tally: Tally, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, lanes: Sequence[Lane], arena: tuple[str, int], way: Way, tally: Tally, wake: Callable[[], None]
+    ) -> None:
         self._lanes = lanes
         self._next = cycle(lanes)
         self._arena, num_layers = arena
@@ -41,11 +45,14 @@ class StoreLanes:
         self._tally = tally
         self._wake = wake
 
-    def deal(self, group: StoreGroup, after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str) -> None:
+    def deal(
+        self, group: StoreGroup, after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str
+    ) -> None:
         """To the lane whose turn it is, behind `after`. Never raises: what cannot be submitted fails."""
         lane = next(self._next)
         self._tally.submitted(self._way, len(group.keys))
-        mode = Mode.WRITE if self._way is Way.READ else Mode.READ  # a read of the store writes into host memory
+        # a read of the store writes into host memory
+        mode = Mode.WRITE if self._way is Way.READ else Mode.READ
         try:
             for fence in after:
                 lane.wait(fence)
@@ -91,9 +98,15 @@ def close_lane(lane: Lane, deadline_s: float) -> DeadlineExceeded | None:
 
 
 class Finding:
-    """How many of some leading keys a tier has. `num` is 0 until the answer is there, and stays so when that comes too late."""
+    """How many of some leading keys a tier has. `num` is 0 until the answer is there, and stays so when that
+    comes too late."""
 
-    def __init__(self, deadline_s: float = float("inf"), clock: Callable[[], float] = time.monotonic, num: int | None = None) -> None:
+    def __init__(
+        self,
+        deadline_s: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+        num: int | None = None,
+    ) -> None:
         """`num`: the answer, where it is known already."""
         self.num = num or 0
         self.deadline_s = deadline_s
@@ -127,19 +140,27 @@ class ColdLanes:
 
 @dataclass(frozen=True, slots=True)
 class ColdLimits:
-    group_bytes: int = 8 << 20  # about so much is read or written in one op: enough for the device behind it, little enough to begin soon
+    # about so much is read or written in one op: enough for the device behind it, little enough to begin soon
+    group_bytes: int = 8 << 20
     queue_bytes: int = 512 << 20  # of writes that are not over; what comes on top is dropped and counted
     stuck_s: float = 10.0  # an op that takes longer makes the tier unusable until it is over
     probe_s: float = 1.0  # between two looks whether a broken store is back; doubles up to 30
 
 
-# --------------------------------------------------------------------------------------------------------------- what is under way
+# ------------------------------------------------------------------------------------------ what is under way
 
 
 class Writing:
-    """Blocks on their way from host slots into a store. Its handle is its owner's to end, once `ColdTier.settle` has given it out."""
+    """Blocks on their way from host slots into a store. Its handle is its owner's to end, once
+    `ColdTier.settle` has given it out."""
 
-    def __init__(self, handle: Handle | None, keys: Sequence[bytes], outcomes: list[Outcome], groups: Sequence[StoreGroup]) -> None:
+    def __init__(
+        self,
+        handle: Handle | None,
+        keys: Sequence[bytes],
+        outcomes: list[Outcome],
+        groups: Sequence[StoreGroup],
+    ) -> None:
         self.handle = handle  # protects the slots; None: there are none
         self.keys = keys  # all that were offered
         self.settled = False  # seen to be over, by `settle`
@@ -150,7 +171,11 @@ class Writing:
     @property
     def done_keys(self) -> list[bytes]:
         """Those that the store has: written now, or there before."""
-        return [key for key, outcome in zip(self.keys, self.outcomes, strict=True) if self.settled and outcome is Outcome.DONE]
+        return [
+            key
+            for key, outcome in zip(self.keys, self.outcomes, strict=True)
+            if self.settled and outcome is Outcome.DONE
+        ]
 
     def over(self) -> bool:
         return all(group.over() for group in self.groups)
@@ -166,12 +191,15 @@ class Writing:
             for place, outcome in zip(group.places, group.outcomes, strict=True):
                 self.outcomes[place] = outcome
         defects = [defect for group in self.groups if (defect := group.take_defect()) is not None]
-        self.error = next((error for error in (*defects, *(group.error for group in self.groups)) if error is not None), None)
+        self.error = next(
+            (error for error in (*defects, *(group.error for group in self.groups)) if error is not None),
+            None,
+        )
         self.settled = True
         return defects
 
 
-# -------------------------------------------------------------------------------------------------------------------------- tier
+# ------------------------------------------------------------------------------------------------------- tier
 
 
 class ColdTier:
@@ -182,7 +210,8 @@ class ColdTier:
         store: BlockStore,
         lanes: ColdLanes,
         view: Callable[[int], memoryview],  # a host slot's bytes
-        arena: tuple[str, int],  # the host arena's name, and the number of layers: what accesses are declared with
+        # the host arena's name, and the number of layers: what accesses are declared with
+        arena: tuple[str, int],
         limits: ColdLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -192,9 +221,11 @@ class ColdTier:
         self.local = store.local  # it answers from memory
         self.counts = tally  # its figures
         self.rate = tally.rate  # of reads
-        # What is said to its store. Before the first of them a store that fails on purpose can be put in its place.
+        # What is said to its store. Before the first of them a store that fails on purpose can be put in its
+        # place.
         self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
-        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)  # that are best read or written together
+        # that are best read or written together
+        self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)
         self._lanes = lanes
         self._limits = limits
         self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
@@ -209,7 +240,7 @@ class ColdTier:
         self._was_stuck = False
         self._closing: Ticket | None = None
 
-    # ------------------------------------------------------------------------------------------------- figures, for any thread
+    # -------------------------------------------------------------------------------- figures, for any thread
 
     @property
     def usable(self) -> bool:
@@ -231,7 +262,7 @@ class ColdTier:
         traffic.in_flight["host", self.name] = len(self.writings)
         traffic.usable[self.name] = self.usable
 
-    # ---------------------------------------------------------------------------------------------------------------- blocks
+    # ------------------------------------------------------------------------------------------------- blocks
 
     def find(self, keys: Sequence[bytes], patience_s: float) -> Finding:
         """For any thread. Ready at once where the store answers from memory, or is not usable."""
@@ -261,7 +292,9 @@ class ColdTier:
             finding.answer(0)
             self.wake()
 
-    def read(self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str) -> StoreGroup:
+    def read(
+        self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str
+    ) -> StoreGroup:
         """As one op, on the reader whose turn it is; slots are written after `after`. Never raises."""
         (reading,) = self._groups([range(len(keys))], keys, slots)
         self._readers.deal(reading, after, self.calls.read, f"read of {owner}")
@@ -269,19 +302,25 @@ class ColdTier:
         return reading
 
     def try_write(
-        self, keys: Sequence[bytes], depths: Sequence[int], slots: Sequence[int], handle: Handle, must: bool = False
+        self,
+        keys: Sequence[bytes],
+        depths: Sequence[int],
+        slots: Sequence[int],
+        handle: Handle,
+        must: bool = False,
     ) -> Writing | None:
-        """Those of `keys` that the store was not seen to have, as many as the queue has room for, the first ones first. `must`: its limit
-        does not count.
+        """Those of `keys` that the store was not seen to have, as many as the queue has room for, the first
+        ones first. `must`: its limit does not count.
 
-        None: the store is not usable, or there is room for none; counted, and nothing is kept. Otherwise `settle` gives the writing out,
-        exactly once, and until then `handle` protects the slots; also where nothing was left to write."""
+        None: the store is not usable, or there is room for none; counted, and nothing is kept. Otherwise
+        `settle` gives the writing out, exactly once, and until then `handle` protects the slots; also where
+        nothing was left to write."""
         if not self.usable:
             self.counts.skip("broken", len(keys))
             return None
         tally = self.counts
-        # What it has now goes before this is written, where it is being reset. A store that answers from memory finds out when it writes:
-        # it alone knows whether what it has under a key was ever read whole.
+        # What it has now goes before this is written, where it is being reset. A store that answers from
+        # memory finds out when it writes: it alone knows whether what it has under a key was ever read whole.
         stored = [False] * len(keys) if self.local or self.is_resetting else self.calls.known.has_each(keys)
         new = [place for place, there in enumerate(stored) if not there]
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
@@ -292,7 +331,9 @@ class ColdTier:
             if not places:
                 return None
         outcomes = [Outcome.DONE if there else Outcome.FULL for there in stored]
-        runs = [places[start : start + self.group_blocks] for start in range(0, len(places), self.group_blocks)]
+        runs = [
+            places[start : start + self.group_blocks] for start in range(0, len(places), self.group_blocks)
+        ]
         writing = Writing(handle, keys, outcomes, self._groups(runs, keys, slots, depths))
         for group in writing.groups:
             self._writers.deal(group, (), self.calls.write, f"write to {self.name}")
@@ -300,14 +341,15 @@ class ColdTier:
         return writing
 
     def settle(self) -> list[Writing]:
-        """Writes that are over since the last call. Also probes a broken store, on a lane, when it is time. Raises a defect of ours, once;
-        the next call gives out what this one did not."""
+        """Writes that are over since the last call. Also probes a broken store, on a lane, when it is time.
+        Raises a defect of ours, once; the next call gives out what this one did not."""
         is_stuck = self.calls.stuck
         if is_stuck != self._was_stuck or self.calls.breaker.state is BreakerState.OPEN:
             self._watch(is_stuck)
         with self._asking:
             self.findings = [finding for finding in self.findings if not finding.ready]
-        while self.readings and self.readings[0].over():  # in order, as they roughly end: the others are not looked at each time
+        # in order, as they roughly end: the others are not looked at each time
+        while self.readings and self.readings[0].over():
             self.readings.popleft()
         while self.writings and self.writings[0].over():
             writing = self.writings.popleft()
@@ -319,8 +361,9 @@ class ColdTier:
         return settled
 
     def persist(self) -> Writing:
-        """Settled when everything written so far is safe; its `error` says why it is not. Its handle is None. It comes behind all writes
-        that were not given out before: if one of their blocks is lost, that is an error, too."""
+        """Settled when everything written so far is safe; its `error` says why it is not. Its handle is None.
+        It comes behind all writes that were not given out before: if one of their blocks is lost, that is an
+        error, too."""
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         groups: list[StoreGroup] = []
@@ -331,8 +374,9 @@ class ColdTier:
         return writing
 
     def reset(self) -> Writing:
-        """Have the store forget every block: what was submitted for writing before this call, and nothing that is later. Settled when that
-        is over; its `error` says why it was not done. Reads are not ordered with it: what they find may be gone when they are over."""
+        """Have the store forget every block: what was submitted for writing before this call, and nothing
+        that is later. Settled when that is over; its `error` says why it was not done. Reads are not ordered
+        with it: what they find may be gone when they are over."""
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         self._writers.between(group, partial(self.calls.reset, group), f"reset {self.name}")
@@ -347,14 +391,16 @@ class ColdTier:
         return bool(self._resets)
 
     def drain(self, timeout_s: float) -> None:
-        """Block until everything submitted so far is over; the next `settle` finds it. Raises DeadlineExceeded."""
+        """Block until everything submitted so far is over; the next `settle` finds it. Raises
+        DeadlineExceeded."""
         deadline_s = time.monotonic() + timeout_s
         for lane in self._all_lanes:
             lane.drain(max(0.0, deadline_s - time.monotonic()))
 
     def close(self, timeout_s: float | None) -> None:
-        """Finish what is queued, then close the store; idempotent. Raises DeadlineExceeded where that takes longer: what is under way then
-        still has its slots, what was not begun never will be, and closing may be tried again."""
+        """Finish what is queued, then close the store; idempotent. Raises DeadlineExceeded where that takes
+        longer: what is under way then still has its slots, what was not begun never will be, and closing may
+        be tried again."""
         deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         first, *others = self._all_lanes
         late: DeadlineExceeded | None = None
@@ -370,7 +416,7 @@ class ColdTier:
         if self._closing is not None:
             self._closing.wait_done(0.0)
 
-    # ------------------------------------------------------------------------------------------------------------------- private
+    # ------------------------------------------------------------------------------------------------ private
 
     @property
     def _all_lanes(self) -> list[Lane]:
@@ -378,7 +424,11 @@ class ColdTier:
         return [*self._lanes.readers, *self._lanes.writers, *(() if asker is None else (asker,))]
 
     def _groups(
-        self, runs: Sequence[Sequence[int]], keys: Sequence[bytes], slots: Sequence[int], depths: Sequence[int] = ()
+        self,
+        runs: Sequence[Sequence[int]],
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        depths: Sequence[int] = (),
     ) -> list[StoreGroup]:
         """One for the places of each run."""
         span = Span(self.calls.breaker.clock(), len(runs))
@@ -398,7 +448,11 @@ class ColdTier:
         """Say so when something gets stuck, and probe a broken store when it is time."""
         if is_stuck and not self._was_stuck:
             self.counts.fail("stuck")
-            log.warning("the %s tier has been at one thing for %g s; it is left alone until that is over", self.name, self._limits.stuck_s)
+            log.warning(
+                "the %s tier has been at one thing for %g s; it is left alone until that is over",
+                self.name,
+                self._limits.stuck_s,
+            )
         self._was_stuck = is_stuck
         if self.calls.breaker.try_probe():
             try:
@@ -411,7 +465,8 @@ class ColdTier:
     def _probe(self) -> None:
         try:
             self.calls.probe()
-        except BaseException as error:  # a store's own end in its calls: this is a defect, and the ticket of a probe is not looked at
+        except BaseException as error:
+            # a store's own end in its calls: this is a defect, and the ticket of a probe is not looked at
             self._defects.append(error)
         finally:
             self.wake()

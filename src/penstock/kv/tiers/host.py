@@ -1,7 +1,9 @@
-"""The host tier: which blocks host memory has, and who needs them to stay. Owns the host pool and its lock; moves no bytes.
+"""The host tier: which blocks host memory has, and who needs them to stay. Owns the host pool and its lock;
+moves no bytes.
 
-Several threads meet here: callers lease what a prompt needs, the launcher of demotions takes slots for new blocks, the engine thread lands
-and ends transfers. Every method takes the lock for bookkeeping only, never across a copy, a wait or an allocation.
+Several threads meet here: callers lease what a prompt needs, the launcher of demotions takes slots for new
+blocks, the engine thread lands and ends transfers. Every method takes the lock for bookkeeping only, never
+across a copy, a wait or an allocation.
 """
 
 from __future__ import annotations
@@ -55,10 +57,18 @@ class Part(NamedTuple):
 
 
 def whose(slots: Sequence[int], parts: Sequence[Part], first: int) -> list[str]:
-    """The tier that has each block from number `first` on, up to the first that none has; `slots` are those in host memory."""
-    found = {number: part.tier for part in parts if part.finding.ready for number in part.blocks[: part.finding.num]}
+    """The tier that has each block from number `first` on, up to the first that none has; `slots` are those
+    in host memory."""
+    found = {
+        number: part.tier
+        for part in parts
+        if part.finding.ready
+        for number in part.blocks[: part.finding.num]
+    }
     places = (HOST if slot != ABSENT else found.get(number) for number, slot in enumerate(slots, first))
-    return [place for place in itertools.takewhile(lambda place: place is not None, places) if place is not None]
+    return [
+        place for place in itertools.takewhile(lambda place: place is not None, places) if place is not None
+    ]
 
 
 def runs_of(tiers: Sequence[str]) -> list[tuple[str, int]]:
@@ -71,10 +81,12 @@ _Runs = tuple[Slots | None, tuple[int, ...], int, list[tuple[str, int]]]
 
 
 class HostLease:
-    """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not. Implements `contract.Lease`.
+    """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not.
+    Implements `contract.Lease`.
 
-    While its request waits, the blocks are wanted and nothing more: they are forgotten last, and `HostTier.refresh` says where they were.
-    They are pinned when the request is admitted, by `claim` or `HostTier.take_lease`.
+    While its request waits, the blocks are wanted and nothing more: they are forgotten last, and
+    `HostTier.refresh` says where they were. They are pinned when the request is admitted, by `claim` or
+    `HostTier.take_lease`.
     """
 
     def __init__(self, tier: HostTier, owner: str, slots: Sequence[int] | Slots, num_tokens: int) -> None:
@@ -89,7 +101,8 @@ class HostLease:
         self.deadline_s = float("inf")
         self.parts: Sequence[Part] = ()
         self._tier = tier
-        self._runs: _Runs = None, (), 0, []  # of these slots, with so much in each part, from that block on: the runs
+        # of these slots, with so much in each part, from that block on: the runs
+        self._runs: _Runs = None, (), 0, []
 
     @property
     def ready(self) -> bool:
@@ -104,7 +117,8 @@ class HostLease:
 
     def runs_from(self, block: int) -> list[tuple[str, int]]:
         asked = self.slots, tuple(part.finding.num if part.finding.ready else 0 for part in self.parts), block
-        if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:  # the same is asked several times on a request's way
+        # the same is asked several times on a request's way
+        if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:
             if self.parts:
                 self._runs = *asked, runs_of(whose(self.slots[block:].tolist(), self.parts, block))
             else:
@@ -134,7 +148,8 @@ class Displaces(enum.Enum):
 
 @dataclass(slots=True)
 class Taken:
-    """Slots for blocks that are about to be written: which of the blocks asked for, and where. Lands or is dropped, exactly once."""
+    """Slots for blocks that are about to be written: which of the blocks asked for, and where. Lands or is
+    dropped, exactly once."""
 
     places: list[int]  # indices into the keys that were asked for
     keys: list[bytes]
@@ -145,7 +160,9 @@ class Taken:
 class HostTier:
     """A pool of host slots that several threads share."""
 
-    def __init__(self, pool: BlockPool, block_tokens: int, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pool: BlockPool, block_tokens: int, lease_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.num_slots = pool.num_slots
         self.counts = HostCounts()
         self._pool = pool
@@ -160,7 +177,7 @@ class HostTier:
         self._missing: deque[Reservation] = deque()  # slots whose memory is not ready yet, in order
         self.memory: HostMemory | None = None  # what the slots lie in, where it is closed with the tier
 
-    # ------------------------------------------------------------------------------------------------------------ questions
+    # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def slots(self) -> SlotCounts:
@@ -192,7 +209,8 @@ class HostTier:
 
     @property
     def num_spare(self) -> int:
-        """Slots that can be taken for blocks which nobody has a table for yet: free, or of blocks that nobody wants."""
+        """Slots that can be taken for blocks which nobody has a table for yet: free, or of blocks that nobody
+        wants."""
         return self._pool.num_unwanted
 
     @property
@@ -200,17 +218,22 @@ class HostTier:
         """Slots that can be taken for somebody who has a table: free, or of blocks that no transfer uses."""
         return self._pool.num_available
 
-    # --------------------------------------------------------------------------------------------------------------- leases
+    # ------------------------------------------------------------------------------------------------- leases
 
-    def lease(self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False) -> HostLease | None:
-        """Want every block of `keys` from number `first` on that is here; None where none is, unless other tiers are to be asked."""
+    def lease(
+        self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False
+    ) -> HostLease | None:
+        """Want every block of `keys` from number `first` on that is here; None where none is, unless other
+        tiers are to be asked."""
         with self._lock:
             run = self._pool.find(keys[first:])  # mostly all of them
             rest = self._pool.find_each(keys[first + len(run) :])
             here = as_run([*as_list(run), *(slot for slot in rest if slot != ABSENT)]) if rest else run
             if not len(here) and not even_empty:
                 return None
-            slots = np.concatenate((np.full(first, ABSENT), np.asarray(run, np.int64), np.asarray(rest, np.int64)))
+            slots = np.concatenate(
+                (np.full(first, ABSENT), np.asarray(run, np.int64), np.asarray(rest, np.int64))
+            )
             lease = HostLease(self, owner, slots, len(keys) * self._block_tokens)
             lease.note_run(first, len(run))
             lease.deadline_s = self._clock() + self._lease_s
@@ -236,7 +259,9 @@ class HostTier:
     def want(self, keys: Sequence[bytes], rank: float, earlier: PoolWant | None = None) -> PoolWant:
         """Those of `keys` that are here are forgotten after all that nobody wants, in place of `earlier`."""
         with self._lock:
-            return self._pool.want(as_run([slot for slot in self._pool.find_each(keys) if slot != ABSENT]), rank, earlier)
+            return self._pool.want(
+                as_run([slot for slot in self._pool.find_each(keys) if slot != ABSENT]), rank, earlier
+            )
 
     def end_want(self, want: PoolWant) -> None:
         """Idempotent."""
@@ -250,7 +275,8 @@ class HostTier:
                 self._refresh(lease)
 
     def grow(self, lease: HostLease) -> None:
-        """Take note of what has landed behind its blocks meanwhile: a save may have been under way when it was made."""
+        """Take note of what has landed behind its blocks meanwhile: a save may have been under way when it
+        was made."""
         if lease.want is None or lease.parts or not lease.keys:
             return
         with self._lock:
@@ -276,8 +302,8 @@ class HostTier:
             lease.slots = slots
 
     def claim(self, lease: HostLease, first: int, num_blocks: int) -> bool:
-        """Pin what it has of blocks `first..first + num_blocks`: its request is admitted. False where some of that has gone since it was
-        looked at last: then nothing is pinned."""
+        """Pin what it has of blocks `first..first + num_blocks`: its request is admitted. False where some of
+        that has gone since it was looked at last: then nothing is pinned."""
         with self._lock:
             if lease not in self._leases:
                 return False
@@ -328,7 +354,8 @@ class HostTier:
             self._end_handles(handles, fence)
 
     def expire(self) -> None:
-        """End the leases that nobody came for. What a transfer reads has left the lease, so nothing in use is given back."""
+        """End the leases that nobody came for. What a transfer reads has left the lease, so nothing in use is
+        given back."""
         now = self._clock()
         if now < self._look_again_s:
             return
@@ -346,7 +373,7 @@ class HostTier:
             if handle is not None:
                 handle.end(fence)
 
-    # ------------------------------------------------------------------------------------------------------- writing blocks
+    # ----------------------------------------------------------------------------------------- writing blocks
 
     def take(
         self,
@@ -356,7 +383,8 @@ class HostTier:
         displaces: Displaces = Displaces.UNWANTED,
         most: int | None = None,
     ) -> Taken:
-        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones first, and `most` of them."""
+        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones
+        first, and `most` of them."""
         with self._lock:
             found = self._pool.find_each(keys)
             seen: set[bytes] = set()
@@ -389,16 +417,23 @@ class HostTier:
 
     def _num_in(self, displaces: Displaces) -> int:
         pool = self._pool
-        return {Displaces.NOTHING: pool.num_free, Displaces.UNWANTED: pool.num_unwanted, Displaces.ANYTHING: pool.num_available}[displaces]
+        return {
+            Displaces.NOTHING: pool.num_free,
+            Displaces.UNWANTED: pool.num_unwanted,
+            Displaces.ANYTHING: pool.num_available,
+        }[displaces]
 
     def absent(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of `keys` are neither here nor on their way."""
         with self._lock:
             found = self._pool.find_each(keys)
-            return [slot == ABSENT and key not in self._arriving for key, slot in zip(keys, found, strict=True)]
+            return [
+                slot == ABSENT and key not in self._arriving for key, slot in zip(keys, found, strict=True)
+            ]
 
     def give_way(self, keys: Sequence[bytes], most: int) -> int:
-        """Forget up to `most` of `keys` that no transfer uses: the device has them, and keeps them. Returns how many."""
+        """Forget up to `most` of `keys` that no transfer uses: the device has them, and keeps them. Returns
+        how many."""
         with self._lock:
             slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
             return self._pool.forget_idle(slots, most)
@@ -415,8 +450,8 @@ class HostTier:
             return first
 
     def land(self, taken: Taken, places: Sequence[int] | None = None, pinned_by: str = "") -> Pin | None:
-        """The bytes are there, of those at `places` of its keys (None: of all): they can be found under their keys from now on. With
-        `pinned_by` they stay protected by the pin."""
+        """The bytes are there, of those at `places` of its keys (None: of all): they can be found under their
+        keys from now on. With `pinned_by` they stay protected by the pin."""
         with self._lock:
             self._arriving.difference_update(taken.keys)
             if taken.reservation is None:
@@ -454,7 +489,8 @@ class HostTier:
             return self._pool.pin(as_run(slots), owner)
 
     def pin_run(self, keys: Sequence[bytes], owner: str, unit: int = 1) -> Pin | None:
-        """A pin on the longest run of leading `keys` that are here, of a multiple of `unit`; None where there is none."""
+        """A pin on the longest run of leading `keys` that are here, of a multiple of `unit`; None where there
+        is none."""
         with self._lock:
             run = self._pool.find(keys)
             run = run[: len(run) // unit * unit]
@@ -486,7 +522,8 @@ class HostTier:
         return bool(self._pool.gone)
 
     def take_gone(self, most: int) -> list[bytes]:
-        """Keys of blocks that have left and are not here again, in order; so many at most are looked at, and each of them once."""
+        """Keys of blocks that have left and are not here again, in order; so many at most are looked at, and
+        each of them once."""
         with self._lock:
             gone = (self._pool.gone or [])[:most]
             if gone and self._pool.gone is not None:
@@ -499,12 +536,14 @@ class HostTier:
             raise InvariantBroken(f"host slots vanished under the lock: {num_slots} were available")
         return reservation
 
-    # --------------------------------------------------------------------------------------------------------------- memory
+    # ------------------------------------------------------------------------------------------------- memory
 
     def withhold(self) -> None:
         """No memory is ready yet. Called once, before the tier is used."""
         while self._pool.num_available:
-            self._missing.append(self._reserve(min(_PIECE, self._pool.num_available), "memory being prepared"))
+            self._missing.append(
+                self._reserve(min(_PIECE, self._pool.num_available), "memory being prepared")
+            )
 
     @property
     def num_unready(self) -> int:
@@ -518,7 +557,7 @@ class HostTier:
             while self._missing and self._missing[0].slots[-1] < slots.stop:
                 self._missing.popleft().rollback()
 
-    # ------------------------------------------------------------------------------------------------------------------ end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def reset(self) -> int:
         """Forget every block that nobody needs; returns how many."""
@@ -526,14 +565,15 @@ class HostTier:
             return self._pool.evict(self._pool.num_slots)
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer reads stays until it ends, and
-        what a snapshot pins is found as before."""
+        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer
+        reads stays until it ends, and what a snapshot pins is found as before."""
         with self._lock:
             slots = self._pool.find_each([key for key in keys if key not in self._pinned])
             return self._pool.forget([slot for slot in slots if slot != ABSENT])
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
-        """None of `keys` is evicted until `unpin_keys`, for a snapshot, whether it is here already or comes later."""
+        """None of `keys` is evicted until `unpin_keys`, for a snapshot, whether it is here already or comes
+        later."""
         with self._lock:
             self._pinned.pin(id, keys)
 
@@ -558,7 +598,9 @@ class HostTier:
                 self._missing.popleft().rollback()
             if self._leases:
                 owners = ", ".join(lease.owner for lease in itertools.islice(self._leases, _MAX_NAMED))
-                raise Leaked(f"the host tier was closed with {len(self._leases)} leases out, those of {owners}")
+                raise Leaked(
+                    f"the host tier was closed with {len(self._leases)} leases out, those of {owners}"
+                )
             self._pool.close()
         if self.memory is not None:
             self.memory.close()

@@ -1,11 +1,14 @@
-"""Blocks on their way up: from host memory to the device, and from cold tiers into host memory, ahead of that or ahead of any request.
-Owns every load, with the host slots that it reads into. The engine thread is the only caller, apart from `lease`.
+"""Blocks on their way up: from host memory to the device, and from cold tiers into host memory, ahead of that
+or ahead of any request. Owns every load, with the host slots that it reads into. The engine thread is the
+only caller, apart from `lease`.
 
-    cold tiers asked  ->  host slots taken  ->  blocks read into them, group by group  ->  copied to the device in parts, the first while
-    later ones are being read; or left as ordinary blocks of the host tier, where nobody has a table for them yet
+    cold tiers asked  ->  host slots taken  ->  blocks read into them, group by group  ->  copied to the
+                      device in parts, the first while
+    later ones are being read; or left as ordinary blocks of the host tier, where nobody has a table for them
+    yet
 
-What host memory has already needs no reading: such a load is one copy. Room for all that is read is taken before the first byte moves:
-nothing here waits for room while it holds some.
+What host memory has already needs no reading: such a load is one copy. Room for all that is read is taken
+before the first byte moves: nothing here waits for room while it holds some.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer import Group, Mover, NoMover, Slots, Transfer
 
 _MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
-_LAST_BYTES = 48 << 20  # about a millisecond of a fast link: how much may be left when a step is launched behind a load
+# about a millisecond of a fast link: how much may be left when a step is launched behind a load
+_LAST_BYTES = 48 << 20
 _PATIENCE_S = 1.0  # with a store that is asked what it has, at most
-_PART_BYTES = 16 << 20  # that are copied at once while others are read: enough for the link, little enough to begin soon
-_READ_AHEAD = 256  # groups of one load that are being read: what a tier reads while the engine thread is at a long step
+# that are copied at once while others are read: enough for the link, little enough to begin soon
+_PART_BYTES = 16 << 20
+# groups of one load that are being read: what a tier reads while the engine thread is at a long step
+_READ_AHEAD = 256
 _READ_AT_ONCE = 32  # that are begun in one turn: about a millisecond
 _FETCHES = 4  # at once
 _FETCH_SHARE = 4  # one in so many host slots may be reserved for them: saves and loads need the others
@@ -71,9 +77,12 @@ class Staged(NamedTuple):
 
 
 class Reads:
-    """What a load and a fetch have in common: blocks `first..` of a prefix, those of them that are read, and how far that is."""
+    """What a load and a fetch have in common: blocks `first..` of a prefix, those of them that are read, and
+    how far that is."""
 
-    def __init__(self, label: str, first: int, num_blocks: int, keys: Sequence[bytes], deadline_s: float) -> None:
+    def __init__(
+        self, label: str, first: int, num_blocks: int, keys: Sequence[bytes], deadline_s: float
+    ) -> None:
         self.label = label
         self.first = first  # its blocks are those of the prefix from this number on
         self.keys = keys  # of its first blocks
@@ -95,11 +104,13 @@ class Reads:
 
     @property
     def overdue(self) -> bool:
-        """It takes longer than anybody should wait for it. Also where its request has gone: others wait for what is being read."""
+        """It takes longer than anybody should wait for it. Also where its request has gone: others wait for
+        what is being read."""
         return not self.over and time.monotonic() > self.deadline_s
 
     def touches(self, slots: frozenset[int] | None) -> bool:
-        """Whether it is going to send blocks into one of these slots of the device; None: whether it is not over."""
+        """Whether it is going to send blocks into one of these slots of the device; None: whether it is not
+        over."""
         return slots is None and not self.over
 
     def wait_reads(self, deadline_s: float) -> None:
@@ -117,10 +128,13 @@ class Reads:
 
 
 class Fetch(Reads):
-    """Implements `contract.Prefetch`. It may end short: then the blocks before the first that did not come are there all the same. What
-    has landed is not protected: it stays for as long as any other block of the host tier would."""
+    """Implements `contract.Prefetch`. It may end short: then the blocks before the first that did not come
+    are there all the same. What has landed is not protected: it stays for as long as any other block of the
+    host tier would."""
 
-    def __init__(self, owner: str, first: int, keys: Sequence[bytes], deadline_s: float, asked: Sequence[Part]) -> None:
+    def __init__(
+        self, owner: str, first: int, keys: Sequence[bytes], deadline_s: float, asked: Sequence[Part]
+    ) -> None:
         super().__init__(f"fetch of {owner}", first, len(keys), keys, deadline_s)
         self.asked = asked  # what cold tiers were asked for, until all have answered
         self.is_next = False  # its request waits for nothing else
@@ -158,29 +172,40 @@ class Fetch(Reads):
 
 
 class BlockLoad(Reads):
-    """Implements `contract.Load`: none or several reads from cold tiers, then copies to the device. It may end short: then the blocks
-    before the first that did not come are there all the same.
+    """Implements `contract.Load`: none or several reads from cold tiers, then copies to the device. It may
+    end short: then the blocks before the first that did not come are there all the same.
 
-    The hold that it fills may end before it; then nothing more is copied, and what is being read still lands in host memory.
+    The hold that it fills may end before it; then nothing more is copied, and what is being read still lands
+    in host memory.
     """
 
-    def __init__(self, hold: Hold, first: int, num_blocks: int, keys: Sequence[bytes], after: Sequence[Fence], deadline_s: float) -> None:
+    def __init__(
+        self,
+        hold: Hold,
+        first: int,
+        num_blocks: int,
+        keys: Sequence[bytes],
+        after: Sequence[Fence],
+        deadline_s: float,
+    ) -> None:
         super().__init__(f"load of {hold.owner}", first, num_blocks, keys, deadline_s)
         self.hold = hold
         self.num_blocks = num_blocks
         self.after = tuple(after)  # earlier users of the slots
         self.layered = False
         self.is_cold = False  # some of it comes from cold tiers
-        self.is_part = False  # a few blocks of a context, which nobody waits for: how long that takes says nothing about the link
+        # a few blocks of a context, which nobody waits for: how long that takes says nothing about the link
+        self.is_part = False
         self.sources: Slots = np.full(num_blocks, ABSENT)  # host slots
-        self.awaited: dict[bytes, tuple[int, StoreGroup]] = {}  # blocks that a fetch was reading already, by key
+        # blocks that a fetch was reading already, by key
+        self.awaited: dict[bytes, tuple[int, StoreGroup]] = {}
         self.kept: list[Handle] = []  # protection of the sources
         self.copies: list[Copy] = []
         self.num_sent = 0  # blocks handed to copies
         self._num_ready = 0
         self.is_short = False  # the hold knows that it ended short
 
-    # -------------------------------------------------------------------------------------------------- contract.Load
+    # ------------------------------------------------------------------------------------------ contract.Load
 
     @property
     def arrivals(self) -> tuple[Arrival, ...] | None:
@@ -201,7 +226,8 @@ class BlockLoad(Reads):
 
     def nearly_landed(self) -> bool:
         arrivals = self.arrivals
-        return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())  # of one lane: it comes after all before it
+        # of one lane: it comes after all before it
+        return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())
 
     @property
     def num_landed(self) -> int:
@@ -212,7 +238,7 @@ class BlockLoad(Reads):
             num += copy.num_blocks
         return num
 
-    # ------------------------------------------------------------------------------------------------------- for `Loads`
+    # -------------------------------------------------------------------------------------------- for `Loads`
 
     @property
     def ended(self) -> bool:
@@ -226,7 +252,9 @@ class BlockLoad(Reads):
     def num_ready(self) -> int:
         """Leading blocks that are in host memory."""
         absent = np.flatnonzero(self.sources[self._num_ready : self.limit] == ABSENT)
-        self._num_ready = self._num_ready + int(absent[0]) if absent.size else max(self._num_ready, self.limit)
+        self._num_ready = (
+            self._num_ready + int(absent[0]) if absent.size else max(self._num_ready, self.limit)
+        )
         return self._num_ready
 
     def covers(self, number: int, key: bytes) -> bool:
@@ -234,12 +262,15 @@ class BlockLoad(Reads):
         return 0 <= number - self.first < len(self.keys) and self.keys[number - self.first] == key
 
     def touches(self, slots: frozenset[int] | None) -> bool:
-        """Whether it is going to send blocks into one of these slots of the device; None: whether it is not over. What was sent is its
-        copies' business, and into the slots of a table that has ended nothing is sent."""
+        """Whether it is going to send blocks into one of these slots of the device; None: whether it is not
+        over. What was sent is its copies' business, and into the slots of a table that has ended nothing is
+        sent."""
         if slots is None:
             return not self.over
         hold = self.hold
-        return not hold.ended and not slots.isdisjoint(hold.first(self.first + self.limit)[self.first + self.num_sent :].tolist())
+        return not hold.ended and not slots.isdisjoint(
+            hold.first(self.first + self.limit)[self.first + self.num_sent :].tolist()
+        )
 
     def wait_reads(self, deadline_s: float) -> None:
         super().wait_reads(deadline_s)
@@ -254,7 +285,8 @@ class BlockLoad(Reads):
         self.limit = max(self.num_sent, min(self.limit, limit))
 
     def forget_keys(self) -> None:
-        """Its blocks get none when they have come. What is being read is found in host memory all the same."""
+        """Its blocks get none when they have come. What is being read is found in host memory all the
+        same."""
         for copy in self.copies:
             copy.keys = ()
         if not self.is_cold:
@@ -262,16 +294,20 @@ class BlockLoad(Reads):
 
 
 def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
-    """What `tier` has said about all blocks `missing`; None where it was not asked for each of them, or has not answered."""
+    """What `tier` has said about all blocks `missing`; None where it was not asked for each of them, or has
+    not answered."""
     for part in answered:
         if part.tier == tier and part.finding.ready and set(missing) <= set(part.blocks):
             there = set(part.blocks[: part.finding.num])
-            return Finding(num=next((num for num, number in enumerate(missing) if number not in there), len(missing)))
+            return Finding(
+                num=next((num for num, number in enumerate(missing) if number not in there), len(missing))
+            )
     return None
 
 
 class Loads:
-    """Fills slots of the device from the tiers that `saves` writes to, and tells it what has come into host memory."""
+    """Fills slots of the device from the tiers that `saves` writes to, and tells it what has come into host
+    memory."""
 
     def __init__(self, saves: Saves, mover: Mover) -> None:
         self.saves = saves
@@ -285,7 +321,7 @@ class Loads:
         self.in_flight: dict[Hold, BlockLoad] = {}  # by the hold whose slots they fill
         self.fetches: list[Fetch] = []  # not over
 
-    # ------------------------------------------------------------------------------------------------------------ questions
+    # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def reads(self) -> Sequence[Reads]:
@@ -298,29 +334,44 @@ class Loads:
 
     def is_coming(self, number: int, key: bytes) -> bool:
         """Whether block `number` of a prefix, which has `key`, is on its way to the device and not late."""
-        return any(load.covers(number, key) and not load.over and not load.overdue for load in self.in_flight.values())
+        return any(
+            load.covers(number, key) and not load.over and not load.overdue
+            for load in self.in_flight.values()
+        )
 
     def num_abandoned(self, late: bool) -> int:
-        """Slots of the device that only copies have, their tables having ended: of those that are `late`, or of the others."""
-        copies = (copy for load in self.in_flight.values() if load.ended for copy in load.copies if not copy.settled)
+        """Slots of the device that only copies have, their tables having ended: of those that are `late`, or
+        of the others."""
+        copies = (
+            copy for load in self.in_flight.values() if load.ended for copy in load.copies if not copy.settled
+        )
         return sum(copy.num_blocks for copy in copies if copy.overdue == late)
 
     def pins(self) -> set[Pin]:
         """Of the device, for what is under way."""
         return {pin for copy in self.mover.flying for pin in copy.pins}
 
-    # ------------------------------------------------------------------------------------------------------------- looking
+    # ------------------------------------------------------------------------------------------------ looking
 
-    def lease(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()) -> HostLease | None:
-        """Find, and want, what colder tiers have of `keys` from number `first` on; None where that is nothing and nobody far was asked. For
-        any thread: a store far away is asked, not waited for, and only for as long as computing would take. What it has `answered` to
-        an earlier lease of the same keys it is not asked again."""
+    def lease(
+        self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()
+    ) -> HostLease | None:
+        """Find, and want, what colder tiers have of `keys` from number `first` on; None where that is nothing
+        and nobody far was asked. For any thread: a store far away is asked, not waited for, and only for as
+        long as computing would take. What it has `answered` to an earlier lease of the same keys it is not
+        asked again."""
         if not self.cold and not self.host.has(keys[first]):
-            return None  # what lies behind a gap is of no use where nothing fills it, and looking for it takes as long as the prefix is
+            # what lies behind a gap is of no use where nothing fills it, and looking for it takes as long as
+            # the prefix is
+            return None
         lease = self.host.lease(keys, owner, first)
         if not self.cold:
             return lease
-        missing = list(range(first, len(keys))) if lease is None else (first + np.flatnonzero(lease.slots[first:] == ABSENT)).tolist()
+        missing = (
+            list(range(first, len(keys)))
+            if lease is None
+            else (first + np.flatnonzero(lease.slots[first:] == ABSENT)).tolist()
+        )
         if not missing:
             return lease
         tokens, patience_s = self.saves.layout.block_tokens, _PATIENCE_S
@@ -339,9 +390,12 @@ class Loads:
             lease.parts = parts
         return lease
 
-    def find(self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float, answered: Sequence[Part] = ()) -> list[Part]:
-        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not have; a store far away not
-        for what it has `answered` before. For any thread. Its answer is returned also where it has nothing, so that it is remembered."""
+    def find(
+        self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float, answered: Sequence[Part] = ()
+    ) -> list[Part]:
+        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not
+        have; a store far away not for what it has `answered` before. For any thread. Its answer is returned
+        also where it has nothing, so that it is remembered."""
         parts: list[Part] = []
         for tier in self.cold.values():
             if not missing or not tier.usable:
@@ -357,8 +411,8 @@ class Loads:
         return parts
 
     def worth(self, lease: Lease, depth: int) -> int:
-        """How many blocks of `lease` behind `depth` others are loaded rather than computed: up to where another tier begins, or all that
-        follow without a gap."""
+        """How many blocks of `lease` behind `depth` others are loaded rather than computed: up to where
+        another tier begins, or all that follow without a gap."""
         if isinstance(lease, SavedLease) and not self.mover.is_late():
             return lease.num_from(depth)
         return self._worth(lease.runs_from(depth), depth)
@@ -379,21 +433,33 @@ class Loads:
             else:
                 break
             pieces.append(TierRun(num_blocks, load_s))
-        return choose(pieces, lambda first, num: self.prefill.seconds(num * tokens, (depth + first + num / 2) * tokens))
+        return choose(
+            pieces, lambda first, num: self.prefill.seconds(num * tokens, (depth + first + num / 2) * tokens)
+        )
 
-    # --------------------------------------------------------------------------------------------------------------- begin
+    # -------------------------------------------------------------------------------------------------- begin
 
-    def begin(self, hold: Hold, first: int, lease: HostLease, keys: Sequence[bytes], after: Sequence[Fence], num_next: int) -> BlockLoad:
-        """Fill the slots of `hold` from number `first` on with the same blocks of `lease`, of which the first have `keys`; they may be
-        written after `after`. What host memory has is copied, what is colder is read first. The lease ends with the load; if this raises,
-        it is as it was."""
+    def begin(
+        self,
+        hold: Hold,
+        first: int,
+        lease: HostLease,
+        keys: Sequence[bytes],
+        after: Sequence[Fence],
+        num_next: int,
+    ) -> BlockLoad:
+        """Fill the slots of `hold` from number `first` on with the same blocks of `lease`, of which the first
+        have `keys`; they may be written after `after`. What host memory has is copied, what is colder is read
+        first. The lease ends with the load; if this raises, it is as it was."""
         if hold in self.in_flight:
             raise InvariantBroken(f"{hold.owner!r} loads blocks while others are on their way to its table")
         num_blocks = hold.num_slots - first
         tier, num_same = next(iter(lease.runs_from(first)), (HOST, 0))
         kept = self.host.take_lease(lease)
         if kept is None:
-            raise InvariantBroken(f"the host tier has no lease of {lease.owner!r}: it has expired, or was used")
+            raise InvariantBroken(
+                f"the host tier has no lease of {lease.owner!r}: it has expired, or was used"
+            )
         load = BlockLoad(hold, first, num_blocks, keys, after, self._deadline_s)
         load.kept = kept
         load.is_cold = bool(self.cold) and (tier != HOST or num_same < num_blocks)
@@ -416,17 +482,25 @@ class Loads:
         """Host memory has all of it."""
         sources = lease.slots[load.first : load.first + load.num_blocks]
         if len(sources) != load.num_blocks or ABSENT in sources:
-            raise InvariantBroken(f"the lease of {lease.owner!r} does not have {load.num_blocks} blocks from {load.first} on")
+            raise InvariantBroken(
+                f"the lease of {lease.owner!r} does not have {load.num_blocks} blocks from {load.first} on"
+            )
         load.sources, load.layered = sources, layered
         self._submit(self._copy(load, load.num_blocks, self._groups(load.num_blocks, layered)))
         self._note_hit(load)
 
     def begin_whole(
-        self, holds: Sequence[Hold], kept: Pin, after: Sequence[Fence], first: int = 0, keys: Sequence[bytes] = ()
+        self,
+        holds: Sequence[Hold],
+        kept: Pin,
+        after: Sequence[Fence],
+        first: int = 0,
+        keys: Sequence[bytes] = (),
     ) -> BlockLoad:
-        """Fill the slots of `holds`, one behind the other, with the blocks that `kept` protects, as whole blocks: nobody begins with a part
-        of them. They are those of a prefix from number `first` on, and have `keys`; or they get none, and are a part of a context that is
-        there already. If this raises, nothing is kept."""
+        """Fill the slots of `holds`, one behind the other, with the blocks that `kept` protects, as whole
+        blocks: nobody begins with a part of them. They are those of a prefix from number `first` on, and have
+        `keys`; or they get none, and are a part of a context that is there already. If this raises, nothing
+        is kept."""
         load = BlockLoad(holds[0], first, len(kept.run), keys, after, self._deadline_s)
         load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), not keys
         pins = [self.saves.pool.pin_run(hold, 0, hold.num_slots, hold.owner) for hold in holds]
@@ -463,8 +537,8 @@ class Loads:
         self.in_flight[load.hold] = load
 
     def _groups(self, num_blocks: int, layered: bool) -> list[Group]:
-        """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of them apart: a step may be
-        launched when the others have come."""
+        """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of
+        them apart: a step may be launched when the others have come."""
         num_layers = self.saves.layout.num_layers
         if layered:
             num = max(1, num_layers // _MIN_LAYERS)
@@ -472,9 +546,12 @@ class Loads:
         last = max(1, _LAST_BYTES // self.saves.layout.block_bytes)
         if num_blocks <= last:
             return [Group((0, num_layers))]
-        return [Group((0, num_layers), slice(0, num_blocks - last)), Group((0, num_layers), slice(num_blocks - last, num_blocks))]
+        return [
+            Group((0, num_layers), slice(0, num_blocks - last)),
+            Group((0, num_layers), slice(num_blocks - last, num_blocks)),
+        ]
 
-    # -------------------------------------------------------------------------------------------------- from cold to host
+    # -------------------------------------------------------------------------------------- from cold to host
 
     def _begin_reads(self, load: BlockLoad, lease: HostLease) -> None:
         """Some of it is colder than host memory: that is read while the rest is copied."""
@@ -494,8 +571,8 @@ class Loads:
         self._advance(load)
 
     def _take_room(self, load: BlockLoad, wanted: Sequence[tuple[int, str]]) -> None:
-        """Host slots for all of it, at once; where there are not enough, the load ends before the first block without, and `_advance` gives
-        back those behind it."""
+        """Host slots for all of it, at once; where there are not enough, the load ends before the first block
+        without, and `_advance` gives back those behind it."""
         coming = self._take_over({load.keys[block] for block, _ in wanted})
         slots, pin = self.host.pin_each([load.keys[block] for block, _ in wanted], load.label)
         if pin is not None:
@@ -510,8 +587,13 @@ class Loads:
             else:
                 absent.append((block, tier))
         keys = [load.keys[block] for block, _ in absent]
-        load.room = self.host.take(keys, [load.first + block for block, _ in absent], load.label, Displaces.ANYTHING)
-        num = next((i for i, (key, taken) in enumerate(zip(keys, load.room.keys, strict=False)) if key != taken), len(load.room.keys))
+        load.room = self.host.take(
+            keys, [load.first + block for block, _ in absent], load.label, Displaces.ANYTHING
+        )
+        num = next(
+            (i for i, (key, taken) in enumerate(zip(keys, load.room.keys, strict=False)) if key != taken),
+            len(load.room.keys),
+        )
         if num < len(absent):  # no room, or somebody else's read of the same block is under way
             load.cut(absent[num][0])
         self._queue(load, absent[:num])
@@ -523,12 +605,14 @@ class Loads:
             reads.unread.extend((tier, run[start : start + size]) for start in range(0, len(run), size))
 
     def _take_over(self, wanted: set[bytes]) -> dict[bytes, StoreGroup]:
-        """A load wants these. Fetches of the same blocks read no further, and so do all where their room is needed. What is being read for
-        them already is not read twice: returned by key."""
+        """A load wants these. Fetches of the same blocks read no further, and so do all where their room is
+        needed. What is being read for them already is not read twice: returned by key."""
         coming: dict[bytes, StoreGroup] = {}
         short = self.host.num_available < len(wanted)
         for fetch in self.fetches:
-            under_way = {key: staged.reading for staged in fetch.staged for key in staged.taken.keys if key in wanted}
+            under_way = {
+                key: staged.reading for staged in fetch.staged for key in staged.taken.keys if key in wanted
+            }
             if short or under_way or not wanted.isdisjoint(fetch.room.keys):
                 fetch.end()
                 self._read_no_further(fetch)
@@ -541,7 +625,8 @@ class Loads:
             self._take_in(reads)
         if reads.ended or reads.limit < len(reads.keys):
             self._read_no_further(reads)
-        # So far ahead that nobody waits for the engine thread to come round, and so little at once that nobody waits for it.
+        # So far ahead that nobody waits for the engine thread to come round, and so little at once that
+        # nobody waits for it.
         for _ in range(_READ_AT_ONCE):
             if not reads.unread or not self._may_read(reads):
                 return
@@ -551,7 +636,9 @@ class Loads:
                 raise InvariantBroken(f"the {reads.label} reads blocks that it has no room for")
             tier = self.cold[name]
             reading = tier.read(taken.keys, taken.reservation.slots, taken.reservation.after, reads.label)
-            reads.staged.append(Staged(blocks, taken, tier, reading, None if tier.is_resetting else self.saves.num_emptied))
+            reads.staged.append(
+                Staged(blocks, taken, tier, reading, None if tier.is_resetting else self.saves.num_emptied)
+            )
 
     def _may_read(self, reads: Reads) -> bool:
         """Whether one more group of it is begun: of a fetch not while the tier has enough to do."""
@@ -578,7 +665,8 @@ class Loads:
         """The next group of it is over."""
         staged = reads.staged[0]
         outcomes = staged.reading.take_outcomes()
-        reads.staged.popleft()  # not before: a defect of ours is raised above, and its slots are given back when somebody looks again
+        # not before: a defect of ours is raised above, and its slots are given back when somebody looks again
+        reads.staged.popleft()
         if isinstance(reads, Fetch) and not reads.keeps:
             outcomes = [Outcome.MISSING] * len(outcomes)
         done = [place for place, outcome in enumerate(outcomes) if outcome is Outcome.DONE]
@@ -586,10 +674,17 @@ class Loads:
         pin = self.host.land(staged.taken, done, reads.label)
         for place in done:
             reads.came(staged.blocks[place], slots[place])
-        lost = [block for block, outcome in zip(staged.blocks, outcomes, strict=True) if outcome is not Outcome.DONE]
+        lost = [
+            block
+            for block, outcome in zip(staged.blocks, outcomes, strict=True)
+            if outcome is not Outcome.DONE
+        ]
         if lost:
             reads.cut(lost[0])
-        keys, depths = [staged.taken.keys[place] for place in done], [staged.taken.depths[place] for place in done]
+        keys, depths = (
+            [staged.taken.keys[place] for place in done],
+            [staged.taken.depths[place] for place in done],
+        )
         is_there_still = staged.tier is not self.saves.first or staged.num_emptied == self.saves.num_emptied
         self.saves.landed(keys, depths, staged.tier.name if is_there_still else "")
         if isinstance(reads, BlockLoad):
@@ -608,7 +703,7 @@ class Loads:
             for block, slot in zip(awaited.values(), slots, strict=True):
                 load.cut(block) if slot == ABSENT else load.came(block, slot)
 
-    # ------------------------------------------------------------------------------------------------------------- prefetch
+    # ----------------------------------------------------------------------------------------------- prefetch
 
     @property
     def may_fetch(self) -> bool:
@@ -616,20 +711,30 @@ class Loads:
         return bool(self.cold) and len(self.fetches) < _FETCHES and self._num_fetchable() > 0
 
     def _num_fetchable(self, is_next: bool = False) -> int:
-        """Host slots that fetches may still reserve. Never those of blocks that somebody wants, but for a request that `is_next`: that one
-        has its share whatever others have."""
+        """Host slots that fetches may still reserve. Never those of blocks that somebody wants, but for a
+        request that `is_next`: that one has its share whatever others have."""
         most = self.host.num_slots // _FETCH_SHARE
         if is_next:
             return min(self.host.num_available, most)
         return min(self.host.num_spare, most - sum(fetch.num_reserved for fetch in self.fetches))
 
-    def prefetch(self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = (), is_next: bool = False) -> Fetch | None:
-        """Have what cold tiers have of `keys` from number `first` on read into host memory, as far as host memory lacks it, it is worth it
-        and there is room, once all have answered; None where that is nothing, or as much is under way as may be and its request is not
-        next. A store far away is asked and not waited for."""
+    def prefetch(
+        self,
+        keys: Sequence[bytes],
+        owner: str,
+        first: int,
+        answered: Sequence[Part] = (),
+        is_next: bool = False,
+    ) -> Fetch | None:
+        """Have what cold tiers have of `keys` from number `first` on read into host memory, as far as host
+        memory lacks it, it is worth it and there is room, once all have answered; None where that is nothing,
+        or as much is under way as may be and its request is not next. A store far away is asked and not
+        waited for."""
         if not self.may_fetch and not is_next:
             return None
-        missing = [number for number, slot in enumerate(self.host.find_each(keys[first:]), first) if slot == ABSENT]
+        missing = [
+            number for number, slot in enumerate(self.host.find_each(keys[first:]), first) if slot == ABSENT
+        ]
         asked = self.find(keys, missing, _PATIENCE_S, answered)
         fetch = Fetch(owner, first, keys[first:], self._deadline_s, asked)
         fetch.is_next = is_next
@@ -640,7 +745,8 @@ class Loads:
         return fetch
 
     def end_fetches(self, keeps: bool = True) -> None:
-        """Nothing more is read for any of them; without `keeps` what is being read is not published either."""
+        """Nothing more is read for any of them; without `keeps` what is being read is not published
+        either."""
         for fetch in self.fetches:
             fetch.keeps &= keeps
             fetch.end()
@@ -654,26 +760,34 @@ class Loads:
         self._read_up(fetch)
 
     def _begin_fetch(self, fetch: Fetch) -> None:
-        """It takes room for the first blocks that are worth it, as many as there is room for. Those that others bring are theirs."""
+        """It takes room for the first blocks that are worth it, as many as there is room for. Those that
+        others bring are theirs."""
         asked, fetch.asked = fetch.asked, ()
-        slots, pin = self.host.pin_each(fetch.keys, fetch.label)  # blocks of a prefix do not make room for those that follow them
+        # blocks of a prefix do not make room for those that follow them
+        slots, pin = self.host.pin_each(fetch.keys, fetch.label)
         try:
             tiers = whose(slots, asked, fetch.first)
-            wanted = [(block, tier) for block, tier in enumerate(tiers[: self._worth(runs_of(tiers), fetch.first)]) if tier != HOST]
+            wanted = [
+                (block, tier)
+                for block, tier in enumerate(tiers[: self._worth(runs_of(tiers), fetch.first)])
+                if tier != HOST
+            ]
             fetch.origins = {fetch.first + block: tier for block, tier in wanted}
             keys, depths = [fetch.keys[block] for block, _ in wanted], list(fetch.origins)
             displaces = Displaces.ANYTHING if fetch.is_next else Displaces.UNWANTED
-            fetch.room = self.host.take(keys, depths, fetch.label, displaces, max(0, self._num_fetchable(fetch.is_next)))
+            fetch.room = self.host.take(
+                keys, depths, fetch.label, displaces, max(0, self._num_fetchable(fetch.is_next))
+            )
         finally:
             self.host.end_handles([pin])
         fetch.num_blocks = len(fetch.room.keys)
         self._queue(fetch, [wanted[place] for place in fetch.room.places])
 
-    # --------------------------------------------------------------------------------------------------------------- settle
+    # ------------------------------------------------------------------------------------------------- settle
 
     def settle(self) -> Iterator[Copy]:
-        """Take in copies that are over. Those that have landed are given out, in order, for whoever gives their blocks keys: the slots are
-        pinned meanwhile."""
+        """Take in copies that are over. Those that have landed are given out, in order, for whoever gives
+        their blocks keys: the slots are pinned meanwhile."""
         copies = [copy for copy in self.mover.settle() if isinstance(copy, Copy)]
         for copy in copies:
             if not copy.load.is_cold:
@@ -685,7 +799,9 @@ class Loads:
         for copy in copies:
             if copy.error() is None:
                 yield copy
-            else:  # the slots are computed instead: by whoever has the table, after those whom the copy was to wait for
+            else:
+                # the slots are computed instead: by whoever has the table, after those whom the copy was to
+                # wait for
                 copy.load.hold.add_after(copy.load.after)
             for pin in copy.pins:
                 pin.end()
@@ -705,12 +821,15 @@ class Loads:
         if any(copy.settled and copy.error() is not None for copy in load.copies):
             load.cut(load.num_sent)
         num_ready = load.num_ready
-        if num_ready > load.num_sent and (num_ready - load.num_sent >= self._part_blocks or num_ready == load.limit):
+        if num_ready > load.num_sent and (
+            num_ready - load.num_sent >= self._part_blocks or num_ready == load.limit
+        ):
             if load.ended or not self._try_send(load, num_ready):
                 load.cut(load.num_sent)
         elif load.ended:
             load.cut(load.num_sent)
-        if load.settled and load.limit < load.num_blocks and not load.is_short:  # the slots behind are computed, after their earlier users
+        # the slots behind are computed, after their earlier users
+        if load.settled and load.limit < load.num_blocks and not load.is_short:
             load.is_short = True
             load.hold.add_after(load.after)
 
@@ -732,7 +851,9 @@ class Loads:
         ahead = [fetch for fetch in self.fetches if not fetch.is_next]
         num_reserved = sum(fetch.num_reserved for fetch in ahead)
         if len(ahead) > _FETCHES or num_reserved > self.host.num_slots // _FETCH_SHARE:
-            raise InvariantBroken(f"{len(ahead)} fetches have reserved {num_reserved} of {self.host.num_slots} host slots")
+            raise InvariantBroken(
+                f"{len(ahead)} fetches have reserved {num_reserved} of {self.host.num_slots} host slots"
+            )
 
 
 def no_tiers(pool: BlockPool, block_tokens: int) -> Loads:

@@ -1,10 +1,12 @@
-"""What a snapshot is outside of any process: a manifest. Owns the value, its format and version, and why one is refused; where it is kept
-is the store's business.
+"""What a snapshot is outside of any process: a manifest. Owns the value, its format and version, and why one
+is refused; where it is kept is the store's business.
 
-A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and the tokens that they stand for, so that what a
-tier has lost can be computed again. Its KV ends with a block, the unit of identity and of movement: a longer chunk would only lose tokens.
+A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and the tokens that they
+stand for, so that what a tier has lost can be computed again. Its KV ends with a block, the unit of identity
+and of movement: a longer chunk would only lose tokens.
 
-    head: magic, format, lengths, checksum    facts: JSON    keys: 16 bytes each    tokens: 4 bytes each    messages: JSON or nothing
+    head: magic, format, lengths, checksum    facts: JSON    keys: 16 bytes each    tokens: 4 bytes each
+                                              messages: JSON or nothing
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from penstock.kv.tiers.store import checksum
 FORMAT = 1
 TENANT_BYTES = 16
 _MAGIC = b"penstkSN"
-_HEAD = struct.Struct("<8sIIQQQ16s")  # magic, format, bytes of facts, keys, tokens and messages, checksum of all behind the head
+# magic, format, bytes of facts, keys, tokens and messages, checksum of all behind the head
+_HEAD = struct.Struct("<8sIIQQQ16s")
 _TOKEN_BYTES = 4
 _MOST_BLOCK_TOKENS = 1 << 20
 _SHOWN = 12  # characters of a digest in a message
@@ -41,7 +44,8 @@ class Manifest:
     tenant: bytes  # of its salt: who else asks does not find it
     space: bytes  # of the store's blocks: everything that decides what their bytes mean but salt and adapter
     scope: bytes  # of its keys, with both
-    made_with: Mapping[str, str]  # the fields of its scope but the salt, in words: so that a refusal can say what differs
+    # the fields of its scope but the salt, in words: so that a refusal can say what differs
+    made_with: Mapping[str, str]
     block_tokens: int
     tokens: bytes  # ids, 32 bits each, little-endian; up to a block's less one behind the last key
     keys: bytes  # of its full blocks, one behind the other
@@ -73,7 +77,9 @@ class Manifest:
 
 def snapshot_id(tenant: bytes, name: str) -> str:
     """Begins with the tenant's, so that its snapshots can be listed."""
-    digest = blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=tenant, person=b"penstock snap").hexdigest()
+    digest = blake2b(
+        name.encode("utf-8", "surrogatepass"), digest_size=16, key=tenant, person=b"penstock snap"
+    ).hexdigest()
     return f"{tenant.hex()}-{digest}"
 
 
@@ -88,36 +94,52 @@ def words_of(scope: Scope) -> dict[str, str]:
 
 
 def check_space(manifest: Manifest, scope: Scope) -> None:
-    """Raises SnapshotRefused unless its blocks are of the space of `scope`, which has neither salt nor adapter."""
+    """Raises SnapshotRefused unless its blocks are of the space of `scope`, which has neither salt nor
+    adapter."""
     if manifest.space != scope.digest():
         made_with = manifest.made_with
-        with_adapter = replace(scope, adapter=made_with.get("adapter", ""), adapter_version=made_with.get("adapter_version", ""))
+        with_adapter = replace(
+            scope, adapter=made_with.get("adapter", ""), adapter_version=made_with.get("adapter_version", "")
+        )
         told = _differences(manifest, with_adapter) or "its space is not the one that its own facts give here"
-        raise SnapshotRefused(f"snapshot {manifest.name!r} is of another model, or of another form of its KV: {told}")
+        raise SnapshotRefused(
+            f"snapshot {manifest.name!r} is of another model, or of another form of its KV: {told}"
+        )
 
 
 def check_scope(manifest: Manifest, scope: Scope) -> None:
     """Raises SnapshotRefused unless its blocks are those of `scope`, which has salt and adapter."""
     if manifest.scope != scope.digest():
         told = _differences(manifest, scope) or "the cache_salt is another"
-        raise SnapshotRefused(f"snapshot {manifest.name!r} was computed otherwise than this request would be: {told}")
+        raise SnapshotRefused(
+            f"snapshot {manifest.name!r} was computed otherwise than this request would be: {told}"
+        )
 
 
 def _differences(manifest: Manifest, scope: Scope) -> str:
     here, there = words_of(scope), manifest.made_with
     differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-    return ", ".join(f"{name} is {_shown(there.get(name))} and here {_shown(here.get(name))}" for name in differing)
+    return ", ".join(
+        f"{name} is {_shown(there.get(name))} and here {_shown(here.get(name))}" for name in differing
+    )
 
 
 def _shown(value: str | None) -> str:
-    return "unknown" if value is None else (value if len(value) <= 2 * _SHOWN else value[:_SHOWN] + "...") or "none"
+    return (
+        "unknown"
+        if value is None
+        else (value if len(value) <= 2 * _SHOWN else value[:_SHOWN] + "...") or "none"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ format
+# ----------------------------------------------------------------------------------------------------- format
 
 
 def pack(manifest: Manifest) -> bytes:
-    facts = json.dumps({one.name: getattr(manifest, one.name) for one in fields(manifest) if one.name not in _PARTS}, default=bytes.hex)
+    facts = json.dumps(
+        {one.name: getattr(manifest, one.name) for one in fields(manifest) if one.name not in _PARTS},
+        default=bytes.hex,
+    )
     parts = facts.encode(), manifest.keys, manifest.tokens, manifest.messages.encode("utf-8", "surrogatepass")
     body = b"".join(parts)
     return _HEAD.pack(_MAGIC, FORMAT, *map(len, parts), checksum(body)) + body
@@ -126,20 +148,28 @@ def pack(manifest: Manifest) -> bytes:
 def unpack(data: bytes) -> Manifest:
     """Raises SnapshotRefused with the reason."""
     if len(data) < _HEAD.size:
-        raise SnapshotRefused(f"the manifest is truncated: {len(data)} bytes, and its head alone has {_HEAD.size}")
+        raise SnapshotRefused(
+            f"the manifest is truncated: {len(data)} bytes, and its head alone has {_HEAD.size}"
+        )
     magic, version, *lengths, digest = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise SnapshotRefused("this is no manifest of a snapshot")
     if version != FORMAT:
-        raise SnapshotRefused(f"the manifest has format {version}, and this version of penstock reads format {FORMAT}")
+        raise SnapshotRefused(
+            f"the manifest has format {version}, and this version of penstock reads format {FORMAT}"
+        )
     body = data[_HEAD.size :]
     if len(body) != sum(lengths):
         what = "truncated" if len(body) < sum(lengths) else "longer than it says"
-        raise SnapshotRefused(f"the manifest is {what}: {len(body)} bytes behind its head, which says {sum(lengths)}")
+        raise SnapshotRefused(
+            f"the manifest is {what}: {len(body)} bytes behind its head, which says {sum(lengths)}"
+        )
     if checksum(body) != digest:
         raise SnapshotRefused("the manifest is damaged: its checksum is not that of its content")
     ends = np.cumsum(lengths).tolist()
-    facts, keys, tokens, messages = (body[end - length : end] for end, length in zip(ends, lengths, strict=True))
+    facts, keys, tokens, messages = (
+        body[end - length : end] for end, length in zip(ends, lengths, strict=True)
+    )
     try:
         made = _made(json.loads(facts), keys, tokens, messages.decode("utf-8", "surrogatepass"))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -166,7 +196,13 @@ def _made(facts: dict[str, Any], keys: bytes, tokens: bytes, messages: str) -> M
         adapter=str(facts["adapter"]),
         messages=messages,
     )
-    sizes = len(made.tenant), len(made.space), len(made.scope), len(tokens) % _TOKEN_BYTES, 0 < made.block_tokens <= _MOST_BLOCK_TOKENS
+    sizes = (
+        len(made.tenant),
+        len(made.space),
+        len(made.scope),
+        len(tokens) % _TOKEN_BYTES,
+        0 < made.block_tokens <= _MOST_BLOCK_TOKENS,
+    )
     if sizes != (TENANT_BYTES, SCOPE_BYTES, SCOPE_BYTES, 0, True):
         raise ValueError("a part of it has another size")
     if not all(map(math.isfinite, (made.created_s, made.expires_s or 0.0))):

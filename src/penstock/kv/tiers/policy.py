@@ -1,8 +1,10 @@
-"""Load or recompute: whether fetching blocks is faster than computing them. Owns the measured rates, which chunks are sized by as well.
+"""Load or recompute: whether fetching blocks is faster than computing them. Owns the measured rates, which
+chunks are sized by as well.
 
-Computing n tokens behind a prefix of d takes n * (a + b * d): attention makes late tokens dearer. Loading takes what is ahead on the lane,
-and the bytes over the tier's rate. Loading a part of what one tier has saves the cheap tokens and leaves the dear ones, so that a choice
-is made where another tier begins, and nowhere else.
+Computing n tokens behind a prefix of d takes n * (a + b * d): attention makes late tokens dearer. Loading
+takes what is ahead on the lane, and the bytes over the tier's rate. Loading a part of what one tier has saves
+the cheap tokens and leaves the dear ones, so that a choice is made where another tier begins, and nowhere
+else.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ HOPE = 4.0  # how much faster it may have become
 class PrefillRate:
     """Seconds per token as a straight line over depth, fitted to the steps seen, newer ones counting more.
 
-    Much can hold a step up, once; nothing makes it compute faster than it can. So one that was fast counts as much as all before it.
+    Much can hold a step up, once; nothing makes it compute faster than it can. So one that was fast counts as
+    much as all before it.
     """
 
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of xx, xd, dd, xs, ds with x = n, d = n * depth, s = seconds
+    # of xx, xd, dd, xs, ds with x = n, d = n * depth, s = seconds
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def add(self, num_tokens: int, depth: float, seconds: float, at_most: bool = False) -> None:
-        """`at_most`: the step did much else in that time. So it counts where it took less than was expected, or nothing is known."""
+        """`at_most`: the step did much else in that time. So it counts where it took less than was expected,
+        or nothing is known."""
         x, d, keep = float(num_tokens), num_tokens * depth, _FORGET
         known_s = self.seconds(num_tokens, depth)
         if known_s is not None:
@@ -42,7 +47,8 @@ class PrefillRate:
             if seconds < _FAST * known_s:
                 keep = min(keep, x * x / self._sums[0])
         new = (x * x, x * d, d * d, x * seconds, d * seconds)
-        self._sums = [old * keep + value for old, value in zip(self._sums, new, strict=True)]  # at once: other threads read it
+        # at once: other threads read it
+        self._sums = [old * keep + value for old, value in zip(self._sums, new, strict=True)]
 
     def seconds(self, num_tokens: int, depth: float) -> float | None:
         """For so many tokens behind `depth` others on average. None: nothing was measured."""
@@ -50,10 +56,12 @@ class PrefillRate:
         return None if line is None else num_tokens * (line[0] + line[1] * depth)
 
     def tokens(self, seconds: float, start: int) -> int | None:
-        """How many tokens, the first of them behind `start` others, take no longer than that. None: nothing was measured."""
+        """How many tokens, the first of them behind `start` others, take no longer than that. None: nothing
+        was measured."""
         if (line := self._line()) is None:
             return None
-        # n tokens from `start` on lie behind start + n / 2 others on average: n * (first + slope / 2 * n) = seconds, solved for n.
+        # n tokens from `start` on lie behind start + n / 2 others on average: n * (first + slope / 2 * n) =
+        # seconds, solved for n.
         first, slope = line[0] + line[1] * start, line[1]
         twice = first + math.sqrt(first * first + 2.0 * slope * seconds)
         return None if twice <= 0.0 else int(2.0 * seconds / twice)
@@ -68,7 +76,8 @@ class PrefillRate:
         if determinant > 1e-9 * xx * dd:
             slope = (xx * ds - xd * xs) / determinant
             base = (dd * xs - xd * ds) / determinant
-            if slope >= 0.0 and base >= 0.0:  # a fit through noise may have either below zero; then the mean is the better guess
+            # a fit through noise may have either below zero; then the mean is the better guess
+            if slope >= 0.0 and base >= 0.0:
                 per_token, per_depth = base, slope
         return per_token, per_depth
 
@@ -77,8 +86,9 @@ class PrefillRate:
 class LinkRate:
     """Bytes per second of a tier, as its transfers had it.
 
-    It knows how old that is. A tier that was slow once is not asked, hence not measured: without a second try it would be
-    slow for ever. So a stale rate counts as `HOPE` times faster, for the first who comes; and what he meets replaces it.
+    It knows how old that is. A tier that was slow once is not asked, hence not measured: without a second try
+    it would be slow for ever. So a stale rate counts as `HOPE` times faster, for the first who comes; and
+    what he meets replaces it.
     """
 
     bytes_per_s: float | None = None
@@ -94,8 +104,8 @@ class LinkRate:
         return self.bytes_per_s is not None and self.clock() - self._measured_s > STALE_S
 
     def add(self, num_bytes: int, seconds: float, unsure_s: float = 0.0) -> None:
-        """`unsure_s`: how long it was not looked at before it was seen to be over. An engine with long steps looks rarely, and what that says
-        about a link is nothing."""
+        """`unsure_s`: how long it was not looked at before it was seen to be over. An engine with long steps
+        looks rarely, and what that says about a link is nothing."""
         if unsure_s > _UNSURE * seconds:
             return
         rate = num_bytes / max(seconds, _MIN_S)
@@ -121,7 +131,9 @@ class LinkRate:
 class TierLimits:
     """What depends on the device and on the configuration."""
 
-    overlap_tokens: int  # a step over at least so many tokens starts on the first layers of a load; shorter ones wait for all of it
+    # a step over at least so many tokens starts on the first layers of a load; shorter ones wait for all of
+    # it
+    overlap_tokens: int
     load_deadline_s: float
     load_always: bool = False  # also where computing seems faster
     postpones: bool = False  # blocks that the device keeps need not be in a full host memory as well
@@ -136,10 +148,12 @@ class TierRun(NamedTuple):
 
 
 def choose(pieces: Sequence[TierRun], compute: Callable[[int, int], float | None]) -> int:
-    """How many of the first blocks to load, so that loading them and computing the others takes the least time. It ends where a piece
-    does. `compute(first, num)`: seconds for `num` blocks from number `first` of the hit on, None where nothing was measured.
+    """How many of the first blocks to load, so that loading them and computing the others takes the least
+    time. It ends where a piece does. `compute(first, num)`: seconds for `num` blocks from number `first` of
+    the hit on, None where nothing was measured.
 
-    A time that is not known is found out: loading then counts as free, computing as endless. Between equals more is loaded."""
+    A time that is not known is found out: loading then counts as free, computing as endless. Between equals
+    more is loaded."""
     num_blocks = sum(piece.num_blocks for piece in pieces)
     chosen, first, load_s, best_s = 0, 0, 0.0, _endless(compute(0, num_blocks))
     for piece in pieces:

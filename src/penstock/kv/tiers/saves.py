@@ -1,11 +1,13 @@
-"""Blocks on their way down: from the device to host memory, and from there to cold tiers. Owns every save, and what is dirty: blocks of
-host memory that the first cold tier was not seen to have. The engine thread is its only caller.
+"""Blocks on their way down: from the device to host memory, and from there to cold tiers. Owns every save,
+and what is dirty: blocks of host memory that the first cold tier was not seen to have. The engine thread is
+its only caller.
 
-    sealed, retracted, or room is needed  ->  host slots taken  ->  copied, in parts  ->  found in host memory  ->  written to cold tiers
+    sealed, retracted, or room is needed  ->  host slots taken  ->  copied, in parts  ->  found in host memory
+                                          ->  written to cold tiers
 
-A save protects both its ends until its end has been seen here, in `settle`. Writes go down from host memory: to the first cold tier as its
-admission says, to those after it always; `persist` writes whatever is dirty. Many blocks are handed over in slices, one in each turn of the
-engine.
+A save protects both its ends until its end has been seen here, in `settle`. Writes go down from host memory:
+to the first cold tier as its admission says, to those after it always; `persist` writes whatever is dirty.
+Many blocks are handed over in slices, one in each turn of the engine.
 """
 
 from __future__ import annotations
@@ -37,9 +39,12 @@ from penstock.kv.transfer import Group, Mover, Settling, Slots, Transfer
 log = logging.getLogger(__name__)
 
 _PART_BLOCKS = 64  # that a save lands with in one turn
-_PATIENCE_S = 5.0  # at most: in as long a prefill could fill most of a device with blocks that wait to be saved
-_MOVE_BLOCKS = 512  # that leave the device together: the first are free for others while later ones are copied
-_CLEAN_SHARE = 8  # one in so many host slots is kept free or clean, where blocks are written when they are about to leave
+# at most: in as long a prefill could fill most of a device with blocks that wait to be saved
+_PATIENCE_S = 5.0
+# that leave the device together: the first are free for others while later ones are copied
+_MOVE_BLOCKS = 512
+# one in so many host slots is kept free or clean, where blocks are written when they are about to leave
+_CLEAN_SHARE = 8
 _CLEAN_BLOCKS = 64  # that are written together for it
 _GONE_AT_ONCE = 4096  # blocks that left host memory and are taken note of in one turn: a reset empties it
 _WRITE_AT_ONCE = 256  # blocks that are handed over in one turn, where many wait for it: about a millisecond
@@ -55,7 +60,8 @@ class Offer(NamedTuple):
 
 
 class SavedLease(HostLease):
-    """What a retracted request comes back with: its blocks with a key, and the unfinished rest for itself alone."""
+    """What a retracted request comes back with: its blocks with a key, and the unfinished rest for itself
+    alone."""
 
     def __init__(self, tier: HostTier, owner: str, num_tokens: int) -> None:
         super().__init__(tier, owner, [], num_tokens)
@@ -68,16 +74,18 @@ class SavedLease(HostLease):
         return super().ready or time.monotonic() > self.wait_until_s
 
     def end(self) -> None:
-        self.given_up = True  # while it is being saved the transfer has its slots; they are given back when that is over
+        # while it is being saved the transfer has its slots; they are given back when that is over
+        self.given_up = True
         super().end()
 
 
 class Save(Transfer):
-    """Blocks on their way from the device to host memory, those that are not there yet. They land in parts: no turn of the engine pays for
-    all.
+    """Blocks on their way from the device to host memory, those that are not there yet. They land in parts:
+    no turn of the engine pays for all.
 
-    `moves`: the device's room is wanted. Its blocks are forgotten there when it is over, whatever has become of them.
-    `lease`: it is a retraction's. Its blocks land together, and those without a key are for the lease alone.
+    `moves`: the device's room is wanted. Its blocks are forgotten there when it is over, whatever has become
+    of them. `lease`: it is a retraction's. Its blocks land together, and those without a key are for the
+    lease alone.
     """
 
     def __init__(
@@ -90,7 +98,9 @@ class Save(Transfer):
         lease: SavedLease | None = None,
     ) -> None:
         fences = {id(fence): fence for offer in offers for fence in offer.after}
-        super().__init__(f"{'demote' if lease is None else 'retract'} of {offers[0].pin.owner}", (), tuple(fences.values()))
+        super().__init__(
+            f"{'demote' if lease is None else 'retract'} of {offers[0].pin.owner}", (), tuple(fences.values())
+        )
         self.pins = [offer.pin for offer in offers]
         self.offers = offers
         self.parts: deque[Taken] = deque()  # by group, those that have not landed
@@ -119,7 +129,10 @@ class Save(Transfer):
         if taken.reservation is not None:
             self.parts.append(taken)
             self.keys = (*self.keys, *taken.keys)
-            self.groups = (*self.groups, Group(self._layers, slice(self.num_blocks, self.num_blocks + len(taken.keys))))
+            self.groups = (
+                *self.groups,
+                Group(self._layers, slice(self.num_blocks, self.num_blocks + len(taken.keys))),
+            )
             self._add(slots[taken.places], taken.reservation)
 
     def _take_all(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
@@ -127,7 +140,9 @@ class Save(Transfer):
         num_keyed = len(keys)
         _, self.kept = self._host.pin_each(keys, self.label)
         self._take(keys, depths, slots[:num_keyed])
-        self.private = self._host.take_private(len(slots) - num_keyed, self.label) if len(slots) > num_keyed else None
+        self.private = (
+            self._host.take_private(len(slots) - num_keyed, self.label) if len(slots) > num_keyed else None
+        )
         if self.private is not None:
             self._add(slots[num_keyed:], self.private)
         self.groups = (Group(self._layers),)
@@ -140,13 +155,15 @@ class Save(Transfer):
 
 @dataclass(slots=True)
 class Persisting:
-    """Everything sealed so far on its way into the first cold tier. Settled when it is safe there, or when it is known that it will not
-    be."""
+    """Everything sealed so far on its way into the first cold tier. Settled when it is safe there, or when it
+    is known that it will not be."""
 
     saved: Settling | None  # what must be in host memory first
     keys: dict[bytes, int]  # what is to be written, with depths
-    unwritten: Iterator[bytes] = field(default_factory=lambda: iter(()))  # those of them that were not handed over
-    lost: set[bytes] = field(default_factory=set)  # those that could not be written, or left host memory before they were
+    # those of them that were not handed over
+    unwritten: Iterator[bytes] = field(default_factory=lambda: iter(()))
+    # those that could not be written, or left host memory before they were
+    lost: set[bytes] = field(default_factory=set)
     sync: Writing | None = None
     num_emptied: int = -1  # of the first tier, when writing began; -1: it has not
     settled: bool = False
@@ -204,10 +221,17 @@ class TrafficCounts:
 
 
 class Saves:
-    """`cold` are the tiers colder than host memory, hottest first; there may be none. A host tier without slots is never saved to."""
+    """`cold` are the tiers colder than host memory, hottest first; there may be none. A host tier without
+    slots is never saved to."""
 
     def __init__(
-        self, pool: BlockPool, host: HostTier, cold: Sequence[ColdTier], mover: Mover, layout: BlockLayout, limits: TierLimits
+        self,
+        pool: BlockPool,
+        host: HostTier,
+        cold: Sequence[ColdTier],
+        mover: Mover,
+        layout: BlockLayout,
+        limits: TierLimits,
     ) -> None:
         self.host = host
         self.cold = {tier.name: tier for tier in cold}
@@ -216,20 +240,26 @@ class Saves:
         self.layout = layout
         self.limits = limits
         self.counts = TrafficCounts()
-        self.num_emptied = 0  # resets of the first cold tier, submitted so far, and times that it lost its blocks. What was read or written
+        # resets of the first cold tier, submitted so far, and times that it lost its blocks. What was read or
+        # written
+        self.num_emptied = 0
         # before says nothing about what it has
         self._offers: list[Offer] = []
         self._due: list[Offer] = []  # offers that a request waits for: they displace what they must
         self._num_moving = 0  # blocks of the device that are on their way to host memory to make room
-        self._dirty: dict[bytes, int] = {}  # depth by key, of blocks in host memory that the first cold tier was not seen to have
+        # depth by key, of blocks in host memory that the first cold tier was not seen to have
+        self._dirty: dict[bytes, int] = {}
         self._writing: set[bytes] = set()  # of those: on their way
-        self._emptied_before: dict[Writing, int] = {}  # `num_emptied`, by writes to the first tier that are not over
+        # `num_emptied`, by writes to the first tier that are not over
+        self._emptied_before: dict[Writing, int] = {}
         self._num_losses = 0  # of the first tier, seen so far
         self._unshared: set[bytes] = set()  # keys that are in no prefix: their request was told them
-        self._unwanted: set[bytes] = set()  # of those, keys whose request has left, while copies are under way
+        # of those, keys whose request has left, while copies are under way
+        self._unwanted: set[bytes] = set()
         self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
         self.persisting: list[Persisting] = []
-        self.later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()  # slices that are to be written in later turns
+        # slices that are to be written in later turns
+        self.later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()
         self.first: ColdTier  # what it does not have is dirty; only where there are cold tiers
         if cold:
             self.first = cold[0]
@@ -237,22 +267,27 @@ class Saves:
 
     def pins(self) -> set[Pin]:
         """Of the device, for what is under way or about to be."""
-        return {offer.pin for offer in (*self._offers, *self._due)} | {pin for save in self.mover.flying for pin in save.pins}
+        return {offer.pin for offer in (*self._offers, *self._due)} | {
+            pin for save in self.mover.flying for pin in save.pins
+        }
 
-    # ------------------------------------------------------------------------------------------------------- device to host
+    # ----------------------------------------------------------------------------------------- device to host
 
-    def offer(self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None, due: bool = False) -> None:
-        """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit` sends them off. `due`: their
-        request goes on when they have landed."""
+    def offer(
+        self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None, due: bool = False
+    ) -> None:
+        """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit`
+        sends them off. `due`: their request goes on when they have landed."""
         if self.host.num_slots:
             pin = self.pool.pin_run(hold, first, len(keys), hold.owner)
             offer = Offer(pin, keys, range(first, first + len(keys)), () if fence is None else (fence,))
             (self._due if due else self._offers).append(offer)
 
     def submit(self) -> Transfer | None:
-        """Send everything offered since the last call, as one save, or two where some of it is due. Not while one before it is overdue:
-        what is behind it would keep its slots for as long, until the device has none left. When what is returned has settled, so have all
-        saves before it; None: there is none in flight."""
+        """Send everything offered since the last call, as one save, or two where some of it is due. Not while
+        one before it is overdue: what is behind it would keep its slots for as long, until the device has
+        none left. When what is returned has settled, so have all saves before it; None: there is none in
+        flight."""
         due, offers, self._due, self._offers = self._due, self._offers, [], []
         if (due or offers) and self.mover.is_late():
             self.counts.saves_late += sum(len(offer.keys) for offer in (*due, *offers))
@@ -261,9 +296,16 @@ class Saves:
         if due:
             self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
         if offers:
-            # Where a disk or a store is to have every block, no waiting offer keeps one from it: cold tiers have what is displaced. Else blocks
-            # may stay on the device alone while host memory is full, and be saved when their room there is needed.
-            displaces = Displaces.ANYTHING if self.cold else Displaces.NOTHING if self.limits.postpones else Displaces.UNWANTED
+            # Where a disk or a store is to have every block, no waiting offer keeps one from it: cold tiers
+            # have what is displaced. Else blocks may stay on the device alone while host memory is full, and
+            # be saved when their room there is needed.
+            displaces = (
+                Displaces.ANYTHING
+                if self.cold
+                else Displaces.NOTHING
+                if self.limits.postpones
+                else Displaces.UNWANTED
+            )
             self._send(Save(self.host, offers, self.layout.num_layers, displaces))
         return self.mover.flying[-1] if self.mover.flying else None
 
@@ -276,12 +318,16 @@ class Saves:
             _end_pins(save.offers)
             raise
 
-    def retract(self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None) -> SavedLease | None:
-        """Save everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence` covers the steps that still write.
-        None where there is no host tier, and while a save before it is overdue."""
+    def retract(
+        self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None
+    ) -> SavedLease | None:
+        """Save everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence`
+        covers the steps that still write. None where there is no host tier, and while a save before it is
+        overdue."""
         if not self.host.num_slots:
             return None
-        self.submit()  # blocks of this request that were offered go first, so that they are known to be on their way
+        # blocks of this request that were offered go first, so that they are known to be on their way
+        self.submit()
         if self.mover.is_late():
             self.counts.saves_late += num_blocks - len(keys)  # the others were counted when they were offered
             return None
@@ -294,22 +340,31 @@ class Saves:
         return lease
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Have those of `keys` that only the device has copied to host memory, in place of unwanted blocks there: they need not wait for
-        their room on the device to be needed. `fence` covers all that was launched. What host memory has and a disk behind it has evicted
-        since is dirty again: the next `persist` writes it."""
+        """Have those of `keys` that only the device has copied to host memory, in place of unwanted blocks
+        there: they need not wait for their room on the device to be needed. `fence` covers all that was
+        launched. What host memory has and a disk behind it has evicted since is dirty again: the next
+        `persist` writes it."""
         self.submit()  # what was offered is known to be on its way then
         if self.cold and isinstance(store := self.first.calls.store, PinningStore):
             places = zip(keys, self.host.has_each(keys), store.has_each(keys), strict=True)
-            lacking = {key: depth for depth, (key, is_here, is_there) in enumerate(places) if is_here and not is_there}
+            lacking = {
+                key: depth
+                for depth, (key, is_here, is_there) in enumerate(places)
+                if is_here and not is_there
+            }
             self._dirty = {**lacking, **self._dirty}
         if not self.host.num_slots or self.mover.is_late():
             return
         placed = zip(self.pool.find_each(keys), self.host.absent(keys), strict=True)
         alone = [slot for slot, is_absent in placed if slot != ABSENT and is_absent]
         for first in range(0, len(alone), _MOVE_BLOCKS):
-            self._save_slots(alone[first : first + _MOVE_BLOCKS], "snapshot", () if fence is None else (fence,))
+            self._save_slots(
+                alone[first : first + _MOVE_BLOCKS], "snapshot", () if fence is None else (fence,)
+            )
 
-    def _save_slots(self, slots: Sequence[int], owner: str, after: Sequence[Fence] = (), moves: bool = False) -> None:
+    def _save_slots(
+        self, slots: Sequence[int], owner: str, after: Sequence[Fence] = (), moves: bool = False
+    ) -> None:
         """Of the device, sealed, held or not."""
         run = as_run(sorted(slots))
         fences = (*self.pool.last_use(run), *after)
@@ -317,13 +372,16 @@ class Saves:
         offer = Offer(pin, self.pool.keys_of(pin.slots), self.pool.depths_of(pin.slots), fences)
         self._send(Save(self.host, [offer], self.layout.num_layers, moves=moves))
 
-    # ---------------------------------------------------------------------------------------------------- room on the device
+    # ------------------------------------------------------------------------------------- room on the device
 
-    def make_room(self, num_blocks: int, floor: int, give_way: Callable[[int], None], num_more: int = 0) -> bool:
-        """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the device has. Where not, such
-        blocks are being moved to host memory when this returns, with those of the `num_more` that would be next; `floor` slots stay
-        available meanwhile. `give_way` has host memory forget up to so many blocks that stay on the device: they are saved again when they
-        have to leave it. Without a host tier every block is lost in any case."""
+    def make_room(
+        self, num_blocks: int, floor: int, give_way: Callable[[int], None], num_more: int = 0
+    ) -> bool:
+        """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the
+        device has. Where not, such blocks are being moved to host memory when this returns, with those of the
+        `num_more` that would be next; `floor` slots stay available meanwhile. `give_way` has host memory
+        forget up to so many blocks that stay on the device: they are saved again when they have to leave it.
+        Without a host tier every block is lost in any case."""
         if not self.host.num_slots:
             return True
         pool = self.pool
@@ -345,7 +403,8 @@ class Saves:
         return False
 
     def num_safe(self, num_slots: int) -> int:
-        """How many of the next `num_slots` to be evicted go before the first whose block only the device has."""
+        """How many of the next `num_slots` to be evicted go before the first whose block only the device
+        has."""
         if not self.host.num_slots:
             return 0
         absent = self.host.absent(self.pool.keys_of(self.pool.coldest_slots(num_slots)))
@@ -354,13 +413,17 @@ class Saves:
     def _alone(self, num_slots: int) -> list[int]:
         """Those of the next `num_slots` to be evicted whose blocks only the device has."""
         slots = self.pool.coldest_slots(num_slots)
-        return [slot for slot, absent in zip(slots, self.host.absent(self.pool.keys_of(slots)), strict=True) if absent]
+        return [
+            slot
+            for slot, absent in zip(slots, self.host.absent(self.pool.keys_of(slots)), strict=True)
+            if absent
+        ]
 
     def _move(self, slots: Sequence[int]) -> None:
         self._save_slots(slots, "room on the device", moves=True)
         self._num_moving += len(slots)
 
-    # --------------------------------------------------------------------------------------------------------------- settle
+    # ------------------------------------------------------------------------------------------------- settle
 
     def settle(self) -> None:
         """Take in copies that are over: their blocks can be found in host memory, and their pins end."""
@@ -391,7 +454,8 @@ class Saves:
             self._fill_lease(save, save.lease)
         for pin in save.pins:
             pin.end()
-            if save.moves:  # wanted blocks too: they would be moved again, and the next request would wait for ever
+            # wanted blocks too: they would be moved again, and the next request would wait for ever
+            if save.moves:
                 self.pool.evict_these(pin.slots)
         self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
 
@@ -439,14 +503,18 @@ class Saves:
         self.persisting = [one for one in self.persisting if not one.settled]
         return any(one.handing_over for one in self.persisting)
 
-    # ---------------------------------------------------------------------------------------------------------- host to cold
+    # ------------------------------------------------------------------------------------------- host to cold
 
     def landed(self, keys: Sequence[bytes], depths: Sequence[int], source: str = "device") -> None:
         """Blocks have landed in host memory, out of `source`: what is written of them now is written."""
         self._rests = False
         if self._unshared or self._unwanted:
             self.host.forget([key for key in keys if key in self._unwanted])
-            shared = [place for place, key in enumerate(keys) if key not in self._unshared and key not in self._unwanted]
+            shared = [
+                place
+                for place, key in enumerate(keys)
+                if key not in self._unshared and key not in self._unwanted
+            ]
             keys, depths = [keys[place] for place in shared], [depths[place] for place in shared]
         for tier in self.cold.values():
             if tier.name == source:
@@ -457,11 +525,13 @@ class Saves:
                 self._write_in_slices(tier, keys, depths)
 
     def begin_unshared(self, keys: Sequence[bytes]) -> None:
-        """Only their request looks for these keys, and none does after a restart: cold tiers never have them."""
+        """Only their request looks for these keys, and none does after a restart: cold tiers never have
+        them."""
         self._unshared.update(keys)
 
     def end_unshared(self, keys: Sequence[bytes]) -> int:
-        """Their request has left; returns how many are forgotten now. What has not landed yet is forgotten when it does."""
+        """Their request has left; returns how many are forgotten now. What has not landed yet is forgotten
+        when it does."""
         self._unshared.difference_update(keys)
         self._unwanted.update(keys)
         return self.host.forget(list(dict.fromkeys(keys)))  # several of those who knew them may go at once
@@ -476,7 +546,9 @@ class Saves:
         """Write what is about to leave host memory, a little at a time."""
         if self.host.slots.free * _CLEAN_SHARE < self.host.num_slots:
             coldest = self.host.coldest(max(_CLEAN_BLOCKS, self.host.num_slots // _CLEAN_SHARE))
-            self._rests = self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS]) is None
+            self._rests = (
+                self._write_dirty([key for key in coldest if key in self._dirty][:_CLEAN_BLOCKS]) is None
+            )
 
     def _write_in_slices(self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int]) -> None:
         """The first slice now, the others in later turns."""
@@ -491,14 +563,18 @@ class Saves:
         wanted = [key for key in keys if key not in self._writing]
         return self._write(self.first, wanted, [self._dirty[key] for key in wanted], must) if wanted else None
 
-    def _write(self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int], must: bool = False) -> Writing | None:
+    def _write(
+        self, tier: ColdTier, keys: Sequence[bytes], depths: Sequence[int], must: bool = False
+    ) -> Writing | None:
         slots, pin = self.host.pin_each(keys, f"write to {tier.name}")
         if pin is None:
             return None
         places = [place for place, slot in enumerate(slots) if slot != ABSENT]
         kept = [keys[place] for place in places]
         try:
-            writing = tier.try_write(kept, [depths[place] for place in places], [slots[place] for place in places], pin, must)
+            writing = tier.try_write(
+                kept, [depths[place] for place in places], [slots[place] for place in places], pin, must
+            )
         except BaseException:
             self.host.end_handles([pin])
             raise
@@ -506,7 +582,8 @@ class Saves:
             self.host.end_handles([pin])
         elif tier is self.first:
             self._emptied_before[writing] = self.num_emptied
-            self._writing.update(key for group in writing.groups for key in group.keys)  # not those that the queue had no room for
+            # not those that the queue had no room for
+            self._writing.update(key for group in writing.groups for key in group.keys)
         return writing
 
     def _end_write(self, writing: Writing) -> None:
@@ -530,8 +607,9 @@ class Saves:
         self._note_lost(gone)
 
     def reset(self, tier: str) -> Writing:
-        """Have the cold `tier` emptied. From now on nothing counts as being there: what host memory has is written again when a request asks
-        for it, behind the reset. A `persist` that is under way begins again."""
+        """Have the cold `tier` emptied. From now on nothing counts as being there: what host memory has is
+        written again when a request asks for it, behind the reset. A `persist` that is under way begins
+        again."""
         writing = self.cold[tier].reset()
         self.later = deque(one for one in self.later if one[0].name != tier)  # it was queued before
         if tier == self.first.name:
@@ -539,15 +617,20 @@ class Saves:
         return writing
 
     def _begin_anew(self) -> None:
-        """Nothing counts as being in the first tier: what host memory has is dirty, but for what cold tiers never have."""
+        """Nothing counts as being in the first tier: what host memory has is dirty, but for what cold tiers
+        never have."""
         self.num_emptied += 1
         self._writing.clear()
-        self._dirty = {**dict.fromkeys(itertools.filterfalse(self._unshared.__contains__, self.host.keys()), 0), **self._dirty}
+        self._dirty = {
+            **dict.fromkeys(itertools.filterfalse(self._unshared.__contains__, self.host.keys()), 0),
+            **self._dirty,
+        }
 
-    # -------------------------------------------------------------------------------------------------------------- persist
+    # ------------------------------------------------------------------------------------------------ persist
 
     def persist(self) -> Persisting | None:
-        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is no such tier."""
+        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is
+        no such tier."""
         if not self.cold:
             return None
         saved = self.submit()
@@ -567,29 +650,41 @@ class Saves:
                 return
             one.sync = self.first.persist()
         if one.sync.settled:
-            lost = StoreFailed(f"{len(one.lost)} of {len(one.keys)} blocks could not be written to the {self.first.name} tier")
+            lost = StoreFailed(
+                f"{len(one.lost)} of {len(one.keys)} blocks could "
+                f"not "
+                f"be "
+                f"written "
+                f"to "
+                f"the "
+                f"{self.first.name} tier"
+            )
             one.error = one.sync.error or (lost if one.lost else None)
             one.settled = True
 
     def _begin(self, one: Persisting) -> None:
-        """With what is dirty now: `saved` has landed, or the tier was emptied. What has left host memory unwritten meanwhile is lost."""
+        """With what is dirty now: `saved` has landed, or the tier was emptied. What has left host memory
+        unwritten meanwhile is lost."""
         one.lost = {key for key in one.lost if key not in self._dirty}
         one.keys = {**dict.fromkeys(one.lost, 0), **self._dirty}
         one.unwritten = iter(one.keys)
         one.sync, one.num_emptied = None, self.num_emptied
 
     def _hand_over(self, one: Persisting) -> bool:
-        """The next slice of it; says whether there may be more. What is on its way already, or clean by now, is passed over."""
+        """The next slice of it; says whether there may be more. What is on its way already, or clean by now,
+        is passed over."""
         keys = list(itertools.islice(one.unwritten, _WRITE_AT_ONCE))
         dirty = [key for key in keys if key in self._dirty and key not in self._writing]
         for start in range(0, len(dirty), _CLEAN_BLOCKS):
             some = dirty[start : start + _CLEAN_BLOCKS]
             writing = self._write_dirty(some, must=True)
-            one.lost.update(some if writing is None else set(some).difference(writing.keys))  # those have left host memory
+            # those have left host memory
+            one.lost.update(some if writing is None else set(some).difference(writing.keys))
         return len(keys) == _WRITE_AT_ONCE
 
     def _note_lost(self, keys: Sequence[bytes]) -> None:
-        """They are still dirty though they were written, or not in host memory any more though they are dirty."""
+        """They are still dirty though they were written, or not in host memory any more though they are
+        dirty."""
         for one in self.persisting:
             one.lost.update(key for key in keys if key in one.keys)
 

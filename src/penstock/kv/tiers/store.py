@@ -1,6 +1,6 @@
-"""What a cold tier keeps its blocks in: a disk, or a store that several engines share. Owns the words that all of them speak, and what
-stands before a block's bytes wherever they leave the process. Adding a store is a file with a `BlockStore` in it, and a line where its kind
-is named."""
+"""What a cold tier keeps its blocks in: a disk, or a store that several engines share. Owns the words that
+all of them speak, and what stands before a block's bytes wherever they leave the process. Adding a store is a
+file with a `BlockStore` in it, and a line where its kind is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Outcome(enum.Enum):
 class Space:
     """Whose blocks these are: engines with equal spaces share them, others never meet."""
 
-    digest: bytes  # 32 bytes: of everything but salt and adapter that decides what a block's bytes mean; those two are in the keys
+    # 32 bytes: of everything but salt and adapter that decides what a block's bytes mean; those two are in
+    # the keys
+    digest: bytes
     block_bytes: int
 
 
@@ -43,34 +45,43 @@ class StoreUsage:
 
     def as_dict(self) -> dict[str, int]:
         """Nothing where somebody else decides: nobody here counts, and a zero would say that it is empty."""
-        return {} if self.num_slots is None else {"used": self.num_used, "free": self.num_slots - self.num_used}
+        return (
+            {} if self.num_slots is None else {"used": self.num_used, "free": self.num_slots - self.num_used}
+        )
 
 
 class BlockStore(Protocol):
     """Blocks by key, in a place that outlives the process.
 
-    Calls block and come from several lanes at once; each ends within the time that the store was built with. They raise `StoreFailed`
-    where the place as a whole does not answer or cannot be used: what is wrong with single blocks is an outcome. Bytes that `read` calls
-    DONE were checked: key, space, length and checksum. After any other outcome the buffer holds anything.
+    Calls block and come from several lanes at once; each ends within the time that the store was built with.
+    They raise `StoreFailed` where the place as a whole does not answer or cannot be used: what is wrong with
+    single blocks is an outcome. Bytes that `read` calls DONE were checked: key, space, length and checksum.
+    After any other outcome the buffer holds anything.
     """
 
     name: str  # of its tier: "ssd" or "remote"
     local: bool  # `find` answers from memory: any thread may call it, and it never blocks
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """How many of the first `keys` are there, up to the first that is not. A guess where it must be: the truth shows on reading."""
+        """How many of the first `keys` are there, up to the first that is not. A guess where it must be: the
+        truth shows on reading."""
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         """Each block into its buffer of `Space.block_bytes`."""
 
-    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
-        """Each block under its key; one that is there already counts as DONE. `depths`: places in their prompts, for eviction."""
+    def write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
+        """Each block under its key; one that is there already counts as DONE. `depths`: places in their
+        prompts, for eviction."""
 
     def persist(self) -> None:
-        """Everything that `write` has returned DONE for survives a crash of process and machine from now on, as far as it can say."""
+        """Everything that `write` has returned DONE for survives a crash of process and machine from now on,
+        as far as it can say."""
 
     def probe(self) -> None:
-        """Return if the place can be used again, raise `StoreFailed` if not. A cheap call that changes nothing."""
+        """Return if the place can be used again, raise `StoreFailed` if not. A cheap call that changes
+        nothing."""
 
     def reset(self) -> int:
         """Forget every block of this space; returns how many, as far as it is known."""
@@ -103,7 +114,9 @@ class ManifestStore(Protocol):
     def read_manifest(self, id: str) -> bytes | None:
         """As it was written, or not: whoever reads it checks it. None: it is not there."""
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+    def write_manifest(
+        self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
+    ) -> Written:
         """Write it where `instead_of` is what is there; None: where nothing is. DONE: all of it is there, to
         survive what a persisted block survives. Else nothing has changed. It may be forgotten after
         `expires_in_s`."""
@@ -129,12 +142,13 @@ class PinningStore(Protocol):
         """Which of `keys` are here."""
 
 
-# ------------------------------------------------------------------------------------------- what stands before a block's bytes
+# ------------------------------------------------------------------------- what stands before a block's bytes
 
 HEADER_BYTES = 128
 FORMAT = 1
 _MAGIC = b"penstock"
-_FIELDS = struct.Struct(f"<8sHHIQQ{KEY_BYTES}s{SCOPE_BYTES}s16s")  # magic, format, 0, 0, length, sequence, key, space, checksum
+# magic, format, 0, 0, length, sequence, key, space, checksum
+_FIELDS = struct.Struct(f"<8sHHIQQ{KEY_BYTES}s{SCOPE_BYTES}s16s")
 _CHECK = struct.Struct("<Q")  # of everything before it, in the last bytes of the header
 
 

@@ -17,7 +17,15 @@ from penstock.errors import InvariantBroken
 BLOCK, PADDING_SLOT, PADDING_ROW = 4, 99, 7
 
 
-def chunk(row: int, start: int, tokens: list[int], *, slots: list[int] | None = None, writes: bool = True, num_logits: int = 1) -> Chunk:
+def chunk(
+    row: int,
+    start: int,
+    tokens: list[int],
+    *,
+    slots: list[int] | None = None,
+    writes: bool = True,
+    num_logits: int = 1,
+) -> Chunk:
     num_slots = -(-(start + len(tokens)) // BLOCK)
     table = np.array(slots if slots is not None else range(row * 10, row * 10 + num_slots), np.int32)
     return Chunk(f"r{row}", row, start, tuple(tokens), table, writes, num_logits)
@@ -26,7 +34,9 @@ def chunk(row: int, start: int, tokens: list[int], *, slots: list[int] | None = 
 def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
     chunks = (chunk(1, 5, [-1]), chunk(2, 0, [8], writes=False), chunk(3, 2, [4, 5, 6], num_logits=0))
     packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 2, None, np.full(200, -7, np.int32))
-    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    x = packed.shape.views(
+        torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len
+    )
     assert x.tokens.tolist() == [-1, 8, 4, 5, 6]
     assert x.positions.tolist() == [5, 0, 2, 3, 4]
     assert x.write_at.tolist() == [11 * 4 + 1, PADDING_SLOT * 4, 30 * 4 + 2, 30 * 4 + 3, 31 * 4]
@@ -42,36 +52,65 @@ def test_a_mixed_step_is_laid_out_as_its_kernels_read_it() -> None:
 
 
 def test_a_chunk_has_the_logits_of_as_many_of_its_last_tokens_as_it_wants() -> None:
-    chunks = (chunk(1, 5, [3]), chunk(2, 0, [8], num_logits=0), chunk(3, 2, [4, 5, 6], num_logits=2), chunk(4, 0, [7, 7], num_logits=2))
+    chunks = (
+        chunk(1, 5, [3]),
+        chunk(2, 0, [8], num_logits=0),
+        chunk(3, 2, [4, 5, 6], num_logits=2),
+        chunk(4, 0, [7, 7], num_logits=2),
+    )
     packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 2, None, np.full(200, -7, np.int32))
-    x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len)
+    x = packed.shape.views(
+        torch.from_numpy(packed.ints), packed.num_decodes, packed.max_q_len, packed.max_kv_len
+    )
     assert x.q_starts.tolist() == [0, 1, 2, 5, 7] and packed.shape.num_samples == 5
     assert x.sample_at.tolist() == [0, 3, 4, 5, 6] and x.sample_rows.tolist() == [1, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize("bucket", [None, Shape(6, 6, 6)], ids=["eager", "captured"])
 def test_each_token_of_a_decode_with_drafts_is_a_row(bucket: Shape | None) -> None:
-    """Over the same table, each with one token more. What the step before may have rejected can be written, too."""
+    """Over the same table, each with one token more. What the step before may have rejected can be written,
+    too."""
     drafts = chunk(1, 6, [-1, 8, 9], num_logits=3)._replace(num_unsure=3)
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack((drafts, chunk(2, 5, [7])), 2, bucket, np.full(200, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(
+        (drafts, chunk(2, 5, [7])), 2, bucket, np.full(200, -7, np.int32)
+    )
     ints = torch.from_numpy(packed.ints)
     x = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
     first, second = (slots.tolist() for slots in (drafts.slots, chunk(2, 5, [7]).slots))
     num = 4 if bucket is None else 6
     assert x.tokens.tolist()[:4] == [-1, 8, 9, 7] and x.positions.tolist()[:4] == [6, 7, 8, 5]
-    assert x.kv_lens.tolist() == [7, 8, 9, 6, 1, 1][:num] and x.rows.tolist() == [1, 1, 1, 2, PADDING_ROW, PADDING_ROW][:num]
-    assert x.table_starts.tolist() == [1, 1, 1, 4, 0, 0][:num] and x.tables.tolist()[:6] == [PADDING_SLOT, *first, *second]
+    assert (
+        x.kv_lens.tolist() == [7, 8, 9, 6, 1, 1][:num]
+        and x.rows.tolist() == [1, 1, 1, 2, PADDING_ROW, PADDING_ROW][:num]
+    )
+    assert x.table_starts.tolist() == [1, 1, 1, 4, 0, 0][:num] and x.tables.tolist()[:6] == [
+        PADDING_SLOT,
+        *first,
+        *second,
+    ]
     assert x.write_at.tolist()[:4] == [first[1] * 4 + 2, first[1] * 4 + 3, first[2] * 4, second[1] * 4 + 1]
     assert x.sample_at.tolist() == list(range(num)) and packed.num_decodes == num
-    assert set(packed.write_slots.tolist()) >= {*first, second[1]}, "it may begin three tokens earlier, in its first block"
+    assert set(packed.write_slots.tolist()) >= {*first, second[1]}, (
+        "it may begin three tokens earlier, in its first block"
+    )
     assert packed.drafted is not None and (packed.drafted.num_drafts, packed.drafted.num_unsure) == (2, 3)
     found = packed.drafted.views(ints, x.tokens)
-    assert found.unsure.tolist() == [1, 1, 1, 0, 0, 0][:num] and found.group_of.tolist() == [0, 0, 0, 1, 2, 3][:num]
-    assert found.starts.tolist() == [0, 3, 4, 5][: num - 2] and found.lengths.tolist() == [2, 0, 0, 0][: num - 2]
+    assert (
+        found.unsure.tolist() == [1, 1, 1, 0, 0, 0][:num]
+        and found.group_of.tolist() == [0, 0, 0, 1, 2, 3][:num]
+    )
+    assert (
+        found.starts.tolist() == [0, 3, 4, 5][: num - 2] and found.lengths.tolist() == [2, 0, 0, 0][: num - 2]
+    )
 
 
-@pytest.mark.parametrize(("sizes", "num_decodes"), [((1, 1, 3), 1), ((1, 1, 3), 3), ((1, 3, 1), 2), ((3, 1), 1), ((2,), 1), ((1,), 0)])
-def test_a_step_whose_first_chunks_are_not_its_decodes_is_refused(sizes: tuple[int, ...], num_decodes: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_decodes"),
+    [((1, 1, 3), 1), ((1, 1, 3), 3), ((1, 3, 1), 2), ((3, 1), 1), ((2,), 1), ((1,), 0)],
+)
+def test_a_step_whose_first_chunks_are_not_its_decodes_is_refused(
+    sizes: tuple[int, ...], num_decodes: int
+) -> None:
     chunks = tuple(chunk(row, 0, [5] * size) for row, size in enumerate(sizes))
     with pytest.raises(InvariantBroken, match=r"have one token|logits of all its tokens"):
         Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, None, np.zeros(200, np.int32))
@@ -90,14 +129,21 @@ def test_a_chunk_that_wants_more_logits_than_it_has_tokens_is_refused(num_tokens
     packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW)
     for num_logits in (num_tokens, num_tokens + 1):
         chunks = (chunk(1, 5, [3] * num_tokens, num_logits=num_logits),)
-        with pytest.raises(InvariantBroken, match="more logits") if num_logits > num_tokens else contextlib.nullcontext():
+        with (
+            pytest.raises(InvariantBroken, match="more logits")
+            if num_logits > num_tokens
+            else contextlib.nullcontext()
+        ):
             packer.pack(chunks, int(num_tokens == 1), None, np.zeros(200, np.int32))
 
 
 def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() -> None:
-    """A prompt's earlier chunks are sampled all the same, but into the padding row; and what must not be written is not, in any chunk."""
+    """A prompt's earlier chunks are sampled all the same, but into the padding row; and what must not be
+    written is not, in any chunk."""
     chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9], num_logits=0), chunk(3, 2, [4, 5, 6], writes=False))
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, 1, Shape(11, 6, 6, num_beside=3), np.full(200, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(
+        chunks, 1, Shape(11, 6, 6, num_beside=3), np.full(200, -7, np.int32)
+    )
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
     assert x.num_decodes == 3
     assert x.sample_rows.tolist() == [1, PADDING_ROW, 3, PADDING_ROW, PADDING_ROW, PADDING_ROW]
@@ -105,18 +151,29 @@ def test_of_a_padded_step_only_chunks_that_sample_are_sampled_into_their_rows() 
     assert x.q_starts.tolist() == [0, 1, 2, 3, 5, 8, 8], "padding tokens behind prompts belong to no chunk"
     assert x.rows.tolist() == [1, PADDING_ROW, PADDING_ROW, 2, 3, PADDING_ROW]
     padding = PADDING_SLOT * BLOCK
-    assert x.write_at.tolist() == [11 * BLOCK + 1, padding, padding, 20 * BLOCK, 20 * BLOCK + 1, *[padding] * 6]
+    assert x.write_at.tolist() == [
+        11 * BLOCK + 1,
+        padding,
+        padding,
+        20 * BLOCK,
+        20 * BLOCK + 1,
+        *[padding] * 6,
+    ]
     assert x.tokens.tolist() == [3, 0, 0, 8, 9, 4, 5, 6, 0, 0, 0]
     assert x.positions.tolist() == [5, 0, 0, 0, 1, 2, 3, 4, 0, 0, 0]
 
 
 @pytest.mark.parametrize("num_ahead", [1, 3, 4, 5, 8, 9])
-def test_a_draft_behind_the_step_is_written_to_a_slot_of_its_own_request_or_to_padding(num_ahead: int) -> None:
+def test_a_draft_behind_the_step_is_written_to_a_slot_of_its_own_request_or_to_padding(
+    num_ahead: int,
+) -> None:
     """Of every row, those that pad the step included, and however many blocks the drafts take."""
     chunks = []
     for row, room in enumerate((0, 1, num_ahead)):
         num_slots = -(-(6 + room) // BLOCK)
-        chunks.append(chunk(row, 5, [3], slots=list(range(row * 10, row * 10 + num_slots)))._replace(room=room))
+        chunks.append(
+            chunk(row, 5, [3], slots=list(range(row * 10, row * 10 + num_slots)))._replace(room=room)
+        )
     packer = Packer(BLOCK, PADDING_SLOT, PADDING_ROW, num_ahead)
     packed = packer.pack(tuple(chunks), 3, Shape(5, 5, 5), np.full(200, -7, np.int32), num_ahead)
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
@@ -128,7 +185,11 @@ def test_a_draft_behind_the_step_is_written_to_a_slot_of_its_own_request_or_to_p
             assert x.tables[first + place // BLOCK] == own, (row, place)
 
 
-@pytest.mark.parametrize("shape", [Shape(9, 2, 2, num_beside=1), Shape(9, 4, 4), Shape(2, 2, 2)], ids=["prompts", "decodes", "neither"])
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(9, 2, 2, num_beside=1), Shape(9, 4, 4), Shape(2, 2, 2)],
+    ids=["prompts", "decodes", "neither"],
+)
 def test_a_step_that_its_shape_does_not_hold_is_refused(shape: Shape) -> None:
     chunks = (chunk(1, 5, [3]), chunk(2, 0, [8, 9]), chunk(3, 2, [4, 5, 6]))
     with pytest.raises(InvariantBroken, match="does not fit"):
@@ -145,7 +206,9 @@ def test_padding_touches_nothing_but_the_padding_block_and_row(starts: list[int]
     bucket = len(chunks) + extra
     if bucket == 0:
         return
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, len(chunks), Shape(bucket, bucket, bucket), np.full(500, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(
+        chunks, len(chunks), Shape(bucket, bucket, bucket), np.full(500, -7, np.int32)
+    )
     x = packed.shape.views(torch.from_numpy(packed.ints), packed.num_decodes, 0, 0)
     assert x.num_decodes == bucket == len(x.tokens) == len(x.sample_at)
     assert x.q_starts.tolist() == list(range(bucket + 1))
@@ -162,7 +225,7 @@ def test_a_table_that_is_not_as_long_as_its_sequence_is_refused(slots: list[int]
         packer.pack((chunk(1, 5, [1], slots=slots),), 1, None, np.zeros(200, np.int32))
 
 
-# ----------------------------------------------------------------------------------------------------- against a plain reading of a plan
+# -------------------------------------------------------------------------- against a plain reading of a plan
 
 
 class Reading:
@@ -197,18 +260,24 @@ class Reading:
 
     def pad(self, num_decodes: int) -> None:
         """Rows of padding between those of one token and the rest."""
-        at = next((number for number, (first, end, *_) in enumerate(self.rows) if end - first > 1), len(self.rows))
+        at = next(
+            (number for number, (first, end, *_) in enumerate(self.rows) if end - first > 1), len(self.rows)
+        )
         gap = num_decodes - at
         for column, blank in ((self.tokens, 0), (self.positions, 0), (self.write_at, PADDING_SLOT * BLOCK)):
             column[at:at] = [blank] * gap
         moved = [(first + gap, end + gap, table, row) for first, end, table, row in self.rows[at:]]
-        self.rows[at:] = [(number, number + 1, [PADDING_SLOT], PADDING_ROW) for number in range(at, num_decodes)] + moved
-        self.order = [*range(at), *range(num_decodes, len(self.rows)), *range(at, num_decodes)]  # rows as they are sampled
+        self.rows[at:] = [
+            (number, number + 1, [PADDING_SLOT], PADDING_ROW) for number in range(at, num_decodes)
+        ] + moved
+        # rows as they are sampled
+        self.order = [*range(at), *range(num_decodes, len(self.rows)), *range(at, num_decodes)]
         self.sampled[at:at] = [[]] * gap
 
 
 def random_plan(rng: np.random.Generator) -> tuple[tuple[Chunk, ...], int]:
-    """Decodes with drafts and without, prompts, sequences whose first blocks are elsewhere, and some that write nothing."""
+    """Decodes with drafts and without, prompts, sequences whose first blocks are elsewhere, and some that
+    write nothing."""
     num_decodes, num_prompts = int(rng.integers(0, 5)), int(rng.integers(0, 3))
     num_prompts += num_decodes + num_prompts == 0
     made = []
@@ -219,15 +288,21 @@ def random_plan(rng: np.random.Generator) -> tuple[tuple[Chunk, ...], int]:
             num_tokens += int(rng.integers(1, 5))
         writes = bool(rng.random() < 0.8) or num_tokens > 1
         num_logits = num_tokens if is_decode and num_tokens > 1 else int(rng.integers(0, 2))
-        elsewhere = int(rng.integers(1, 4)) if rng.random() < 0.3 and (num_tokens == 1 or not is_decode) else 0
+        elsewhere = (
+            int(rng.integers(1, 4)) if rng.random() < 0.3 and (num_tokens == 1 or not is_decode) else 0
+        )
         start = int(rng.integers(0, 12)) + elsewhere * BLOCK
         num_unsure = int(rng.integers(0, 4)) if is_decode and not elsewhere else 0
         num_slots = -(-(start + num_tokens) // BLOCK) - elsewhere
         slots = rng.permutation(9)[:num_slots].astype(np.int32) + 10 * row
         num_paged = int(rng.integers(0, elsewhere + 1))
-        one = Chunk(f"r{row}", row, start, tuple(rng.integers(0, 50, num_tokens).tolist()), slots, writes, num_logits)
+        one = Chunk(
+            f"r{row}", row, start, tuple(rng.integers(0, 50, num_tokens).tolist()), slots, writes, num_logits
+        )
         paged = np.arange(num_paged, dtype=np.int32) + 50 + 10 * row if num_paged else None
-        made.append(one._replace(paged=paged, num_left_out=elsewhere - num_paged, num_unsure=min(num_unsure, start)))
+        made.append(
+            one._replace(paged=paged, num_left_out=elsewhere - num_paged, num_unsure=min(num_unsure, start))
+        )
     made[:num_decodes] = sorted(made[:num_decodes], key=lambda one: one.num_logits == 0)  # as plans have them
     return tuple(made), num_decodes
 
@@ -242,21 +317,34 @@ def test_any_plan_is_packed_as_it_reads(seed: int) -> None:
     if seed % 2 and not any(one.num_paged for one in chunks):
         is_decode = num_decodes == len(chunks)
         num_single = sum(end - first == 1 for first, end, *_ in reading.rows)
-        num_beside, num_prompts = num_single + int(rng.integers(0, 4)), num_rows - num_single + int(rng.integers(0, 3))
+        num_beside, num_prompts = (
+            num_single + int(rng.integers(0, 4)),
+            num_rows - num_single + int(rng.integers(0, 3)),
+        )
         if is_decode:
             bucket = Shape(num_beside, num_beside, num_beside)
         else:
-            num_padded, num_room = num_beside + num_prompts, max(num_tokens - num_single + int(rng.integers(0, 4)), num_prompts + 1)
+            num_padded, num_room = (
+                num_beside + num_prompts,
+                max(num_tokens - num_single + int(rng.integers(0, 4)), num_prompts + 1),
+            )
             bucket = Shape(num_beside + num_room, num_padded, num_padded, num_beside=num_beside)
-    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(chunks, num_decodes, bucket, np.full(600, -7, np.int32))
+    packed = Packer(BLOCK, PADDING_SLOT, PADDING_ROW).pack(
+        chunks, num_decodes, bucket, np.full(600, -7, np.int32)
+    )
     if bucket is not None:
         reading.pad(bucket.num_decodes)
         num_tokens = len(reading.tokens)
     ints = torch.from_numpy(packed.ints)
     x = packed.shape.views(ints, packed.num_decodes, packed.max_q_len, packed.max_kv_len)
-    assert x.tokens.tolist()[:num_tokens] == reading.tokens and x.positions.tolist()[:num_tokens] == reading.positions
+    assert (
+        x.tokens.tolist()[:num_tokens] == reading.tokens
+        and x.positions.tolist()[:num_tokens] == reading.positions
+    )
     assert x.write_at.tolist()[:num_tokens] == reading.write_at
-    assert set(x.write_at.tolist()[num_tokens:]) <= {PADDING_SLOT * BLOCK}, "padding is written where nobody reads"
+    assert set(x.write_at.tolist()[num_tokens:]) <= {PADDING_SLOT * BLOCK}, (
+        "padding is written where nobody reads"
+    )
     for number, (first, end, table, row) in enumerate(reading.rows):
         assert (int(x.q_starts[number]), int(x.q_starts[number + 1])) == (first, end)
         kv_len, table_at = int(x.kv_lens[number]), int(x.table_starts[number])
@@ -264,7 +352,9 @@ def test_any_plan_is_packed_as_it_reads(seed: int) -> None:
         assert kv_len % BLOCK == (reading.positions[end - 1] + 1) % BLOCK and int(x.rows[number]) == row
     check_samples(packed, x, reading, bucket is not None)
     assert set(packed.read_slots.tolist()) == {slot for one in chunks for slot in one.slots.tolist()}
-    assert set(packed.write_slots.tolist()) == reading.may_write, "what it may write is declared, and nothing else"
+    assert set(packed.write_slots.tolist()) == reading.may_write, (
+        "what it may write is declared, and nothing else"
+    )
     check_paged(packed, x, chunks)
     check_drafted(packed, ints, chunks, bucket is not None)
 
@@ -272,7 +362,11 @@ def test_any_plan_is_packed_as_it_reads(seed: int) -> None:
 def check_samples(packed: Packed, x: StepInputs, reading: Reading, is_bucket: bool) -> None:
     found = list(zip(x.sample_at.tolist(), x.sample_rows.tolist(), strict=True))
     if not is_bucket:
-        assert found == [(token, row[3]) for row, tokens in zip(reading.rows, reading.sampled, strict=True) for token in tokens]
+        assert found == [
+            (token, row[3])
+            for row, tokens in zip(reading.rows, reading.sampled, strict=True)
+            for token in tokens
+        ]
         return
     for number, of_row in enumerate(reading.order):
         row, tokens = reading.rows[of_row], reading.sampled[of_row]
@@ -306,10 +400,14 @@ def check_drafted(packed: Packed, ints: torch.Tensor, chunks: tuple[Chunk, ...],
             groups.append((at, size - 1))
             at += size
     assert list(zip(found.starts.tolist(), found.lengths.tolist(), strict=True))[: len(groups)] == groups
-    assert found.unsure.tolist()[at:] == [0] * (len(found.unsure) - at) and not any(found.lengths.tolist()[len(groups) :])
+    assert found.unsure.tolist()[at:] == [0] * (len(found.unsure) - at) and not any(
+        found.lengths.tolist()[len(groups) :]
+    )
 
 
-@pytest.mark.parametrize(("is_bucket", "gap"), [(False, 0), (True, 0), (True, 2)], ids=["eager", "captured", "padded between"])
+@pytest.mark.parametrize(
+    ("is_bucket", "gap"), [(False, 0), (True, 0), (True, 2)], ids=["eager", "captured", "padded between"]
+)
 def test_the_token_behind_each_is_known_or_the_number_of_its_sample(is_bucket: bool, gap: int) -> None:
     """In a captured step every row has a sample, also those that did not ask; padding is sampled last."""
     chunks = (

@@ -1,5 +1,6 @@
-"""JSON schemas as they are compiled: an object has the properties that its schema lists and no others, unless the schema opens it. What is
-written always fits the schema as it was given, and a schema that could be met can still be met. llguidance is the judge of both."""
+"""JSON schemas as they are compiled: an object has the properties that its schema lists and no others, unless
+the schema opens it. What is written always fits the schema as it was given, and a schema that could be met
+can still be met. llguidance is the judge of both."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def compiled(grammars: Grammars, schema: Any) -> Matcher:
 
 def as_given(grammars: Grammars, schema: Any) -> Matcher:
     """The user's schema as JSON Schema means it."""
-    source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": module._BLANKS})
+    source = llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_pattern": module._BLANKS}
+    )
     return Matcher(llguidance.LLMatcher(grammars._vocabulary._seen_by(llguidance), source, log_level=0), 258)
 
 
@@ -62,28 +65,72 @@ CLOSED: dict[str, tuple[Any, Any, Any]] = {
     "a property": (listing(o={}, properties={"o": listing("a")}), {"o": {"a": 1}}, {"o": {"c": 2}}),
     "an item": ({"type": "array", "items": listing("a")}, [{"a": 1}], [{"c": 2}]),
     "an item by its place": ({"type": "array", "prefixItems": [listing("a")]}, [{"a": 1}], [{"c": 2}]),
-    "an item of an older draft": ({"type": "array", "items": [INT], "additionalItems": listing("a")}, [1, {"a": 1}], [1, {"c": 2}]),
-    "any other property": ({"type": "object", "additionalProperties": listing("a")}, {"x": {"a": 1}}, {"x": {"c": 2}}),
+    "an item of an older draft": (
+        {"type": "array", "items": [INT], "additionalItems": listing("a")},
+        [1, {"a": 1}],
+        [1, {"c": 2}],
+    ),
+    "any other property": (
+        {"type": "object", "additionalProperties": listing("a")},
+        {"x": {"a": 1}},
+        {"x": {"c": 2}},
+    ),
     "a branch of anyOf": ({"anyOf": [listing("a"), NULL], "default": None, "title": "T"}, {"a": 1}, {"c": 2}),
-    "a branch beside its type": ({"type": "object", "anyOf": [listing("a"), listing("b")]}, {"b": 1}, {"a": 1, "b": 2}),
-    "an allOf of one": ({"allOf": [listing("a")], "description": "as older pydantic writes it"}, {"a": 1}, {"c": 2}),
-    "a reference": ({"$ref": "#/$defs/A", "$defs": {"A": listing("a")}, "description": "x"}, {"a": 1}, {"c": 2}),
-    "a reference to definitions": ({"$ref": "#/definitions/A", "definitions": {"A": listing("a")}}, {"a": 1}, {"c": 2}),
-    "a reference to the root": (listing(properties={"next": {"$ref": "#"}}), {"next": {"next": {}}}, {"next": {"c": 2}}),
+    "a branch beside its type": (
+        {"type": "object", "anyOf": [listing("a"), listing("b")]},
+        {"b": 1},
+        {"a": 1, "b": 2},
+    ),
+    "an allOf of one": (
+        {"allOf": [listing("a")], "description": "as older pydantic writes it"},
+        {"a": 1},
+        {"c": 2},
+    ),
+    "a reference": (
+        {"$ref": "#/$defs/A", "$defs": {"A": listing("a")}, "description": "x"},
+        {"a": 1},
+        {"c": 2},
+    ),
+    "a reference to definitions": (
+        {"$ref": "#/definitions/A", "definitions": {"A": listing("a")}},
+        {"a": 1},
+        {"c": 2},
+    ),
+    "a reference to the root": (
+        listing(properties={"next": {"$ref": "#"}}),
+        {"next": {"next": {}}},
+        {"next": {"c": 2}},
+    ),
     "a reference into properties": (
         listing(properties={"x": listing("a"), "y": {"$ref": "#/properties/x"}}),
         {"x": {"a": 1}, "y": {"a": 1}},
         {"y": {"c": 2}},
     ),
-    "a reference through a list": ({"anyOf": [NULL, listing("a")], "not used": {"$ref": "#/anyOf/1"}}, {"a": 1}, {"c": 2}),
-    "a keyword that nobody knows": (listing("a", propertyOrdering=["a"], **{"x-order": {"allOf": []}}), {"a": 1}, {"c": 2}),
+    "a reference through a list": (
+        {"anyOf": [NULL, listing("a")], "not used": {"$ref": "#/anyOf/1"}},
+        {"a": 1},
+        {"c": 2},
+    ),
+    "a keyword that nobody knows": (
+        listing("a", propertyOrdering=["a"], **{"x-order": {"allOf": []}}),
+        {"a": 1},
+        {"c": 2},
+    ),
     "a property called properties": (
         listing(properties={"properties": listing("a"), "required": INT, "additionalProperties": INT}),
         {"properties": {"a": 1}, "additionalProperties": 1},
         {"properties": {"c": 1}},
     ),
-    "a property called like what joins": (listing("allOf", "$ref", "not", "enum"), {"allOf": 1, "$ref": 2}, {"c": 2}),
-    "a limit that needs no others": (listing("a", required=["a"], maxProperties=3), {"a": 1}, {"a": 1, "c": 2}),
+    "a property called like what joins": (
+        listing("allOf", "$ref", "not", "enum"),
+        {"allOf": 1, "$ref": 2},
+        {"c": 2},
+    ),
+    "a limit that needs no others": (
+        listing("a", required=["a"], maxProperties=3),
+        {"a": 1},
+        {"a": 1, "c": 2},
+    ),
     "one beside joined ones": (
         listing(properties={"x": listing("a"), "y": {"allOf": [listing("a"), listing("b")]}}),
         {"x": {"a": 1}, "y": {"a": 1, "b": 2}},
@@ -110,12 +157,18 @@ OPEN: dict[str, tuple[Any, Any]] = {
         {"c": 2},
     ),
     "allOf": ({"allOf": [listing("a", required=["a"]), listing("b", required=["b"])]}, {"a": 1, "b": 2}),
-    "allOf beside properties": (listing("a", required=["a"], allOf=[listing("b", required=["b"])]), {"a": 1, "b": 2}),
+    "allOf beside properties": (
+        listing("a", required=["a"], allOf=[listing("b", required=["b"])]),
+        {"a": 1, "b": 2},
+    ),
     "below allOf": (
         {"allOf": [listing(properties={"p": listing("a")}), listing(properties={"p": listing("b")})]},
         {"p": {"a": 1, "b": 2}},
     ),
-    "items below allOf": ({"allOf": [{"type": "array", "items": listing("a")}, {"items": listing("b")}]}, [{"a": 1, "b": 2}]),
+    "items below allOf": (
+        {"allOf": [{"type": "array", "items": listing("a")}, {"items": listing("b")}]},
+        [{"a": 1, "b": 2}],
+    ),
     "a reference beside properties": (
         listing("a", **{"$ref": "#/$defs/B", "$defs": {"B": listing("b", required=["b"])}}),
         {"a": 1, "b": 2},
@@ -129,18 +182,39 @@ OPEN: dict[str, tuple[Any, Any]] = {
         {"x": {"c": 1}, "y": {"a": 1, "b": 2}},
     ),
     "what is used in its place, and joined elsewhere": (
-        listing(properties={"x": listing("a"), "y": {"allOf": [{"$ref": "#/properties/x"}, listing("b", required=["b"])]}}),
+        listing(
+            properties={
+                "x": listing("a"),
+                "y": {"allOf": [{"$ref": "#/properties/x"}, listing("b", required=["b"])]},
+            }
+        ),
         {"x": {"c": 1}, "y": {"a": 1, "b": 2}},
     ),
     "what is joined, and used in its place elsewhere": (
-        listing(properties={"y": {"allOf": [{"$ref": "#/properties/x"}, listing("b", required=["b"])]}, "x": listing("a")}),
+        listing(
+            properties={
+                "y": {"allOf": [{"$ref": "#/properties/x"}, listing("b", required=["b"])]},
+                "x": listing("a"),
+            }
+        ),
         {"y": {"a": 1, "b": 2}, "x": {"c": 1}},
     ),
-    "anyOf beside properties": (listing("a", anyOf=[listing("b", required=["b"]), listing("c", required=["c"])]), {"a": 1, "c": 2}),
+    "anyOf beside properties": (
+        listing("a", anyOf=[listing("b", required=["b"]), listing("c", required=["c"])]),
+        {"a": 1, "c": 2},
+    ),
     "anyOf beside required": ({"required": ["z"], "anyOf": [listing("a")]}, {"a": 1, "z": 2}),
-    "anyOf beside items": ({"type": "array", "items": listing("a"), "anyOf": [{"items": listing("b")}]}, [{"a": 1, "b": 2}]),
+    "anyOf beside items": (
+        {"type": "array", "items": listing("a"), "anyOf": [{"items": listing("b")}]},
+        [{"a": 1, "b": 2}],
+    ),
     "oneOf": (
-        {"oneOf": [listing(properties={"k": {"const": "x"}}, required=["k"]), listing(properties={"k": {"const": "y"}}, required=["k"])]},
+        {
+            "oneOf": [
+                listing(properties={"k": {"const": "x"}}, required=["k"]),
+                listing(properties={"k": {"const": "y"}}, required=["k"]),
+            ]
+        },
         {"k": "x", "c": 2},
     ),
     "oneOf beside properties": (listing("a", oneOf=[listing("b", required=["b"]), NULL]), {"a": 1, "b": 2}),
@@ -149,15 +223,29 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "a value that looks like a schema": ({"enum": [AS_IT_IS]}, AS_IT_IS),
     "a constant that looks like a schema": (listing(properties={"x": {"const": AS_IT_IS}}), {"x": AS_IT_IS}),
     "a reference by an anchor": (
-        listing(properties={"x": {"$anchor": "b", **listing("b")}, "y": {"allOf": [{"$ref": "#b"}, listing("a")]}}),
+        listing(
+            properties={"x": {"$anchor": "b", **listing("b")}, "y": {"allOf": [{"$ref": "#b"}, listing("a")]}}
+        ),
         {"y": {"b": 1, "a": 2}},
     ),
     "a reference by an address": (
-        {"$id": "http://x/y", "properties": {"x": listing("b"), "y": {"allOf": [{"$ref": "http://x/y#/properties/x"}, listing("a")]}}},
+        {
+            "$id": "http://x/y",
+            "properties": {
+                "x": listing("b"),
+                "y": {"allOf": [{"$ref": "http://x/y#/properties/x"}, listing("a")]},
+            },
+        },
         {"y": {"b": 1, "a": 2}},
     ),
     "a reference with an escape": (
-        listing(properties={"x/y": listing("b"), "y": {"allOf": [{"$ref": "#/properties/x~1y"}, listing("a")]}, "x~1y": NULL}),
+        listing(
+            properties={
+                "x/y": listing("b"),
+                "y": {"allOf": [{"$ref": "#/properties/x~1y"}, listing("a")]},
+                "x~1y": NULL,
+            }
+        ),
         {"y": {"b": 1, "a": 2}},
     ),
     "a reference from a root of its own": (
@@ -166,7 +254,12 @@ OPEN: dict[str, tuple[Any, Any]] = {
                 "p": NULL,
                 "y": {
                     "$id": "http://b",
-                    **listing(properties={"p": listing("b"), "q": {"allOf": [{"$ref": "#/properties/p"}, listing("a")]}}),
+                    **listing(
+                        properties={
+                            "p": listing("b"),
+                            "q": {"allOf": [{"$ref": "#/properties/p"}, listing("a")]},
+                        }
+                    ),
                 },
             }
         ),
@@ -175,19 +268,29 @@ OPEN: dict[str, tuple[Any, Any]] = {
     "a reference into what has a root of its own": (
         {
             "properties": {"p": listing("b"), "y": {"$ref": "#/$defs/B/$defs/Q"}},
-            "$defs": {"B": {"$id": "http://b", "properties": {"p": listing("c")}, "$defs": {"Q": {"$ref": "#/properties/p"}}}},
+            "$defs": {
+                "B": {
+                    "$id": "http://b",
+                    "properties": {"p": listing("c")},
+                    "$defs": {"Q": {"$ref": "#/properties/p"}},
+                }
+            },
         },
         {"y": {"c": 1, "d": 2}},
     ),
     "what this library takes no notice of in an old draft": (
-        listing("a", **{"$schema": "http://json-schema.org/draft-04/schema#", "if": {"properties": {"a": INT}}}),
+        listing(
+            "a", **{"$schema": "http://json-schema.org/draft-04/schema#", "if": {"properties": {"a": INT}}}
+        ),
         {"a": 1, "c": 2},
     ),
 }
 
 
 @pytest.mark.parametrize("name", CLOSED)
-def test_an_object_has_the_properties_that_its_schema_lists_and_no_others(grammars: Grammars, name: str) -> None:
+def test_an_object_has_the_properties_that_its_schema_lists_and_no_others(
+    grammars: Grammars, name: str
+) -> None:
     schema, right, wrong = CLOSED[name]
     assert takes(compiled(grammars, schema), right)
     assert takes(as_given(grammars, schema), wrong), "it is no test where the schema itself forbids it"
@@ -204,7 +307,8 @@ def test_an_object_stays_open_where_closing_it_could_be_wrong(grammars: Grammars
 @pytest.mark.parametrize(
     "schema",
     [
-        {"oneOf": [listing("a", required=["a"]), listing("b", required=["b"])]},  # {"a": 1, "b": 1} fits both; so may {"a": 1}
+        # {"a": 1, "b": 1} fits both; so may {"a": 1}
+        {"oneOf": [listing("a", required=["a"]), listing("b", required=["b"])]},
         listing("a", **{"if": listing("a"), "then": listing("b")}),
         listing("a", dependentSchemas={"a": listing("b")}),
         listing("a", **{"not": listing("a")}),
@@ -231,7 +335,17 @@ def test_what_is_refused_is_refused_as_before(grammars: Grammars, schema: Any) -
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "", "[" * 50_000, '{"properties": {}, "minimum": ' + "9" * 5000 + "}", '{"a": "\\ud800"}', "NaN", "true", "1"]
+    "text",
+    [
+        "{",
+        "",
+        "[" * 50_000,
+        '{"properties": {}, "minimum": ' + "9" * 5000 + "}",
+        '{"a": "\\ud800"}',
+        "NaN",
+        "true",
+        "1",
+    ],
 )
 def test_what_is_no_schema_is_left_to_the_library(grammars: Grammars, text: str) -> None:
     assert closed(text) == text
@@ -246,15 +360,28 @@ def test_a_long_chain_of_references_is_followed_to_its_end() -> None:
 
 
 def test_a_schema_in_which_nothing_is_closed_stays_as_it_was_written() -> None:
-    text = '{ "type": "object", "default": {"properties": {}}, "examples": [{"properties": {}}], "minimum": 1.50 }'
+    text = '{ "type": "object", "default": {"properties": {}}, "examples": [{"properties": {}}], "minimum": 1.50 }'  # noqa: E501
     assert closed(text) == text
 
 
-# ------------------------------------------------------------------------------------------------------------------ at random
+# -------------------------------------------------------------------------------------------------- at random
 
 NAMES = st.sampled_from(["a", "b", "c"])
-REFS = st.sampled_from(["#", "#/$defs/x", "#/$defs/y", "#/$defs/x/properties/a", "#/properties/a"]).map(lambda ref: {"$ref": ref})
-LEAVES = st.sampled_from([{"type": "boolean"}, {"enum": [0, {"a": True}]}, {"const": {"b": 0}}, NULL, True, False, {}, {"type": "object"}])
+REFS = st.sampled_from(["#", "#/$defs/x", "#/$defs/y", "#/$defs/x/properties/a", "#/properties/a"]).map(
+    lambda ref: {"$ref": ref}
+)
+LEAVES = st.sampled_from(
+    [
+        {"type": "boolean"},
+        {"enum": [0, {"a": True}]},
+        {"const": {"b": 0}},
+        NULL,
+        True,
+        False,
+        {},
+        {"type": "object"},
+    ]
+)
 
 
 def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -277,12 +404,21 @@ def objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 def extended(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     several = st.lists(inner, min_size=1, max_size=2)
-    joined = st.sampled_from(["allOf", "anyOf", "oneOf"]).flatmap(lambda name: several.map(lambda parts: {name: parts}))
-    return st.one_of(objects(inner), objects(inner), joined, inner.map(lambda one: {"type": "array", "items": one, "maxItems": 2}))
+    joined = st.sampled_from(["allOf", "anyOf", "oneOf"]).flatmap(
+        lambda name: several.map(lambda parts: {name: parts})
+    )
+    return st.one_of(
+        objects(inner),
+        objects(inner),
+        joined,
+        inner.map(lambda one: {"type": "array", "items": one, "maxItems": 2}),
+    )
 
 
 PARTS = st.recursive(LEAVES | REFS, extended, max_leaves=6)
-SCHEMAS = st.builds(lambda root, x, y: {**root, "$defs": {"x": x, "y": y}}, objects(PARTS), objects(PARTS), PARTS)
+SCHEMAS = st.builds(
+    lambda root, x, y: {**root, "$defs": {"x": x, "y": y}}, objects(PARTS), objects(PARTS), PARTS
+)
 MOST_BYTES = 120
 ENDS = [*b'"}]']
 
@@ -290,16 +426,23 @@ ENDS = [*b'"}]']
 def next_byte(grammars: Grammars, matcher: Matcher, draw: random.Random) -> int | None:
     words = np.zeros((1, grammars.num_words), np.int32)
     Matcher.fill([(matcher, 0)], words)
-    allowed = [byte for byte in range(256) if words[0, byte // 32] >> (byte % 32) & 1 and byte not in b" \n\\"]
+    allowed = [
+        byte for byte in range(256) if words[0, byte // 32] >> (byte % 32) & 1 and byte not in b" \n\\"
+    ]
     ends = [byte for byte in ENDS if byte in allowed]
     return None if not allowed else draw.choice(ends if ends and draw.random() < 0.5 else allowed)
 
 
 def check_written(grammars: Grammars, schema: Any, draw: random.Random) -> bool:
-    """Whatever the compiled schema lets a model write, the given one takes, byte by byte. True: to the end."""
+    """Whatever the compiled schema lets a model write, the given one takes, byte by byte. True: to the
+    end."""
     writes, judge = compiled(grammars, schema), as_given(grammars, schema)
     written = b""
-    while len(written) < MOST_BYTES and not writes.is_over and (byte := next_byte(grammars, writes, draw)) is not None:
+    while (
+        len(written) < MOST_BYTES
+        and not writes.is_over
+        and (byte := next_byte(grammars, writes, draw)) is not None
+    ):
         written += bytes([byte])
         writes.consume([byte])
         judge.consume([byte])
@@ -310,7 +453,9 @@ def check_written(grammars: Grammars, schema: Any, draw: random.Random) -> bool:
 
 @settings(max_examples=200, deadline=None)
 @given(SCHEMAS, st.integers(0, 999))
-def test_of_any_schema_what_is_written_fits_it_and_it_can_be_met_as_before(grammars: Grammars, schema: Any, seed: int) -> None:
+def test_of_any_schema_what_is_written_fits_it_and_it_can_be_met_as_before(
+    grammars: Grammars, schema: Any, seed: int
+) -> None:
     given = as_given(grammars, schema)
     words = np.zeros((1, grammars.num_words), np.int32)
     if given.error is None:
@@ -322,7 +467,9 @@ def test_of_any_schema_what_is_written_fits_it_and_it_can_be_met_as_before(gramm
         check_written(grammars, schema, draw)
 
 
-def test_the_walk_above_writes_whole_values_and_finds_what_does_not_fit(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_walk_above_writes_whole_values_and_finds_what_does_not_fit(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault test of it: with a schema that allows more than the given one, it fails."""
     schema = listing("a", additionalProperties=NULL)
     assert any(check_written(grammars, schema, random.Random(seed)) for seed in range(20))

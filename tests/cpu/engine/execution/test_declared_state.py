@@ -1,4 +1,5 @@
-"""Device memory of steps besides KV: what each op changes is what it has declared, and a replay uses the tensors it was captured with."""
+"""Device memory of steps besides KV: what each op changes is what it has declared, and a replay uses the
+tensors it was captured with."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ ROWS = "sampler rows"
 
 
 class StateWatch(Sanitizer):
-    """Compares the sampler's rows before and after each op of the compute lane with what the op has declared to write."""
+    """Compares the sampler's rows before and after each op of the compute lane with what the op has declared
+    to write."""
 
     def __init__(self, arena: str = ROWS) -> None:
         super().__init__()
@@ -40,7 +42,10 @@ class StateWatch(Sanitizer):
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         super().submitted(lane, ticket, label, accesses)
         if lane == "compute":
-            self._declared[ticket] = label, [a for a in accesses if a.arena == self._arena and a.mode is Mode.WRITE]
+            self._declared[ticket] = (
+                label,
+                [a for a in accesses if a.arena == self._arena and a.mode is Mode.WRITE],
+            )
 
     def _state(self) -> list[torch.Tensor]:
         assert self.engine is not None
@@ -83,9 +88,13 @@ class KvWatch(StateWatch):
 
 @pytest.mark.parametrize("leaves_out", [True, False], ids=["left out", "followed"])
 @pytest.mark.parametrize("draft", [None, "draft:tiny-qwen3"])
-def test_every_op_declares_the_kv_that_it_changes(draft: str | None, leaves_out: bool, prompts: Prompts) -> None:
+def test_every_op_declares_the_kv_that_it_changes(
+    draft: str | None, leaves_out: bool, prompts: Prompts
+) -> None:
     """Of the target, and of what makes drafts: while it makes some, and before."""
-    config = replace(tiny_config(max_batch=4, blocks=64), speculation=SpeculationConfig(draft, 4 if draft else None))
+    config = replace(
+        tiny_config(max_batch=4, blocks=64), speculation=SpeculationConfig(draft, 4 if draft else None)
+    )
     watch = KvWatch("kv")
     engine = build(config, sanitizer=watch)
     engine._parts.arena.tensor.fill_(0.5)
@@ -111,15 +120,25 @@ def test_every_op_declares_the_rows_whose_state_it_changes(prompts: Prompts) -> 
     watch.engine = engine
     for number in range(6):
         how: dict[str, Any] = {"repetition_penalty": 1.2, "frequency_penalty": 0.5} if number % 2 else {}
-        submit(engine, prompts(20 + number, seed=number), max_tokens=5 + number, temperature=0.5, seed=number, **how)
+        submit(
+            engine,
+            prompts(20 + number, seed=number),
+            max_tokens=5 + number,
+            temperature=0.5,
+            seed=number,
+            **how,
+        )
     run_all(engine)
     engine.close(timeout_s=20.0)
     assert watch.undeclared == [] and watch.num_changes > 50 and watch.reports == []
 
 
 @pytest.mark.cpu_shapes  # it is a decode that cannot be launched, not the prompt before it
-def test_a_captured_step_is_not_replayed_over_other_tensors(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """A replay reads the last tokens where they were when it was captured. Were they somewhere else by now, it would decode stale ones."""
+def test_a_captured_step_is_not_replayed_over_other_tensors(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    """A replay reads the last tokens where they were when it was captured. Were they somewhere else by now,
+    it would decode stale ones."""
     engine = make_engine()
     generate(engine, prompts(20), max_tokens=4)
     sampler = engine._parts.executor._sampler
@@ -134,11 +153,17 @@ def test_a_captured_step_is_not_replayed_over_other_tensors(make_engine: MakeEng
 
 
 @pytest.mark.parametrize("what", ["inputs", "rope", "arena"])
-def test_the_other_tensors_of_a_captured_step_are_watched_too(make_engine: MakeEngine, prompts: Prompts, what: str) -> None:
+def test_the_other_tensors_of_a_captured_step_are_watched_too(
+    make_engine: MakeEngine, prompts: Prompts, what: str
+) -> None:
     engine = make_engine()
     generate(engine, prompts(20), max_tokens=4)
     executor = engine._parts.executor
-    owner: Any = {"inputs": executor._replays, "rope": executor._forward.model, "arena": executor._forward.attention}[what]
+    owner: Any = {
+        "inputs": executor._replays,
+        "rope": executor._forward.model,
+        "arena": executor._forward.attention,
+    }[what]
     bucket = next(iter(executor._replays._captured))
     executor._replays.get(bucket)
     kept = getattr(owner, what)
@@ -149,7 +174,9 @@ def test_the_other_tensors_of_a_captured_step_are_watched_too(make_engine: MakeE
     executor._replays.get(bucket)
 
 
-def test_the_sanitizer_sees_results_that_are_read_too_early(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sanitizer_sees_results_that_are_read_too_early(
+    prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault: a result is read without waiting for its step."""
     sanitizer = Sanitizer()
     engine = build(tiny_config(), sanitizer=sanitizer)
@@ -164,7 +191,8 @@ def test_the_sanitizer_sees_results_that_are_read_too_early(prompts: Prompts, mo
 
 
 def test_warming_up_leaves_nothing_behind(prompts: Prompts) -> None:
-    """No count, no block, no rate: an engine that is warm answers as one that is not, and says that nothing was asked of it."""
+    """No count, no block, no rate: an engine that is warm answers as one that is not, and says that nothing
+    was asked of it."""
     cold, sanitizer = build(tiny_config(host_blocks=64)), Sanitizer()
     warm = build(tiny_config(host_blocks=64), sanitizer=sanitizer)
     before = warm.stats()
@@ -179,7 +207,13 @@ def test_warming_up_leaves_nothing_behind(prompts: Prompts) -> None:
         before.cache,
     )
     assert after.kv_blocks == before.kv_blocks and sum(after.requests.values()) == 0
-    how: dict[str, Any] = {"max_tokens": 8, "temperature": 0.9, "seed": 3, "repetition_penalty": 1.3, "logprobs": 2}
+    how: dict[str, Any] = {
+        "max_tokens": 8,
+        "temperature": 0.9,
+        "seed": 3,
+        "repetition_penalty": 1.3,
+        "logprobs": 2,
+    }
     assert generate(warm, prompts(40), **how).tokens == generate(cold, prompts(40), **how).tokens
     warm.check()
     for engine in (warm, cold):

@@ -12,7 +12,15 @@ from penstock.engine.execution.replays import MOST_DEEP, MOST_DEEP_PROMPT, Repla
 
 def plan_of(*lengths: int, num_tokens: int = 1) -> StepPlan:
     chunks = (
-        Chunk(str(row), row, length - num_tokens, (0,) * num_tokens, np.zeros(-(-length // 16), np.int32), True, 1)
+        Chunk(
+            str(row),
+            row,
+            length - num_tokens,
+            (0,) * num_tokens,
+            np.zeros(-(-length // 16), np.int32),
+            True,
+            1,
+        )
         for row, length in enumerate(lengths)
     )
     return StepPlan(1, tuple(chunks), len(lengths) if num_tokens == 1 else 0)
@@ -45,12 +53,19 @@ def test_a_short_prompt_never_has_a_replay_of_long_decodes(replays: Replays) -> 
 def beside(num_decodes: int, *prompts: int, longest: int = 100) -> StepPlan:
     """Decodes, the first over `longest` tokens, and prompts of so many."""
     decodes = plan_of(*[longest] * (num_decodes > 0), *[100] * (num_decodes - 1)).chunks
-    others = (chunk for number, length in enumerate(prompts) for chunk in plan_of(length, num_tokens=length).chunks)
+    others = (
+        chunk for number, length in enumerate(prompts) for chunk in plan_of(length, num_tokens=length).chunks
+    )
     return StepPlan(1, (*decodes, *others), num_decodes)
 
 
-@pytest.mark.parametrize(("num_decodes", "prompts"), [(1, [2]), (8, [64]), (9, [300]), (31, [16] * 8), (255, [256]), (255, [256] * 8)])
-def test_prompts_beside_decodes_have_the_smallest_replay_that_holds_both(replays: Replays, num_decodes: int, prompts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_decodes", "prompts"),
+    [(1, [2]), (8, [64]), (9, [300]), (31, [16] * 8), (255, [256]), (255, [256] * 8)],
+)
+def test_prompts_beside_decodes_have_the_smallest_replay_that_holds_both(
+    replays: Replays, num_decodes: int, prompts: list[int]
+) -> None:
     shape = replays.bucket_for(beside(num_decodes, *prompts))
     assert shape is not None and not shape.deep
     held = [

@@ -1,4 +1,5 @@
-"""Which drafts are kept, what penalties count before each, and how drafts are drawn: the parts, one by one."""
+"""Which drafts are kept, what penalties count before each, and how drafts are drawn: the parts, one by
+one."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ STARTS, LENGTHS, ROWS = [0, 4, 6, 9], [3, 1, 2, 0], [5, 5, 5, 5, 2, 2, 3, 3, 3, 
 
 def test_drafts_are_kept_up_to_the_first_that_differs() -> None:
     pending, rejected = torch.zeros((6, 4), dtype=torch.int32), torch.full((6,), 9, dtype=torch.int32)
-    starts, lengths, step, chosen, rows = (torch.tensor(one, dtype=torch.int32) for one in (STARTS, LENGTHS, TOKENS, CHOSEN, ROWS))
+    starts, lengths, step, chosen, rows = (
+        torch.tensor(one, dtype=torch.int32) for one in (STARTS, LENGTHS, TOKENS, CHOSEN, ROWS)
+    )
     tokens, lasts = kept_tokens(starts, lengths, 3, step, chosen.long(), rows, pending, rejected)
     assert tokens.tolist() == [4, 1, -1, -1, 9, 3, 7, 2, -1, 6] and lasts.tolist() == [1, 5, 7, 9]
     assert pending[:, 0].tolist() == [6, 0, 3, 2, 0, 1] and rejected.tolist() == [0, 9, 0, 1, 9, 2]
@@ -38,8 +41,9 @@ def test_counts_before_a_draft_hold_the_drafts_before_it() -> None:
 
 @pytest.mark.parametrize("num_right", [0, 1, 2])
 def test_places_behind_a_rejected_draft_count_for_no_token(num_right: int) -> None:
-    """A step verifies two drafts; of the three tokens some are none. The next step is penalised for what was kept, and nothing else: not
-    for the first token of the vocabulary either, which is where no token would be written down."""
+    """A step verifies two drafts; of the three tokens some are none. The next step is penalised for what was
+    kept, and nothing else: not for the first token of the vocabulary either, which is where no token would be
+    written down."""
     sampling = SamplingParams(max_tokens=8, temperature=0.0, frequency_penalty=1.0)
     rows, sampler, start = Rows(1), OnLane(1, 6), Start.of(0, Request("r", (5,), sampling))
     rows.start(start)
@@ -54,7 +58,9 @@ def test_places_behind_a_rejected_draft_count_for_no_token(num_right: int) -> No
 
     step = [5, *[1, 2][:num_right], *[4, 4][num_right:]]  # the last token and two drafts
     zero, two = torch.zeros(3, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    drafting = DraftedInputs(zero, zero, zero[:1], two, torch.tensor(step, dtype=torch.int32), num_drafts=2, num_unsure=0)
+    drafting = DraftedInputs(
+        zero, zero, zero[:1], two, torch.tensor(step, dtype=torch.int32), num_drafts=2, num_unsure=0
+    )
     kept = [1, 2, 3][: num_right + 1]
     assert sampled(torch.eye(6)[[1, 2, 3]] * 9, 0, drafting) == kept + [-1] * (2 - num_right)
     level = torch.full((1, 6), 3.0) - torch.arange(6) / 10  # the lowest of equals in what they were counted
@@ -100,7 +106,9 @@ def test_a_draft_is_drawn_as_the_sampler_draws(option: str, vocab: int) -> None:
         params = None if plan.params is None else torch.from_numpy(plan.params)
         found.append(sampler.sample(logits, at, plan, params).tokens)
         for choice in (DrawKind.DRAWN, DrawKind.FILTERED)[plan.filters :]:
-            found.append(draws.choose(logits, None, at, torch.arange(num, dtype=torch.int32), choice).to(torch.int32))
+            found.append(
+                draws.choose(logits, None, at, torch.arange(num, dtype=torch.int32), choice).to(torch.int32)
+            )
 
     lane.submit(both, label="both").wait_done(30)
     lane.close(30)

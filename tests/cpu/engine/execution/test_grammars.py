@@ -1,4 +1,5 @@
-"""Grammars as they are compiled: once for all that ask, in a bounded line, and nothing stays of what failed."""
+"""Grammars as they are compiled: once for all that ask, in a bounded line, and nothing stays of what
+failed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,12 @@ pytest.importorskip("llguidance", reason="structured output is an extra")
 
 def endless(number: int) -> str:
     """Each of its patterns is compared with all others; llguidance's own limits do not count that."""
-    return json.dumps({"type": "object", "patternProperties": {f"^q{number}p{i}.*x{i}$": {"type": "string"} for i in range(800)}})
+    return json.dumps(
+        {
+            "type": "object",
+            "patternProperties": {f"^q{number}p{i}.*x{i}$": {"type": "string"} for i in range(800)},
+        }
+    )
 
 
 ENDLESS = Grammar("json_schema", endless(0))
@@ -65,7 +71,11 @@ def gated() -> Iterator[Gated]:
     made.grammars.close()
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("no"), RuntimeError("no"), MemoryError("no")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("no"), RuntimeError("no"), MemoryError("no")],
+    ids=lambda error: type(error).__name__,
+)
 def test_one_that_failed_takes_no_place_and_is_tried_again(gated: Gated, error: BaseException) -> None:
     gated.errors["ab"] = error
     with pytest.raises(type(error)):
@@ -84,7 +94,9 @@ def test_any_number_that_cannot_be_met_leaves_room_for_the_next(gated: Gated) ->
 
 def test_so_many_are_compiled_at_once_and_one_grammar_once_for_all_who_wait(gated: Gated) -> None:
     gated.gate.clear()
-    futures: list[Future[Matcher]] = [gated.grammars.begin(Grammar("regex", f"a{number}")) for number in range(module.MOST_COMPILING)]
+    futures: list[Future[Matcher]] = [
+        gated.grammars.begin(Grammar("regex", f"a{number}")) for number in range(module.MOST_COMPILING)
+    ]
     for _ in futures:
         assert gated.begun.acquire(timeout=60.0), "each has a thread: none waits for another"
     with pytest.raises(Overloaded):
@@ -107,7 +119,9 @@ def test_it_is_given_up_when_all_who_wait_have_left_and_not_before(gated: Gated)
         second.result(0.0)
 
 
-@pytest.mark.parametrize(("cpu_s", "clock_s"), [(1, 300.0), (300, 1.0)], ids=["by its processor time", "by the clock"])
+@pytest.mark.parametrize(
+    ("cpu_s", "clock_s"), [(1, 300.0), (300, 1.0)], ids=["by its processor time", "by the clock"]
+)
 def test_one_that_never_ends_is_refused_with_the_keyword_and_others_go_on_meanwhile(
     gated: Gated, monkeypatch: pytest.MonkeyPatch, cpu_s: int, clock_s: float
 ) -> None:
@@ -116,7 +130,10 @@ def test_one_that_never_ends_is_refused_with_the_keyword_and_others_go_on_meanwh
     futures = [gated.grammars.begin(Grammar("json_schema", endless(number))) for number in range(3)]
     assert gated.wait("ab").error is None and not any(future.done() for future in futures)
     for future in futures:
-        with pytest.raises(InvalidRequest, match=r"too complex: .* most of the work is for patternProperties"):
+        with pytest.raises(
+            InvalidRequest,
+            match=r"too complex: .* most " r"of " r"the " r"work " r"is " r"for " r"patternProperties",
+        ):
             future.result(60.0)
 
 
@@ -145,11 +162,17 @@ def test_a_process_for_trials_that_was_killed_is_started_anew(gated: Gated) -> N
     assert gated.wait("cd").error is None
 
 
-def test_a_long_text_that_has_to_come_is_cut_into_tokens_by_its_beginning(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_that_has_to_come_is_cut_into_tokens_by_its_beginning(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is asked for again with every token of the answer."""
     asked: list[int] = []
     encode = ByteTokenizer.encode
-    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text, **how: asked.append(len(text)) or encode(self, text, **how))
+    monkeypatch.setattr(
+        ByteTokenizer,
+        "encode",
+        lambda self, text, **how: asked.append(len(text)) or encode(self, text, **how),
+    )
     matcher = gated.grammars.begin(Grammar("choice", json.dumps(["xé" * 20_000]))).result(60.0).copy()
     for token in "xéxé".encode():
         words = words_of(gated, matcher)
@@ -158,7 +181,9 @@ def test_a_long_text_that_has_to_come_is_cut_into_tokens_by_its_beginning(gated:
     assert asked and max(asked) <= 1024
 
 
-def test_what_was_compiled_lately_is_there_though_nobody_holds_it_and_what_somebody_holds_stays(gated: Gated) -> None:
+def test_what_was_compiled_lately_is_there_though_nobody_holds_it_and_what_somebody_holds_stays(
+    gated: Gated,
+) -> None:
     held = gated.wait("held")
     gated.wait("a")
     gc.collect()
@@ -169,7 +194,9 @@ def test_what_was_compiled_lately_is_there_though_nobody_holds_it_and_what_someb
     gc.collect()
     assert gated.wait("held") is held
     gated.wait("a")
-    assert [grammar.text for grammar in gated.compiled].count("a") == 2 and len(gated.grammars._compiled) <= module._KEPT + 2
+    assert [grammar.text for grammar in gated.compiled].count("a") == 2 and len(
+        gated.grammars._compiled
+    ) <= module._KEPT + 2
 
 
 def words_of(gated: Gated, matcher: Matcher) -> np.ndarray:
@@ -188,7 +215,8 @@ def test_an_answer_moves_its_own_copy_alone(gated: Gated) -> None:
 
 
 def test_a_mask_whose_token_never_comes_allows_every_token(gated: Gated) -> None:
-    """Its request has ended, or begins anew. What the buffer had from steps before would be some other request's, or nothing at all."""
+    """Its request has ended, or begins anew. What the buffer had from steps before would be some other
+    request's, or nothing at all."""
     lane = CpuLane("compute")
     masks = Masks(gated.grammars, 4, lane)
     try:
@@ -233,4 +261,6 @@ def test_each_of_a_list_of_choices_can_be_written_and_nothing_else(gated: Gated,
         if not matcher.is_over:
             Matcher.fill([(matcher, 0)], words)
             allowed = {chr(byte) for byte in range(128) if words[0, byte // 32] >> byte % 32 & 1}
-            assert allowed == {one[len(choice)] for one in choices if one.startswith(choice) and one != choice}
+            assert allowed == {
+                one[len(choice)] for one in choices if one.startswith(choice) and one != choice
+            }

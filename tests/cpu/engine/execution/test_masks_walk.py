@@ -1,5 +1,6 @@
-"""The masks of a step are those of its requests' answers so far, whatever rows they had before, in any order of starts, retractions and
-steps, of which one is always ahead. A request may have the id of one that is over."""
+"""The masks of a step are those of its requests' answers so far, whatever rows they had before, in any order
+of starts, retractions and steps, of which one is always ahead. A request may have the id of one that is
+over."""
 
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ pytest.importorskip("llguidance", reason="structured output is an extra")
 
 NUM_ROWS = 4
 NUM_PROMPT = 3
-GRAMMARS = [None, Grammar("regex", "([a-d]x)*"), Grammar("regex", "[0-9]{1,9}[a-f]{3}"), Grammar("choice", '["yes", "yesterday", "no"]')]
+GRAMMARS = [
+    None,
+    Grammar("regex", "([a-d]x)*"),
+    Grammar("regex", "[0-9]{1,9}[a-f]{3}"),
+    Grammar("choice", '["yes", "yesterday", "no"]'),
+]
 
 
 @dataclass
@@ -63,7 +69,9 @@ class World:
             asked.row = self.r.choice(sorted(rows))
             sampling = SamplingParams(max_tokens=100, grammar=asked.grammar)
             self.masks.start(Start(asked.row, asked.id, sampling, tuple(asked.output), None, NUM_PROMPT))
-            assert len(self.masks.answers) <= NUM_ROWS, "what has ended is forgotten when its row is used again"
+            assert len(self.masks.answers) <= NUM_ROWS, (
+                "what has ended is forgotten when its row is used again"
+            )
 
     def leave(self) -> None:
         """It ends, or is pushed out. The masks are not told."""
@@ -82,8 +90,12 @@ class World:
         ]
         masks = self.masks.for_step(found, pinned=False)
         self._tell()
-        wanted = {at: asked for at, asked in enumerate(chosen) if num_logits[at] and asked.grammar is not None}
-        assert (masks is None) == (not wanted) and (masks is None or list(masks.at) == list(wanted)), "one for each that has a grammar"
+        wanted = {
+            at: asked for at, asked in enumerate(chosen) if num_logits[at] and asked.grammar is not None
+        }
+        assert (masks is None) == (not wanted) and (masks is None or list(masks.at) == list(wanted)), (
+            "one for each that has a grammar"
+        )
         rows: dict[int, NDArray[np.int32]] = {}
         if masks is not None:
             ended = {ending.request_id for ending in masks.wait_filled(self.lane)}
@@ -105,13 +117,18 @@ class World:
 
     def _check(self, asked: Asked, row: NDArray[np.int32], ended: bool) -> None:
         assert asked.grammar is not None
-        matcher, words = self.grammars.wait_compiled(asked.grammar).copy(), np.zeros((1, self.grammars.num_words), np.int32)
+        matcher, words = (
+            self.grammars.wait_compiled(asked.grammar).copy(),
+            np.zeros((1, self.grammars.num_words), np.int32),
+        )
         matcher.consume(asked.output)
         if not matcher.is_over:
             Matcher.fill([(matcher, 0)], words)
         is_over = matcher.is_over or not words.any()
         assert ended == is_over, f"{asked.id} is over: {is_over}"
-        assert is_over or (row == words[0]).all(), f"{asked.id} may go on otherwise behind {bytes(asked.output)!r}"
+        assert is_over or (row == words[0]).all(), (
+            f"{asked.id} may go on otherwise behind {bytes(asked.output)!r}"
+        )
         asked.over |= is_over
         asked.row = -1 if is_over else asked.row
         self.num_checked += 1
@@ -119,7 +136,9 @@ class World:
     def _any_of(self, row: NDArray[np.int32] | None) -> int:
         if row is None:
             return self.r.randrange(97, 123)
-        return int(self.r.choice(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()))
+        return int(
+            self.r.choice(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+        )
 
 
 @pytest.fixture(scope="module")

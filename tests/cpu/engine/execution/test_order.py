@@ -1,4 +1,5 @@
-"""What keeps a step's memory in order: it waits for the earlier users of its slots, and staging buffers are never refilled under it."""
+"""What keeps a step's memory in order: it waits for the earlier users of its slots, and staging buffers are
+never refilled under it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]
 
 
-def order_of_use(engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch, patience_s: float) -> list[str]:
-    """Every slot was last used by a copy that is still running on another lane; a request then needs them. Who is first?"""
+def order_of_use(
+    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch, patience_s: float
+) -> list[str]:
+    """Every slot was last used by a copy that is still running on another lane; a request then needs them.
+    Who is first?"""
     other, gate, stepped, order = CpuLane("copies"), threading.Event(), threading.Event(), []
     other.submit(lambda: (gate.wait(30), order.append("earlier user")), label="copy")
     cache = engine._parts.cache
@@ -55,7 +59,9 @@ def test_a_step_waits_for_the_earlier_users_of_the_slots_it_writes(
     assert order_of_use(make_engine(), prompts(20), monkeypatch, patience_s=0.05) == ["earlier user", "step"]
 
 
-def test_without_that_wait_the_step_comes_first(make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_that_wait_the_step_comes_first(
+    make_engine: MakeEngine, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     monkeypatch.setattr(engine._parts.lanes[0], "wait", lambda fence: None)
     assert order_of_use(engine, prompts(20), monkeypatch, patience_s=30.0) == ["step", "earlier user"]
@@ -99,7 +105,9 @@ def test_a_staging_buffer_that_comes_round_too_early_is_refused_not_refilled(lan
     assert ring.next()[0].data_ptr() == first.data_ptr()
 
 
-def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(make_engine: MakeEngine, prompts: Prompts) -> None:
+def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
     """The fault: steps are launched on and on without reading the one before."""
     engine = make_engine()
     submit(engine, prompts(20), max_tokens=30)
@@ -121,8 +129,11 @@ def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(make_engine:
     scheduler._steps._unread.clear()  # the plan that could not be launched
 
 
-def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it(make_engine: MakeEngine, prompts: Prompts) -> None:
-    """A request takes a row while a step for the row's last one is running: that step's token must not count against it."""
+def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it(
+    make_engine: MakeEngine, prompts: Prompts
+) -> None:
+    """A request takes a row while a step for the row's last one is running: that step's token must not count
+    against it."""
     engine = make_engine(max_batch=1)
     prompt, penalties = prompts(20), {"max_tokens": 6, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
     alone = submit(engine, prompt, **penalties)
@@ -131,7 +142,11 @@ def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it
     for _ in range(4):
         engine.step()
     began, gate = threading.Event(), threading.Event()
-    lane, scheduler, sampler = engine._parts.lanes[0], engine._parts.scheduler, engine._parts.executor._sampler
+    lane, scheduler, sampler = (
+        engine._parts.lanes[0],
+        engine._parts.scheduler,
+        engine._parts.executor._sampler,
+    )
     lane.submit(lambda: (began.set(), gate.wait(30)), label="a step that takes long")
     assert began.wait(30), "the step before it has not counted its token"
     try:
@@ -144,7 +159,9 @@ def test_the_penalty_state_of_a_row_is_set_up_behind_the_step_that_still_uses_it
         plan = scheduler.plan()
         assert plan is not None and plan.starts
         launched = engine._launch(plan)
-        assert torch.equal(sampler._counts, before) and int(before.sum()) > 0, "the row is still the last request's"
+        assert torch.equal(sampler._counts, before) and int(before.sum()) > 0, (
+            "the row is still the last request's"
+        )
         engine._running = launched
     finally:
         gate.set()

@@ -1,4 +1,5 @@
-"""KV that streams past a step: every piece is what lies in host memory, whoever is late, and what failed is not read."""
+"""KV that streams past a step: every piece is what lies in host memory, whoever is late, and what failed is
+not read."""
 
 from __future__ import annotations
 
@@ -20,21 +21,28 @@ LAYERS, TOKENS, HEADS, WIDTH, SLOTS = 2, 4, 1, 2, 32
 
 
 class Streaming:
-    """`PagedReads` over two real lanes, with an attention that copies blocks whose values say where they are from."""
+    """`PagedReads` over two real lanes, with an attention that copies blocks whose values say where they are
+    from."""
 
     def __init__(self, piece_tokens: int = 2 * TOKENS) -> None:
         self.compute, self.fetching = CpuLane("compute"), CpuLane("paged")
         self.tables = torch.arange(100) % SLOTS  # slots, as they were uploaded
         shape = SLOTS, LAYERS, 2, TOKENS, HEADS, WIDTH
-        host: Any = SimpleNamespace(name="host", tensor=torch.arange(int(np.prod(shape)), dtype=torch.float32).view(shape))
+        host: Any = SimpleNamespace(
+            name="host", tensor=torch.arange(int(np.prod(shape)), dtype=torch.float32).view(shape)
+        )
         self.host = host
         self.error: Exception | None = None
-        attention: Any = SimpleNamespace(arena=torch.zeros(1, LAYERS, 2, TOKENS, HEADS, WIDTH), fetch=self._fetch)
+        attention: Any = SimpleNamespace(
+            arena=torch.zeros(1, LAYERS, 2, TOKENS, HEADS, WIDTH), fetch=self._fetch
+        )
         self.reads = PagedReads(host, attention, self.fetching, piece_tokens)
         self.found: list[torch.Tensor] = []
         self.behind_reads: list[Any] = []
 
-    def _fetch(self, layer: int, host: torch.Tensor, tables: torch.Tensor, table_at: int, buffer: torch.Tensor) -> None:
+    def _fetch(
+        self, layer: int, host: torch.Tensor, tables: torch.Tensor, table_at: int, buffer: torch.Tensor
+    ) -> None:
         if self.error is not None:
             raise self.error
         slots = tables[table_at : table_at + buffer.shape[1] // TOKENS]
@@ -43,7 +51,9 @@ class Streaming:
     def stream(self, layer: int, piece: PagedChunk) -> Any:
         """As a step does it: fetched, read, and free again behind that."""
         fetched = self.reads.fetch(layer, piece, lambda: self.tables, self.compute)
-        ticket = self.compute.submit(lambda: self.found.append(fetched.landed().clone()), [fetched.access], label="attention")
+        ticket = self.compute.submit(
+            lambda: self.found.append(fetched.landed().clone()), [fetched.access], label="attention"
+        )
         self.behind_reads.append(self.compute.record())
         fetched.read_until(self.behind_reads[-1])
         return ticket
@@ -56,7 +66,10 @@ class Streaming:
         seen: list[tuple[str, Any]] = []
         for lane in (self.fetching, self.compute):
             wait, submit = lane.wait, lane.submit
-            lane.wait = lambda fence, lane=lane, wait=wait: (seen.append((f"{lane.name} waits", fence)), wait(fence))[1]  # type: ignore
+            lane.wait = lambda fence, lane=lane, wait=wait: (
+                seen.append((f"{lane.name} waits", fence)),
+                wait(fence),
+            )[1]  # type: ignore
 
             def noted(op: Any, *rest: Any, lane: CpuLane = lane, submit: Any = submit, **more: Any) -> Any:
                 seen.append((f"{lane.name} does", None))
@@ -82,14 +95,18 @@ def streaming() -> Iterator[Streaming]:
 
 def chunks() -> tuple[PagedChunk, ...]:
     """Their slots stand in the step's tables, one behind the other."""
-    return PagedChunk((0, 3), np.arange(7, 12, dtype=np.int32), 7), PagedChunk((3, 4), np.arange(20, 22, dtype=np.int32), 20)
+    return PagedChunk((0, 3), np.arange(7, 12, dtype=np.int32), 7), PagedChunk(
+        (3, 4), np.arange(20, 22, dtype=np.int32), 20
+    )
 
 
 def test_pieces_are_all_blocks_of_all_chunks_in_order_with_their_places(streaming: Streaming) -> None:
     found = [(piece.rows, piece.slots.tolist(), piece.table_at) for piece in streaming.reads.pieces(chunks())]
     assert found == [((0, 3), [7, 8], 7), ((0, 3), [9, 10], 9), ((0, 3), [11], 11), ((3, 4), [20, 21], 20)]
     small = Streaming(piece_tokens=1)
-    assert [piece.slots.tolist() for piece in small.reads.pieces(chunks()[1:])] == [[20], [21]], "a block at least"
+    assert [piece.slots.tolist() for piece in small.reads.pieces(chunks()[1:])] == [[20], [21]], (
+        "a block at least"
+    )
     small.close()
 
 
@@ -104,10 +121,14 @@ def test_whoever_is_late_every_piece_is_read_as_it_is_in_host_memory(streaming: 
             wanted.append(streaming.expected(layer, piece))
     gate.set()
     streaming.wait_read()
-    assert len(wanted) > 2 * NUM_BUFFERS and all(torch.equal(a, b) for a, b in zip(streaming.found, wanted, strict=True))
+    assert len(wanted) > 2 * NUM_BUFFERS and all(
+        torch.equal(a, b) for a, b in zip(streaming.found, wanted, strict=True)
+    )
 
 
-def test_a_buffer_is_filled_behind_whoever_reads_it_and_read_behind_the_copy_that_fills_it(streaming: Streaming) -> None:
+def test_a_buffer_is_filled_behind_whoever_reads_it_and_read_behind_the_copy_that_fills_it(
+    streaming: Streaming,
+) -> None:
     """Whatever the lanes happen to do: each is told what to wait for before it is told what to do."""
     (piece, *_) = streaming.reads.pieces(chunks())
     seen = streaming.watch_waits()
@@ -118,10 +139,14 @@ def test_a_buffer_is_filled_behind_whoever_reads_it_and_read_behind_the_copy_tha
         own = ["paged waits"] if number >= NUM_BUFFERS else []
         assert list(steps) == [*own, "paged does", "compute waits", "compute does"]
         if own:
-            assert fences[0] is streaming.behind_reads[number - NUM_BUFFERS], "the read of what is in the same buffer"
+            assert fences[0] is streaming.behind_reads[number - NUM_BUFFERS], (
+                "the read of what is in the same buffer"
+            )
         copied = fences[len(own) + 1]
         streaming.wait_read()
-        assert copied.lane == "paged" and copied.passed() and copied.number == streaming.fetching.record().number, "the copy just begun"
+        assert (
+            copied.lane == "paged" and copied.passed() and copied.number == streaming.fetching.record().number
+        ), "the copy just begun"
 
 
 def test_a_piece_whose_copy_failed_is_not_read_and_the_next_one_is(streaming: Streaming) -> None:

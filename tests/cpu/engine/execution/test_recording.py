@@ -1,4 +1,5 @@
-"""A run once more from its plans, read from a file: a fresh executor with the same weights computes the same tokens and logprobs."""
+"""A run once more from its plans, read from a file: a fresh executor with the same weights computes the same
+tokens and logprobs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_tokens": 12},
     {"temperature": 0.9, "seed": 7, "logprobs": 3},
     {"temperature": 0.7, "seed": 8, "top_p": 0.8, "top_k": 20, "min_p": 0.02, "max_tokens": 20},
-    {"temperature": 0.8, "seed": 9, "frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.2, "max_tokens": 16},
+    {
+        "temperature": 0.8,
+        "seed": 9,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.3,
+        "repetition_penalty": 1.2,
+        "max_tokens": 16,
+    },
     {"prompt_logprobs": 2, "logprobs": 0},
     {"prompt_logprobs": 0, "max_tokens": 0},
 ]
@@ -55,7 +63,8 @@ def record(engine: Engine, work: Callable[[Engine], Any]) -> Recording:
 
 
 def mixed_work(engine: Engine, prompts: Prompts, adapter: Adapter | None) -> list[Collected]:
-    """Prompts in several chunks beside decodes, a prefix found on the device, an adapter, and one that is cancelled on the way."""
+    """Prompts in several chunks beside decodes, a prefix found on the device, an adapter, and one that is
+    cancelled on the way."""
     found = [submit(engine, prompts(30 + 40 * n, seed=n), **options) for n, options in enumerate(OPTIONS)]
     found.append(submit(engine, prompts(50, seed=20), adapter=adapter, temperature=0.5, seed=1, logprobs=1))
     gone = submit(engine, prompts(33, seed=21), max_tokens=200)
@@ -67,7 +76,12 @@ def mixed_work(engine: Engine, prompts: Prompts, adapter: Adapter | None) -> lis
     again = submit(engine, [*prompts(30 + 40, seed=1), 5, 6], temperature=0.9, seed=4, logprobs=2)
     full = submit(engine, prompts(64, seed=20)[:48], adapter=adapter)  # all of it is cached
     run_all(engine)
-    assert again.source is not None and again.source.device == 64 and full.source is not None and full.source.device == 47
+    assert (
+        again.source is not None
+        and again.source.device == 64
+        and full.source is not None
+        and full.source.device == 47
+    )
     return [*found, again, full]
 
 
@@ -88,7 +102,9 @@ def test_a_replay_computes_the_same_tokens_and_logprobs(
     make_engine: MakeEngine, fresh: Callable[..., Engine], prompts: Prompts, tmp_path: Path
 ) -> None:
     engine = make_engine(prefill_chunk=48)
-    adapter = engine.adapters.load("tuned", write_random_adapter(tmp_path / "tuned", TINY_QWEN3, seed=3)).adapter
+    adapter = engine.adapters.load(
+        "tuned", write_random_adapter(tmp_path / "tuned", TINY_QWEN3, seed=3)
+    ).adapter
     answers: list[Collected] = []
     run = record(engine, lambda engine: answers.extend(mixed_work(engine, prompts, adapter)))
     assert len(run.plans) == len(run.results) == engine.stats().steps
@@ -97,15 +113,28 @@ def test_a_replay_computes_the_same_tokens_and_logprobs(
     by_request = told(replayed)
     for answer in answers:
         tokens, logprobs, scores = by_request.get(answer.request_id, ([], [], []))
-        assert tokens[: len(answer.tokens)] == answer.tokens and logprobs[: len(answer.tokens)] == answer.logprobs
+        assert (
+            tokens[: len(answer.tokens)] == answer.tokens
+            and logprobs[: len(answer.tokens)] == answer.logprobs
+        )
         assert scores == list(answer.prompt_logprobs or ())[1:]
     chunks = [chunk for plan in run.plans for chunk in plan.chunks]
-    assert any(not chunk.writes for chunk in chunks) and any(chunk.adapter for chunk in chunks) and any(chunk.echo for chunk in chunks)
-    assert any(0 < plan.num_decodes < len(plan.chunks) for plan in run.plans) and any(-1 in chunk.tokens for chunk in chunks)
+    assert (
+        any(not chunk.writes for chunk in chunks)
+        and any(chunk.adapter for chunk in chunks)
+        and any(chunk.echo for chunk in chunks)
+    )
+    assert any(0 < plan.num_decodes < len(plan.chunks) for plan in run.plans) and any(
+        -1 in chunk.tokens for chunk in chunks
+    )
 
 
 def test_other_weights_do_not_compute_the_same(
-    make_engine: MakeEngine, fresh: Callable[..., Engine], prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine,
+    fresh: Callable[..., Engine],
+    prompts: Prompts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fault: the replay runs on another model. So the tests beside this one can fail."""
     run = record(make_engine(), lambda engine: generate(engine, prompts(40), logprobs=1))
@@ -116,9 +145,14 @@ def test_other_weights_do_not_compute_the_same(
 
 
 def test_retractions_and_padded_replays_come_out_the_same(
-    make_engine: MakeEngine, fresh: Callable[..., Engine], prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine,
+    fresh: Callable[..., Engine],
+    prompts: Prompts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests start again with what they have generated, and steps are padded to captured shapes as on CUDA."""
+    """Requests start again with what they have generated, and steps are padded to captured shapes as on
+    CUDA."""
     monkeypatch.setattr(build_module, "_buckets", lambda *_: cuda_buckets(16, 64))
     settings: dict[str, Any] = {"blocks": 24, "max_model_len": 256, "overcommit": 4.0}
     engine = make_engine(**settings)
@@ -162,7 +196,9 @@ def some_plan(**changes: Any) -> StepPlan:
     ],
     ids=["a load", "a fence", "logits"],
 )
-def test_a_plan_that_cannot_be_launched_is_refused_before_anything_is(make_engine: MakeEngine, changes: dict[str, Any], why: str) -> None:
+def test_a_plan_that_cannot_be_launched_is_refused_before_anything_is(
+    make_engine: MakeEngine, changes: dict[str, Any], why: str
+) -> None:
     engine = make_engine()
     lane = engine._parts.lanes[0]
     before = lane.record().number

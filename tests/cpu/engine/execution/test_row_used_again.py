@@ -1,4 +1,5 @@
-"""A row that is set up for another request holds nothing of the one before; and a draw as unlikely as there is leaves a filter in force."""
+"""A row that is set up for another request holds nothing of the one before; and a draw as unlikely as there
+is leaves a filter in force."""
 
 from __future__ import annotations
 
@@ -48,10 +49,19 @@ def test_a_row_that_is_used_again_is_as_one_that_is_new(after: str) -> None:
 
 
 def told(plan: SamplePlan) -> tuple[object, ...]:
-    return plan.greedy, plan.penalties, plan.filters, plan.biases, plan.num_logprobs, None if plan.params is None else plan.params.tolist()
+    return (
+        plan.greedy,
+        plan.penalties,
+        plan.filters,
+        plan.biases,
+        plan.num_logprobs,
+        None if plan.params is None else plan.params.tolist(),
+    )
 
 
-@pytest.mark.parametrize("others", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.7, "frequency_penalty": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "others", [{}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_p": 0.7, "frequency_penalty": 1.0}], ids=str
+)
 def test_a_top_k_below_zero_is_one_that_is_off(others: dict[str, float]) -> None:
     plans = []
     for top_k in (0, -1):
@@ -63,7 +73,8 @@ def test_a_top_k_below_zero_is_one_that_is_off(others: dict[str, float]) -> None
 
 @pytest.mark.parametrize("sampling", [{"min_p": 1.0}, {"min_p": 1.0, "top_p": 0.5}, {"top_k": 1}])
 def test_the_only_token_that_a_filter_leaves_is_chosen_whatever_its_draw(sampling: dict[str, float]) -> None:
-    """A uniform number that is rounded up to 1 makes noise of minus infinity, as all tokens have that are left out."""
+    """A uniform number that is rounded up to 1 makes noise of minus infinity, as all tokens have that are
+    left out."""
     rows, sampler, vocab = Rows(1), OnLane(1, 12), 12
     sampler.sampler._noise = lambda keys, num: torch.full((keys.shape[1], num), -torch.inf)
     started(rows, **sampling)

@@ -1,4 +1,5 @@
-"""The sampler against exact distributions: what is chosen, how often, and that neighbours in the batch do not matter."""
+"""The sampler against exact distributions: what is chosen, how often, and that neighbours in the batch do not
+matter."""
 
 from __future__ import annotations
 
@@ -17,11 +18,18 @@ VOCAB = 12
 
 
 def sample_many(
-    logits: torch.Tensor, num_draws: int, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **sampling: Any
+    logits: torch.Tensor,
+    num_draws: int,
+    prompt: tuple[int, ...] = (1,),
+    output: tuple[int, ...] = (),
+    **sampling: Any,
 ) -> torch.Tensor:
-    """One request's next token, drawn at `num_draws` positions with everything else equal: counts by token."""
+    """One request's next token, drawn at `num_draws` positions with everything else equal: counts by
+    token."""
     rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start.of(0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output)
+    start = Start.of(
+        0, Request("r", prompt, SamplingParams(max_tokens=1, **{"seed": 11, **sampling})), output
+    )
     counts = torch.zeros(VOCAB, dtype=torch.int64)
     rows.start(start)
     batch = 500
@@ -39,7 +47,9 @@ def check_distribution(counts: torch.Tensor, expected: torch.Tensor) -> None:
     total = counts.sum()
     assert bool((counts[expected == 0] == 0).all())
     possible = expected > 0
-    statistic = ((counts[possible] - total * expected[possible]) ** 2 / (total * expected[possible])).sum().item()
+    statistic = (
+        ((counts[possible] - total * expected[possible]) ** 2 / (total * expected[possible])).sum().item()
+    )
     degrees = int(possible.sum()) - 1
     # Wilson and Hilferty's approximation of the quantile; 3.72 standard deviations.
     limit = degrees * (1 - 2 / (9 * degrees) + 3.72 * (2 / (9 * degrees)) ** 0.5) ** 3 if degrees else 1e-9
@@ -71,9 +81,13 @@ def test_the_check_of_distributions_can_fail(logits: torch.Tensor) -> None:
     [({"presence_penalty": -1.0}, 3), ({"frequency_penalty": -1.0}, 3), ({"repetition_penalty": 0.5}, 2)],
     ids=["presence", "frequency", "repetition"],
 )
-def test_a_penalty_with_the_other_sign_favours_what_was_seen(reward: dict[str, float], seen: int, level: float) -> None:
+def test_a_penalty_with_the_other_sign_favours_what_was_seen(
+    reward: dict[str, float], seen: int, level: float
+) -> None:
     """Of tokens that are all as likely the first would be chosen; 2 is in the prompt, and 3 was generated."""
-    counts = sample_many(torch.full((VOCAB,), level), 500, prompt=(2,), output=(3,), temperature=0.0, **reward)
+    counts = sample_many(
+        torch.full((VOCAB,), level), 500, prompt=(2,), output=(3,), temperature=0.0, **reward
+    )
     assert int(counts.argmax()) == seen
 
 
@@ -95,33 +109,51 @@ def test_biases_shift_the_distribution(logits: torch.Tensor) -> None:
 
 def test_biases_come_before_filters_and_behind_penalties(logits: torch.Tensor) -> None:
     p = biased(logits, *BIASES).softmax(-1)
-    check_distribution(sample_many(logits, 20_000, top_k=4, logit_bias=BIASES), kept(p, p >= p.sort(descending=True).values[3]))
+    check_distribution(
+        sample_many(logits, 20_000, top_k=4, logit_bias=BIASES),
+        kept(p, p >= p.sort(descending=True).values[3]),
+    )
     halved = torch.where(logits > 0, logits / 2, logits * 2)
     penalised = torch.where(torch.arange(VOCAB) == 3, halved, logits)
-    counts = sample_many(logits, 2000, prompt=(3,), temperature=0.0, repetition_penalty=2.0, logit_bias=((3, 1.0),))
+    counts = sample_many(
+        logits, 2000, prompt=(3,), temperature=0.0, repetition_penalty=2.0, logit_bias=((3, 1.0),)
+    )
     assert counts.argmax() == biased(penalised, (3, 1.0)).argmax()
 
 
 def test_a_bias_decides_a_greedy_choice_and_logprobs_are_the_models_own(logits: torch.Tensor) -> None:
     least = int(logits.argmin())
     rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start.of(0, Request("r", (1,), SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logit_bias=((least, 100.0),))), ())
+    start = Start.of(
+        0,
+        Request(
+            "r", (1,), SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logit_bias=((least, 100.0),))
+        ),
+        (),
+    )
     rows.start(start)
     sampler.start(start)
     plan = rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32))
     assert plan.params is not None
-    found = sampler.sample(logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params))
+    found = sampler.sample(
+        logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params)
+    )
     assert found.tokens.tolist() == [least]
     assert found.logprobs is not None and torch.equal(found.logprobs, logits.log_softmax(-1)[least][None])
 
 
-def test_biases_of_a_row_are_not_its_neighbours_nor_those_of_whoever_has_it_next(logits: torch.Tensor) -> None:
-    """The row of the second request was another's, whose biases are still in it: nothing sets up a row that needs no state."""
+def test_biases_of_a_row_are_not_its_neighbours_nor_those_of_whoever_has_it_next(
+    logits: torch.Tensor,
+) -> None:
+    """The row of the second request was another's, whose biases are still in it: nothing sets up a row that
+    needs no state."""
     best, least = int(logits.argmax()), int(logits.argmin())
     rows, sampler = Rows(2), OnLane(2, VOCAB)
 
     def start(row: int, **sampling: Any) -> None:
-        begun = Start.of(row, Request("r", (1,), SamplingParams(max_tokens=1, temperature=0.0, **sampling)), ())
+        begun = Start.of(
+            row, Request("r", (1,), SamplingParams(max_tokens=1, temperature=0.0, **sampling)), ()
+        )
         rows.start(begun)
         if sampling:
             sampler.start(begun)
@@ -131,12 +163,16 @@ def test_biases_of_a_row_are_not_its_neighbours_nor_those_of_whoever_has_it_next
     start(0, logit_bias=((5, 100.0),))
     plan = rows.sample_plan(np.array([0, 1], np.int32), np.zeros(2, np.int32))
     assert plan.params is not None
-    found = sampler.sample(logits.expand(2, -1), torch.tensor([0, 1], dtype=torch.int32), plan, torch.from_numpy(plan.params))
+    found = sampler.sample(
+        logits.expand(2, -1), torch.tensor([0, 1], dtype=torch.int32), plan, torch.from_numpy(plan.params)
+    )
     assert found.tokens.tolist() == [5, best]
     start(0, logit_bias=((least, 1e-3),))  # fewer or smaller ones replace what was there
     plan = rows.sample_plan(np.array([0], np.int32), np.zeros(1, np.int32))
     assert plan.params is not None
-    assert sampler.sample(logits[None], torch.tensor([0], dtype=torch.int32), plan, torch.from_numpy(plan.params)).tokens.tolist() == [best]
+    assert sampler.sample(
+        logits[None], torch.tensor([0], dtype=torch.int32), plan, torch.from_numpy(plan.params)
+    ).tokens.tolist() == [best]
 
 
 def test_top_k_keeps_exactly_k(logits: torch.Tensor) -> None:
@@ -168,7 +204,8 @@ def test_min_p_is_relative_to_the_likeliest(logits: torch.Tensor) -> None:
     "sampling",
     [
         *({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}),
-        {"temperature": 1e-38, "presence_penalty": 1e-9},  # which divides by nothing so small, though it goes the long way
+        # which divides by nothing so small, though it goes the long way
+        {"temperature": 1e-38, "presence_penalty": 1e-9},
     ],
 )
 def test_the_narrowest_settings_are_greedy(logits: torch.Tensor, sampling: dict[str, float]) -> None:
@@ -184,20 +221,29 @@ def test_penalties_change_logits_as_defined(logits: torch.Tensor) -> None:
     for token, count in ((3, 1), (5, 2)):
         expected[token] -= 0.4 * count + 0.7
     settings: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.7}
-    # The first draw of each batch of 500 sees the counts as given; within a batch they are read before they are raised.
+    # The first draw of each batch of 500 sees the counts as given; within a batch they are read before they
+    # are raised.
     check_distribution(sample_many(logits, 20_000, prompt, output, **settings), expected.softmax(-1))
 
 
 def test_generated_tokens_count_towards_penalties_at_once(logits: torch.Tensor) -> None:
     rows, sampler = Rows(1), OnLane(1, VOCAB)
-    start = Start.of(0, Request("r", (1,), SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)), ())
+    start = Start.of(
+        0, Request("r", (1,), SamplingParams(max_tokens=9, temperature=0.0, frequency_penalty=2.0)), ()
+    )
     rows.start(start)
     sampler.start(start)
     found = []
     expected, reference = [], logits.clone()
     for position in range(6):
         plan = rows.sample_plan(np.zeros(1, np.int32), np.array([position], np.int32))
-        found.append(int(sampler.sample(logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params)).tokens))
+        found.append(
+            int(
+                sampler.sample(
+                    logits[None], torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params)
+                ).tokens
+            )
+        )
         expected.append(int(reference.argmax()))
         reference[expected[-1]] -= 2.0
     assert found == expected
@@ -207,7 +253,12 @@ def test_generated_tokens_count_towards_penalties_at_once(logits: torch.Tensor) 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(4, VOCAB)
     rows = Rows(4)
-    settings: list[dict[str, Any]] = [{}, {"top_k": 3}, {"temperature": 0.0}, {"presence_penalty": 1.0, "top_p": 0.5}]
+    settings: list[dict[str, Any]] = [
+        {},
+        {"top_k": 3},
+        {"temperature": 0.0},
+        {"presence_penalty": 1.0, "top_p": 0.5},
+    ]
     sampler = OnLane(4, VOCAB)
     for row, extra in enumerate(settings):
         start = Start.of(row, Request(str(row), (2,), SamplingParams(max_tokens=1, seed=row, **extra)), ())
@@ -272,7 +323,9 @@ def test_a_greedy_row_beside_random_ones_is_never_chosen_by_its_noise(filters: d
     logits[:, likely] = 9.0
     rows, sampler = Rows(2), OnLane(2, VOCAB)
     for row, sampling in enumerate(({"temperature": 0.0}, {"temperature": 1.0, **filters})):
-        rows.start(Start.of(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=1, **sampling)), ()))
+        rows.start(
+            Start.of(row, Request(str(row), (1,), SamplingParams(max_tokens=1, seed=1, **sampling)), ())
+        )
     plan = rows.sample_plan(np.array([0, 1], np.int32), np.array([5, 5], np.int32))
     assert plan.params is not None
     keys = keys_whose_noise_is_infinite_at(unlikely)
@@ -287,11 +340,18 @@ def test_what_is_sampled_comes_through_one_packed_copy_unchanged() -> None:
     logits = torch.randn(3, VOCAB)
     logits[0, 4] = -torch.inf
     output = token_logprobs(logits, torch.tensor([4, 0, 11]), 3)
-    assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None and output.ranks is not None
+    assert (
+        output.logprobs is not None
+        and output.top_ids is not None
+        and output.top_logprobs is not None
+        and output.ranks is not None
+    )
     words = output.packed().numpy()
     assert words.shape == (3, packed_width(3)) and words.dtype == np.int32
     assert words[:, 0].tolist() == [4, 0, 11] and words[:, 2].tolist() == output.ranks.tolist()
-    assert words[:, 1].view(np.float32).tolist() == output.logprobs.tolist() and output.logprobs[0] == -torch.inf
+    assert (
+        words[:, 1].view(np.float32).tolist() == output.logprobs.tolist() and output.logprobs[0] == -torch.inf
+    )
     assert words[:, 3:6].tolist() == output.top_ids.tolist()
     assert words[:, 6:].view(np.float32).tolist() == output.top_logprobs.tolist()
     assert SampleOutput(torch.tensor([5, 6])).packed().tolist() == [5, 6] and packed_width(-1) == 1
@@ -300,13 +360,18 @@ def test_what_is_sampled_comes_through_one_packed_copy_unchanged() -> None:
 
 @pytest.mark.parametrize("call", ["start", "sample"])
 def test_the_state_of_rows_is_touched_by_work_of_the_lane_alone(call: str) -> None:
-    """A step that is still running counts tokens of the row's last request: whoever does not come behind it on the lane is refused."""
+    """A step that is still running counts tokens of the row's last request: whoever does not come behind it
+    on the lane is refused."""
     rows, made = Rows(1), OnLane(1, VOCAB)
     start = Start.of(0, Request("r", (1,), SamplingParams(max_tokens=1, presence_penalty=1.0)), ())
     rows.start(start)
     plan = rows.sample_plan(np.zeros(1, np.int32), np.zeros(1, np.int32))
     assert plan.params is not None
-    given = (start,) if call == "start" else (torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params))
+    given = (
+        (start,)
+        if call == "start"
+        else (torch.zeros(1, VOCAB), torch.zeros(1, dtype=torch.int32), plan, torch.from_numpy(plan.params))
+    )
     with pytest.raises(InvariantBroken, match="no work of lane compute"):
         getattr(made.sampler, call)(*given)
     getattr(made, call)(*given)
@@ -334,15 +399,25 @@ def test_a_rank_counts_only_what_is_likelier() -> None:
 
 @pytest.mark.parametrize("num_top", [1, 3, 20])
 @pytest.mark.parametrize("num_values", [1, 2, 5, 300])
-def test_equally_likely_alternatives_come_by_their_ids_whatever_else_is_asked_for(num_values: int, num_top: int) -> None:
-    """In bfloat16 many logits are equal. The greedy token is the first of them, and a request that wants fewer gets the first ones."""
+def test_equally_likely_alternatives_come_by_their_ids_whatever_else_is_asked_for(
+    num_values: int, num_top: int
+) -> None:
+    """In bfloat16 many logits are equal. The greedy token is the first of them, and a request that wants
+    fewer gets the first ones."""
     for seed in range(20):
-        logits = torch.randint(num_values, (seed % 4 + 1, 300), generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        logits = torch.randint(
+            num_values, (seed % 4 + 1, 300), generator=torch.Generator().manual_seed(seed)
+        ).to(torch.bfloat16)
         logits[0, :3] = -torch.inf
-        assert token_logprobs(torch.full_like(logits, torch.nan), logits.argmax(dim=-1), num_top).top_ids is not None, "nor does NaN fail"
+        assert (
+            token_logprobs(torch.full_like(logits, torch.nan), logits.argmax(dim=-1), num_top).top_ids
+            is not None
+        ), "nor does NaN fail"
         chosen = logits.argmax(dim=-1)
         output = token_logprobs(logits, chosen, num_top)
-        expected = [sorted(range(300), key=lambda token: (-row[token], token))[:num_top] for row in logits.tolist()]
+        expected = [
+            sorted(range(300), key=lambda token: (-row[token], token))[:num_top] for row in logits.tolist()
+        ]
         assert output.top_ids is not None and output.top_ids.tolist() == expected
         assert output.top_ids[:, 0].tolist() == chosen.tolist()
         logprobs = logits.float().log_softmax(dim=-1).gather(1, torch.tensor(expected))

@@ -1,4 +1,5 @@
-"""What single keywords of a schema may ask for, and which keyword is named where a schema as a whole is too much."""
+"""What single keywords of a schema may ask for, and which keyword is named where a schema as a whole is too
+much."""
 
 from __future__ import annotations
 

@@ -68,7 +68,9 @@ def test_bounds_are_never_below_any_key() -> None:
     _sum_up(bounds, 0, SCORING, 0, blocks)
     low, high = bounds._bounds[0].unbind(2)
     heads = query.view(2, 2, 8)
-    best = torch.einsum("kgd,pkd->kgp", heads.clamp(min=0), high) + torch.einsum("kgd,pkd->kgp", heads.clamp(max=0), low)
+    best = torch.einsum("kgd,pkd->kgp", heads.clamp(min=0), high) + torch.einsum(
+        "kgd,pkd->kgp", heads.clamp(max=0), low
+    )
     scores = torch.zeros(5)
     bounds.add_scores(0, query, scores)
     expected = torch.softmax(best * 8**-0.5 / 2, -1).sum((0, 1))
@@ -84,7 +86,7 @@ def test_recency_looks_at_nothing() -> None:
     assert scores.tolist() == [1, 2, 3, 4, 5]
 
 
-# ---------------------------------------------------------------------------------------------------------------- over a request's steps
+# ------------------------------------------------------------------------------------- over a request's steps
 
 LAYERS, TOKENS, HEADS, WIDTH, PART, MOST = 2, 4, 2, 8, 4, 10  # a part has 4 blocks of 4 tokens
 NUM_BLOCKS = PART * MOST
@@ -101,7 +103,17 @@ class Scored:
         self.summed: set[int] = set()
 
     def chunk(self, scoring: Scoring | None, paged: list[int], num_tokens: int) -> Chunk:
-        return Chunk(self.id, self.row, 0, (1,) * num_tokens, np.empty(0, np.int32), True, 1, paged=np.array(paged), scoring=scoring)
+        return Chunk(
+            self.id,
+            self.row,
+            0,
+            (1,) * num_tokens,
+            np.empty(0, np.int32),
+            True,
+            1,
+            paged=np.array(paged),
+            scoring=scoring,
+        )
 
     def bounds(self) -> torch.Tensor:
         found = self.known._known[self.id]
@@ -164,7 +176,9 @@ class Stepped:
                 for at in range(0, len(one.slots), 3):
                     slots = one.slots[at : at + 3]
                     buffer = torch.stack([request.blocks[layer, slots].flatten(0, 1)] * 2)
-                    op = step.piece(layer, PagedChunk(one.rows, slots, one.table_at + at), lambda buffer=buffer: buffer)  # type: ignore[misc]
+                    op = step.piece(
+                        layer, PagedChunk(one.rows, slots, one.table_at + at), lambda buffer=buffer: buffer
+                    )  # type: ignore[misc]
                     if op is not None:
                         op()
             lse += resident  # what streams in is added to the same tensor
@@ -186,25 +200,36 @@ def lane() -> Iterator[CpuLane]:
     made.close(10.0)
 
 
-def scoring_of(first: int, end: int, at: int = 0, paged: bool = False, num_parts: int = 0, recall: bool = False) -> Scoring:
-    return Scoring(PART, MOST, first, np.arange(at + first, at + end, dtype=np.int32), paged, num_parts, recall)
+def scoring_of(
+    first: int, end: int, at: int = 0, paged: bool = False, num_parts: int = 0, recall: bool = False
+) -> Scoring:
+    return Scoring(
+        PART, MOST, first, np.arange(at + first, at + end, dtype=np.int32), paged, num_parts, recall
+    )
 
 
 @pytest.mark.parametrize("num_paged", [0, 1, 4, 9, 13, 22])
 def test_from_its_prompt_to_its_answer_sums_are_those_of_its_blocks(num_paged: int, lane: CpuLane) -> None:
-    """Beside another one, and one that asks for nothing; a step that reads all to see what was left out adds nothing to them."""
+    """Beside another one, and one that asks for nothing; a step that reads all to see what was left out adds
+    nothing to them."""
     steps = Stepped(lane)
     one, other = Scored(steps.known, "one", 3, 1), Scored(steps.known, "other", 0, 2)
     nobody = Scored(steps.known, "nobody", 1, 3)
     steps.place(one, 0)
     steps.place(other, NUM_BLOCKS)
     exact = scoring_of(num_paged, 22, paged=num_paged > 0, num_parts=5)
-    steps.run((nobody, None, [0, 1], 2), (other, scoring_of(0, 6, at=NUM_BLOCKS), [], 1), (one, exact, list(range(num_paged)), 7))
+    steps.run(
+        (nobody, None, [0, 1], 2),
+        (other, scoring_of(0, 6, at=NUM_BLOCKS), [], 1),
+        (one, exact, list(range(num_paged)), 7),
+    )
     one.summed, other.summed = set(range(22)), set(range(6))
     for request in (one, other):
         request.check()
     assert (
-        torch.allclose(steps.scores(one)[:-1], one.expected_scores(5)) and "other" not in steps.out and "nobody" not in steps.known._known
+        torch.allclose(steps.scores(one)[:-1], one.expected_scores(5))
+        and "other" not in steps.out
+        and "nobody" not in steps.known._known
     )
     left_out = [block for block in range(20) if block not in (4, 5, 6, 7)]
     for first, end in ((22, 23), (23, 23), (23, 30)):
@@ -213,13 +238,16 @@ def test_from_its_prompt_to_its_answer_sums_are_those_of_its_blocks(num_paged: i
         one.summed |= set(range(first, end))
         one.check()
         assert torch.allclose(steps.scores(one)[:-1], one.expected_scores(end // PART))
-        assert float(steps.scores(one)[-1]) == pytest.approx(np.exp(-2.0 * 0.5)), "of each layer alike, what was there before the pieces"
+        assert float(steps.scores(one)[-1]) == pytest.approx(np.exp(-2.0 * 0.5)), (
+            "of each layer alike, what was there before the pieces"
+        )
     steps.run((one, scoring_of(30, 30, num_parts=7), [], 1))
     assert float(steps.scores(one)[-1]) == 0.0, "nobody asked"
 
 
 def test_what_has_left_is_forgotten_behind_the_steps_that_use_it(lane: CpuLane) -> None:
-    """A step that was launched for it would make it anew, and its next life would begin with half of what it was."""
+    """A step that was launched for it would make it anew, and its next life would begin with half of what it
+    was."""
     steps = Stepped(lane)
     one, other = Scored(steps.known, "one", 3, 1), Scored(steps.known, "other", 0, 2)
     gate = threading.Event()
@@ -234,9 +262,13 @@ def test_what_has_left_is_forgotten_behind_the_steps_that_use_it(lane: CpuLane) 
 
 
 def test_what_is_known_of_its_keys_is_kept_in_its_place_and_taken_up_by_the_next_turn(lane: CpuLane) -> None:
-    """Of which the first parts may be enough; nothing beside the place is touched, and the next turn adds to what it has."""
+    """Of which the first parts may be enough; nothing beside the place is touched, and the next turn adds to
+    what it has."""
     steps = Stepped(lane, num_kept=12)
-    one, other, again = (Scored(steps.known, id, row, seed) for id, row, seed in (("one", 3, 1), ("other", 0, 2), ("again", 2, 1)))
+    one, other, again = (
+        Scored(steps.known, id, row, seed)
+        for id, row, seed in (("one", 3, 1), ("other", 0, 2), ("again", 2, 1))
+    )
     steps.known._kept.fill_(7.0)
     for request in (one, other):
         steps.place(request, 0)
@@ -244,7 +276,9 @@ def test_what_is_known_of_its_keys_is_kept_in_its_place_and_taken_up_by_the_next
     steps.known.forget([("one", range(2, 7)), ("other", range(8, 11))])
     lane.record().wait_passed(60.0)
     width = steps.known._width
-    assert (steps.known._kept[: 2 * width] == 7.0).all() and (steps.known._kept[7 * width : 8 * width] == 7.0).all()
+    assert (steps.known._kept[: 2 * width] == 7.0).all() and (
+        steps.known._kept[7 * width : 8 * width] == 7.0
+    ).all()
     steps.place(again, 0)
     goes_on = scoring_of(16, 16, num_parts=4)._replace(kept=KeptSums(2, 7, 4))
     steps.run((again, goes_on, [], 1))

@@ -1,9 +1,11 @@
-"""Load on an SSD store that is too small for it, and what must be there after it was cut short. Owns the promise: blocks that were
-persisted and that the rules of eviction keep. How it is cut short is the tests' business.
+"""Load on an SSD store that is too small for it, and what must be there after it was cut short. Owns the
+promise: blocks that were persisted and that the rules of eviction keep. How it is cut short is the tests'
+business.
 
-Fillers write blocks under random keys, far more than fit, so that slots are written over all the time. A keeper writes a few blocks of
-each generation, persists them and says so. Under `lru` they stay: it reads all of them again before fillers get leave for the next blocks,
-and leaves are so few that those of two turns and the kept blocks fit into the store together.
+Fillers write blocks under random keys, far more than fit, so that slots are written over all the time. A
+keeper writes a few blocks of each generation, persists them and says so. Under `lru` they stay: it reads all
+of them again before fillers get leave for the next blocks, and leaves are so few that those of two turns and
+the kept blocks fit into the store together.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class Load:
 
     def run(self) -> None:
         """In this thread; returns when all of its threads have ended."""
-        fillers = [threading.Thread(target=self._guard, args=(self._fill, self._rng.random()), daemon=True) for _ in range(NUM_FILLERS)]
+        fillers = [
+            threading.Thread(target=self._guard, args=(self._fill, self._rng.random()), daemon=True)
+            for _ in range(NUM_FILLERS)
+        ]
         for thread in fillers:
             thread.start()
         self._guard(self._keep, self._rng.getrandbits(31))
@@ -100,7 +105,8 @@ class Load:
             read_checked(self._store, keys, self._num_bytes)
 
     def _keep(self, first: float) -> None:
-        """Promises nothing while the store still looks for what an earlier life has left: until then fewer slots are in use."""
+        """Promises nothing while the store still looks for what an earlier life has left: until then fewer
+        slots are in use."""
         while not self._store.wait_scanned(0.001) and not self._stop.is_set():
             self._allow()
         generation = int(first)
@@ -111,7 +117,9 @@ class Load:
             while num_safe < KEPT and not self._stop.is_set():
                 keys = [kept_key(generation, number) for number in range(min(KEPT, num_safe + BATCH))]
                 outcomes = write_some(self._store, keys[num_safe:], self._num_bytes)
-                if set(outcomes) != {Outcome.DONE} or set(read_checked(self._store, keys, self._num_bytes)) != {Outcome.DONE}:
+                if set(outcomes) != {Outcome.DONE} or set(
+                    read_checked(self._store, keys, self._num_bytes)
+                ) != {Outcome.DONE}:
                     raise AssertionError("a block that was just used is not there")
                 self._allow()
                 self._store.persist()

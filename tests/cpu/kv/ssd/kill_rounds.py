@@ -1,10 +1,11 @@
-"""A writer that is killed at random instants, and what its store has afterwards. Run as a program: a process without threads can fork a
-writer in a millisecond.
+"""A writer that is killed at random instants, and what its store has afterwards. Run as a program: a process
+without threads can fork a writer in a millisecond.
 
     python kill_rounds.py FOLDER SEED ROUNDS
 
-The writer tells through a pipe which blocks a `persist` has covered. After each kill the store is opened and read; a wrong byte, or a
-block that was persisted, not evicted, and is not there, ends the program with an error.
+The writer tells through a pipe which blocks a `persist` has covered. After each kill the store is opened and
+read; a wrong byte, or a block that was persisted, not evicted, and is not there, ends the program with an
+error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def write_until_killed(path: Path, seed: int, told: int) -> None:
         rng = random.Random(seed)
         while True:
             numbers = rng.sample(range(NUM_BLOCKS), rng.randrange(1, 8))
-            done.update(number for number, outcome in zip(numbers, write(store, *numbers), strict=True) if outcome is Outcome.DONE)
+            done.update(
+                number
+                for number, outcome in zip(numbers, write(store, *numbers), strict=True)
+                if outcome is Outcome.DONE
+            )
             read(store, *numbers)
 
     for _ in range(3):

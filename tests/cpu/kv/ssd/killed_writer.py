@@ -1,10 +1,12 @@
-"""A writer under load that is killed at random instants, and what its store has afterwards. Run as a program: a process without threads
-can fork a writer in a millisecond. Owns the killing; the load and the promise are `crash_load`'s.
+"""A writer under load that is killed at random instants, and what its store has afterwards. Run as a program:
+a process without threads can fork a writer in a millisecond. Owns the killing; the load and the promise are
+`crash_load`'s.
 
     python killed_writer.py FOLDER SEED KILLS [FAULT]
 
-Ends with an error at the first wrong byte, and at the first block that was persisted and is not there. FAULT names what is broken on
-purpose. Every other writer goes through the system's file cache and page by page, so that a kill cuts its blocks at any page.
+Ends with an error at the first wrong byte, and at the first block that was persisted and is not there. FAULT
+names what is broken on purpose. Every other writer goes through the system's file cache and page by page, so
+that a kill cuts its blocks at any page.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def open_store(path: Path, io: DiskIo) -> SsdStore:
 
 
 def say_done_before_it_is() -> None:
-    """What a thread writes is written when it writes the next time, and until then it is shown what it would have read."""
+    """What a thread writes is written when it writes the next time, and until then it is shown what it would
+    have read."""
     write, waiting = SsdStore.write, threading.local()
 
     def later(store: SsdStore, *given: Any) -> list[Outcome]:
@@ -79,7 +82,12 @@ def killed(path: Path, rng: random.Random, io: DiskIo, fault: str) -> Heard:
         try:
             if fault:
                 FAULTS[fault]()
-            load = Load(open_store(path, io), BLOCK_BYTES, seed, lambda *said: os.write(telling, _WORD.pack(*said)) and None)
+            load = Load(
+                open_store(path, io),
+                BLOCK_BYTES,
+                seed,
+                lambda *said: os.write(telling, _WORD.pack(*said)) and None,
+            )
             load.run()
             print(f"the writer ended by itself: {load.failure!r}", file=sys.stderr)
         finally:
@@ -99,7 +107,12 @@ def killed(path: Path, rng: random.Random, io: DiskIo, fault: str) -> Heard:
 
 
 def main() -> None:
-    path, rng, num_kills, fault = Path(sys.argv[1]), random.Random(int(sys.argv[2])), int(sys.argv[3]), "".join(sys.argv[4:])
+    path, rng, num_kills, fault = (
+        Path(sys.argv[1]),
+        random.Random(int(sys.argv[2])),
+        int(sys.argv[3]),
+        "".join(sys.argv[4:]),
+    )
     counts = {"kills": num_kills, "good": 0, "torn": 0, "required": 0, "full": 0}
     for number in range(num_kills):
         io = ShortDisk() if number % 2 else DiskIo()

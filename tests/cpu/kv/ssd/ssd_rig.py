@@ -1,4 +1,5 @@
-"""What the tests of the SSD store share: blocks whose bytes follow from their keys, a store in a folder, and a disk that crashes."""
+"""What the tests of the SSD store share: blocks whose bytes follow from their keys, a store in a folder, and
+a disk that crashes."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def read(store: SsdStore, *numbers: int, num_bytes: int = BLOCK_BYTES) -> list[O
     into = [memoryview(bytearray(num_bytes)) for _ in numbers]
     outcomes = store.read([key_of(number) for number in numbers], into)
     for number, outcome, view in zip(numbers, outcomes, into, strict=True):
-        assert outcome is not Outcome.DONE or view == bytes_of(number, num_bytes), f"wrong bytes of block {number}"
+        assert outcome is not Outcome.DONE or view == bytes_of(number, num_bytes), (
+            f"wrong bytes of block {number}"
+        )
     return outcomes
 
 
@@ -152,13 +155,15 @@ class GatedDisk(DiskIo):
         return super().pwritev(fd, buffers, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        done = super().preadv(fd, buffers, offset)  # the bytes are fetched before the gate: what comes after would change nothing
+        # the bytes are fetched before the gate: what comes after would change nothing
+        done = super().preadv(fd, buffers, offset)
         self._pass("preadv")
         return done
 
 
 class QuickDisk(DiskIo):
-    """Through the system's file cache, and nothing is ever synced: for tests that are not about that and make thousands of calls."""
+    """Through the system's file cache, and nothing is ever synced: for tests that are not about that and make
+    thousands of calls."""
 
     def open(self, path: Path, flags: int, dir_fd: int) -> int:
         return super().open(path, flags & ~os.O_DIRECT, dir_fd)
@@ -182,8 +187,9 @@ class _FileState:
 
 
 class CrashingDisk(QuickDisk):
-    """Remembers what has been synced. After `crash` each sector of 512 bytes that has not is old or new as chance has it: writes are
-    torn, lost and reordered in every way a disk may do that. Names of files that were not synced may be lost, too."""
+    """Remembers what has been synced. After `crash` each sector of 512 bytes that has not is old or new as
+    chance has it: writes are torn, lost and reordered in every way a disk may do that. Names of files that
+    were not synced may be lost, too."""
 
     TORN_BYTES = 512
 
@@ -228,7 +234,8 @@ class CrashingDisk(QuickDisk):
             state.named = True
 
     def crash(self) -> None:
-        """Leave on the real disk what this one would have after power came back. Nobody has it open any more."""
+        """Leave on the real disk what this one would have after power came back. Nobody has it open any
+        more."""
         for file, state in self._files.items():
             if not state.named and self._rng.random() < 0.5:
                 file.unlink()
@@ -246,6 +253,8 @@ class CrashingDisk(QuickDisk):
         for offset, data in state.writes:
             for start in range(0, len(data), self.TORN_BYTES):
                 part = data[start : start + self.TORN_BYTES]
-                if offset + start + len(part) <= len(image) and (chance == 1.0 or self._rng.random() < chance):
+                if offset + start + len(part) <= len(image) and (
+                    chance == 1.0 or self._rng.random() < chance
+                ):
                     image[offset + start : offset + start + len(part)] = part
         state.writes.clear()

@@ -13,7 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import Crashed, CrashingDisk, QuickDisk, abandon, key_of, num_bytes_in, open_at, read, those_in, write
+from cpu.kv.ssd.ssd_rig import (
+    Crashed,
+    CrashingDisk,
+    QuickDisk,
+    abandon,
+    key_of,
+    num_bytes_in,
+    open_at,
+    read,
+    those_in,
+    write,
+)
 from penstock.kv.tiers.ssd.segments import Segments
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Outcome
@@ -52,7 +63,9 @@ class _Life:
         numbers = self._rng.sample(BLOCKS, self._rng.randrange(1, 6))
         if chance < 0.6:
             outcomes = write(self.store, *numbers)
-            self.done.update(number for number, outcome in zip(numbers, outcomes, strict=True) if outcome is DONE)
+            self.done.update(
+                number for number, outcome in zip(numbers, outcomes, strict=True) if outcome is DONE
+            )
             self.done &= those_in(self.store, BLOCKS)
             self.safe &= self.done  # what is evicted and written again is not safe before the next persist
         elif chance < 0.75:
@@ -61,12 +74,14 @@ class _Life:
             self.store.persist()
             self.safe |= self.done
         else:
-            self.safe, self.done = set(), set()  # a reset that a crash cuts short may have forgotten any of them
+            # a reset that a crash cuts short may have forgotten any of them
+            self.safe, self.done = set(), set()
             self.store.reset()
 
 
 def _crash_again_and_again(path: Path, seed: int, num_crashes: int) -> tuple[int, int]:
-    """How many blocks were safe and lost, and how many were found in all. A wrong byte fails inside `read`."""
+    """How many blocks were safe and lost, and how many were found in all. A wrong byte fails inside
+    `read`."""
     rng = random.Random(seed)
     num_lost = num_found = 0
     for _ in range(num_crashes):
@@ -83,24 +98,31 @@ def _crash_again_and_again(path: Path, seed: int, num_crashes: int) -> tuple[int
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_after_a_crash_every_block_is_right_and_what_was_persisted_is_there(tmp_path: Path, seed: int) -> None:
+def test_after_a_crash_every_block_is_right_and_what_was_persisted_is_there(
+    tmp_path: Path, seed: int
+) -> None:
     num_lost, num_found = _crash_again_and_again(tmp_path, seed, NUM_CRASHES // SEEDS)
     assert num_lost == 0 and num_found > 0
 
 
-def test_a_persist_that_syncs_nothing_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_persist_that_syncs_nothing_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Segments, "persist", lambda self: None)
     assert _crash_again_and_again(tmp_path, 0, 20)[0] > 0
 
 
-def test_a_disk_that_lies_about_syncing_loses_blocks_and_serves_no_wrong_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_lies_about_syncing_loses_blocks_and_serves_no_wrong_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CrashingDisk, "fdatasync", lambda self, fd: None)
     num_lost, num_found = _crash_again_and_again(tmp_path, 1, 20)
     assert num_lost > 0 and num_found > 0
 
 
 def test_a_write_torn_at_every_place_is_a_miss_or_whole(tmp_path: Path) -> None:
-    """The slot had another block before; of the new one only the first sectors, or only the last ones, have arrived."""
+    """The slot had another block before; of the new one only the first sectors, or only the last ones, have
+    arrived."""
 
     def overwritten(path: Path, num_first: int, num_last: int) -> SsdStore:
         store = open_at(path, num_slots=1, io=QuickDisk())
@@ -112,7 +134,9 @@ def test_a_write_torn_at_every_place_is_a_miss_or_whole(tmp_path: Path) -> None:
         write(store, 100)  # over the deepest
         new = file.read_bytes()
         abandon(store)
-        changed = [place for place in range(0, len(new), 512) if old[place : place + 512] != new[place : place + 512]]
+        changed = [
+            place for place in range(0, len(new), 512) if old[place : place + 512] != new[place : place + 512]
+        ]
         assert changed and changed[0] >= start
         torn = bytearray(old)
         for place in [*changed[:num_first], *changed[len(changed) - num_last :]]:
@@ -125,7 +149,9 @@ def test_a_write_torn_at_every_place_is_a_miss_or_whole(tmp_path: Path) -> None:
             store = overwritten(tmp_path / f"{num_first}-{num_last}", num_first, num_last)
             found = sorted(those_in(store, range(101)))
             outcomes = dict(zip(found, read(store, *found), strict=True))
-            assert not (outcomes.get(100) is DONE and outcomes.get((store.usage().num_slots or 0) - 1) is DONE), "one slot, two blocks"
+            assert not (
+                outcomes.get(100) is DONE and outcomes.get((store.usage().num_slots or 0) - 1) is DONE
+            ), "one slot, two blocks"
             store.close()
 
 
@@ -146,7 +172,13 @@ def test_the_bound_holds_after_any_crash(tmp_path: Path) -> None:
 def test_a_writer_that_is_killed_at_random_instants_loses_nothing_that_was_persisted(tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parents[3]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
-    program = [sys.executable, str(Path(__file__).with_name("kill_rounds.py")), str(tmp_path), "1", str(NUM_KILLS)]
+    program = [
+        sys.executable,
+        str(Path(__file__).with_name("kill_rounds.py")),
+        str(tmp_path),
+        "1",
+        str(NUM_KILLS),
+    ]
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "found and right" in done.stdout

@@ -1,5 +1,5 @@
-"""Files that somebody or something has changed: flipped bits, cut files, slots in each other's places. Never a wrong byte, always noticed,
-and the slot is used again.
+"""Files that somebody or something has changed: flipped bits, cut files, slots in each other's places. Never
+a wrong byte, always noticed, and the slot is used again.
 
 Holds invariant 23: a block that was changed on disk is a miss, is counted, and is removed."""
 
@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, bytes_of, key_of, open_at, read, segment_paths, those_in, write
+from cpu.kv.ssd.ssd_rig import (
+    BLOCK_BYTES,
+    SPACE,
+    bytes_of,
+    key_of,
+    open_at,
+    read,
+    segment_paths,
+    those_in,
+    write,
+)
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES
 from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.store import SsdStore
@@ -20,7 +30,8 @@ from penstock.kv.tiers.store import Envelope, Outcome
 
 DONE = Outcome.DONE
 NUM_BLOCKS = 40
-DAMAGES = int(os.environ.get("PENSTOCK_DAMAGES", "1"))  # times thirteen hundred flipped bits and twenty cut files
+# times thirteen hundred flipped bits and twenty cut files
+DAMAGES = int(os.environ.get("PENSTOCK_DAMAGES", "1"))
 WIDTH = slot_bytes(BLOCK_BYTES)
 PADDING = WIDTH - SECTOR_BYTES - BLOCK_BYTES
 
@@ -54,7 +65,8 @@ def _flip(data: bytearray) -> None:
 
 
 def _counts(offset: int) -> bool:
-    """Whether a byte of a slot matters: what is in the rest of the head's sector and in the padding is nobody's."""
+    """Whether a byte of a slot matters: what is in the rest of the head's sector and in the padding is
+    nobody's."""
     return offset < 156 or SECTOR_BYTES <= offset < WIDTH - PADDING
 
 
@@ -78,7 +90,8 @@ def test_flipped_bits_are_noticed_while_running_and_the_slot_is_used_again(tmp_p
 
 
 def _damage_and_count(path: Path, seed: int) -> tuple[int, int]:
-    """Hundreds of flips all over the files between two lives; how many wrong blocks were served, and how many were lost."""
+    """Hundreds of flips all over the files between two lives; how many wrong blocks were served, and how many
+    were lost."""
     rng = random.Random(seed)
     _filled(path).close()
     for _ in range(200):
@@ -105,7 +118,9 @@ def test_flipped_bits_between_two_lives_never_give_a_wrong_byte(tmp_path: Path, 
     assert num_wrong == 0 and num_lost > 0
 
 
-def test_without_the_checksum_wrong_bytes_would_be_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_checksum_wrong_bytes_would_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
     assert _damage_and_count(tmp_path, 0)[0] > 0
 
@@ -127,8 +142,13 @@ def test_slots_that_changed_places_are_noticed(tmp_path: Path, restart: bool) ->
     places = list(_places(store).items())
     rng.shuffle(places)
     moved = []
-    for (one, (file, start)), (other, (other_file, other_start)) in zip(places[:10:2], places[1:10:2], strict=True):
-        first, second = file.read_bytes()[start : start + WIDTH], other_file.read_bytes()[other_start : other_start + WIDTH]
+    for (one, (file, start)), (other, (other_file, other_start)) in zip(
+        places[:10:2], places[1:10:2], strict=True
+    ):
+        first, second = (
+            file.read_bytes()[start : start + WIDTH],
+            other_file.read_bytes()[other_start : other_start + WIDTH],
+        )
         _patch(file, start, lambda data, second=second: data.__setitem__(slice(None), second), WIDTH)  # type: ignore[misc]
         _patch(other_file, other_start, lambda data, first=first: data.__setitem__(slice(None), first), WIDTH)  # type: ignore[misc]
         moved += [one, other]
@@ -176,7 +196,10 @@ def test_files_cut_anywhere_never_give_a_wrong_byte(tmp_path: Path, seed: int) -
     found = those_in(store, range(NUM_BLOCKS))
     outcomes = read(store, *found)  # the last block of a cut file has its head and not all of its payload
     assert outcomes.count(DONE) >= len(found) - 3 and set(outcomes) <= {DONE, Outcome.CORRUPT}
-    assert write(store, *range(NUM_BLOCKS)) == [DONE] * NUM_BLOCKS and read(store, *range(NUM_BLOCKS)) == [DONE] * NUM_BLOCKS
+    assert (
+        write(store, *range(NUM_BLOCKS)) == [DONE] * NUM_BLOCKS
+        and read(store, *range(NUM_BLOCKS)) == [DONE] * NUM_BLOCKS
+    )
     store.close()
 
 

@@ -1,4 +1,5 @@
-"""Blocks far behind the beginning of their prompts: their depths are kept as they are, however long contexts become."""
+"""Blocks far behind the beginning of their prompts: their depths are kept as they are, however long contexts
+become."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_a_head_keeps_the_depth_of_its_block(depth: int) -> None:
 def test_blocks_of_any_depth_are_written_and_found_after_a_restart(tmp_path: Path) -> None:
     numbers = range(len(DEPTHS))
     store = open_at(tmp_path / "cache")
-    assert store.write([key_of(n) for n in numbers], DEPTHS, [memoryview(bytes_of(n)) for n in numbers]) == [Outcome.DONE] * len(DEPTHS)
+    assert store.write([key_of(n) for n in numbers], DEPTHS, [memoryview(bytes_of(n)) for n in numbers]) == [
+        Outcome.DONE
+    ] * len(DEPTHS)
     store.close()
     again = open_at(tmp_path / "cache")
     assert read(again, *numbers) == [Outcome.DONE] * len(DEPTHS)

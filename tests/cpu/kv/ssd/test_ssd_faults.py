@@ -1,5 +1,5 @@
-"""Every error path of the SSD store, met by a fault: what was begun is undone, no descriptor and no lock stays behind, and the next call
-works."""
+"""Every error path of the SSD store, met by a fault: what was begun is undone, no descriptor and no lock
+stays behind, and the next call works."""
 
 from __future__ import annotations
 
@@ -95,16 +95,22 @@ class Fails(DiskIo):
         super().fallocate(fd, num_bytes)
 
 
-# ----------------------------------------------------------------------------------------------------------------- at start
+# --------------------------------------------------------------------------------------------------- at start
 
 
 @pytest.mark.parametrize("name", ["open", "preadv"])
-def test_a_file_that_cannot_be_read_at_start_is_left_alone_and_counts(filled: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_read_at_start_is_left_alone_and_counts(
+    filled: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     first = segment_paths(filled)[0]
     image, before = first.read_bytes(), num_open()
     with caplog.at_level(logging.WARNING):
         store = open_at(filled, io=Fails(**{name: errno.EIO}))
-    assert [record for record in caplog.records if "left as it is" in record.getMessage() and first.name in record.getMessage()]
+    assert [
+        record
+        for record in caplog.records
+        if "left as it is" in record.getMessage() and first.name in record.getMessage()
+    ]
     missing = set(range(40)) - those_in(store, range(40))
     assert 0 < len(missing) < 40
     for start in range(100, 300, 10):
@@ -132,7 +138,9 @@ def test_a_file_that_goes_while_it_is_opened_is_not_missed(filled: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["close", "unlink"])
-def test_a_file_of_another_model_that_cannot_be_closed_or_removed_does_not_stop_the_start(filled: Path, name: str) -> None:
+def test_a_file_of_another_model_that_cannot_be_closed_or_removed_does_not_stop_the_start(
+    filled: Path, name: str
+) -> None:
     other = Space(b"o" * 32, SPACE.block_bytes)
     before = num_open()
     store = open_at(filled, io=Fails(**{name: errno.EIO}), space=other)
@@ -143,7 +151,9 @@ def test_a_file_of_another_model_that_cannot_be_closed_or_removed_does_not_stop_
     assert num_open() == before
 
 
-def test_heads_that_cannot_be_read_are_slots_that_can_be_used(filled: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_heads_that_cannot_be_read_are_slots_that_can_be_used(
+    filled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class BadHeads(DiskIo):
         """Of the first slots of each file."""
 
@@ -211,7 +221,9 @@ def test_a_disk_of_which_no_head_can_be_read_is_not_tried_for_long(tmp_path: Pat
     again.close()
 
 
-def test_memory_that_cannot_be_had_while_heads_are_read_costs_those_blocks_alone(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_had_while_heads_are_read_costs_those_blocks_alone(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = threading.Event()
 
     class NoMemory(DiskIo):
@@ -283,7 +295,7 @@ def test_a_start_that_fails_late_gives_everything_back(filled: Path, monkeypatch
     store.close()
 
 
-# --------------------------------------------------------------------------------------------------------------- in service
+# ------------------------------------------------------------------------------------------------- in service
 
 
 @pytest.mark.parametrize("name", ["fallocate", "pwritev"])
@@ -344,7 +356,9 @@ def test_a_write_that_ends_in_anything_gives_its_slots_back_and_lets_others_go(
     io.on = True
     claims: list[Claim | None] = []
     claim = SlotIndex.claim
-    monkeypatch.setattr(SlotIndex, "claim", lambda *args, **how: claims.append(claim(*args, **how)) or claims[-1])
+    monkeypatch.setattr(
+        SlotIndex, "claim", lambda *args, **how: claims.append(claim(*args, **how)) or claims[-1]
+    )
     caught: list[BaseException] = []
 
     def writes() -> None:
@@ -357,14 +371,17 @@ def test_a_write_that_ends_in_anything_gives_its_slots_back_and_lets_others_go(
     first.start()
     assert io.there.wait(WAIT_S)
     outcomes: list[Outcome] = []
-    second = threading.Thread(target=lambda: outcomes.extend(write(store, 1)), daemon=True)  # the same block: it waits for the first
+    # the same block: it waits for the first
+    second = threading.Thread(target=lambda: outcomes.extend(write(store, 1)), daemon=True)
     second.start()
     until(lambda: len(claims) == 2)
     io.gate.set()
     first.join(WAIT_S)
     second.join(WAIT_S)
     assert not first.is_alive() and not second.is_alive() and isinstance(caught[0], raises)
-    assert outcomes == [Outcome.FAILED] and those_in(store, [0, 1]) == {0}, "what the one could not write is not there for the other"
+    assert outcomes == [Outcome.FAILED] and those_in(store, [0, 1]) == {0}, (
+        "what the one could not write is not there for the other"
+    )
     io.on = False
     store._index.check()
     assert store._num_calls == 0 and write(store, 1) == [DONE]
@@ -419,7 +436,9 @@ def test_a_call_that_ends_in_anything_is_over(tmp_path: Path, monkeypatch: pytes
     store.close()
 
 
-def test_a_store_without_a_sync_is_closed_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_without_a_sync_is_closed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     io = FailingDisk()
     store = open_at(tmp_path, io=io)
     write(store, 1)
@@ -432,7 +451,9 @@ def test_a_store_without_a_sync_is_closed_with_a_warning(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("fault", ["persist", "close"])
-def test_a_store_whose_files_cannot_be_closed_properly_is_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+def test_a_store_whose_files_cannot_be_closed_properly_is_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
     before = num_open()
     io = Fails(close=errno.EIO)
     io.on = False
@@ -494,17 +515,20 @@ def test_a_persist_syncs_what_was_written_beside_a_block_that_failed(tmp_path: P
     store = open_at(tmp_path, 512, io=(io := Counting()))  # its first file has room for all of it
     write(store, 0)
     store.persist()
-    io.num_synced, io.errors, io.num_left = 0, {"pwritev": errno.EIO}, 2  # of a run, and of its first block when they go one by one
+    # of a run, and of its first block when they go one by one
+    io.num_synced, io.errors, io.num_left = 0, {"pwritev": errno.EIO}, 2
     assert write(store, 1, 2, 3) == [Outcome.FAILED, DONE, DONE]
     store.persist()
     assert io.num_synced == 1
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------- survey
+# ----------------------------------------------------------------------------------------------------- survey
 
 
-def test_a_disk_that_fails_under_a_survey_is_told_and_the_lock_is_free(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_under_a_survey_is_told_and_the_lock_is_free(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -518,7 +542,9 @@ def test_a_disk_that_fails_under_a_survey_is_told_and_the_lock_is_free(filled: P
     assert inspect(filled).num_blocks == 40
 
 
-def test_a_survey_does_without_direct_access_where_there_is_none(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_survey_does_without_direct_access_where_there_is_none(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = DiskIo.open
 
     def cached(self: DiskIo, path: Path, flags: int, dir_fd: int) -> int:

@@ -1,4 +1,5 @@
-"""Slots of the SSD tier that are forgotten by name: what that means for those who use them, and for the books."""
+"""Slots of the SSD tier that are forgotten by name: what that means for those who use them, and for the
+books."""
 
 from __future__ import annotations
 

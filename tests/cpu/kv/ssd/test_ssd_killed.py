@@ -1,5 +1,5 @@
-"""A store that is too small for what several threads write into it, when its process is killed or its machine stops: no wrong byte comes
-back, and what was persisted and not evicted is there.
+"""A store that is too small for what several threads write into it, when its process is killed or its machine
+stops: no wrong byte comes back, and what was persisted and not evicted is there.
 
 PENSTOCK_KILLS and PENSTOCK_CRASHES set how often; `make crash` does it hundreds of times.
 """
@@ -17,8 +17,26 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, WrongBytes, payload_of, read_checked, write_some
-from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, Crashed, CrashingDisk, QuickDisk, abandon, max_bytes_for, open_at
+from cpu.kv.ssd.crash_load import (
+    NUM_SLOTS,
+    Found,
+    Heard,
+    Load,
+    WrongBytes,
+    payload_of,
+    read_checked,
+    write_some,
+)
+from cpu.kv.ssd.ssd_rig import (
+    BLOCK_BYTES,
+    SPACE,
+    Crashed,
+    CrashingDisk,
+    QuickDisk,
+    abandon,
+    max_bytes_for,
+    open_at,
+)
 from penstock.kv.tiers.ssd.segments import Segments, slot_bytes, unpack_slot
 from penstock.kv.tiers.ssd.store import SlotIo, SsdStore, open_ssd
 from penstock.kv.tiers.store import Envelope, Outcome
@@ -27,17 +45,27 @@ NUM_KILLS = int(os.environ.get("PENSTOCK_KILLS", "25"))  # of the process
 NUM_CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "200"))  # of the machine, over all seeds
 SEEDS = 4
 
-# ------------------------------------------------------------------------------------------------------------------- killed
+# ----------------------------------------------------------------------------------------------------- killed
 
 
 def _kill(path: Path, num_kills: int, fault: str = "") -> subprocess.CompletedProcess[str]:
     tests = Path(__file__).resolve().parents[3]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
-    program = [sys.executable, str(Path(__file__).with_name("killed_writer.py")), str(path), "1", str(num_kills)]
-    return subprocess.run([*program, *([fault] if fault else [])], env=env, capture_output=True, text=True, check=False)
+    program = [
+        sys.executable,
+        str(Path(__file__).with_name("killed_writer.py")),
+        str(path),
+        "1",
+        str(num_kills),
+    ]
+    return subprocess.run(
+        [*program, *([fault] if fault else [])], env=env, capture_output=True, text=True, check=False
+    )
 
 
-def test_a_writer_killed_while_slots_are_written_over_leaves_right_bytes_and_all_that_was_persisted(tmp_path: Path) -> None:
+def test_a_writer_killed_while_slots_are_written_over_leaves_right_bytes_and_all_that_was_persisted(
+    tmp_path: Path,
+) -> None:
     done = _kill(tmp_path, NUM_KILLS)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout)
@@ -52,11 +80,12 @@ def test_a_store_that_says_done_before_it_is_would_be_noticed(tmp_path: Path) ->
     assert done.returncode != 0 and "persisted and lost" in done.stderr, done.stderr[-3000:]
 
 
-# ------------------------------------------------------------------------------------------------------------------ crashed
+# ---------------------------------------------------------------------------------------------------- crashed
 
 
 class StoppingDisk(CrashingDisk):
-    """A crashing disk for several threads: it stops in the middle of a write or between two, for all of them at once."""
+    """A crashing disk for several threads: it stops in the middle of a write or between two, for all of them
+    at once."""
 
     def __init__(self, path: Path, rng: random.Random) -> None:
         super().__init__(path, rng)
@@ -134,18 +163,22 @@ def test_a_machine_that_stops_under_load_leaves_right_bytes_and_all_that_was_per
     assert min(counts["good"], counts["torn"], counts["required"], counts["full"]) > 0, "it happened"
 
 
-def test_a_persist_that_syncs_nothing_would_be_noticed_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_persist_that_syncs_nothing_would_be_noticed_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Segments, "persist", lambda self: None)
     assert _crash_again_and_again(tmp_path, 0, 20)["lost"] > 0
 
 
-def test_a_store_that_checks_no_payload_would_be_noticed_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_checks_no_payload_would_be_noticed_under_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Envelope, "fits", lambda self, payload: True)
     with pytest.raises(WrongBytes):
         _crash_again_and_again(tmp_path, 0, 50)
 
 
-# ------------------------------------------------------------------------------------------------------------- not even told
+# ---------------------------------------------------------------------------------------------- not even told
 
 
 class ForgetfulDisk(QuickDisk):
@@ -193,7 +226,9 @@ def test_writes_that_were_lost_or_landed_elsewhere_are_misses(tmp_path: Path, se
     assert min(counts[Outcome.DONE], counts[Outcome.CORRUPT], counts[Outcome.MISSING]) > 0
 
 
-def test_a_store_that_does_not_look_at_the_key_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_look_at_the_key_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def judge(self: SlotIo, sector: Sequence[memoryview], key: bytes, payload: memoryview) -> Outcome:
         head = unpack_slot(sector[0]) if sector else None
         return Outcome.DONE if head is not None and head.envelope.fits(payload) else Outcome.CORRUPT

@@ -1,5 +1,5 @@
-"""The SSD store against a dictionary: whatever is done in whatever order, it never serves what was not written, keeps its bound, and loses
-nothing without a reason."""
+"""The SSD store against a dictionary: whatever is done in whatever order, it never serves what was not
+written, keeps its bound, and loses nothing without a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, QuickDisk, abandon, max_bytes_for, num_bytes_in, open_at, read, segment_paths, those_in, write
+from cpu.kv.ssd.ssd_rig import (
+    BLOCK_BYTES,
+    QuickDisk,
+    abandon,
+    max_bytes_for,
+    num_bytes_in,
+    open_at,
+    read,
+    segment_paths,
+    those_in,
+    write,
+)
 from penstock.config import EVICTIONS
 from penstock.kv.tiers.ssd.segments import slot_bytes
 from penstock.kv.tiers.ssd.survey import inspect, verify
@@ -24,7 +35,8 @@ SIZES = st.sampled_from([3, 12, 30])
 
 
 class SsdMachine(RuleBasedStateMachine):
-    """`there` is what the store must have, unless it is evicted; `torn` what may turn out to be damaged on reading."""
+    """`there` is what the store must have, unless it is evicted; `torn` what may turn out to be damaged on
+    reading."""
 
     @initialize(num_slots=SIZES, eviction=st.sampled_from(EVICTIONS))
     def begin(self, num_slots: int, eviction) -> None:  # type: ignore[no-untyped-def]
@@ -44,7 +56,9 @@ class SsdMachine(RuleBasedStateMachine):
         assert set(outcomes) <= {DONE, Outcome.FULL}
         new = set(numbers) - had
         num_slots = self.store.usage().num_slots or 0
-        assert outcomes.count(DONE) == len(numbers) or len(new) > num_slots, "there is room for as many as there are slots"
+        assert outcomes.count(DONE) == len(numbers) or len(new) > num_slots, (
+            "there is room for as many as there are slots"
+        )
         self.written |= {number for number, outcome in zip(numbers, outcomes, strict=True) if outcome is DONE}
 
     @rule(numbers=NUMBERS)
@@ -99,7 +113,9 @@ class SsdMachine(RuleBasedStateMachine):
         self.store.close()
         if segment_paths(self.path):
             found, checked = inspect(self.path), verify(self.path, lambda done, total: None)
-            assert found.num_blocks >= checked.num_blocks and (self.damaged or not (checked.torn or checked.corrupt or checked.damaged))
+            assert found.num_blocks >= checked.num_blocks and (
+                self.damaged or not (checked.torn or checked.corrupt or checked.damaged)
+            )
         self._open()
 
     @invariant()
@@ -120,6 +136,10 @@ class SsdMachine(RuleBasedStateMachine):
 
 
 SsdMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=25,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 TestSsdStoreAgainstADictionary = SsdMachine.TestCase

@@ -1,5 +1,5 @@
-"""The SSD store when its directory, its lock or a file of it is removed or replaced while it runs: that is noticed before anything is
-called safe, and a probe opens everything anew, as soon as it can be had."""
+"""The SSD store when its directory, its lock or a file of it is removed or replaced while it runs: that is
+noticed before anything is called safe, and a probe opens everything anew, as soon as it can be had."""
 
 from __future__ import annotations
 
@@ -61,7 +61,11 @@ def num_open() -> int:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("call", [lambda store: write(store, 20), SsdStore.persist, SsdStore.reset], ids=["write", "persist", "reset"])
+@pytest.mark.parametrize(
+    "call",
+    [lambda store: write(store, 20), SsdStore.persist, SsdStore.reset],
+    ids=["write", "persist", "reset"],
+)
 def test_a_directory_that_is_gone_is_noticed_by_the_first_call_that_changes_something(
     path: Path, change: Callable[[Path], None], call: Callable[[SsdStore], object]
 ) -> None:
@@ -71,7 +75,9 @@ def test_a_directory_that_is_gone_is_noticed_by_the_first_call_that_changes_some
     for _ in range(2):
         with pytest.raises(StoreFailed, match="removed or replaced"):
             call(store)
-    assert (sorted(path.iterdir()) if path.exists() else None) == before, "nothing is written where nobody has the lock"
+    assert (sorted(path.iterdir()) if path.exists() else None) == before, (
+        "nothing is written where nobody has the lock"
+    )
     assert read(store, 0) == [DONE], "what is open can be read"
     store.close()
 
@@ -82,7 +88,9 @@ def test_a_probe_starts_anew_in_what_is_there_now(path: Path, change: Callable[[
     change(path)
     store.probe()
     assert store.wait_scanned(WAIT_S)
-    assert those_in(store, range(100)) == ({50, 51} if change is replaced else set()), "what was in the old one is a miss"
+    assert those_in(store, range(100)) == ({50, 51} if change is replaced else set()), (
+        "what was in the old one is a miss"
+    )
     assert read(store, 0) == [Outcome.MISSING]
     assert write(store, *range(30, 40)) == [DONE] * 10
     store.persist()
@@ -227,7 +235,11 @@ def test_a_probe_of_a_directory_that_is_in_place_opens_nothing(path: Path) -> No
 def test_a_directory_is_not_made_on_a_disk_that_nobody_has_chosen(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(disk)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(disk)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("NO FILE SYSTEM CAN BE MOUNTED HERE")
     store = filled(disk / "cache")

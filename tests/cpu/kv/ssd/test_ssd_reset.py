@@ -35,7 +35,7 @@ from penstock.kv.tiers.store import Outcome
 DONE = Outcome.DONE
 
 
-# -------------------------------------------------------------------------------------------------------------- reset
+# ------------------------------------------------------------------------------------------------------ reset
 
 
 def _reset_and_restart(path: Path) -> set[int]:
@@ -54,13 +54,16 @@ def test_what_was_reset_does_not_come_back_with_a_restart(tmp_path: Path) -> Non
     assert _reset_and_restart(tmp_path) == {100}
 
 
-def test_a_reset_that_forgets_in_memory_only_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reset_that_forgets_in_memory_only_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Segments, "_renew_heads", lambda self: None)
     assert len(_reset_and_restart(tmp_path)) > 1
 
 
 def test_what_was_reset_does_not_come_back_with_a_crash(tmp_path: Path) -> None:
-    """Whoever is told that a reset is over need not fear that power fails: the generations are on the disk by then."""
+    """Whoever is told that a reset is over need not fear that power fails: the generations are on the disk by
+    then."""
     for seed in range(8):
         path = tmp_path / str(seed)
         path.mkdir(0o700)
@@ -75,7 +78,9 @@ def test_what_was_reset_does_not_come_back_with_a_crash(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_block_being_written_during_a_reset_is_not_published_under_the_old_generation(tmp_path: Path) -> None:
+def test_a_block_being_written_during_a_reset_is_not_published_under_the_old_generation(
+    tmp_path: Path,
+) -> None:
     store = open_at(tmp_path, io=(io := GatedDisk()))
     write(store, 0)
     io.gates["pwritev"].clear()
@@ -98,7 +103,9 @@ def test_a_block_being_written_during_a_reset_is_not_published_under_the_old_gen
     store.close()
 
 
-def test_who_writes_a_block_after_a_reset_is_not_told_that_a_write_from_before_it_has_done_that(tmp_path: Path) -> None:
+def test_who_writes_a_block_after_a_reset_is_not_told_that_a_write_from_before_it_has_done_that(
+    tmp_path: Path,
+) -> None:
     store = open_at(tmp_path, io=(io := GatedDisk()))
     write(store, 0)
     io.gates["pwritev"].clear()
@@ -135,7 +142,9 @@ def test_a_block_being_read_during_a_reset_arrives_and_is_gone_then(tmp_path: Pa
     store.close()
 
 
-def test_a_reset_that_could_not_be_synced_says_so_and_is_made_good_by_the_next_persist(tmp_path: Path) -> None:
+def test_a_reset_that_could_not_be_synced_says_so_and_is_made_good_by_the_next_persist(
+    tmp_path: Path,
+) -> None:
     class Failing(DiskIo):
         broken = False
 
@@ -158,7 +167,7 @@ def test_a_reset_that_could_not_be_synced_says_so_and_is_made_good_by_the_next_p
     store.close()
 
 
-# -------------------------------------------------------------------------------------------------------- two processes
+# ---------------------------------------------------------------------------------------------- two processes
 
 _HOLDER = """
 import sys
@@ -175,7 +184,11 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> 
     tests = Path(__file__).resolve().parents[3]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
+        [sys.executable, "-c", _HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env,
+        text=True,
     ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "open\n"
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -1,4 +1,5 @@
-"""A reset between two looks of a scan: heads that were read before it stand for nothing when they are published after it."""
+"""A reset between two looks of a scan: heads that were read before it stand for nothing when they are
+published after it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def test_what_was_read_before_a_reset_is_not_found_after_it(reset: bool) -> None
     pool = BlockPool(2, "ssd")
     index = SlotIndex(pool, lambda slot: generations[-1])
     withheld = index.withhold(2)
-    heads = {slot: SlotHead(Envelope(key, b"s" * 32, 100, slot, b"c" * 16), OLD, 0, slot, slot) for slot, key in enumerate(KEYS)}
+    heads = {
+        slot: SlotHead(Envelope(key, b"s" * 32, 100, slot, b"c" * 16), OLD, 0, slot, slot)
+        for slot, key in enumerate(KEYS)
+    }
     if reset:
         assert index.reset(lambda: generations.append(NEW)) == 0
     index.add_scanned(withheld, heads)

@@ -1,4 +1,5 @@
-"""The SSD store over files of an earlier life: what was there is found again, what is not ours is not served."""
+"""The SSD store over files of an earlier life: what was there is found again, what is not ours is not
+served."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_what_was_used_during_the_scan_outlives_what_was_not(tmp_path: Path) -> 
     store = open_at(tmp_path, num_slots=16, io=io, scanned=False)
     io.let_some_through()
     until(lambda: len(those_in(store, range(num_slots))) >= io.SOME)
-    used = sorted(those_in(store, range(num_slots)))[-2:]  # the last of what was written together would be the first to go
+    # the last of what was written together would be the first to go
+    used = sorted(those_in(store, range(num_slots)))[-2:]
     read(store, *used)
     io.let_all_through()
     assert store.wait_scanned(WAIT_S)
@@ -119,7 +121,9 @@ class _Paced(DiskIo):
         return super().preadv(fd, buffers, offset)
 
 
-def test_the_store_serves_while_it_scans_and_what_is_not_scanned_is_neither_found_nor_taken(tmp_path: Path) -> None:
+def test_the_store_serves_while_it_scans_and_what_is_not_scanned_is_neither_found_nor_taken(
+    tmp_path: Path,
+) -> None:
     store = open_at(tmp_path, num_slots=40)
     num_slots = store.usage().num_slots or 0
     write(store, *range(num_slots // 2))
@@ -176,7 +180,8 @@ def test_of_two_copies_the_newer_counts(tmp_path: Path) -> None:
     head = unpack_segment(bytes(image[:SECTOR_BYTES]))
     assert head is not None
     width = slot_bytes(SPACE.block_bytes)
-    old, new = SECTOR_BYTES, SECTOR_BYTES + 7 * width  # block 0, and that of block 7 becomes a newer copy of it
+    # block 0, and that of block 7 becomes a newer copy of it
+    old, new = SECTOR_BYTES, SECTOR_BYTES + 7 * width
     payload = bytes(image[old + SECTOR_BYTES : old + SECTOR_BYTES + SPACE.block_bytes])
     envelope = pack(key_of(0), SPACE.digest, payload, 1 << 63)
     image[new : new + width] = pack_slot(envelope, head, 7, 0) + payload.ljust(width - SECTOR_BYTES, b"\0")
@@ -187,7 +192,7 @@ def test_of_two_copies_the_newer_counts(tmp_path: Path) -> None:
     store.close()
 
 
-# ---------------------------------------------------------------------------------------------- torn in an earlier life
+# ------------------------------------------------------------------------------------ torn in an earlier life
 
 
 def _tear(path: Path, slot: int) -> None:
@@ -212,11 +217,15 @@ def _write_over_a_torn_block(path: Path) -> list[Outcome]:
     return outcomes
 
 
-def test_a_block_that_an_earlier_life_has_torn_is_written_again_before_its_write_counts_as_done(tmp_path: Path) -> None:
+def test_a_block_that_an_earlier_life_has_torn_is_written_again_before_its_write_counts_as_done(
+    tmp_path: Path,
+) -> None:
     assert _write_over_a_torn_block(tmp_path) == [DONE] * 4
 
 
-def test_trusting_the_heads_of_an_earlier_life_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusting_the_heads_of_an_earlier_life_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SsdStore, "_write_if_torn", lambda self, key, depth, block: DONE)
     assert _write_over_a_torn_block(tmp_path) == [DONE, DONE, Outcome.CORRUPT, DONE]
 
@@ -233,7 +242,9 @@ def test_a_whole_block_of_an_earlier_life_is_not_written_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("first", [read, write])
-def test_a_block_of_an_earlier_life_is_verified_once(tmp_path: Path, first: Callable[..., list[Outcome]]) -> None:
+def test_a_block_of_an_earlier_life_is_verified_once(
+    tmp_path: Path, first: Callable[..., list[Outcome]]
+) -> None:
     store = open_at(tmp_path)
     write(store, *range(4))
     store.close()
@@ -261,7 +272,7 @@ def test_what_an_earlier_life_left_unsynced_is_synced_by_the_first_persist(tmp_p
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ not ours
+# --------------------------------------------------------------------------------------------------- not ours
 
 
 @pytest.mark.parametrize("other", [Space(b"t" * 32, SPACE.block_bytes), Space(b"s" * 32, 9000)])
@@ -355,7 +366,7 @@ def test_a_file_cut_short_on_a_full_disk_is_used_as_it_is(tmp_path: Path) -> Non
     store.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------- size
+# ------------------------------------------------------------------------------------------------------- size
 
 
 def test_many_blocks_are_found_again(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A disk that was full and has room again: the tier counts on all of its files as before, and says so once more when that ends."""
+"""A disk that was full and has room again: the tier counts on all of its files as before, and says so once
+more when that ends."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ from penstock.kv.tiers.store import Envelope, Outcome
 
 
 @pytest.mark.parametrize("step_ns", [0, 1, -1000])
-def test_no_two_blocks_have_the_same_number_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch, step_ns: int) -> None:
+def test_no_two_blocks_have_the_same_number_whatever_the_clock_says(
+    monkeypatch: pytest.MonkeyPatch, step_ns: int
+) -> None:
     """Clocks are coarse, and are set back."""
     now_ns = 10_000
 
@@ -36,8 +38,11 @@ def test_no_two_blocks_have_the_same_number_whatever_the_clock_says(monkeypatch:
     assert given == sorted(set(given))
 
 
-def test_what_is_written_now_is_newer_than_all_that_was_found_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was set back since an earlier life: a block that is given up and written anew has an old copy in the files."""
+def test_what_is_written_now_is_newer_than_all_that_was_found_whatever_the_clock_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was set back since an earlier life: a block that is given up and written anew has an old copy in the
+    files."""
     monkeypatch.setattr(index_module.time, "time_ns", lambda: 1000)
     index = SlotIndex(BlockPool(4, "ssd"), lambda slot: b"g" * 16)
     withheld = [index.withhold(1), index.withhold(1)]
@@ -63,7 +68,8 @@ class LateScan(DiskIo):
 def test_what_is_written_before_the_scan_is_newer_than_an_earlier_copy_though_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The earlier copy is torn: if it counted after the next start, a block that was persisted would be lost."""
+    """The earlier copy is torn: if it counted after the next start, a block that was persisted would be
+    lost."""
     store = open_at(tmp_path)
     assert write(store, 1) == [Outcome.DONE]
     store.close()

@@ -1,4 +1,5 @@
-"""What snapshots pin on disk stays there, across restarts, and their manifests are there whole or not at all."""
+"""What snapshots pin on disk stays there, across restarts, and their manifests are there whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -14,7 +15,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ssd_rig import BLOCK_BYTES, SPACE, FailingDisk, GatedDisk, QuickDisk, abandon, key_of, open_at, read, those_in, write
+from ssd_rig import (
+    BLOCK_BYTES,
+    SPACE,
+    FailingDisk,
+    GatedDisk,
+    QuickDisk,
+    abandon,
+    key_of,
+    open_at,
+    read,
+    those_in,
+    write,
+)
 
 from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import prefix_keys, tenant_of
@@ -31,7 +44,9 @@ def manifest(name: str = "talk", space: bytes = SPACE.digest, **fields: Any) -> 
     scope = b"x" * 32
     keys = b"".join(prefix_keys(TOKENS, 16, scope))
     rest = {"created_s": 1e9, "made_with": {}, **fields}
-    return Manifest(name, tenant_of(""), space, scope, block_tokens=16, tokens=TOKENS.tobytes(), keys=keys, **rest)
+    return Manifest(
+        name, tenant_of(""), space, scope, block_tokens=16, tokens=TOKENS.tobytes(), keys=keys, **rest
+    )
 
 
 def block(number: int) -> memoryview:
@@ -129,7 +144,8 @@ def test_a_reset_forgets_them_and_what_comes_again_is_pinned_again(store: SsdSto
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_after_a_restart_they_are_pinned_before_anything_is_written(tmp_path: Path, killed: bool) -> None:
-    """The directory is read in the background, and full: what is written meanwhile must not take their slots."""
+    """The directory is read in the background, and full: what is written meanwhile must not take their
+    slots."""
     store, taken = open_at(tmp_path, NUM_SLOTS), manifest()
     write_keys(store, taken.block_keys)
     store.pin_keys(taken.id, taken.block_keys)
@@ -165,7 +181,11 @@ def test_manifests_are_read_as_they_were_written(store: SsdStore, tmp_path: Path
     assert sorted(store.manifests()) == sorted([one.id, two.id])
     assert store.manifests("f" * 32) == []
     assert store.read_manifest(one.id) == pack(one)
-    assert store.write_manifest(one.id, b"other", None) is store.write_manifest(one.id, b"other", None, b"no") is Written.TAKEN
+    assert (
+        store.write_manifest(one.id, b"other", None)
+        is store.write_manifest(one.id, b"other", None, b"no")
+        is Written.TAKEN
+    )
     assert store.write_manifest(one.id, b"other", None, pack(one)) is Written.DONE
     store.remove_manifest(one.id, pack(one))
     assert store.read_manifest(one.id) == b"other"
@@ -212,7 +232,12 @@ def test_a_manifest_has_its_name_only_when_all_of_it_is_on_disk(tmp_path: Path) 
     store = open_at(tmp_path, NUM_SLOTS, disk)
     disk.done.clear()
     store.write_manifest(manifest().id, pack(manifest()), None)
-    assert disk.done == [("write", ".new"), ("fsync", ".new"), ("rename", ".new .snapshot"), ("fsync", "directory")]
+    assert disk.done == [
+        ("write", ".new"),
+        ("fsync", ".new"),
+        ("rename", ".new .snapshot"),
+        ("fsync", "directory"),
+    ]
     store.close()
 
 
@@ -244,10 +269,15 @@ def test_what_a_killed_process_has_begun_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["damaged", "empty", "foreign"])
 def test_a_manifest_that_cannot_be_used_pins_nothing_and_stays(tmp_path: Path, what: str) -> None:
-    store, taken = open_at(tmp_path, NUM_SLOTS), manifest(space=b"o" * 32 if what == "foreign" else SPACE.digest)
+    store, taken = (
+        open_at(tmp_path, NUM_SLOTS),
+        manifest(space=b"o" * 32 if what == "foreign" else SPACE.digest),
+    )
     write_keys(store, taken.block_keys)
     data = pack(taken)
-    store.write_manifest(taken.id, {"damaged": data[:-1] + b"\xff", "empty": b"", "foreign": data}[what], None)
+    store.write_manifest(
+        taken.id, {"damaged": data[:-1] + b"\xff", "empty": b"", "foreign": data}[what], None
+    )
     store.close()
     again = open_at(tmp_path, NUM_SLOTS)
     churn(again)
@@ -281,12 +311,14 @@ def test_a_pin_during_a_write_covers_the_block_that_lands(tmp_path: Path) -> Non
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------- any order of all of it
+# ------------------------------------------------------------------------------------- any order of all of it
 
 OPS = st.one_of(
     st.tuples(st.just("write"), st.integers(0, 39), st.integers(1, 8)),
     st.tuples(st.just("churn"), st.integers(0, 400), st.integers(1, 20)),
-    st.tuples(st.just("pin"), st.integers(0, 3), st.lists(st.integers(0, 39), min_size=1, max_size=8, unique=True)),
+    st.tuples(
+        st.just("pin"), st.integers(0, 3), st.lists(st.integers(0, 39), min_size=1, max_size=8, unique=True)
+    ),
     st.tuples(st.just("unpin"), st.integers(0, 3)),
     st.tuples(st.just("read"), st.integers(0, 39)),
     st.tuples(st.just("reset")),
@@ -312,7 +344,11 @@ class Pinned:
 
     def write(self, first: int, num: int) -> None:
         numbers = [number % 40 for number in range(first, first + num)]
-        done = [number for number, outcome in zip(numbers, write(self.store, *numbers), strict=True) if outcome is Outcome.DONE]
+        done = [
+            number
+            for number, outcome in zip(numbers, write(self.store, *numbers), strict=True)
+            if outcome is Outcome.DONE
+        ]
         self.there |= {number for number in done if any(number in numbers for numbers in self.pins.values())}
 
     def churn(self, first: int, num: int) -> None:
@@ -354,7 +390,8 @@ def test_what_is_pinned_is_there_in_any_order_of_calls(ops: list[tuple[Any, ...]
 
 
 def test_a_manifest_under_another_name_pins_nothing(tmp_path: Path) -> None:
-    """It is refused, so nobody counts what it pins, and deleting the one that it is of would not let go of it."""
+    """It is refused, so nobody counts what it pins, and deleting the one that it is of would not let go of
+    it."""
     store, one = open_at(tmp_path, NUM_SLOTS), manifest()
     write_keys(store, one.block_keys)
     other = manifest("other").id

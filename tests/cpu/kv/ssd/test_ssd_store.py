@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Iterator[SsdStore]:
     opened.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- read and write
+# --------------------------------------------------------------------------------------------- read and write
 
 
 def test_it_is_a_block_store(store: SsdStore) -> None:
@@ -77,7 +77,9 @@ def test_a_block_that_is_there_is_not_written_again(store: SsdStore) -> None:
     assert store.usage().num_used == 2
 
 
-def test_neighbouring_blocks_are_one_call_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbouring_blocks_are_one_call_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Counting(DiskIo):
         num_calls = 0
 
@@ -172,7 +174,7 @@ def test_two_writers_of_one_block_get_the_outcome_of_the_one_write(tmp_path: Pat
     store.close()
 
 
-# ----------------------------------------------------------------------------------------------------------- bound and eviction
+# ----------------------------------------------------------------------------------------- bound and eviction
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)

@@ -1,5 +1,5 @@
-"""A place is given up for failures that follow one another, and not for so many in a long life: what goes well between them, or a probe
-that is answered, starts the count again."""
+"""A place is given up for failures that follow one another, and not for so many in a long life: what goes
+well between them, or a probe that is answered, starts the count again."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_a_disk_that_is_gone_is_given_up_at_once(tmp_path: Path, name: str, numb
     with pytest.raises(StoreFailed, match="cannot be"):
         read(store, GOOD) if name == "preadv" else write(store, 1)
     disk.errors = {}
-    assert (read(store, GOOD), write(store, 1)) == ([Outcome.DONE], [Outcome.DONE]), "nothing was forgotten by that"
+    assert (read(store, GOOD), write(store, 1)) == ([Outcome.DONE], [Outcome.DONE]), (
+        "nothing was forgotten by that"
+    )
     store.close()
 
 

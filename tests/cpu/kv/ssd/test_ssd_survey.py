@@ -23,7 +23,11 @@ def _ignore(done: int, total: int) -> None:
     assert 0 < done <= total
 
 
-CALLS: list[Callable[[Path], Any]] = [inspect, lambda path: verify(path, _ignore), lambda path: clear(path, _ignore)]
+CALLS: list[Callable[[Path], Any]] = [
+    inspect,
+    lambda path: verify(path, _ignore),
+    lambda path: clear(path, _ignore),
+]
 
 
 def _filled(path: Path, num_blocks: int = 30) -> None:
@@ -105,7 +109,10 @@ def test_clear_removes_our_files_and_no_others(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     found = clear(tmp_path, lambda done, total: told.append((done, total)))
     assert found.num_segments == num_files == len(told) and not segment_paths(tmp_path)
-    assert num_files > 1 and (found.file_bytes, told) == (num_bytes, [(done, num_files) for done in range(1, num_files + 1)])
+    assert num_files > 1 and (found.file_bytes, told) == (
+        num_bytes,
+        [(done, num_files) for done in range(1, num_files + 1)],
+    )
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert inspect(tmp_path).num_segments == 0, "it is still a cache, with nothing in it"
     store = open_at(tmp_path)
@@ -114,7 +121,9 @@ def test_clear_removes_our_files_and_no_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_directory_in_use_is_refused_and_nothing_is_touched(tmp_path: Path, call: Callable[[Path], Any]) -> None:
+def test_a_directory_in_use_is_refused_and_nothing_is_touched(
+    tmp_path: Path, call: Callable[[Path], Any]
+) -> None:
     store = open_at(tmp_path)
     write(store, *range(10))
     with pytest.raises(ConfigError, match="in use by process"):
@@ -125,7 +134,9 @@ def test_a_directory_in_use_is_refused_and_nothing_is_touched(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_directory_that_is_missing_or_somebody_elses_is_refused(tmp_path: Path, call: Callable[[Path], Any]) -> None:
+def test_a_directory_that_is_missing_or_somebody_elses_is_refused(
+    tmp_path: Path, call: Callable[[Path], Any]
+) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -143,7 +154,9 @@ def test_a_survey_knows_the_oldest_and_the_newest_block_in_whatever_order_they_l
     for sequences in itertools.permutations((10, 20, 30)):
         space = SpaceSurvey()
         for slot, sequence in enumerate(sequences):
-            space.add(SlotHead(Envelope(key_of(slot), b"s" * 32, 100, sequence, b"c" * 16), b"g" * 16, 0, slot, 0))
+            space.add(
+                SlotHead(Envelope(key_of(slot), b"s" * 32, 100, sequence, b"c" * 16), b"g" * 16, 0, slot, 0)
+            )
         assert (space.oldest, space.newest, space.num_blocks, space.num_bytes) == (10, 30, 3, 300)
 
 
@@ -157,7 +170,9 @@ def test_of_two_copies_a_survey_counts_the_newer(tmp_path: Path, newer_first: bo
     payload = b"x" * BLOCK_BYTES
     for slot, sequence in enumerate((200, 100) if newer_first else (100, 200)):
         sector = pack_slot(pack(key_of(7), SPACE.digest, payload, sequence), head, slot, 0)
-        image[SECTOR_BYTES + slot * WIDTH : SECTOR_BYTES + (slot + 1) * WIDTH] = sector + payload.ljust(WIDTH - SECTOR_BYTES, b"\0")
+        image[SECTOR_BYTES + slot * WIDTH : SECTOR_BYTES + (slot + 1) * WIDTH] = sector + payload.ljust(
+            WIDTH - SECTOR_BYTES, b"\0"
+        )
     path.write_bytes(image)
     for found in (inspect(tmp_path), verify(tmp_path, _ignore)):
         (space,) = found.spaces.values()

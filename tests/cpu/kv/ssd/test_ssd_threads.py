@@ -1,4 +1,5 @@
-"""Readers, writers, persists, questions and resets on many threads at once: never a wrong byte, and the books balance at the end."""
+"""Readers, writers, persists, questions and resets on many threads at once: never a wrong byte, and the books
+balance at the end."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_readers_and_writers_at_once_see_only_right_bytes(tmp_path: Path, direct
                 store.reset()
             store.probe()
 
-    works = [lambda who=who: reader(who) for who in range(3)] + [lambda who=who: writer(who) for who in range(3, 6)]  # type: ignore[misc]
+    works = [lambda who=who: reader(who) for who in range(3)] + [
+        lambda who=who: writer(who) for who in range(3, 6)
+    ]  # type: ignore[misc]
     _together(*works, other)
     assert sum(num_done[:3]) > 0 and sum(num_done[3:]) > 0
     assert not store._index._writing
@@ -85,7 +88,9 @@ def test_all_may_write_the_same_blocks_at_once(tmp_path: Path) -> None:
         got.append(read(store, *numbers))
 
     _together(*[lambda seed=seed: work(seed) for seed in range(6)])  # type: ignore[misc]
-    assert all(outcomes == [Outcome.DONE] * 30 for outcomes in got), "whoever was told DONE can read it at once"
+    assert all(outcomes == [Outcome.DONE] * 30 for outcomes in got), (
+        "whoever was told DONE can read it at once"
+    )
     assert store.usage().num_used == 30
     store.close()
 

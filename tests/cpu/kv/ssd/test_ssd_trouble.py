@@ -1,4 +1,5 @@
-"""The SSD store when the disk does not do what it is asked: short calls, errors, a full disk, places that cannot be used."""
+"""The SSD store when the disk does not do what it is asked: short calls, errors, a full disk, places that
+cannot be used."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from penstock.kv.tiers.store import Outcome
 DONE = Outcome.DONE
 
 
-# ------------------------------------------------------------------------------------------------------------------- trouble
+# ---------------------------------------------------------------------------------------------------- trouble
 
 
 def test_short_reads_and_writes_are_continued(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_descriptor_that_is_gone_breaks_the_store_at_once(tmp_path: Path) -> N
     store.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------- full disk
+# -------------------------------------------------------------------------------------------------- full disk
 
 
 def test_a_full_disk_leaves_the_tier_at_what_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +157,9 @@ def test_a_full_disk_leaves_the_tier_at_what_it_has(tmp_path: Path, caplog: pyte
     store.close()
 
 
-def test_a_disk_that_is_full_from_the_start_says_full_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_from_the_start_says_full_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     io = FailingDisk()
     store = open_at(tmp_path, io=io)
     io.errors = {"fallocate": errno.EDQUOT}
@@ -182,7 +185,9 @@ def test_a_disk_with_room_for_half_a_file_gets_half_a_file(tmp_path: Path) -> No
     io.limit = max_bytes_for(800) // 8 // 2 + SECTOR_BYTES
     store = open_at(tmp_path, num_slots=800, io=io)
     assert write(store, *range(30)) == [DONE] * 30
-    assert sum(path.stat().st_size for path in segment_paths(tmp_path)) <= io.limit * len(segment_paths(tmp_path))
+    assert sum(path.stat().st_size for path in segment_paths(tmp_path)) <= io.limit * len(
+        segment_paths(tmp_path)
+    )
     store.close()
     store = open_at(tmp_path, num_slots=800)
     assert read(store, *range(30)) == [DONE] * 30
@@ -194,7 +199,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 200 KiB."""
     path = tmp_path / "small"
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k,mode=700", "tmpfs", str(path)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k,mode=700", "tmpfs", str(path)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("no file system can be mounted here")
     yield path
@@ -227,7 +236,9 @@ def test_no_room_when_writing_is_full_and_not_broken(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_system_without_direct_access_is_used_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_system_without_direct_access_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     io = FailingDisk()
     io.errors = {"open_direct": errno.EINVAL}
     with caplog.at_level(logging.WARNING):
@@ -238,7 +249,7 @@ def test_a_file_system_without_direct_access_is_used_with_a_warning(tmp_path: Pa
     store.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------- persist
+# ---------------------------------------------------------------------------------------------------- persist
 
 
 def test_persist_syncs_what_was_written_since_and_nothing_else(tmp_path: Path) -> None:
@@ -282,7 +293,9 @@ def test_what_could_not_be_synced_is_synced_the_next_time(tmp_path: Path, name: 
     store.close()
 
 
-def test_a_persist_beside_another_does_not_return_before_what_that_one_took_over_is_safe(tmp_path: Path) -> None:
+def test_a_persist_beside_another_does_not_return_before_what_that_one_took_over_is_safe(
+    tmp_path: Path,
+) -> None:
     class Slow(DiskIo):
         def __init__(self) -> None:
             self.there, self.gate = threading.Event(), threading.Event()
@@ -306,7 +319,7 @@ def test_a_persist_beside_another_does_not_return_before_what_that_one_took_over
     store.close()
 
 
-# --------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 def test_a_bound_without_room_for_a_block_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Who may have written what an SSD cache is about to believe: directories and files of other users, or writable by them, links in place of
-files. And the lock file, which locks whatever is in it."""
+"""Who may have written what an SSD cache is about to believe: directories and files of other users, or
+writable by them, links in place of files. And the lock file, which locks whatever is in it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def refuses(call: Callable[[Path], Any], path: Path, *said: str) -> None:
     assert images(path) == before, "nothing is lost or changed"
 
 
-# ------------------------------------------------------------------------------------------------------------------ ours alone
+# ------------------------------------------------------------------------------------------------- ours alone
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
@@ -93,7 +93,9 @@ def test_directories_and_files_are_made_for_their_owner_alone(tmp_path: Path, um
 
 @everybody
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o722, 0o1777])
-def test_a_directory_that_others_may_write_is_refused(cache: Path, call: Callable[[Path], Any], mode: int) -> None:
+def test_a_directory_that_others_may_write_is_refused(
+    cache: Path, call: Callable[[Path], Any], mode: int
+) -> None:
     cache.chmod(mode)
     refuses(call, cache, str(cache), f"owner {os.geteuid()}", f"mode {mode:04o}", f"chmod go-w {cache}")
     assert stat.S_IMODE(cache.stat().st_mode) == mode
@@ -102,7 +104,9 @@ def test_a_directory_that_others_may_write_is_refused(cache: Path, call: Callabl
 
 
 @everybody
-def test_a_directory_of_somebody_else_is_refused(cache: Path, call: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_somebody_else_is_refused(
+    cache: Path, call: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
     refuses(call, cache, str(cache), f"owner {real}", "mode 0700", f"chown -R {STRANGER} {cache}")
@@ -129,7 +133,9 @@ def test_a_file_of_somebody_else_is_refused(cache: Path, call: Callable[[Path], 
 @everybody
 @pytest.mark.parametrize("name", ["lock", "penstock-000001.kv"])
 @pytest.mark.parametrize("mode", [0o620, 0o602])
-def test_a_file_that_others_may_write_is_refused(cache: Path, call: Callable[[Path], Any], name: str, mode: int) -> None:
+def test_a_file_that_others_may_write_is_refused(
+    cache: Path, call: Callable[[Path], Any], name: str, mode: int
+) -> None:
     (cache / name).chmod(mode)
     refuses(call, cache, str(cache / name), f"mode {mode:04o}", f"chmod go-w {cache / name}")
     (cache / name).chmod(0o644)
@@ -138,7 +144,9 @@ def test_a_file_that_others_may_write_is_refused(cache: Path, call: Callable[[Pa
 
 @everybody
 @pytest.mark.parametrize("name", ["lock", "penstock-000001.kv"])
-def test_a_link_in_place_of_a_file_is_refused(cache: Path, tmp_path: Path, call: Callable[[Path], Any], name: str) -> None:
+def test_a_link_in_place_of_a_file_is_refused(
+    cache: Path, tmp_path: Path, call: Callable[[Path], Any], name: str
+) -> None:
     (cache / name).rename(tmp_path / "elsewhere")
     (cache / name).symlink_to(tmp_path / "elsewhere")
     before = (tmp_path / "elsewhere").read_bytes()
@@ -148,13 +156,17 @@ def test_a_link_in_place_of_a_file_is_refused(cache: Path, tmp_path: Path, call:
 
 @everybody
 @pytest.mark.parametrize("name", ["lock", "penstock-000001.kv"])
-def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(cache: Path, call: Callable[[Path], Any], name: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
+    cache: Path, call: Callable[[Path], Any], name: str
+) -> None:
     (cache / name).unlink()
     os.mkfifo(cache / name, 0o600)
     refuses(call, cache, str(cache / name), "not a plain file")
 
 
-def test_a_file_is_checked_as_it_was_opened_not_as_it_was_listed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_checked_as_it_was_opened_not_as_it_was_listed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the look at a name and its opening another file may get that name."""
     lstat, num_open = os.stat, len(os.listdir("/proc/self/fd"))
     num_looks = 0
@@ -191,19 +203,23 @@ def test_a_link_to_a_directory_of_ours_is_followed(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o777, True), (0o770, True), (0o1777, False), (0o755, False)])
-def test_a_parent_that_others_may_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool) -> None:
-    """They can take the directory away, which is a miss; what they put in its place is not ours, and refused. So it is no reason not to
-    start."""
+def test_a_parent_that_others_may_write_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warned: bool
+) -> None:
+    """They can take the directory away, which is a miss; what they put in its place is not ours, and refused.
+    So it is no reason not to start."""
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(mode)
     with caplog.at_level(logging.WARNING):
         store = open_at(tmp_path / "shared" / "cache")
     store.close()
-    said = [record.getMessage() for record in caplog.records if str(tmp_path / "shared") in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if str(tmp_path / "shared") in record.getMessage()
+    ]
     assert len(said) == warned and all(f"mode {mode:04o}" in line for line in said)
 
 
-# --------------------------------------------------------------------------------------------------------------------- lock
+# ------------------------------------------------------------------------------------------------------- lock
 
 CONTENTS = {
     "empty": b"",
@@ -218,7 +234,9 @@ CONTENTS = {
 
 @everybody
 @pytest.mark.parametrize("content", list(CONTENTS.values()), ids=list(CONTENTS))
-def test_what_is_in_the_lock_file_does_not_matter(cache: Path, call: Callable[[Path], Any], content: bytes) -> None:
+def test_what_is_in_the_lock_file_does_not_matter(
+    cache: Path, call: Callable[[Path], Any], content: bytes
+) -> None:
     (cache / "lock").write_bytes(content)
     call(cache)
     assert (cache / "lock").read_bytes() == b"penstock %d\n" % os.getpid()
@@ -256,7 +274,9 @@ def test_an_empty_directory_in_place_of_the_lock_makes_room(cache: Path, call: C
 
 
 @everybody
-def test_a_directory_with_something_in_it_in_place_of_the_lock_is_refused(cache: Path, call: Callable[[Path], Any]) -> None:
+def test_a_directory_with_something_in_it_in_place_of_the_lock_is_refused(
+    cache: Path, call: Callable[[Path], Any]
+) -> None:
     (cache / "lock").unlink()
     (cache / "lock").mkdir()
     (cache / "lock" / "thesis").write_text("years of work")

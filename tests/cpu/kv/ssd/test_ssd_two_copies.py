@@ -1,4 +1,5 @@
-"""Two copies of one block in the files of an earlier life: the newer one counts, unless somebody has used the other since the start."""
+"""Two copies of one block in the files of an earlier life: the newer one counts, unless somebody has used the
+other since the start."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ KEY = key_of(1)
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("newer_first", [False, True])
-def test_the_newer_copy_counts_unless_the_other_was_used_since_the_start(used: bool, newer_first: bool) -> None:
+def test_the_newer_copy_counts_unless_the_other_was_used_since_the_start(
+    used: bool, newer_first: bool
+) -> None:
     pool = BlockPool(2, "ssd")
     index = SlotIndex(pool, lambda slot: GENERATION)
     withheld = [index.withhold(1) for _ in range(2)]
@@ -35,7 +38,8 @@ def test_the_newer_copy_counts_unless_the_other_was_used_since_the_start(used: b
 
 
 def test_an_older_copy_in_a_piece_of_a_file_keeps_nothing_behind_it_from_being_found() -> None:
-    """Heads of one piece are looked through from the newest on: the copy that does not count is in the middle."""
+    """Heads of one piece are looked through from the newest on: the copy that does not count is in the
+    middle."""
     pool = BlockPool(4, "ssd")
     index = SlotIndex(pool, lambda slot: GENERATION)
     withheld = index.withhold(4)
@@ -68,7 +72,8 @@ def test_a_slot_that_is_written_anew_is_doubted_no_longer() -> None:
 
 
 def test_what_is_written_counts_though_the_scan_finds_an_older_copy_meanwhile() -> None:
-    """Nobody knows whether the older copy is whole; whoever persists the write is to be right that the block is there."""
+    """Nobody knows whether the older copy is whole; whoever persists the write is to be right that the block
+    is there."""
     pool = BlockPool(2, "ssd")
     index = SlotIndex(pool, lambda slot: GENERATION)
     withheld = [index.withhold(1) for _ in range(2)]

@@ -1,5 +1,5 @@
-"""Defects in what scheduler and cache do about loads that come from cold tiers, one function each, to show that the tests see
-them."""
+"""Defects in what scheduler and cache do about loads that come from cold tiers, one function each, to show
+that the tests see them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def begins_before_all_of_it_is_sent(patch: Patch) -> None:
 
 def waits_for_the_rest_of_a_load_that_ended_short(patch: Patch) -> None:
     patch.setattr(
-        BlockLoad, "settled", property(lambda self: self.num_sent == self.num_blocks and all(copy.settled for copy in self.copies))
+        BlockLoad,
+        "settled",
+        property(lambda self: self.num_sent == self.num_blocks and all(copy.settled for copy in self.copies)),
     )
 
 
@@ -92,7 +94,11 @@ def gives_keys_to_the_blocks_behind_a_part_that_failed(patch: Patch) -> None:
 
 def keeps_those_in_line_waiting_for_a_load_that_is_over(patch: Patch) -> None:
     patch.setattr(Loads, "_end", lambda self, load: self.host.end_handles(load.kept))
-    patch.setattr(Loads, "is_coming", lambda self, number, key: any(load.covers(number, key) for load in self.in_flight.values()))
+    patch.setattr(
+        Loads,
+        "is_coming",
+        lambda self, number, key: any(load.covers(number, key) for load in self.in_flight.values()),
+    )
 
 
 # Those that any walk brings to light sooner or later.

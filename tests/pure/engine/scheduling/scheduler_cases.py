@@ -30,7 +30,8 @@ def shape(plan: StepPlan | None) -> list[tuple[str, int, int]]:
 
 
 def remembered(*prompts: Sequence[int], num_host: int = 24, overlap_tokens: int = 0, **world: Any) -> World:
-    """A world in which `prompts` were computed and saved; the device has forgotten them, the host tier has not."""
+    """A world in which `prompts` were computed and saved; the device has forgotten them, the host tier has
+    not."""
     made = World(**world, cold=Cold(num_host, overlap_tokens))
     for prompt in prompts:
         made.submit(prompt, 1, ignore_eos=True)

@@ -1,8 +1,10 @@
-"""A device made of Python: what lies in every slot of every tier, and a model that is a function of the whole token sequence.
+"""A device made of Python: what lies in every slot of every tier, and a model that is a function of the whole
+token sequence.
 
-The KV of a token is a node in the tree of all token sequences: it stands for the token and for everything before it. So a chunk that
-reads a wrong block, or one that was overwritten or has not come yet, reads a wrong node; and what a request must produce is known in
-advance, however it was batched, shared, promoted, retracted or resumed.
+The KV of a token is a node in the tree of all token sequences: it stands for the token and for everything
+before it. So a chunk that reads a wrong block, or one that was overwritten or has not come yet, reads a wrong
+node; and what a request must produce is known in advance, however it was batched, shared, promoted, retracted
+or resumed.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def scores_of(echo: Echo, start: int) -> TokenScores:
     num = len(echo.tokens)
     logprobs = -np.arange(start + 1, start + 1 + num, dtype=np.float32)
     none = np.empty((num, 0), np.int32)
-    return TokenScores(np.array(echo.tokens, np.int32), logprobs, np.ones(num, np.int32), none, none.view(np.float32))
+    return TokenScores(
+        np.array(echo.tokens, np.int32), logprobs, np.ones(num, np.int32), none, none.view(np.float32)
+    )
 
 
 @dataclass
@@ -82,7 +86,8 @@ class Row:
 
 
 class Device:
-    """Runs steps in the order it is given them. What lies in a block of one tier is, for every layer, a node per token."""
+    """Runs steps in the order it is given them. What lies in a block of one tier is, for every layer, a node
+    per token."""
 
     def __init__(self, num_slots: int, num_host: int = 1, host_bytes: bool = False) -> None:
         """`host_bytes`: host memory is to be seen as bytes, for stores behind it."""
@@ -92,7 +97,8 @@ class Device:
         tags = TagArena("host", num_host, LAYERS, self._garbage)
         self.host: SteppedArena = ByteArena("host", num_host, LAYERS, cell) if host_bytes else tags
         self.lanes = SteppedLanes(self.arena, self.host)
-        self.requests: dict[str, Request] = {}  # all that may run: a plan says of them what a real device has to know, and no more
+        # all that may run: a plan says of them what a real device has to know, and no more
+        self.requests: dict[str, Request] = {}
         self._rows: dict[int, Row] = {}
         self._nodes: dict[tuple[int, int], int] = {}
         self._paths: dict[int, tuple[int, ...]] = {0: ()}
@@ -166,11 +172,15 @@ class Device:
         self.lanes.touch(Access("host", paged, (0, LAYERS), Mode.READ), f"a step of {chunk.request_id}")
         if chunk.writes:
             self._write(chunk, row.nodes[chunk.start : chunk.kv_len])
-        for block, cells in enumerate([*self.host.read(paged, (0, LAYERS)), *(self.arena.cells[slot] for slot in slots)]):
+        for block, cells in enumerate(
+            [*self.host.read(paged, (0, LAYERS)), *(self.arena.cells[slot] for slot in slots)]
+        ):
             wanted = tuple(row.nodes[block * BLOCK : min((block + 1) * BLOCK, chunk.kv_len)])
             for cell in cells:
                 assert isinstance(cell, tuple)
-                assert cell[: len(wanted)] == wanted, f"{chunk.request_id} reads wrong tokens in block {block}"
+                assert cell[: len(wanted)] == wanted, (
+                    f"{chunk.request_id} reads wrong tokens in block {block}"
+                )
 
     def _write(self, chunk: Chunk, nodes: Sequence[int]) -> None:
         slots = chunk.slots.tolist()

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from penstock.contract import Fence, FinishReason, KvLedger, Match, Sampled, StepPlan, StepResult, TokenEvent, TokenScores
+from penstock.contract import (
+    Fence,
+    FinishReason,
+    KvLedger,
+    Match,
+    Sampled,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    TokenScores,
+)
 from penstock.engine.scheduling.budget import Budget, Room
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -58,7 +68,9 @@ class SealsWhatIsOnlyPlanned(Scheduler):
         plan = super().plan()
         for chunk in plan.chunks if plan is not None else ():
             track = self._running.tracks[chunk.request_id]
-            track.held_table().seal(track.tokens, min(chunk.kv_len, len(track.tokens)), self._steps.last_fence)
+            track.held_table().seal(
+                track.tokens, min(chunk.kv_len, len(track.tokens)), self._steps.last_fence
+            )
         return plan
 
 
@@ -103,7 +115,9 @@ class GivesSlotsBackWithTheFenceOfTheLastResult(Scheduler):
 class SealsForAnEarlierLife(Scheduler):
     """A step of before the retraction seals blocks of the table after it, which it never wrote."""
 
-    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores) -> TokenEvent | None:
+    def _commit_share(
+        self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores
+    ) -> TokenEvent | None:
         if share.track.table is not None:
             num_tokens = min(share.end, share.track.num_planned)
             share.track.table.seal(share.track.tokens, num_tokens, fence)
@@ -131,7 +145,8 @@ class RetractsTheOldest(Scheduler):
 
 
 class ForgetsARetractedPlan(Scheduler):
-    """Tokens planned in the very plan that retracts stay counted as in flight, so it waits for them for ever."""
+    """Tokens planned in the very plan that retracts stay counted as in flight, so it waits for them for
+    ever."""
 
     def _retract(self, track: Track, saves: bool = True) -> None:
         in_flight = track.num_in_flight
@@ -146,7 +161,9 @@ class IgnoresTheBudget(Scheduler):
 
 
 class DoublesPromptLogprobs(Scheduler):
-    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores) -> TokenEvent | None:
+    def _commit_share(
+        self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores
+    ) -> TokenEvent | None:
         known = share.track.prompt_logprobs
         if known is not None and scores is not None and share.epoch:
             share.track.prompt_logprobs = known.followed_by(scores)
@@ -154,8 +171,12 @@ class DoublesPromptLogprobs(Scheduler):
 
 
 class LosesPromptLogprobsOfAnEarlierLife(Scheduler):
-    def _commit_share(self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores) -> TokenEvent | None:
-        return super()._commit_share(share, fence, sampled, scores if share.epoch == share.track.epoch else None)
+    def _commit_share(
+        self, share: Share, fence: Fence | None, sampled: Sampled | None, scores: Scores
+    ) -> TokenEvent | None:
+        return super()._commit_share(
+            share, fence, sampled, scores if share.epoch == share.track.epoch else None
+        )
 
 
 class LosesTheRowOfTheRetracted(Scheduler):

@@ -1,4 +1,5 @@
-"""What every plan and every event of a scheduler must obey, from what its listeners know. Owns the rules, not the world they hold in."""
+"""What every plan and every event of a scheduler must obey, from what its listeners know. Owns the rules, not
+the world they hold in."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def check_turn(world: World, request_id: str) -> None:
-    """A request is admitted now. None in line could have been, that is of a higher priority, or of the same and arrived so much earlier."""
+    """A request is admitted now. None in line could have been, that is of a higher priority, or of the same
+    and arrived so much earlier."""
     scheduler, admitted = world.scheduler, world.scheduler._tracks[request_id]
     bound_s, mine = world.budget.max_overtaken_s, (admitted.request.arrival_s, admitted.order)
     for other in tuple(scheduler._line):
@@ -31,10 +33,17 @@ def check_turn(world: World, request_id: str) -> None:
         if not _may_start(world, other):
             world.seen["overtakes one that waits for others' blocks"] += 1
             continue
-        assert admitted.request.priority == other.request.priority, f"{request_id} goes before {other.request.id} of a higher priority"
+        assert admitted.request.priority == other.request.priority, (
+            f"{request_id} goes before {other.request.id} of a higher priority"
+        )
         late_s = mine[0] - theirs[0]
-        assert bound_s and late_s <= bound_s, f"{request_id} arrived {late_s} s after {other.request.id} and goes first"
-        short, long = len(admitted.tokens) < conversations.LONG_TOKENS, len(other.tokens) >= conversations.LONG_TOKENS
+        assert bound_s and late_s <= bound_s, (
+            f"{request_id} arrived {late_s} s after {other.request.id} and goes first"
+        )
+        short, long = (
+            len(admitted.tokens) < conversations.LONG_TOKENS,
+            len(other.tokens) >= conversations.LONG_TOKENS,
+        )
         assert admitted.is_ranked or other.is_ranked or (short and long), (
             f"neither {request_id} nor {other.request.id} finds anything: the later one goes first"
         )
@@ -42,19 +51,24 @@ def check_turn(world: World, request_id: str) -> None:
 
 
 def check_ahead(world: World, request_id: str) -> None:
-    """Blocks are copied to the device for it now: it is next, can use them, and none are on their way for it already."""
+    """Blocks are copied to the device for it now: it is next, can use them, and none are on their way for it
+    already."""
     asked = world.asked[request_id]
-    assert asked.request.may_match and world.state_of(request_id) in ("waiting", "retracted"), "nobody waits for it"
+    assert asked.request.may_match and world.state_of(request_id) in ("waiting", "retracted"), (
+        "nobody waits for it"
+    )
     assert asked.ahead is None or asked.ahead.settled, f"{request_id} has blocks copied ahead twice at once"
     for other in tuple(world.scheduler._line):
         if other.request.id == request_id:
             return
-        assert not _may_start(world, other), f"blocks are copied ahead for {request_id}, and {other.request.id} is next"
+        assert not _may_start(world, other), (
+            f"blocks are copied ahead for {request_id}, and {other.request.id} is next"
+        )
 
 
 def _may_start(world: World, track: Track) -> bool:
-    """It need not wait for a step, a save, a store, or for what somebody else computes or loads. Nor is it overtaken while what it lacks
-    is copied to the device for it, unless that is late."""
+    """It need not wait for a step, a save, a store, or for what somebody else computes or loads. Nor is it
+    overtaken while what it lacks is copied to the device for it, unless that is late."""
     ahead = world.asked[track.request.id].ahead
     if ahead is not None and not ahead.settled and not ahead.overdue:
         return True
@@ -64,15 +78,23 @@ def _may_start(world: World, track: Track) -> bool:
 
 def check_wants(world: World) -> None:
     """Whatever blocks are wanted, somebody in line wants them, or somebody who was answered a moment ago."""
-    waiting = [track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)]
+    waiting = [
+        track for track in world.scheduler._tracks.values() if track.state in (State.WAITING, State.RETRACTED)
+    ]
     kept = world.scheduler._conversations
     answered = {one.want for one in kept._kept if one.until <= kept._num_plans + conversations.KEPT_PLANS}
-    assert set(world.cache.pool._idle.wants) <= {track.want for track in waiting} | answered, "blocks are wanted by nobody in line"
+    assert set(world.cache.pool._idle.wants) <= {track.want for track in waiting} | answered, (
+        "blocks are wanted by nobody in line"
+    )
     if world.tiers is not None:
         host = world.tiers.host
-        assert set(host._pool._idle.wants) <= {lease.want for lease in host._leases}, "host blocks are wanted without a lease"
+        assert set(host._pool._idle.wants) <= {lease.want for lease in host._leases}, (
+            "host blocks are wanted without a lease"
+        )
         leases = {track.lease for track in waiting}
-        assert all(lease in leases or getattr(lease, "saving", False) for lease in host._leases), "a lease is nobody's in line"
+        assert all(lease in leases or getattr(lease, "saving", False) for lease in host._leases), (
+            "a lease is nobody's in line"
+        )
 
 
 def check_plan(world: World, plan: StepPlan) -> None:
@@ -80,14 +102,21 @@ def check_plan(world: World, plan: StepPlan) -> None:
     assert sizes and min(sizes) >= 1
     num_ones = sizes.count(1)
     assert sizes[:num_ones] == [1] * num_ones, f"chunks of one token come first: {sizes}"
-    assert sum(size for size in sizes if size > 1) <= world.budget.prefill_chunk, f"prompts take more than the budget: {sizes}"
+    assert sum(size for size in sizes if size > 1) <= world.budget.prefill_chunk, (
+        f"prompts take more than the budget: {sizes}"
+    )
     assert len(sizes) <= world.budget.max_batch
     ids = [c.request_id for c in plan.chunks]
     assert len(set(ids)) == len(ids) and len({c.row for c in plan.chunks}) == len(ids)
-    assert plan.num_decodes == num_ones and plan.is_decode == (num_ones == len(sizes)) and plan.num_tokens == sum(sizes)
+    assert (
+        plan.num_decodes == num_ones
+        and plan.is_decode == (num_ones == len(sizes))
+        and plan.num_tokens == sum(sizes)
+    )
     rows = [track.row for track in world.scheduler._running.tracks.values()]
     assert len(set(rows)) == len(rows), "two requests run on one row"
-    # A request may set off, and be gone again before a step has room for it: the last start of a row is whose row it is.
+    # A request may set off, and be gone again before a step has room for it: the last start of a row is whose
+    # row it is.
     for start in {start.request_id: start for start in plan.starts}.values():
         track = world.scheduler._running.tracks.get(start.request_id)
         if track is not None and track.state is State.RUNNING:
@@ -128,11 +157,23 @@ def _check_chunk(world: World, chunk: Chunk) -> None:
     _check_deep(world, chunk, asked)
     in_flight = world.samples_in_flight(chunk.request_id)
     expected = [*asked.known, *[TOKEN_IN_FLIGHT] * in_flight]
-    assert list(chunk.tokens) == expected[chunk.start : chunk.kv_len], "known tokens are given, those in flight are not"
-    assert chunk.num_logits == (sampling.max_tokens > 0 and chunk.kv_len == len(expected)), "only the newest token's logits are of use"
-    assert len(asked.got) + in_flight + chunk.num_logits <= sampling.max_tokens, "more is sampled than was asked for"
-    echoed = () if sampling.prompt_logprobs is None else tuple(asked.request.prompt[chunk.start + 1 : chunk.kv_len + 1])
-    assert chunk.echo == (Echo(echoed, sampling.prompt_logprobs or 0) if echoed else None), "other prompt tokens are scored than were asked"
+    assert list(chunk.tokens) == expected[chunk.start : chunk.kv_len], (
+        "known tokens are given, those in flight are not"
+    )
+    assert chunk.num_logits == (sampling.max_tokens > 0 and chunk.kv_len == len(expected)), (
+        "only the newest token's logits are of use"
+    )
+    assert len(asked.got) + in_flight + chunk.num_logits <= sampling.max_tokens, (
+        "more is sampled than was asked for"
+    )
+    echoed = (
+        ()
+        if sampling.prompt_logprobs is None
+        else tuple(asked.request.prompt[chunk.start + 1 : chunk.kv_len + 1])
+    )
+    assert chunk.echo == (Echo(echoed, sampling.prompt_logprobs or 0) if echoed else None), (
+        "other prompt tokens are scored than were asked"
+    )
     if chunk.writes:
         written = slots[chunk.start // BLOCK - len(paged) :]
         assert all(map(world.cache.is_private, written)), "a block that others may read is written"
@@ -144,7 +185,9 @@ def _check_deep(world: World, chunk: Chunk, asked: Asked) -> None:
     if asked.lifetime_blocks <= world.budget.deep_blocks or not most:
         assert not chunk.num_paged, "it may have all of its blocks on the device"
         return
-    assert len(chunk.slots) <= most, f"{chunk.request_id} has {len(chunk.slots)} blocks on the device, and may have {most}"
+    assert len(chunk.slots) <= most, (
+        f"{chunk.request_id} has {len(chunk.slots)} blocks on the device, and may have {most}"
+    )
     world.seen["deep step"] += 1
     world.seen["step that reads host memory"] += chunk.num_paged > 0
 
@@ -155,7 +198,9 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
     if not asked.request.may_match:
         assert chunk.start == 0 and chunk.writes, "it cannot use what is cached"
     if not chunk.writes:
-        assert chunk.num_tokens == 1 and chunk.kv_len == num_known and num_known % BLOCK == 0, "a match ends where a block ends"
+        assert chunk.num_tokens == 1 and chunk.kv_len == num_known and num_known % BLOCK == 0, (
+            "a match ends where a block ends"
+        )
         world.seen["full match"] += 1
     elif chunk.start % BLOCK:
         assert len(asked.lives) > 1, "nobody else's blocks end inside a block"
@@ -163,7 +208,9 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
     world.seen["partial match"] += bool(chunk.start and chunk.writes)
     if asked.load is not None and asked.load.is_cold:
         num_came = asked.load.num_landed if asked.load.settled else asked.num_asked
-        assert chunk.start == min((asked.num_opened + num_came) * BLOCK, num_known - 1), "it computes what did not come, and nothing else"
+        assert chunk.start == min((asked.num_opened + num_came) * BLOCK, num_known - 1), (
+            "it computes what did not come, and nothing else"
+        )
         world.seen["cold load that ended short"] += 0 < num_came < asked.num_asked
         world.seen["cold load that brought nothing"] += num_came == 0
     asked.found(chunk.start)
@@ -172,14 +219,18 @@ def _check_first_chunk(world: World, chunk: Chunk, asked: Asked) -> None:
 def _check_loads(world: World, plan: StepPlan) -> None:
     """A step waits for what is on its way into slots of its own requests, and for nothing else."""
     loads = world.waits[plan.number].loads
-    assert plan.loads == tuple(loads) and all(world.asked[name].load is load for name, load in loads.items()), "a load under another's name"
+    assert plan.loads == tuple(loads) and all(
+        world.asked[name].load is load for name, load in loads.items()
+    ), "a load under another's name"
     waits = set(loads.values())
     for chunk in plan.chunks:
         asked = world.asked[chunk.request_id]
         if asked.load is not None and not asked.load.settled and not asked.load_waited:
             assert asked.load in waits, f"{chunk.request_id} computes over what has not come"
         if asked.load in waits:
-            assert asked.load is not None and asked.load.arrivals is not None, "there is nothing to wait for yet"
+            assert asked.load is not None and asked.load.arrivals is not None, (
+                "there is nothing to wait for yet"
+            )
             waits.remove(asked.load)
             asked.load_waited = True
             world.seen["step over a load"] += 1
@@ -187,8 +238,8 @@ def _check_loads(world: World, plan: StepPlan) -> None:
 
 
 def _check_after(world: World, plan: StepPlan) -> None:
-    """Slots that a launched step still uses are written behind it: the step waits for it, or for a load that does, or an earlier step of
-    the same table has waited."""
+    """Slots that a launched step still uses are written behind it: the step waits for it, or for a load that
+    does, or an earlier step of the same table has waited."""
     fences, loads = world.waits[plan.number].of(plan)
     assert plan.after == tuple((fence.lane, fence.number) for fence in fences), "a fence under another's name"
     covered = max((fence.number for fence in fences), default=0)
@@ -201,7 +252,9 @@ def _check_after(world: World, plan: StepPlan) -> None:
             fence = world.cache.last_fence.pop(slot, None)
             if fence is not None and not fence.passed() and slot not in loaded:
                 world.seen["slot reused under a fence"] += 1
-                assert life.covered >= fence.number, f"slot {slot} is written without waiting for step {fence.number}"
+                assert life.covered >= fence.number, (
+                    f"slot {slot} is written without waiting for step {fence.number}"
+                )
 
 
 def check_event(world: World, event: TokenEvent) -> None:
@@ -231,14 +284,20 @@ def _check_first_event(world: World, event: TokenEvent, asked: Asked) -> None:
     if asked.request.sampling.prompt_logprobs is None:
         assert event.prompt_logprobs is None
     else:
-        assert event.prompt_logprobs == (None, *prompt_logprobs(prompt, 1, len(prompt))), "prompt logprobs are lost or doubled"
+        assert event.prompt_logprobs == (None, *prompt_logprobs(prompt, 1, len(prompt))), (
+            "prompt logprobs are lost or doubled"
+        )
 
 
 def _check_source(event: TokenEvent, asked: Asked) -> None:
     """Where the prompt came from; what it found of its own after a retraction was computed."""
     source, num_prompt = event.source, len(asked.request.prompt)
     assert source is not None
-    assert sum(dataclasses.astuple(source)) == num_prompt and min(dataclasses.astuple(source)) >= 0, "sources sum to the prompt"
+    assert sum(dataclasses.astuple(source)) == num_prompt and min(dataclasses.astuple(source)) >= 0, (
+        "sources sum to the prompt"
+    )
     told = {tier: num for tier, num in dataclasses.asdict(source).items() if num and tier != "computed"}
     assert told == Counter(asked.came), "the source is not true"
-    assert source.host + source.ssd + source.remote <= asked.num_landed, "it never got so much from colder tiers"
+    assert source.host + source.ssd + source.remote <= asked.num_landed, (
+        "it never got so much from colder tiers"
+    )

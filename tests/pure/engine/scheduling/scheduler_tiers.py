@@ -1,5 +1,5 @@
-"""What is colder than the device in the scheduler's world: the real host tier, loads, saves, movers and cold tiers, over lanes that are run
-by hand and stores that are the test's."""
+"""What is colder than the device in the scheduler's world: the real host tier, loads, saves, movers and cold
+tiers, over lanes that are run by hand and stores that are the test's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens
 
 @dataclass
 class Cold:
-    """`num_host`: blocks of host memory. `overlap_tokens`: steps over fewer wait for all of a load. `stores`: cold tiers."""
+    """`num_host`: blocks of host memory. `overlap_tokens`: steps over fewer wait for all of a load. `stores`:
+    cold tiers."""
 
     num_host: int
     overlap_tokens: int = 0
@@ -47,12 +48,20 @@ class Tiers:
         self.worth = True  # whether loading is faster than computing
         self.host = cold.host(BlockPool(cold.num_host, "host"), BLOCK, LEASE_S, lambda: self.now_s)
         self._device = device
-        self.promotions, self.demotions = TagCopier(device.host, device.arena), TagCopier(device.arena, device.host)
-        loader, saver = self._mover(device.host, device.arena, self.promotions), self._mover(device.arena, device.host, self.demotions)
+        self.promotions, self.demotions = (
+            TagCopier(device.host, device.arena),
+            TagCopier(device.arena, device.host),
+        )
+        loader, saver = (
+            self._mover(device.host, device.arena, self.promotions),
+            self._mover(device.arena, device.host, self.demotions),
+        )
         self.clock = HandClock()
         self.stores = {name: MemoryStore(name, local=name == "ssd") for name in cold.stores}
         limits = TierLimits(cold.overlap_tokens, 1e9, postpones=cold.postpones)
-        self.saves = Saves(pool, self.host, [self._cold_tier(store) for store in self.stores.values()], saver, LAYOUT, limits)
+        self.saves = Saves(
+            pool, self.host, [self._cold_tier(store) for store in self.stores.values()], saver, LAYOUT, limits
+        )
         self.loads = cold.loads(self.saves, loader)
         judge = self.loads.worth
         self.loads.worth = lambda lease, depth: judge(lease, depth) if self.worth else 0  # type: ignore[method-assign]
@@ -61,13 +70,20 @@ class Tiers:
         arena, lane = self._device.host, self._device.lanes.lane
         assert isinstance(arena, ByteArena)
         readers = [lane(f"read {store.name} {number}") for number in range(2)]
-        lanes = ColdLanes(readers, [lane(f"write {store.name}")], None if store.local else lane(f"ask {store.name}"))
+        lanes = ColdLanes(
+            readers, [lane(f"write {store.name}")], None if store.local else lane(f"ask {store.name}")
+        )
         limits = ColdLimits(group_bytes=arena.view(0).nbytes, stuck_s=1e9)
         return ColdTier(store, lanes, arena.view, ("host", LAYERS), limits, self.clock)
 
     def _mover(self, source: SteppedArena, dest: SteppedArena, copier: TagCopier) -> Mover:
         name = f"to {dest.name}"
-        return Mover((source.name, dest.name), copier, self._device.lanes.lane(name), self._device.lanes.lane(f"launch {name}"))
+        return Mover(
+            (source.name, dest.name),
+            copier,
+            self._device.lanes.lane(name),
+            self._device.lanes.lane(f"launch {name}"),
+        )
 
     def lane(self, dest: str) -> SteppedLane:
         return self._device.lanes.lane(f"to {dest}")

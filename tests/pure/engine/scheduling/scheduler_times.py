@@ -1,4 +1,5 @@
-"""How long prompts take in the scheduler's world, in ticks that a test sets; and the rule that every plan keeps by them."""
+"""How long prompts take in the scheduler's world, in ticks that a test sets; and the rule that every plan
+keeps by them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Ticks:
-    """A token takes `per_token`, and `per_depth` more for each before it; counted, where the engine solves an equation."""
+    """A token takes `per_token`, and `per_depth` more for each before it; counted, where the engine solves an
+    equation."""
 
     per_token: float = 1.0
     per_depth: float = 0.0
@@ -49,8 +51,8 @@ UNTIMED = Timed()
 
 
 def check_time(world: World, plan: StepPlan) -> None:
-    """From where somebody gets a token from the step, prompts take the target at most; the first alone may have the least chunk that there
-    is instead. Looked at before the plan counts as made."""
+    """From where somebody gets a token from the step, prompts take the target at most; the first alone may
+    have the least chunk that there is instead. Looked at before the plan counts as made."""
     times, budget = world.times, world.budget
     if not isinstance(times, Ticks) or not times.measured or budget.chunk_s <= 0.0:
         return
@@ -61,9 +63,16 @@ def check_time(world: World, plan: StepPlan) -> None:
         spent_s += times.seconds_from(chunk.start, chunk.num_tokens)
         least = blocks_for(chunk.start + max(1, budget.min_chunk), BLOCK) * BLOCK - chunk.start
         if gives_tokens and spent_s > budget.chunk_s:
-            assert first and chunk.num_tokens <= least, f"prompts take {spent_s} while others wait, more than {budget.chunk_s}"
+            assert first and chunk.num_tokens <= least, (
+                f"prompts take {spent_s} while others wait, more than {budget.chunk_s}"
+            )
             world.seen["least chunk"] += 1
-        elif gives_tokens and not chunk.num_logits and chunk.num_tokens < budget.prefill_chunk and chunk.kv_len % BLOCK == 0:
+        elif (
+            gives_tokens
+            and not chunk.num_logits
+            and chunk.num_tokens < budget.prefill_chunk
+            and chunk.kv_len % BLOCK == 0
+        ):
             world.seen["chunk cut by time"] += 1
         gives_tokens |= chunk.kv_len == len(world.asked[chunk.request_id].known)
         first = False

@@ -1,4 +1,5 @@
-"""Random walks through the scheduler's world with tiers behind the device: every event in any order. Owns the choice of events."""
+"""Random walks through the scheduler's world with tiers behind the device: every event in any order. Owns the
+choice of events."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ from event_walks import Event, choose_events, told_shortly
 from penstock.contract import Match, Prefix
 from support.guesses import guessed
 
-STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
+STEMS = [
+    [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3],
+    [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5],
+    [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6],
+]
 KINDS: list[dict[str, object]] = [
     {},
     {},
@@ -25,7 +30,11 @@ KINDS: list[dict[str, object]] = [
     {"logprobs": 1},
     {"stop_token_ids": frozenset({2, 3})},
 ]
-LONG = [[at * at % 5 + at // 7 % 2 for at in range(80)], [at * at % 5 + (at // 7 + at // 41) % 2 for at in range(80)], [6] * 80]
+LONG = [
+    [at * at % 5 + at // 7 % 2 for at in range(80)],
+    [at * at % 5 + (at // 7 + at // 41) % 2 for at in range(80)],
+    [6] * 80,
+]
 MAX_OPEN = 8
 
 
@@ -88,13 +97,15 @@ class Walker:
             self.world.commit()
         self.world.close()
 
-    # ------------------------------------------------------------------------------------------------------------ requests
+    # ----------------------------------------------------------------------------------------------- requests
 
     def _submit(self, prompt: Sequence[int], max_tokens: int, kind: dict[str, object]) -> None:
         if len(self.world.scheduler._tracks) < MAX_OPEN:
             priority = self._num_submitted * 7 % 11 % 3 - 1 if self._prioritizes else 0
             self._num_submitted += 1
-            self.world.submit(prompt[: self.world.most_blocks * BLOCK - max_tokens], max_tokens, priority, **kind)
+            self.world.submit(
+                prompt[: self.world.most_blocks * BLOCK - max_tokens], max_tokens, priority, **kind
+            )
 
     def _max_tokens(self, r: random.Random) -> int:
         return r.choice([0, 1, 1, 2, 5, 9, 9])
@@ -149,12 +160,16 @@ class Walker:
             self._submit(known, r.randint(1, num_tokens - len(known)), {})
         self.plan(r)
 
-    # ------------------------------------------------------------------------------------------------------- deep requests
+    # ------------------------------------------------------------------------------------------ deep requests
 
     def submit_a_deep_one(self, r: random.Random) -> None:
         """Often in whole blocks, and often one that was there before."""
         length = r.randint(20, 80)
-        self._submit(r.choice(LONG)[: length if r.random() < 0.5 else length // BLOCK * BLOCK], self._max_tokens(r), r.choice(KINDS))
+        self._submit(
+            r.choice(LONG)[: length if r.random() < 0.5 else length // BLOCK * BLOCK],
+            self._max_tokens(r),
+            r.choice(KINDS),
+        )
 
     def a_deep_one_runs_for_long(self, r: random.Random) -> None:
         self._submit(r.choice(LONG)[: r.randint(4, 40)], r.randint(20, 40), {"ignore_eos": True})
@@ -187,7 +202,8 @@ class Walker:
         self.turns(r, flows=True)
 
     def what_matched_is_lost_at_the_last_moment(self, r: random.Random) -> None:
-        """A copy that others are waiting for takes its room in host memory, before the deep request that is next has it."""
+        """A copy that others are waiting for takes its room in host memory, before the deep request that is
+        next has it."""
         host, num_kept = self.tiers.host, r.choice([0, 1, 1, 2, 4])
 
         def lose(prefix: Prefix, match: Match) -> None:
@@ -203,7 +219,7 @@ class Walker:
                 self.world.commit()
             self.world.plan(reads_host=False)
 
-    # --------------------------------------------------------------------------------------------------------------- steps
+    # -------------------------------------------------------------------------------------------------- steps
 
     def plan(self, r: random.Random) -> None:
         if len(self.world.in_flight) < self.depth:
@@ -225,7 +241,7 @@ class Walker:
     def turns_while_transfers_flow(self, r: random.Random) -> None:
         self.turns(r, flows=True)
 
-    # ----------------------------------------------------------------------------------------------------------- transfers
+    # ---------------------------------------------------------------------------------------------- transfers
 
     def transfers_go_on(self, r: random.Random) -> None:
         dest = r.choice(["device", "host"])
@@ -256,7 +272,7 @@ class Walker:
     def reset(self, r: random.Random) -> None:
         self.world.cache.reset([r.choice(["device"] * 5 + ["host"])])
 
-    # --------------------------------------------------------------------------------------------------- tiers behind the host
+    # ---------------------------------------------------------------------------------- tiers behind the host
 
     def a_prefix_comes_back_from_far_away(self, r: random.Random) -> None:
         """Neither device nor host have it any more."""
@@ -282,7 +298,11 @@ class Walker:
 
     def stores_go_on(self, r: random.Random) -> None:
         """One lane to a store, by a few steps."""
-        lanes = [lane for lane in self.world.device.lanes if lane.name.startswith(("read", "write", "ask")) and len(lane)]
+        lanes = [
+            lane
+            for lane in self.world.device.lanes
+            if lane.name.startswith(("read", "write", "ask")) and len(lane)
+        ]
         if lanes:
             lane = r.choice(lanes)
             for _ in range(r.randint(1, 6)):
@@ -381,7 +401,11 @@ def choose(seed: int, behind: bool = False, deep: bool = False) -> tuple[Shape, 
     if deep:
         num_slots = r.randint(8, 14)
         num_resident = r.randint(8, num_slots)
-        rooms = {"num_slots": num_slots, "num_resident": num_resident, "num_deep": r.randint(num_resident, num_slots)}
+        rooms = {
+            "num_slots": num_slots,
+            "num_resident": num_resident,
+            "num_deep": r.randint(num_resident, num_slots),
+        }
         shape = shape._replace(**rooms, num_host=r.choice([16, 24, 40]), prefix_cache=True)
         weights = {**weights, **_DEEP}
     events = choose_events(r, weights, r.randint(20, 80))

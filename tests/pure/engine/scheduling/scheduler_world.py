@@ -1,7 +1,8 @@
-"""A world for the scheduler: the real KV books, a device that disbelieves its plans, and listeners who know what they must get.
+"""A world for the scheduler: the real KV books, a device that disbelieves its plans, and listeners who know
+what they must get.
 
-Steps run as late as possible, just before their result is taken in, and copies between tiers when they are told to: whatever is wrong
-about order shows.
+Steps run as late as possible, just before their result is taken in, and copies between tiers when they are
+told to: whatever is wrong about order shows.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class WatchedTable(BlockTable):
     def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
         cache, world = self._cache, self._cache.world
         newest, held = world.newest_fence, list(self.hold.slots)
-        assert fence is newest, f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
+        assert fence is newest, (
+            f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
+        )
         num_before = cache.num_available
         num = super().page_out(num_blocks, fence, unit)
         world.seen["paged out what others have"] += cache.num_available < num_before + num
@@ -83,7 +86,9 @@ class WatchedTable(BlockTable):
         world = self._cache.world
         asked, first = world.asked[self.owner], self.num_slots
         tiers = [tier for tier, num in lease.runs_from(first) for _ in range(num)]
-        asked.sources += [asked.origin(block, tier) for block, tier in enumerate(tiers, first) for _ in range(BLOCK)]
+        asked.sources += [
+            asked.origin(block, tier) for block, tier in enumerate(tiers, first) for _ in range(BLOCK)
+        ]
         load = super().promote(lease, num_blocks, num_next)
         assert asked.request.may_match, "it cannot use what is cached"
         asked.load, asked.load_waited, asked.num_asked = load, False, num_blocks
@@ -97,24 +102,30 @@ class WatchedTable(BlockTable):
         world = self._cache.world
         asked = world.asked[self.owner]
         lease = super().retract(num_tokens, fence)
-        assert lease is None or not self.is_deep, "what a deep request has is in host memory, and is matched again"
+        assert lease is None or not self.is_deep, (
+            "what a deep request has is in host memory, and is matched again"
+        )
         world.seen["deep request that was retracted"] += self.is_deep
         asked.ran |= lease is not None and any(end <= num_tokens for end in world.ends_in_flight(self.owner))
         return lease
 
     def release(self, fence: Fence | None) -> None:
         cache, newest = self._cache, self._cache.world.newest_fence
-        assert fence is newest, f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
+        assert fence is newest, (
+            f"slots of {self.owner} go back with {fence} and not with the newest step's fence"
+        )
         if newest is not None:
             cache.last_fence.update(dict.fromkeys(self.hold.slots, newest))
         super().release(fence)
         del cache.tables[self.owner]
         if self.owner in cache.world.asked:
-            cache.world.asked[self.owner].load = None  # whatever is still on its way is nothing to it any more
+            # whatever is still on its way is nothing to it any more
+            cache.world.asked[self.owner].load = None
 
 
 class WatchedCache(KvCache):
-    """The real cache. Checks that slots are given back with the fence of the newest step, and knows what is out."""
+    """The real cache. Checks that slots are given back with the fence of the newest step, and knows what is
+    out."""
 
     def __init__(self, world: World, pool: BlockPool, prefix_cache: bool, tiers: Tiers | None) -> None:
         super().__init__(pool, SCOPE, prefix_cache, None if tiers is None else tiers.loads)
@@ -123,7 +134,8 @@ class WatchedCache(KvCache):
         self.pool = pool
         self.tables: dict[str, BlockTable] = {}
         self.last_fence: dict[int, StepFence] = {}  # by slot
-        self.lent: dict[BlockTable, int] = {}  # blocks that a table has paged out, and that others had on the device then
+        # blocks that a table has paged out, and that others had on the device then
+        self.lent: dict[BlockTable, int] = {}
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> BlockTable:
         assert owner not in self.tables, f"{owner} opens a second table"
@@ -139,7 +151,9 @@ class WatchedCache(KvCache):
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> BlockTable | None:
         asked = self.world.asked[owner]
         assert match.num_paged == 0 or match.num_blocks == 0, "what matched is in one place"
-        assert match.num_blocks <= self.world.budget.resident_blocks, "it begins with more on the device than it may have there"
+        assert match.num_blocks <= self.world.budget.resident_blocks, (
+            "it begins with more on the device than it may have there"
+        )
         if self.world.loses is not None:
             self.world.loses(prefix, match)
         table = super().open_deep(owner, prefix, match)
@@ -159,7 +173,9 @@ class WatchedCache(KvCache):
         covered = max((fence.number for fence in after), default=0)  # type: ignore[attr-defined]
         for slot in slots:
             fence = self.last_fence.get(slot)
-            assert fence is None or fence.passed() or covered >= fence.number, f"slot {slot} is promoted into under step {fence.number}"
+            assert fence is None or fence.passed() or covered >= fence.number, (
+                f"slot {slot} is promoted into under step {fence.number}"
+            )
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
         asked, num_free, num_evicted = self.world.asked[owner], self.num_free, self.pool.num_evicted
@@ -168,30 +184,44 @@ class WatchedCache(KvCache):
         load = super().promote_ahead(owner, prefix, first, num_blocks)
         assert load is None or 0 < load.num_blocks <= num_blocks
         if load is not None:
-            assert self.pool.num_evicted == num_evicted and self.num_free == num_free - load.num_blocks, "only free slots are filled ahead"
+            assert self.pool.num_evicted == num_evicted and self.num_free == num_free - load.num_blocks, (
+                "only free slots are filled ahead"
+            )
             promised = self.world.num_promised()
             assert promised + idle <= self.num_available, f"{owner} is filled slots that others were promised"
             self.check_covered(load.copies[0].dest_slots.tolist(), load.after)
             asked.begin_ahead(load)
             self.world.seen["promotion ahead"] += 1
-            self.world.seen["promotion ahead of one that was retracted"] += self.world.state_of(owner) == "retracted"
+            self.world.seen["promotion ahead of one that was retracted"] += (
+                self.world.state_of(owner) == "retracted"
+            )
         return load
 
     def settle(self) -> bool:
         settled = super().settle()
-        ahead = [asked.ahead for asked in self.world.asked.values() if asked.ahead is not None and asked.ended is None]
-        self.world.seen["promotion ahead that failed"] += any(load.settled and load.error() is not None for load in ahead)
+        ahead = [
+            asked.ahead
+            for asked in self.world.asked.values()
+            if asked.ahead is not None and asked.ended is None
+        ]
+        self.world.seen["promotion ahead that failed"] += any(
+            load.settled and load.error() is not None for load in ahead
+        )
         self.world.seen["promotion ahead that is late"] += any(load.overdue for load in ahead)
         return settled
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
         asked = self.world.asked[owner]
-        assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
+        assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), (
+            "nobody waits for it"
+        )
         return self._note_fetch(super().prefetch(prefix, owner, lease), asked)
 
     def prefetch_deep(self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool) -> Fetch | None:
         asked = self.world.asked[owner]
-        assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), "nobody waits for it"
+        assert asked.request.may_match and self.world.state_of(owner) in ("waiting", "retracted"), (
+            "nobody waits for it"
+        )
         return self._note_fetch(super().prefetch_deep(prefix, owner, lease, is_next), asked)
 
     def _note_fetch(self, fetch: Fetch | None, asked: Asked) -> Fetch | None:
@@ -244,10 +274,12 @@ class Asked:
     first: TokenEvent | None = None
     num_opened: int = 0  # blocks found on the device, for its newest table
     num_landed: int = 0  # tokens that came from colder tiers for it
-    sources: list[str] = field(default_factory=list)  # of its newest table: for each token that was there, or was to be loaded, the tier
+    # of its newest table: for each token that was there, or was to be loaded, the tier
+    sources: list[str] = field(default_factory=list)
     num_asked: int = 0  # blocks of its newest load
     ran: bool = False  # a step has computed some of it, or will have before what it has is saved
-    came: list[str] = field(default_factory=list)  # for each prompt token that was not computed, the tier that had it
+    # for each prompt token that was not computed, the tier that had it
+    came: list[str] = field(default_factory=list)
     ahead: BlockLoad | None = None  # what is copied to the device for it while it waits
     brought: set[int] = field(default_factory=set)  # blocks that have come that way
     load: BlockLoad | None = None  # the newest for it
@@ -267,13 +299,19 @@ class Asked:
         self.lives.append(Life(row))
 
     def found(self, num_tokens: int) -> None:
-        """A life begins with so many tokens there. Until it has computed anything itself that is all others' work."""
+        """A life begins with so many tokens there. Until it has computed anything itself that is all others'
+        work."""
         if self.first is None:
             self.came = (self.came if self.ran else self.sources)[:num_tokens]
 
     def origin(self, block: int, tier: str = "host") -> str:
-        """The tier that the block came from, which `tier` has now: what host memory has may have been read for it."""
-        return next((fetch.origins[block] for fetch in self.fetches[::-1] if block in fetch.origins), tier) if tier == "host" else tier
+        """The tier that the block came from, which `tier` has now: what host memory has may have been read
+        for it."""
+        return (
+            next((fetch.origins[block] for fetch in self.fetches[::-1] if block in fetch.origins), tier)
+            if tier == "host"
+            else tier
+        )
 
     def open(self, num_blocks: int) -> None:
         """Its table begins with so many blocks of the device."""
@@ -293,7 +331,8 @@ class Asked:
 
 
 class World:
-    """Requests, a scheduler, the KV books and a device; every plan and event that goes between them is checked."""
+    """Requests, a scheduler, the KV books and a device; every plan and event that goes between them is
+    checked."""
 
     def __init__(
         self,
@@ -311,8 +350,11 @@ class World:
         lengths: Lengths | None = None,
     ) -> None:
         deep = num_deep or num_resident, num_resident
-        self.budget = Budget(max_batch, prefill_chunk, overcommit, max_overtaken_s, timed.chunk_s, timed.min_chunk, *deep)
-        self.loses: Callable[[Prefix, Match], None] | None = None  # called when a deep request was matched and is about to begin
+        self.budget = Budget(
+            max_batch, prefill_chunk, overcommit, max_overtaken_s, timed.chunk_s, timed.min_chunk, *deep
+        )
+        # called when a deep request was matched and is about to begin
+        self.loses: Callable[[Prefix, Match], None] | None = None
         self.now_s = 0.0  # when requests arrive
         self.times = timed.times
         self.newest_fence: StepFence | None = None
@@ -326,7 +368,9 @@ class World:
         self.results: list[StepResult] = []  # and all that came of them
         self.void: set[tuple[int, str]] = set()  # steps of requests that were undone before their result came
         self.seen: Counter[str] = Counter()
-        self.device = Device(num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.stores))
+        self.device = Device(
+            num_slots, 1 if cold is None else cold.num_host, cold is not None and bool(cold.stores)
+        )
         pool = BlockPool(num_slots, "device")
         self.tiers = None if cold is None else Tiers(cold, pool, self.device)
         self.cache = WatchedCache(self, pool, prefix_cache, self.tiers)
@@ -334,16 +378,22 @@ class World:
         others = () if lengths is None else (None, lengths)
         self.scheduler = make(self.cache, self.budget, [EOS], timed.times, *others)
 
-    # ------------------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------- requests
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 4, priority: int = 0, **sampling: Any) -> str:
         params = SamplingParams(max_tokens=max_tokens, **sampling)
-        assert blocks_for(len(prompt) + max_tokens, BLOCK) <= self.most_blocks, "the engine refuses what can never fit"
+        assert blocks_for(len(prompt) + max_tokens, BLOCK) <= self.most_blocks, (
+            "the engine refuses what can never fit"
+        )
         prefix = self.cache.prefix_of(prompt)
         request = Request(f"r{len(self.asked)}", list(prompt), params, prefix, self.now_s, priority=priority)
         self.asked[request.id] = Asked(request, *generate(prompt, params))
         self.device.requests[request.id] = request
-        lease = self.cache.lease(request.id, request.prefix) if request.prefix is not None and request.may_match else None
+        lease = (
+            self.cache.lease(request.id, request.prefix)
+            if request.prefix is not None and request.may_match
+            else None
+        )
         self.scheduler.add(request, lease)
         return request.id
 
@@ -399,9 +449,12 @@ class World:
             most |= {owner: self.scheduler._tracks[owner].promised for owner in most if owner not in deep}
         tables = self.cache.tables.items()
         lent = {owner: self.scheduler._tracks[owner].num_lent for owner in deep}
-        return sum((budget.resident_blocks - lent[o] + table.num_paged if o in deep else most[o]) - table.num_slots for o, table in tables)
+        return sum(
+            (budget.resident_blocks - lent[o] + table.num_paged if o in deep else most[o]) - table.num_slots
+            for o, table in tables
+        )
 
-    # ---------------------------------------------------------------------------------------------------------- steps
+    # -------------------------------------------------------------------------------------------------- steps
 
     def plan(self, reads_host: bool = True) -> StepPlan | None:
         """Plan a step and launch it."""
@@ -414,7 +467,9 @@ class World:
         if plan is not None:
             self.waits[plan.number] = self.scheduler.waits
             self.plans.append(plan)
-            assert reads_host or not any(chunk.num_paged for chunk in plan.chunks), "it reads host memory, and may not"
+            assert reads_host or not any(chunk.num_paged for chunk in plan.chunks), (
+                "it reads host memory, and may not"
+            )
             check_time(self, plan)
             check_plan(self, plan)
             self.in_flight.append(plan)
@@ -422,7 +477,9 @@ class World:
             self.scheduler.launched(self.newest_fence)
         for owner, table in self.cache.tables.items():
             lent = self.scheduler._tracks[owner].num_lent
-            assert 0 <= lent <= self.cache.lent.get(table, 0), f"{owner} is said to have lent {lent} blocks, and has paged out fewer"
+            assert 0 <= lent <= self.cache.lent.get(table, 0), (
+                f"{owner} is said to have lent {lent} blocks, and has paged out fewer"
+            )
         self.sound = True
         return plan
 
@@ -432,17 +489,23 @@ class World:
         plan = self.in_flight.popleft()
         for chunk in plan.chunks:
             written = chunk.slots[chunk.start // BLOCK - chunk.num_paged :].tolist() if chunk.writes else []
-            assert not any(map(self.cache.key_of, written)), f"a step of {chunk.request_id} writes what others may read"
+            assert not any(map(self.cache.key_of, written)), (
+                f"a step of {chunk.request_id} writes what others may read"
+            )
         result = self._run(plan, error)
         self.results.append(result)
         still_open = {
-            c.request_id for c in plan.chunks if self.asked[c.request_id].ended is None and (plan.number, c.request_id) not in self.void
+            c.request_id
+            for c in plan.chunks
+            if self.asked[c.request_id].ended is None and (plan.number, c.request_id) not in self.void
         }
         self.num_run = plan.number
         self.cache.settle()  # the engine does, too: what the step has waited for has come
         events = self.scheduler.commit(result)
         told = [event.request_id for event in events]
-        assert len(set(told)) == len(told) and set(told) <= still_open, "one event per step, and none after the last"
+        assert len(set(told)) == len(told) and set(told) <= still_open, (
+            "one event per step, and none after the last"
+        )
         if result.error is not None and result.error.lacked_kv:
             assert not events, "nobody ends because a tier failed"
             self.void |= {(later.number, request_id) for later in self.in_flight for request_id in still_open}
@@ -462,7 +525,9 @@ class World:
         """The compute lane waits for what the plan says, then runs the step."""
         after, loads = self.waits[plan.number].of(plan)
         fences = [*after, *(arrival.fence for load in loads for arrival in load.arrivals or ())]
-        self.device.lanes.run_until(lambda: all(f.passed() or f.lane == "compute" for f in fences), f"step {plan.number}")
+        self.device.lanes.run_until(
+            lambda: all(f.passed() or f.lane == "compute" for f in fences), f"step {plan.number}"
+        )
         for load in loads:
             if load.error() is not None:
                 error = TransferFailed(str(load.error()))
@@ -470,7 +535,11 @@ class World:
 
     def _check_failed(self, events: Sequence[TokenEvent], still_open: set[str], error: StepFailure) -> None:
         for event in events:
-            assert event.finish is FinishReason.ERROR and event.error == f"{error.kind}: {error.message}" and not event.tokens
+            assert (
+                event.finish is FinishReason.ERROR
+                and event.error == (f"{error.kind}: {error.message}")
+                and not event.tokens
+            )
             self.asked[event.request_id].ended = event.finish
         assert {event.request_id for event in events} == still_open, "every request of a failed step ends"
         self.seen["failed step"] += bool(events)
@@ -479,7 +548,8 @@ class World:
         return self.cache.settle()
 
     def step(self) -> bool:
-        """One turn of the engine: take in transfers, plan, then read the step before. Lanes go on meanwhile."""
+        """One turn of the engine: take in transfers, plan, then read the step before. Lanes go on
+        meanwhile."""
         self.device.lanes.run_all()
         settled = self.settle()
         behind = bool(self.in_flight)
@@ -489,9 +559,13 @@ class World:
         return behind or plan is not None or settled or self.cache.num_in_flight > 0
 
     def finish(self) -> None:
-        """Step on until every request has ended, within the turns that it would take one after the other, each of them computed twice;
-        then nothing may be left."""
-        sizes = [len(a.request.prompt) + a.request.sampling.max_tokens for a in self.asked.values() if a.ended is None]
+        """Step on until every request has ended, within the turns that it would take one after the other,
+        each of them computed twice; then nothing may be left."""
+        sizes = [
+            len(a.request.prompt) + a.request.sampling.max_tokens
+            for a in self.asked.values()
+            if a.ended is None
+        ]
         for _ in range(sum(2 * size + 4 for size in sizes) + 4):
             if not self.step():
                 break
@@ -505,7 +579,9 @@ class World:
             assert counts.free + counts.idle == sum(counts), f"something is still held: {counts}"
         if self.tiers is not None:
             assert self.tiers.host.num_leases == 0, "a lease is left"
-            assert len(self.tiers.host._pool._idle.wants) == 0, "host blocks are wanted by somebody who has ended"
+            assert len(self.tiers.host._pool._idle.wants) == 0, (
+                "host blocks are wanted by somebody who has ended"
+            )
         assert len(self.cache.pool._idle.wants) == 0, "blocks are wanted by somebody who has ended"
         assert self.scheduler.num_by_state() == {"waiting": 0, "loading": 0, "running": 0, "retracted": 0}
 
@@ -524,7 +600,9 @@ class World:
         assert sum(slots["device"]) == self.cache.num_blocks
         if self.budget.overcommit == 1.0:
             promised = self.num_promised()
-            assert promised <= self.cache.num_available, f"{promised} blocks are promised, {self.cache.num_available} can be drawn"
+            assert promised <= self.cache.num_available, (
+                f"{promised} blocks are promised, {self.cache.num_available} can be drawn"
+            )
             pushed_out = self.scheduler.counts.retractions > 0 and not self.seen["step without its load"]
             assert self.lengths is not None or not pushed_out, "nobody is pushed out of what was promised"
         for slot in range(self.cache.num_blocks):

@@ -21,7 +21,7 @@ def make() -> Make:
     return Scheduler
 
 
-# ------------------------------------------------------------------------------------------------------------ matching
+# --------------------------------------------------------------------------------------------------- matching
 
 
 # Holds invariant 14: exactly one token is computed, without a write.
@@ -32,7 +32,12 @@ def test_a_full_match_of_whole_blocks_computes_the_last_token_and_writes_nothing
     again = world.submit(A[:8], 3, ignore_eos=True)
     plan = planned(world)
     chunk = plan.chunks[0]
-    assert shape(plan) == [(again, 7, 1)] and not chunk.writes and chunk.num_logits and list(chunk.tokens) == A[7:8]
+    assert (
+        shape(plan) == [(again, 7, 1)]
+        and not chunk.writes
+        and chunk.num_logits
+        and list(chunk.tokens) == A[7:8]
+    )
     plan = planned(world)
     assert shape(plan) == [(again, 8, 1)] and plan.chunks[0].writes and len(plan.chunks[0].slots) == 3
     world.close()
@@ -68,7 +73,9 @@ def test_an_echo_request_neither_holds_nor_uses_a_prefix_it_cannot_use(make: Mak
     planned(world)
     echo = world.submit(A[:8], 9, prompt_logprobs=1)
     assert world.step() and shape(world.plan()) == [(busy, 9, 1)]
-    assert echo not in world.cache.tables and world.cache.stats().slots["device"].idle == 2, "what waits holds nothing"
+    assert echo not in world.cache.tables and world.cache.stats().slots["device"].idle == 2, (
+        "what waits holds nothing"
+    )
     world.close()
     source = world.asked[echo].first.source  # type: ignore[union-attr]
     assert source is not None and (source.device, source.computed) == (0, 8)
@@ -90,14 +97,18 @@ def test_with_the_prefix_cache_off_nothing_is_shared_and_nothing_stays() -> None
         world.submit(A[:8], 2)
     assert shape(planned(world)) == [("r0", 0, 8)]
     world.close()
-    assert world.cache.stats().slots["device"].idle == 0 and world.scheduler.counts.prompt_tokens == dataclasses.asdict(
-        KvSource(computed=16)
-    )
+    assert world.cache.stats().slots[
+        "device"
+    ].idle == 0 and world.scheduler.counts.prompt_tokens == dataclasses.asdict(KvSource(computed=16))
 
 
 def test_a_prefix_that_a_running_request_computes_is_waited_for_and_shared() -> None:
     world = World(prefill_chunk=64)
-    first, second, other = world.submit(A[:8], 3, ignore_eos=True), world.submit(A[:10], 1), world.submit(B[:5], 1)
+    first, second, other = (
+        world.submit(A[:8], 3, ignore_eos=True),
+        world.submit(A[:10], 1),
+        world.submit(B[:5], 1),
+    )
     assert shape(planned(world)) == [(first, 0, 8), (other, 0, 5)], "it does not hold up those behind it"
     assert shape(planned(world)) == [(first, 8, 1)]
     world.commit()
@@ -114,7 +125,7 @@ def test_nobody_waits_for_a_prefix_whose_computation_was_cancelled() -> None:
     world.close()
 
 
-# ----------------------------------------------------------------------------------------------------------- admission
+# -------------------------------------------------------------------------------------------------- admission
 
 
 # Holds invariant 17: a promise is made only where memory can keep it.
@@ -132,7 +143,8 @@ def test_a_request_is_admitted_only_where_its_whole_life_fits() -> None:
 
 
 def test_a_request_that_needs_all_of_a_large_device_runs_alone() -> None:
-    """One slot in sixty-four is spared for transfers while others run, and for nobody otherwise: it would wait for ever."""
+    """One slot in sixty-four is spared for transfers while others run, and for nobody otherwise: it would
+    wait for ever."""
     world = World(num_slots=130)
     small = world.submit(A[:4], 5, ignore_eos=True)
     large = world.submit(B[:4], 130 * BLOCK - 4, ignore_eos=True)
@@ -160,7 +172,8 @@ def test_matched_idle_blocks_are_not_counted_as_room_as_well(make: Make) -> None
     assert world.cache.stats().slots["device"].idle == 2
     busy = world.submit(B[:8], 9, ignore_eos=True)  # four blocks, two of them drawn at once
     assert shape(planned(world)) == [(busy, 0, 8)]
-    late = world.submit(A[:8], 9, ignore_eos=True)  # two more than the two it finds, and those two are promised
+    # two more than the two it finds, and those two are promised
+    late = world.submit(A[:8], 9, ignore_eos=True)
     world.step()
     world.check()
     assert late not in world.cache.tables
@@ -183,7 +196,8 @@ def test_two_waiting_requests_do_not_starve_each_other() -> None:
     world = World(num_slots=5)
     running = world.submit(C[:4], 9, ignore_eos=True)
     planned(world)
-    waiting = [world.submit(prompt[:12], 8, ignore_eos=True) for prompt in (A, B)]  # five blocks each: the whole pool
+    # five blocks each: the whole pool
+    waiting = [world.submit(prompt[:12], 8, ignore_eos=True) for prompt in (A, B)]
     for _ in range(3):
         world.step()
         assert set(world.cache.tables) == {running}, "what waits holds nothing that the other needs"
@@ -215,17 +229,22 @@ def test_rows_bound_the_batch_and_come_back_lowest_first() -> None:
     world.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 RED: list[tuple[Make, Callable[..., None]]] = [
     (faults.WritesOnAFullMatch, test_a_full_match_of_whole_blocks_computes_the_last_token_and_writes_nothing),
-    (faults.LeavesNothingToCompute, test_a_full_match_of_whole_blocks_computes_the_last_token_and_writes_nothing),
+    (
+        faults.LeavesNothingToCompute,
+        test_a_full_match_of_whole_blocks_computes_the_last_token_and_writes_nothing,
+    ),
     (faults.LetsEchoUseTheCache, test_an_echo_request_neither_holds_nor_uses_a_prefix_it_cannot_use),
     (faults.CountsIdleBlocksTwice, test_matched_idle_blocks_are_not_counted_as_room_as_well),
 ]
 
 
-@pytest.mark.parametrize(("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED])
+@pytest.mark.parametrize(
+    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
+)
 def test_a_broken_scheduler_turns_its_test_red(fault: Make, test: Callable[[Make], None]) -> None:
     with pytest.raises((AssertionError, InvariantBroken)):
         test(fault)

@@ -68,7 +68,9 @@ def test_what_is_claimed_begins_behind_what_the_device_has(monkeypatch: pytest.M
     world.close()
 
 
-def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_is_not_asked_again_what_it_has_answered_to_an_earlier_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = remembered(A[:8])
     world.submit(B[:8], 9, ignore_eos=True)
     world.submit([*A[:8], 1], 8 * BLOCK - 16, ignore_eos=True)
@@ -99,11 +101,15 @@ def test_a_lease_and_a_want_know_how_late_their_request_runs(monkeypatch: pytest
     ranks.clear()
     world.plan()
     track = world.scheduler._tracks[waits]
-    assert track.want is not None and ranks == [want_rank(track)] and track.want.rank == want_rank(track) > 5.0
+    assert (
+        track.want is not None and ranks == [want_rank(track)] and track.want.rank == want_rank(track) > 5.0
+    )
     world.close()
 
 
-def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_pushed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_pushed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
     first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit(B[:8], 9, ignore_eos=True)
     planned(world)
@@ -118,7 +124,8 @@ def test_one_that_relies_on_colder_tiers_no_more_saves_nothing_there_when_it_is_
 
 
 def test_the_last_token_of_an_answer_needs_no_room() -> None:
-    """It is never fed back: a prompt of four tokens takes two blocks with five more, and one block with one more."""
+    """It is never fed back: a prompt of four tokens takes two blocks with five more, and one block with one
+    more."""
     world = World(num_slots=3, prefill_chunk=64)
     first, second = world.submit(A[:4], 5, ignore_eos=True), world.submit(B[:4], 1, ignore_eos=True)
     assert shape(planned(world)) == [(first, 0, 4), (second, 0, 4)], "two blocks and one"
@@ -135,22 +142,37 @@ def test_the_last_token_of_an_answer_needs_no_room() -> None:
         (4, State.RETRACTED, False),
     ],
 )
-def test_promises_may_exceed_memory_but_not_to_one_that_was_pushed_out(num_blocks: int, state: State, fits: bool) -> None:
+def test_promises_may_exceed_memory_but_not_to_one_that_was_pushed_out(
+    num_blocks: int, state: State, fits: bool
+) -> None:
     """A second time would be thrashing: it comes back when all of its life fits."""
     world = World(num_slots=3, overcommit=2.0)
     request = Request("r", [1], SamplingParams(max_tokens=num_blocks * BLOCK))
     track = Track(request, 1, None, state, [1])
-    assert track.lifetime_tokens == num_blocks * BLOCK and world.scheduler._running.fits(track, Match(0, 0, False)) == fits
+    assert (
+        track.lifetime_tokens == num_blocks * BLOCK
+        and world.scheduler._running.fits(track, Match(0, 0, False)) == fits
+    )
 
 
 def test_matched_blocks_that_nobody_holds_are_room_no_more_and_those_of_others_cost_nothing() -> None:
     world = World(num_slots=4)
     track = Track(Request("r", [1] * 13, SamplingParams(max_tokens=4)), 1, None, tokens=[1] * 13)
-    fits = {(num, idle): world.scheduler._running.fits(track, Match(num, idle, False)) for num in range(4) for idle in range(num + 1)}
+    fits = {
+        (num, idle): world.scheduler._running.fits(track, Match(num, idle, False))
+        for num in range(4)
+        for idle in range(num + 1)
+    }
     assert all(fits.values()), "four blocks: what is matched is either room or there already"
     longer = Track(Request("r", [1] * 13, SamplingParams(max_tokens=5)), 1, None, tokens=[1] * 13)
-    fits = {(num, idle): world.scheduler._running.fits(longer, Match(num, idle, False)) for num in range(4) for idle in range(num + 1)}
-    assert fits == {(num, idle): idle < num for num, idle in fits}, "one more: it fits where somebody else holds one of them"
+    fits = {
+        (num, idle): world.scheduler._running.fits(longer, Match(num, idle, False))
+        for num in range(4)
+        for idle in range(num + 1)
+    }
+    assert fits == {(num, idle): idle < num for num, idle in fits}, (
+        "one more: it fits where somebody else holds one of them"
+    )
 
 
 def test_what_a_load_that_failed_was_to_write_is_computed_behind_its_earlier_users() -> None:
@@ -181,8 +203,24 @@ class Covers:
 
 @pytest.mark.parametrize(
     ("leased", "on_device", "colder", "num_cached"),
-    [(None, 2, 0, 8), (12, 2, 1, 12), (4, 2, 0, 8), (10, 2, 1, 10), (0, 0, 0, 0), (12, 0, 3, 12), (16, 2, 2, 16)],
-    ids=["no lease", "behind it", "it covers less than the device has", "a tail", "nothing", "all of it", "the whole prompt"],
+    [
+        (None, 2, 0, 8),
+        (12, 2, 1, 12),
+        (4, 2, 0, 8),
+        (10, 2, 1, 10),
+        (0, 0, 0, 0),
+        (12, 0, 3, 12),
+        (16, 2, 2, 16),
+    ],
+    ids=[
+        "no lease",
+        "behind it",
+        "it covers less than the device has",
+        "a tail",
+        "nothing",
+        "all of it",
+        "the whole prompt",
+    ],
 )
 def test_a_life_begins_with_what_the_device_has_and_what_its_lease_covers(
     leased: int | None, on_device: int, colder: int, num_cached: int
@@ -190,13 +228,20 @@ def test_a_life_begins_with_what_the_device_has_and_what_its_lease_covers(
     track = Track(Request("r", [1] * 16, SamplingParams(max_tokens=4)), 1, None, tokens=[1] * 16)
     track.lease = None if leased is None else Covers(leased)  # type: ignore[assignment]
     track.begin(Match(on_device, 0, False, colder), BLOCK)
-    assert (track.num_cached, track.num_planned, track.num_committed) == (num_cached, min(15, num_cached), min(15, num_cached))
+    assert (track.num_cached, track.num_planned, track.num_committed) == (
+        num_cached,
+        min(15, num_cached),
+        min(15, num_cached),
+    )
     runs = [("device", min(15, on_device * BLOCK)), ("host", min(15, num_cached) - on_device * BLOCK)]
     assert track.found == tuple((tier, num) for tier, num in runs if num > 0)
 
 
-def test_what_a_step_has_left_for_prompts_is_told_of_every_one_where_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deeper a chunk lies, the longer it takes: a chunk that counted as the next one would make the step too short."""
+def test_what_a_step_has_left_for_prompts_is_told_of_every_one_where_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The deeper a chunk lies, the longer it takes: a chunk that counted as the next one would make the step
+    too short."""
     spent: list[tuple[int, int, int]] = []
     spend = Room.spend
     monkeypatch.setattr(Room, "spend", lambda self, *args: spent.append(args) or spend(self, *args))

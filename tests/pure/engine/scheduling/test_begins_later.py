@@ -1,5 +1,5 @@
-"""When a long conversation begins: those that are under way grow, and need the device first. How long it waits for that, who goes ahead of
-it meanwhile, and where nobody waits at all."""
+"""When a long conversation begins: those that are under way grow, and need the device first. How long it
+waits for that, who goes ahead of it meanwhile, and where nobody waits at all."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def _twelve_tokens_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "LONG_TOKENS", 12)
 
 
-def under_way(*known: list[int], bound_s: float = BOUND_S, measured: bool = True, **talk: Any) -> tuple[World, str]:
-    """A conversation of 7 blocks runs on a device of 16, of which three quarters are 12. `known` are cached there."""
+def under_way(
+    *known: list[int], bound_s: float = BOUND_S, measured: bool = True, **talk: Any
+) -> tuple[World, str]:
+    """A conversation of 7 blocks runs on a device of 16, of which three quarters are 12. `known` are cached
+    there."""
     world = World(num_slots=16, max_batch=4, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
     world.scheduler._times = times = tiers_of(world).loads.prefill
     if measured:
@@ -48,7 +51,9 @@ def begun(world: World, *request_ids: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("max_tokens", "begins"), [(5, True), (6, False)], ids=["12 blocks", "13 blocks"])
-def test_a_long_conversation_begins_where_all_take_three_quarters_of_the_device(max_tokens: int, begins: bool) -> None:
+def test_a_long_conversation_begins_where_all_take_three_quarters_of_the_device(
+    max_tokens: int, begins: bool
+) -> None:
     world, _ = under_way()
     first, second = world.submit(B, max_tokens, ignore_eos=True), world.submit(C, 12)
     assert begun(world, first, second) == ([first] if begins else [])
@@ -69,8 +74,20 @@ def test_it_begins_when_those_that_are_under_way_have_ended() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "begins"),
-    [([*C[:12], 1], True), ([*C[:4], *B[:12]], True), ([*C[:4], *B[:13]], False), ([2] * 11, True), ([2] * 12, False)],
-    ids=["nearly all is known", "a quarter is known", "less than a quarter is known", "a short one", "a long one"],
+    [
+        ([*C[:12], 1], True),
+        ([*C[:4], *B[:12]], True),
+        ([*C[:4], *B[:13]], False),
+        ([2] * 11, True),
+        ([2] * 12, False),
+    ],
+    ids=[
+        "nearly all is known",
+        "a quarter is known",
+        "less than a quarter is known",
+        "a short one",
+        "a long one",
+    ],
 )
 def test_whoever_goes_on_and_whoever_is_short_goes_ahead_of_it(prompt: list[int], begins: bool) -> None:
     world, _ = under_way(C[:12])
@@ -83,8 +100,11 @@ def test_whoever_goes_on_and_whoever_is_short_goes_ahead_of_it(prompt: list[int]
 
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize(("late_s", "begins"), [(0.0, False), (19.9, False), (20.0, True)])
-def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(late_s: float, begins: bool, measured: bool) -> None:
-    """Before anything was measured as well: agents that begin together do so when an engine has just been started."""
+def test_it_waits_until_somebody_comes_whom_it_may_not_be_overtaken_by(
+    late_s: float, begins: bool, measured: bool
+) -> None:
+    """Before anything was measured as well: agents that begin together do so when an engine has just been
+    started."""
     world, _ = under_way(C[:12], measured=measured)
     waits = world.submit(B, 12)
     world.submit([*B[:15], 1], 12)
@@ -116,7 +136,8 @@ def test_short_requests_that_run_and_long_ones_in_line_that_find_nothing_are_no_
 
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_those_in_line_that_go_on_are_under_way(goes_on: bool) -> None:
-    """5 blocks run, and 3 are its own; 12 that do not fit beside those that run come later, and their rank is behind its own."""
+    """5 blocks run, and 3 are its own; 12 that do not fit beside those that run come later, and their rank is
+    behind its own."""
     world, _ = under_way(C[:12], max_tokens=4)
     waits = world.submit([4] * 12, 1, ignore_eos=True)
     world.now_s += 18.0
@@ -126,7 +147,7 @@ def test_those_in_line_that_go_on_are_under_way(goes_on: bool) -> None:
     world.close()
 
 
-# --------------------------------------------------------------------------------------------------------- after an answer
+# -------------------------------------------------------------------------------------------- after an answer
 
 
 def answered(monkeypatch: pytest.MonkeyPatch, kept_plans: int) -> World:
@@ -164,7 +185,8 @@ def test_it_begins_where_nobody_runs_whose_end_could_make_room(monkeypatch: pyte
 
 
 def test_one_that_has_gone_on_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its 5 blocks and the 7 of the one that begins are three quarters; with the answered one they would be more."""
+    """Its 5 blocks and the 7 of the one that begins are three quarters; with the answered one they would be
+    more."""
     world = answered(monkeypatch, 1000)
     goes_on = world.submit([*A[:12], 1, 1], 6, ignore_eos=True)
     waits, other = world.submit(B, 12, ignore_eos=True), world.submit(C, 12)
@@ -199,7 +221,9 @@ def test_nobody_waits_for_conversations_where_those_before_did_not_go_on(
     world.close()
 
 
-def test_what_was_answered_when_nobody_is_left_says_nothing_about_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_answered_when_nobody_is_left_says_nothing_about_going_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world, _ = under_way()
     for _ in range(9):
         world.submit(B, 2, ignore_eos=True)
@@ -219,7 +243,7 @@ def test_short_requests_say_nothing_about_going_on(monkeypatch: pytest.MonkeyPat
     world.close()
 
 
-# ------------------------------------------------------------------------------------------------------------- priorities
+# ------------------------------------------------------------------------------------------------- priorities
 
 
 def test_nobody_of_a_lower_priority_goes_ahead_of_one_that_begins_later() -> None:
@@ -238,12 +262,13 @@ def test_it_does_not_wait_for_conversations_of_a_lower_priority() -> None:
     world.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- any order
+# -------------------------------------------------------------------------------------------------- any order
 
 
 def crowd(seed: int) -> Counter[str]:
-    """Conversations that begin and go on at any time, long and short, on a device for a few of them. The world checks at every admission
-    that nobody was overtaken by one that came later than the bound, or by a lower priority."""
+    """Conversations that begin and go on at any time, long and short, on a device for a few of them. The
+    world checks at every admission that nobody was overtaken by one that came later than the bound, or by a
+    lower priority."""
     r = random.Random(seed)
     bound_s, cold = r.choice([2.0, 20.0]), Cold(r.choice([9, 24]))
     world = World(r.randint(6, 16), r.choice([2, 4]), r.choice([4, 64]), cold=cold, max_overtaken_s=bound_s)
@@ -267,7 +292,9 @@ def crowd(seed: int) -> Counter[str]:
     return world.seen
 
 
-def test_whoever_begins_later_is_overtaken_within_the_bound_and_comes_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_begins_later_is_overtaken_within_the_bound_and_comes_to_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     num_late = 0
     begins_later = Scheduler._begins_later
 
@@ -291,7 +318,13 @@ def test_a_plan_looks_at_one_of_many_that_would_begin(monkeypatch: pytest.Monkey
             world.commit()
     looked: list[str] = []
     match = scheduler_module.find_match
-    monkeypatch.setattr(scheduler_module, "find_match", lambda track, *args: looked.append(track.request.id) or match(track, *args))
+    monkeypatch.setattr(
+        scheduler_module,
+        "find_match",
+        lambda track, *args: looked.append(track.request.id) or match(track, *args),
+    )
     other = world.submit([*C[:12], 1], 1)
-    assert begun(world, *ids, other) == [other] and len(looked) <= 7, "four whose turn it is, the first of those, and the other twice"
+    assert begun(world, *ids, other) == [other] and len(looked) <= 7, (
+        "four whose turn it is, the first of those, and the other twice"
+    )
     world.close()

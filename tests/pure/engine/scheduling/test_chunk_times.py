@@ -1,5 +1,5 @@
-"""Chunks sized by time: how much of a prompt a step computes where other requests get tokens from it, in exact numbers; and that every
-plan keeps the target, that prompts get on, and that tokens are the same."""
+"""Chunks sized by time: how much of a prompt a step computes where other requests get tokens from it, in
+exact numbers; and that every plan keeps the target, that prompts get on, and that tokens are the same."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measured(per_token: float, per_depth: float) -> PrefillRate:
     return rate
 
 
-# ------------------------------------------------------------------------------------------------------------------ one chunk
+# -------------------------------------------------------------------------------------------------- one chunk
 
 
 def test_what_fits_into_the_time_is_computed_beside_decodes() -> None:
@@ -58,14 +58,21 @@ def test_late_tokens_take_longer_so_that_fewer_of_them_fit() -> None:
 
 
 def test_the_figures_of_a_large_gpu() -> None:
-    """The target leaves a short prompt the whole chunk and makes a deep one shorter, to a whole shape or a block; one more would take
-    too long."""
+    """The target leaves a short prompt the whole chunk and makes a deep one shorter, to a whole shape or a
+    block; one more would take too long."""
     rate = measured(*H200)
-    sizes = [room(0.15, times=rate, tokens=8192, min_chunk=512, block=16).size(depth, 100_000) for depth in (0, 4_000, 50_000, 100_000)]
+    sizes = [
+        room(0.15, times=rate, tokens=8192, min_chunk=512, block=16).size(depth, 100_000)
+        for depth in (0, 4_000, 50_000, 100_000)
+    ]
     assert sizes == [8192, 6752, 2224, 1360]
     for depth, size, step in zip((4_000, 50_000, 100_000), sizes[1:], (512, 512, 16), strict=True):
         first, slope = H200
-        assert size * (first + slope * (depth + size / 2)) <= 0.15 < (size + step) * (first + slope * (depth + (size + step) / 2))
+        assert (
+            size * (first + slope * (depth + size / 2))
+            <= 0.15
+            < (size + step) * (first + slope * (depth + (size + step) / 2))
+        )
 
 
 def test_a_chunk_that_time_cuts_short_ends_with_a_block() -> None:
@@ -132,7 +139,7 @@ def test_without_a_target_or_with_time_to_spare_tokens_are_the_limit(chunk_s: fl
     assert free.tokens == 54 and free.size(3, 100) == 54
 
 
-# ------------------------------------------------------------------------------------------------------------------ whole steps
+# ------------------------------------------------------------------------------------------------ whole steps
 
 
 def test_a_prompt_alone_has_the_whole_chunk_and_one_beside_decodes_has_what_fits() -> None:
@@ -167,7 +174,9 @@ def test_a_prompt_behind_one_that_time_has_cut_short_is_computed_in_the_next_ste
     assert shape(planned(world)) == [(decoding, 4, 1), (long, 0, 16)]
     assert world.state_of(waits) == "running", "it has a table, and no time of this step"
     world.commit()
-    assert shape(planned(world)) == [(decoding, 5, 1), (waits, 0, 3), (long, 16, 12)], "the shortest is the first of the next step"
+    assert shape(planned(world)) == [(decoding, 5, 1), (waits, 0, 3), (long, 16, 12)], (
+        "the shortest is the first of the next step"
+    )
     world.commit()
     assert shape(planned(world)) == [(decoding, 6, 1), (long, 28, 2)]
     world.finish()
@@ -184,7 +193,9 @@ def test_prompts_that_end_together_are_answered_within_the_target_where_nobody_d
 
 
 def test_a_prompt_behind_a_full_chunk_of_another_waits_as_it_does_without_a_target() -> None:
-    plain, timed = (World(num_slots=60, prefill_chunk=8, timed=one) for one in (Timed(), Timed(1.0, 4, Ticks())))
+    plain, timed = (
+        World(num_slots=60, prefill_chunk=8, timed=one) for one in (Timed(), Timed(1.0, 4, Ticks()))
+    )
     for world in (plain, timed):
         long, other = world.submit([3] * 24, 1), world.submit([4] * 5, 1)
         assert shape(planned(world)) == [(long, 0, 8)]
@@ -194,7 +205,7 @@ def test_a_prompt_behind_a_full_chunk_of_another_waits_as_it_does_without_a_targ
         world.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------ any plan
+# --------------------------------------------------------------------------------------------------- any plan
 
 SIZES = st.tuples(st.integers(0, 200), st.integers(1, 300))
 
@@ -236,23 +247,34 @@ def test_every_step_keeps_the_target_or_the_least_chunk_and_every_prompt_gets_on
                 assert num_chunks == 0 and start + size <= -(-(start + max(1, min_chunk)) // block) * block
             assert size in (end - start, tokens - num_tokens) or (start + size) % block == 0
             one.spend(start, size, end - start)
-            at[0], ended, num_tokens, num_chunks = start + size, ended or start + size == end, num_tokens + size, num_chunks + 1
+            at[0], ended, num_tokens, num_chunks = (
+                start + size,
+                ended or start + size == end,
+                num_tokens + size,
+                num_chunks + 1,
+            )
         assert 0 < num_tokens <= tokens
         if all(start == end for start, end in left):
             return
     raise AssertionError("a prompt did not get on")
 
 
-def test_the_scheduler_keeps_the_target_and_all_its_promises_in_any_order_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_keeps_the_target_and_all_its_promises_in_any_order_of_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The world compares every token with what the request gets alone, and every plan with the target."""
     land_in_parts(monkeypatch)
     seen: Counter[str] = Counter()
     for seed in range(NUM_WALKS):
         r = random.Random(seed)
-        timed = Timed(r.choice([0.5, 3.0, 6.0, 9.0]), r.choice([0, BLOCK, 2 * BLOCK]), Ticks(1.0, r.choice([0.0, 0.1])))
+        timed = Timed(
+            r.choice([0.5, 3.0, 6.0, 9.0]), r.choice([0, BLOCK, 2 * BLOCK]), Ticks(1.0, r.choice([0.0, 0.1]))
+        )
         walked, events = choose(seed)
         walked = walked._replace(prefill_chunk=r.choice([5, 8, 64]), timed=timed)
-        seen += told_shortly(lambda some, walked=walked: walk(walked, some), events, f"walk {seed} through {walked}")
+        seen += told_shortly(
+            lambda some, walked=walked: walk(walked, some), events, f"walk {seed} through {walked}"
+        )
     for what in ("chunk cut by time", "least chunk", "retraction", "promotion"):
         assert seen[what] >= 5, f"hardly ever: {what}"
 
@@ -267,7 +289,9 @@ def test_the_scheduler_keeps_the_target_and_all_its_promises_in_any_order_of_eve
         (1024, 3000, 2560),
     ],
 )
-def test_a_long_chunk_that_time_cuts_short_ends_with_a_whole_shape(start: int, num_tokens: int, size: int) -> None:
+def test_a_long_chunk_that_time_cuts_short_ends_with_a_whole_shape(
+    start: int, num_tokens: int, size: int
+) -> None:
     """A token takes a second."""
     assert room(chunk_s=float(num_tokens), block=16, tokens=8192).size(start, 8000) == size
 

@@ -1,5 +1,5 @@
-"""The scheduler over a disk and a store behind the host tier, story by story: who waits, for what, and where a prompt is said to have come
-from."""
+"""The scheduler over a disk and a store behind the host tier, story by story: who waits, for what, and where
+a prompt is said to have come from."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_each_tier_is_counted_for_its_own_blocks_also_on_a_full_match() -> None:
     world.cache.reset(["device"])
     request = world.submit(A, 2, ignore_eos=True)
     world.finish()
-    assert source_of(world, request) == KvSource(host=4, ssd=4, remote=7, computed=1), "the last token of a full match is computed"
+    assert source_of(world, request) == KvSource(host=4, ssd=4, remote=7, computed=1), (
+        "the last token of a full match is computed"
+    )
     world.close()
 
 
@@ -117,7 +119,12 @@ def test_a_step_starts_behind_the_last_part_where_nobody_else_computes() -> None
         run_lane(world, "read ssd 1")
     run_lane(world, "launch to device")
     load = world.asked[request].load
-    assert isinstance(load, BlockLoad) and load.num_sent == 4 and not load.nearly_landed() and world.plan() is None
+    assert (
+        isinstance(load, BlockLoad)
+        and load.num_sent == 4
+        and not load.nearly_landed()
+        and world.plan() is None
+    )
     while not load.nearly_landed():
         world.device.lanes.lane("to device").step()
     plan = planned(world)

@@ -1,5 +1,5 @@
-"""A request that does not fit on the device begins when all that disks and stores have of it is in host memory, and not before; what cannot
-be read is computed, and is not asked for without end."""
+"""A request that does not fit on the device begins when all that disks and stores have of it is in host
+memory, and not before; what cannot be read is computed, and is not asked for without end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_disk(prompt: Sequence[int] = LONG, max_batch: int = 4) -> World:
-    """A world with room for eight blocks of a request on the device, whose disk has `prompt` and nobody else does."""
-    world = World(num_slots=12, max_batch=max_batch, prefill_chunk=8, cold=Cold(40, stores=("ssd",)), num_resident=8)
+    """A world with room for eight blocks of a request on the device, whose disk has `prompt` and nobody else
+    does."""
+    world = World(
+        num_slots=12, max_batch=max_batch, prefill_chunk=8, cold=Cold(40, stores=("ssd",)), num_resident=8
+    )
     world.submit(prompt, 1, ignore_eos=True)
     world.finish()
     world.cache.reset(["device", "host"])
@@ -77,7 +80,9 @@ def test_one_that_fits_on_the_device_to_its_last_block_is_not_deep() -> None:
     world.close()
 
 
-def test_a_deep_request_of_which_nothing_is_paged_out_takes_part_in_steps_that_may_not_read_host_memory() -> None:
+def test_a_deep_request_of_which_nothing_is_paged_out_takes_part_in_steps_that_may_not_read_host_memory() -> (
+    None
+):
     world = World(num_slots=12, prefill_chunk=8, cold=Cold(40), num_resident=8)
     deep = world.submit(LONG, 1)
     for start in (0, 8):
@@ -105,7 +110,8 @@ def test_one_that_fitted_goes_on_with_no_more_on_the_device_than_a_deep_one_may_
 
 
 def lending() -> tuple[World, str, str, Track]:
-    """A deep request that has paged out what another one has on the device, that other one, one besides, and the deep one's track."""
+    """A deep request that has paged out what another one has on the device, that other one, one besides, and
+    the deep one's track."""
     world = World(num_slots=18, prefill_chunk=8, cold=Cold(60), num_resident=8)
     other = world.submit(LONG[:20], 11, ignore_eos=True)
     while world.state_of(other) != "running" or len(world.asked[other].got) < 1:
@@ -127,7 +133,9 @@ def test_what_is_paged_out_while_others_have_it_comes_back_when_they_let_go() ->
     world, other, filler, track = lending()
     lent = track.num_lent
     world.step()
-    assert track.num_lent >= lent > 0 and world.state_of(other) == "running", "what could be drawn is promised to others"
+    assert track.num_lent >= lent > 0 and world.state_of(other) == "running", (
+        "what could be drawn is promised to others"
+    )
     world.cancel(other)
     world.step()
     assert track.num_lent == 0
@@ -155,11 +163,14 @@ def test_one_that_needs_all_that_host_memory_can_take_runs_alone() -> None:
     before = world.submit(LONG[:60], 2, ignore_eos=True)
     deep = world.submit([at % 6 for at in range(most * BLOCK - 1)], 1, ignore_eos=True)
     world.finish()
-    assert world.state_of(before) == world.state_of(deep) == "ended" and world.seen["step that reads host memory"]
+    assert (
+        world.state_of(before) == world.state_of(deep) == "ended"
+        and world.seen["step that reads host memory"]
+    )
     world.close()
 
 
-# ----------------------------------------------------------------------------------------------- what is looked for when its turn comes
+# --------------------------------------------------------------------- what is looked for when its turn comes
 
 
 @pytest.mark.parametrize("turns", range(5))
@@ -255,7 +266,9 @@ def test_what_is_kept_in_all_of_host_memory_makes_room_for_one_that_is_next() ->
 
 @pytest.mark.parametrize("is_reset", [False, True])
 @pytest.mark.parametrize("turns", range(1, 5))
-def test_one_whose_reads_made_way_for_a_load_or_ended_by_a_reset_is_read_for_once_more(turns: int, is_reset: bool) -> None:
+def test_one_whose_reads_made_way_for_a_load_or_ended_by_a_reset_is_read_for_once_more(
+    turns: int, is_reset: bool
+) -> None:
     world = on_disk()
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)
     for _ in range(turns):
@@ -270,7 +283,9 @@ def test_one_whose_reads_made_way_for_a_load_or_ended_by_a_reset_is_read_for_onc
     world.close()
 
 
-def test_one_that_is_next_is_read_for_while_as_much_is_read_ahead_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_next_is_read_for_while_as_much_is_read_ahead_as_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = on_disk()
     monkeypatch.setattr(loads_module, "_FETCHES", 0)
     deep = world.submit([*LONG, 1], 2, ignore_eos=True)

@@ -1,4 +1,5 @@
-"""The step being put together, by itself: what a request adds to it, and what stays of one that leaves before the launch."""
+"""The step being put together, by itself: what a request adds to it, and what stays of one that leaves before
+the launch."""
 
 from __future__ import annotations
 
@@ -46,9 +47,14 @@ class Load:
 
 def track_of(name: str, num_tokens: int, *, row: int = 0, load: Load | None = None, **changes: Any) -> Track:
     request = Request(
-        name, list(range(num_tokens)), SamplingParams(max_tokens=changes.pop("max_tokens", 4)), adapter=changes.pop("adapter", None)
+        name,
+        list(range(num_tokens)),
+        SamplingParams(max_tokens=changes.pop("max_tokens", 4)),
+        adapter=changes.pop("adapter", None),
     )
-    track = Track(request, row, None, State.RUNNING, list(request.prompt), row=row, table=Table(10 * row), load=load)  # type: ignore[arg-type]
+    track = Track(
+        request, row, None, State.RUNNING, list(request.prompt), row=row, table=Table(10 * row), load=load
+    )  # type: ignore[arg-type]
     for field_name, value in changes.items():
         setattr(track, field_name, value)
     return track
@@ -56,18 +62,25 @@ def track_of(name: str, num_tokens: int, *, row: int = 0, load: Load | None = No
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
 def test_nothing_that_a_request_would_compute_or_wait_for_stays_when_it_leaves(num_tokens: int) -> None:
-    draft, stays, leaves = Draft(), track_of("stays", 5, load=Load()), track_of("leaves", 5, row=1, load=Load())
+    draft, stays, leaves = (
+        Draft(),
+        track_of("stays", 5, load=Load()),
+        track_of("leaves", 5, row=1, load=Load()),
+    )
     for track in (stays, leaves):
         draft.set_up(track)
         draft.add(track, num_tokens)
     kept = stays.request.id
     draft.drop(leaves)
     assert [chunk.request_id for chunk in draft.chunks()] == [kept] == list(draft.loads)
-    assert [start.row for start in draft.starts] == [0, 1], "its row is set up all the same: whoever gets it next comes behind"
+    assert [start.row for start in draft.starts] == [0, 1], (
+        "its row is set up all the same: whoever gets it next comes behind"
+    )
 
 
 def test_of_chunks_of_one_token_those_that_sample_come_first() -> None:
-    """So a row of theirs and its sample have the same number, which the device relies on where drafts are verified."""
+    """So a row of theirs and its sample have the same number, which the device relies on where drafts are
+    verified."""
     draft = Draft()
     for row, (num, max_tokens) in enumerate([(5, 4), (1, 0), (1, 4), (1, 0), (4, 0), (1, 4)]):
         draft.add(track_of(str(row), 5, row=row, num_planned=5 - num, max_tokens=max_tokens), num)
@@ -81,7 +94,9 @@ def test_one_that_has_added_nothing_may_leave() -> None:
 
 
 @pytest.mark.parametrize(("settled", "waits"), [(True, False), (False, True)])
-def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(settled: bool, waits: bool) -> None:
+def test_a_step_waits_for_a_load_that_is_under_way_and_the_next_one_does_not(
+    settled: bool, waits: bool
+) -> None:
     draft, load = Draft(), Load(settled)
     track = track_of("r", 9, load=load)
     draft.add(track, 4)
@@ -107,12 +122,27 @@ def test_earlier_users_are_waited_for_once_each() -> None:
 )
 def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int, samples: bool) -> None:
     adapter = Adapter("tuned", "d")
-    track = track_of("r", 5, row=3, num_planned=start, num_in_flight=in_flight, max_tokens=max_tokens, adapter=adapter, num_cached=4)
+    track = track_of(
+        "r",
+        5,
+        row=3,
+        num_planned=start,
+        num_in_flight=in_flight,
+        max_tokens=max_tokens,
+        adapter=adapter,
+        num_cached=4,
+    )
     draft = Draft()
     draft.add(track, num)
     (chunk,) = draft.chunks()
     assert draft.num_single == (num == 1)
-    assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == ("r", 3, start, num, adapter)
+    assert (chunk.request_id, chunk.row, chunk.start, chunk.num_tokens, chunk.adapter) == (
+        "r",
+        3,
+        start,
+        num,
+        adapter,
+    )
     assert list(chunk.tokens) == [0, 1, 2, 3, 4, TOKEN_IN_FLIGHT][start : start + num]
     assert chunk.slots.tolist() == [30, 31][: -(-(start + num) // 4)]
     assert (chunk.num_logits, chunk.writes) == (samples, start >= 4)
@@ -121,8 +151,22 @@ def test_what_a_chunk_says(start: int, num: int, in_flight: int, max_tokens: int
 
 @pytest.mark.parametrize(
     ("num_top", "start", "num", "scored"),
-    [(None, 0, 5, None), (2, 0, 3, (1, 2, 3)), (2, 3, 2, (4,)), (0, 0, 5, (1, 2, 3, 4)), (2, 4, 1, None), (2, 3, 1, (4,))],
-    ids=["nobody asks", "the first of them", "up to the prompt's end", "all of it", "behind the prompt", "a single token"],
+    [
+        (None, 0, 5, None),
+        (2, 0, 3, (1, 2, 3)),
+        (2, 3, 2, (4,)),
+        (0, 0, 5, (1, 2, 3, 4)),
+        (2, 4, 1, None),
+        (2, 3, 1, (4,)),
+    ],
+    ids=[
+        "nobody asks",
+        "the first of them",
+        "up to the prompt's end",
+        "all of it",
+        "behind the prompt",
+        "a single token",
+    ],
 )
 def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
     num_top: int | None, start: int, num: int, scored: tuple[int, ...] | None
@@ -139,9 +183,13 @@ def test_a_chunk_names_the_prompt_tokens_that_its_positions_score(
 
 @pytest.mark.parametrize("penalty", [1.0, 1.2, 0.8])
 def test_a_start_has_the_prompt_only_where_a_penalty_looks_at_it(penalty: float) -> None:
-    start = Start.of(3, Request("r", [5, 2, 5], SamplingParams(max_tokens=1, repetition_penalty=penalty)), [7, 7])
+    start = Start.of(
+        3, Request("r", [5, 2, 5], SamplingParams(max_tokens=1, repetition_penalty=penalty)), [7, 7]
+    )
     assert (start.row, start.request_id, start.output) == (3, "r", (7, 7))
-    assert (None if start.prompt_tokens is None else start.prompt_tokens.tolist()) == (None if penalty == 1.0 else [2, 5])
+    assert (None if start.prompt_tokens is None else start.prompt_tokens.tolist()) == (
+        None if penalty == 1.0 else [2, 5]
+    )
 
 
 def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None:
@@ -150,7 +198,12 @@ def test_a_request_that_starts_again_starts_with_what_it_has_generated() -> None
     draft.set_up(track)
     track.tokens.append(9)
     (start,) = draft.starts
-    assert (start.row, start.request_id, start.sampling, start.output) == (2, "r", track.request.sampling, (7, 8))
+    assert (start.row, start.request_id, start.sampling, start.output) == (
+        2,
+        "r",
+        track.request.sampling,
+        (7, 8),
+    )
 
 
 def steps_of(*planned: list[Track]) -> tuple[Steps, list[int]]:
@@ -219,15 +272,28 @@ def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
 
 def test_results_come_in_the_order_of_their_steps() -> None:
     steps, numbers = steps_of([track_of("r", 9)], [track_of("s", 9)])
-    with pytest.raises(InvariantBroken, match=f"result of step {numbers[1]} came while step {numbers[0]} was due"):
+    with pytest.raises(
+        InvariantBroken, match=f"result of step {numbers[1]} came while step {numbers[0]} was due"
+    ):
         steps.take(numbers[1])
 
 
 def test_what_a_draft_model_has_missed_is_passed_over_with_single_tokens_first() -> None:
     """Of one that has missed nothing there is no chunk."""
-    draft, tracks = Draft(), [track_of(str(row), 5, row=row, num_planned=4, num_followed=num) for row, num in enumerate((1, 4, 3))]
+    draft, tracks = (
+        Draft(),
+        [
+            track_of(str(row), 5, row=row, num_planned=4, num_followed=num)
+            for row, num in enumerate((1, 4, 3))
+        ],
+    )
     for track in tracks:
         draft.add(track, 1)
     missed = missed_by(tracks, draft.chunks())
-    assert [(chunk.request_id, chunk.start, chunk.tokens) for chunk in missed] == [("2", 3, (3,)), ("0", 1, (1, 2, 3))]
-    assert [chunk.request_id for chunk in missed_by(tracks, draft.chunks(), 2)] == ["0"], "single tokens wait where they can"
+    assert [(chunk.request_id, chunk.start, chunk.tokens) for chunk in missed] == [
+        ("2", 3, (3,)),
+        ("0", 1, (1, 2, 3)),
+    ]
+    assert [chunk.request_id for chunk in missed_by(tracks, draft.chunks(), 2)] == ["0"], (
+        "single tokens wait where they can"
+    )

@@ -1,5 +1,6 @@
-"""Plans with drafts over a real cache, beside a device that knows what every request says: whatever is proposed, kept, stopped, retracted
-or cancelled, each row reads the KV of its own tokens, a block gets the key of what lies in it, and everybody gets their own tokens."""
+"""Plans with drafts over a real cache, beside a device that knows what every request says: whatever is
+proposed, kept, stopped, retracted or cancelled, each row reads the KV of its own tokens, a block gets the key
+of what lies in it, and everybody gets their own tokens."""
 
 from __future__ import annotations
 
@@ -93,8 +94,12 @@ class Script:
         assert one.most > 0
         if self.world.overcommit > 1.0:
             num_held = track.held_table().num_slots * BLOCK
-            assert track.num_planned + 1 + one.most <= num_held, "a draft draws no block: somebody may have to leave for it"
-        assert track.num_planned + 1 + one.most <= track.promised * BLOCK, "no draft draws what was not promised"
+            assert track.num_planned + 1 + one.most <= num_held, (
+                "a draft draws no block: somebody may have to leave for it"
+            )
+        assert track.num_planned + 1 + one.most <= track.promised * BLOCK, (
+            "no draft draws what was not promised"
+        )
         self.alive[track.request.id] = 0
         num = rng.randrange(min(one.most, 5) + 1)
         right = self.world.said[track.request.id].all[track.num_expected : track.num_expected + num]
@@ -117,11 +122,19 @@ class TableWatched(BlockTable):
         assert num_computed <= len(tokens), "a key needs all tokens of its block"
         for place in range(num_computed // BLOCK * BLOCK):
             slot = int(self.slots(num_computed)[place // BLOCK])
-            assert world.kv[slot * BLOCK + place % BLOCK] == tuple(tokens[: place + 1]), "a key is that of what lies there"
+            assert world.kv[slot * BLOCK + place % BLOCK] == tuple(tokens[: place + 1]), (
+                "a key is that of what lies there"
+            )
         for plan, _ in world.launched:
             for chunk in plan.chunks:
-                if chunk.request_id == self.owner and chunk.writes and len(chunk.tokens) == chunk.num_logits > 0:
-                    assert num_computed // BLOCK * BLOCK <= chunk.start - chunk.num_unsure, "a step may still write there"
+                if (
+                    chunk.request_id == self.owner
+                    and chunk.writes
+                    and len(chunk.tokens) == chunk.num_logits > 0
+                ):
+                    assert num_computed // BLOCK * BLOCK <= chunk.start - chunk.num_unsure, (
+                        "a step may still write there"
+                    )
         super().seal(tokens, num_computed, fence)
 
 
@@ -160,14 +173,16 @@ class World:
         self.rejected: dict[str, int] = {}  # by request: drafts of its last step
         self.num_drafted = self.num_full_matches = 0
 
-    # ------------------------------------------------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------------------------------- what happens
 
     def submit(self) -> None:
         prompt = [self.rng.randrange(100) for _ in range(self.rng.randrange(1, 20))]
         if self.said and self.rng.random() < 0.5:  # some of what another one has said, or all
             other = self.rng.choice(list(self.said.values())).all
             prompt = other[: self.rng.randrange(1, min(len(other), 24) + 1)]
-            prompt = prompt[: len(prompt) // BLOCK * BLOCK or len(prompt)] if self.rng.random() < 0.6 else prompt
+            prompt = (
+                prompt[: len(prompt) // BLOCK * BLOCK or len(prompt)] if self.rng.random() < 0.6 else prompt
+            )
         prompt = [token for token in prompt if token != STOP] or [1]
         max_tokens = self.rng.choice([0, 1, 2, 7, 15, 24])
         key = hash(tuple(prompt)) & 0xFFFF
@@ -175,7 +190,9 @@ class World:
         if self.rng.random() < 0.5:
             answer[self.rng.randrange(24)] = STOP
         id = f"r{len(self.said)}"
-        request = Request(id, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0), self.cache.prefix_of(prompt))
+        request = Request(
+            id, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0), self.cache.prefix_of(prompt)
+        )
         self.said[id] = Said(request, answer)
         self.scheduler.add(request)
 
@@ -203,7 +220,9 @@ class World:
     def commit(self) -> None:
         _, result = self.launched.pop(0)
         if self.rng.random() < self.failing:
-            what = self.rng.choice([StepFailure("TransferFailed", "no", True), StepFailure("RuntimeError", "no")])
+            what = self.rng.choice(
+                [StepFailure("TransferFailed", "no", True), StepFailure("RuntimeError", "no")]
+            )
             result = StepResult(result.number, (), error=what)
         self.hear(self.scheduler.commit(result))
 
@@ -218,7 +237,7 @@ class World:
             is_cut = one.finish in (None, FinishReason.CANCELLED, FinishReason.ERROR)
             assert one.got == one.expected[: len(one.got)] and (is_cut or one.got == one.expected)
 
-    # ------------------------------------------------------------------------------------------------------------- the device
+    # --------------------------------------------------------------------------------------------- the device
 
     def run(self, plan: StepPlan) -> StepResult:
         for at, chunk in enumerate(plan.chunks):
@@ -230,7 +249,10 @@ class World:
         one = self.said[chunk.request_id]
         start = chunk.start - (self.rejected.get(chunk.request_id, 0) if chunk.num_unsure else 0)
         assert start >= chunk.start - chunk.num_unsure, "it may start so much earlier, and no more"
-        tokens = [one.all[start + at] if token == TOKEN_IN_FLIGHT else token for at, token in enumerate(chunk.tokens)]
+        tokens = [
+            one.all[start + at] if token == TOKEN_IN_FLIGHT else token
+            for at, token in enumerate(chunk.tokens)
+        ]
         self.num_full_matches += not chunk.writes
         life = len(one.request.prompt) + max(0, one.request.sampling.max_tokens - 1)
         assert chunk.kv_len <= life, "no block is drawn that was not promised"
@@ -239,12 +261,18 @@ class World:
         for at in range(len(tokens)):
             for place in range(start + at):
                 found = self.kv.get(int(chunk.slots[place // BLOCK]) * BLOCK + place % BLOCK)
-                assert found == tuple([*before, *tokens][: place + 1]), f"{chunk.request_id} reads {found} at {place}"
+                assert found == tuple([*before, *tokens][: place + 1]), (
+                    f"{chunk.request_id} reads {found} at {place}"
+                )
             where = start + at
             if chunk.writes:
-                self.kv[int(chunk.slots[where // BLOCK]) * BLOCK + where % BLOCK] = tuple([*before, *tokens][: where + 1])
+                self.kv[int(chunk.slots[where // BLOCK]) * BLOCK + where % BLOCK] = tuple(
+                    [*before, *tokens][: where + 1]
+                )
             else:
-                assert self.kv[int(chunk.slots[where // BLOCK]) * BLOCK + where % BLOCK] == tuple([*before, *tokens][: where + 1])
+                assert self.kv[int(chunk.slots[where // BLOCK]) * BLOCK + where % BLOCK] == tuple(
+                    [*before, *tokens][: where + 1]
+                )
         first = len(tokens) - chunk.num_logits
         for at in range(first, len(tokens)):
             sampled.append(one.all[start + at + 1])
@@ -274,7 +302,9 @@ ROOMS = {"wide": (64, 1.0), "narrow": (20, 1.0), "overcommitted": (20, 2.5), "ou
 @pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
 @pytest.mark.parametrize("failing", [0.0, 0.1], ids=["sound", "failing"])
 @pytest.mark.parametrize("seed", range(4))
-def test_with_any_drafts_everybody_gets_what_they_say(seed: int, failing: float, room: Any, ahead: bool) -> None:
+def test_with_any_drafts_everybody_gets_what_they_say(
+    seed: int, failing: float, room: Any, ahead: bool
+) -> None:
     world = World(seed, ahead, *room[:2], failing, *room[2:])
     for _ in range(250):
         getattr(world, world.rng.choices(["submit", "step", "cancel"], [3, 12, 0.5])[0])()
@@ -292,7 +322,8 @@ class Kept:
 
 
 def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
-    """It was pushed out while the step ran, and its blocks were saved: what they hold was computed from what had not arrived."""
+    """It was pushed out while the step ran, and its blocks were saved: what they hold was computed from what
+    had not arrived."""
     world = World(0, False, 64, 1.0, 0.0)
     world.submit()
     plan = world.scheduler.plan()
@@ -301,21 +332,32 @@ def test_what_was_saved_of_a_request_whose_step_lacked_kv_is_let_go() -> None:
     (track,) = world.scheduler._tracks.values()
     world.scheduler._retract(track)
     kept = track.lease = Kept()  # type: ignore[assignment]
-    assert world.scheduler.commit(StepResult(plan.number, (), error=StepFailure("TransferFailed", "no", True))) == []
+    assert (
+        world.scheduler.commit(StepResult(plan.number, (), error=StepFailure("TransferFailed", "no", True)))
+        == []
+    )
     assert kept.ended and track.lease is None and track.computes and track.num_in_flight == 0
     world.finish()
 
 
-def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_its_last_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_pushed_out_twice_before_its_steps_are_read_has_the_kv_of_its_last_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(0, False, 64, 1.0, 0.0)
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
     prompt = list(range(20))
-    request = Request("r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt))
+    request = Request(
+        "r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt)
+    )
     world.said["r"] = Said(request, [n % 50 for n in range(40)])
     world.scheduler.add(request)
     (track,) = world.scheduler._tracks.values()
     saved, retract = list[int](), BlockTable.retract
-    monkeypatch.setattr(BlockTable, "retract", lambda self, num_tokens, fence: saved.append(num_tokens) or retract(self, num_tokens, fence))
+    monkeypatch.setattr(
+        BlockTable,
+        "retract",
+        lambda self, num_tokens, fence: saved.append(num_tokens) or retract(self, num_tokens, fence),
+    )
     for num_steps in (2, 1):  # eight tokens of the prompt in each
         for _ in range(num_steps):
             plan = world.scheduler.plan()
@@ -332,7 +374,11 @@ def test_a_result_that_does_not_say_how_many_drafts_were_kept_is_refused(num_sai
     """Of two drafts it has one token, two or three."""
     world = World(0, False, 64, 1.0, 0.0)
     world.script.propose = lambda requests, num_others: [(7, 8)] * len(requests)  # type: ignore[method-assign]
-    world.scheduler.add(Request("r", [1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of([1, 2, 3])))
+    world.scheduler.add(
+        Request(
+            "r", [1, 2, 3], SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of([1, 2, 3])
+        )
+    )
     for num_logits, said in ((1, (5,)), (3, tuple(range(num_said)))):
         plan = world.scheduler.plan()
         assert plan is not None and plan.chunks[0].num_logits == num_logits
@@ -345,7 +391,9 @@ def test_a_result_that_does_not_say_how_many_drafts_were_kept_is_refused(num_sai
 
 
 @pytest.mark.parametrize(("overcommit", "draws"), [(1.0, True), (2.5, False)])
-def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_where_all_were_promised(overcommit: float, draws: bool) -> None:
+def test_for_tokens_that_may_be_drafted_behind_a_step_blocks_are_drawn_only_where_all_were_promised(
+    overcommit: float, draws: bool
+) -> None:
     world = World(0, True, 64, overcommit, 0.0)
     world.script.num_ahead = 3
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
@@ -363,7 +411,8 @@ class Asks(Script):
     def __init__(self, num_ahead: int) -> None:
         self.needs_results, self.has_kv, self.num_ahead, self.leaves_out = True, False, num_ahead, False
         self.alive, self.asked = dict[str, int](), set[str]()
-        self.most: dict[int, int] = {}  # drafts that there is room for, by the tokens that were planned before
+        # drafts that there is room for, by the tokens that were planned before
+        self.most: dict[int, int] = {}
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         self.asked |= {one.track.request.id for one in requests}
@@ -381,7 +430,10 @@ def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: i
         world.said[id] = Said(request, [n % 50 for n in range(40)])
         world.scheduler.add(request)
     rooms, run = dict[str, int](), world.run
-    world.run = lambda plan: rooms.update({one.request_id: max(one.room, rooms.get(one.request_id, 0)) for one in plan.chunks}) or run(plan)  # type: ignore[method-assign, func-returns-value]
+    world.run = lambda plan: (
+        rooms.update({one.request_id: max(one.room, rooms.get(one.request_id, 0)) for one in plan.chunks})
+        or run(plan)
+    )  # type: ignore[method-assign, func-returns-value]
     world.finish()
     assert asks.asked == {"plain"} and rooms == {"plain": num_ahead, "shaped": 0}
 
@@ -392,11 +444,14 @@ def test_a_request_with_a_grammar_has_no_drafts_and_no_room_for_any(num_ahead: i
     ids=["to the end of its life", "in the blocks that it has"],
 )
 def test_there_is_room_for_drafts_behind_a_step_that_samples(overcommit: float, rooms: list[int]) -> None:
-    """Of a prompt of 12 tokens and 9 generated ones, of which the last is not fed back: its life is 20 tokens."""
+    """Of a prompt of 12 tokens and 9 generated ones, of which the last is not fed back: its life is 20
+    tokens."""
     world = World(0, False, 64, overcommit, 0.0)
     asks = world.script = world.scheduler._drafter = Asks(num_ahead=3)
     prompt = list(range(12))
-    request = Request("r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt))
+    request = Request(
+        "r", prompt, SamplingParams(max_tokens=9, temperature=0.0), world.cache.prefix_of(prompt)
+    )
     world.said["r"] = Said(request, [n % 50 for n in range(40)])
     world.scheduler.add(request)
     found, run = list[tuple[int, int]](), world.run
@@ -420,7 +475,11 @@ def test_a_request_that_is_paged_out_has_no_drafts_and_no_room_for_any(num_ahead
 
 def seen_in(plan: StepPlan | None, seen: set[bool]) -> StepPlan | None:
     """Whether chunks have more blocks than their own tokens need."""
-    seen.update(len(chunk.slots) * BLOCK - chunk.kv_len >= BLOCK for chunk in (() if plan is None else plan.chunks) if chunk.num_logits)
+    seen.update(
+        len(chunk.slots) * BLOCK - chunk.kv_len >= BLOCK
+        for chunk in (() if plan is None else plan.chunks)
+        if chunk.num_logits
+    )
     return plan
 
 
@@ -428,7 +487,9 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
     """It need not pass over every step, as long as no request lacks more than a block."""
     world = World(0, True, 64, 1.0, 0.0)
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
-    request = Request("r", [1, 2], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2]))
+    request = Request(
+        "r", [1, 2], SamplingParams(max_tokens=2 * BLOCK + 2, temperature=0.0), world.cache.prefix_of([1, 2])
+    )
     world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
     world.scheduler.add(request)
     plans, sealed = list[StepPlan](), list[int]()
@@ -437,9 +498,13 @@ def test_while_nothing_is_drafted_a_draft_model_passes_over_a_block_at_a_time() 
     [track] = world.scheduler._tracks.values()
     world.scheduler.commit = lambda result: (commit(result), sealed.append(track.num_sealed))[0]  # type: ignore[method-assign, func-returns-value]
     world.finish()
-    assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], "no step of its own is passed over but the prompt"
+    assert [plan.is_followed for plan in plans] == [True, *[False] * (2 * BLOCK + 1)], (
+        "no step of its own is passed over but the prompt"
+    )
     assert track.blank_to == 0, "nothing was left out"
-    assert sealed == [*[2] * 5, *[6] * 4, 10], "blocks get their keys when the step is over that has caught up"
+    assert sealed == [*[2] * 5, *[6] * 4, 10], (
+        "blocks get their keys when the step is over that has caught up"
+    )
     lags = [*[()] * (BLOCK - 1), (BLOCK,)]
     assert [tuple(len(chunk.tokens) for chunk in plan.missed) for plan in plans] == [(), (), *lags, *lags]
 
@@ -449,7 +514,9 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_its_blocks_get_
     world = World(0, True, 64, 1.0, 0.0)
     world.script.leaves_out = True
     world.script.propose = lambda requests, num_others: [()] * len(requests)  # type: ignore[method-assign]
-    request = Request("r", [1, 2], SamplingParams(max_tokens=4 * BLOCK, temperature=0.0), world.cache.prefix_of([1, 2]))
+    request = Request(
+        "r", [1, 2], SamplingParams(max_tokens=4 * BLOCK, temperature=0.0), world.cache.prefix_of([1, 2])
+    )
     world.said["r"] = Said(request, [n % 50 + STOP + 1 for n in range(40)])
     world.scheduler.add(request)
     plans, seen = list[StepPlan](), list[tuple[int, int]]()
@@ -462,7 +529,9 @@ def test_what_is_decoded_while_drafts_do_not_pay_is_left_out_and_its_blocks_get_
         return run(plan)
 
     world.run = note  # type: ignore[method-assign]
-    world.scheduler.commit = lambda result: (commit(result), seen.append((track.num_sealed, track.blank_to)))[0]  # type: ignore[method-assign, func-returns-value]
+    world.scheduler.commit = lambda result: (commit(result), seen.append((track.num_sealed, track.blank_to)))[
+        0
+    ]  # type: ignore[method-assign, func-returns-value]
     world.finish()
     assert [len(plan.missed) for plan in plans] == [*[0] * (3 * BLOCK + 1), 1, *[0] * (BLOCK - 2)]
     assert seen[-1][1] == 2 + 3 * BLOCK - BLOCK and seen[0] == (2, 0)

@@ -29,7 +29,8 @@ def test_others_go_ahead_of_so_many_that_wait_for_a_prefix_and_not_of_more(num_w
 
 
 def test_decodes_take_no_room_from_prompts_and_need_none() -> None:
-    """Three decode, and a prompt has the whole chunk beside them; so has one whose last token is left, beside a full chunk of another."""
+    """Three decode, and a prompt has the whole chunk beside them; so has one whose last token is left, beside
+    a full chunk of another."""
     world = World(num_slots=40, max_batch=5, prefill_chunk=8)
     decoding = [world.submit(prompt[:2], 9, ignore_eos=True) for prompt in (A, B, C)]
     assert [tokens for _, _, tokens in shape(planned(world))] == [2, 2, 2]
@@ -55,7 +56,8 @@ def test_what_one_prompt_leaves_of_a_chunk_is_the_next_ones_and_no_more() -> Non
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(1, True), (5, True), (6, False)])
 def test_a_life_is_as_long_as_what_is_fed_back(max_tokens: int, fits: bool) -> None:
-    """Two blocks of four are left: a prompt of four and five tokens, of which the last is not fed back, fill them."""
+    """Two blocks of four are left: a prompt of four and five tokens, of which the last is not fed back, fill
+    them."""
     world = World(num_slots=4, max_batch=2, prefill_chunk=16)
     world.submit(B[:4], 5, ignore_eos=True)
     planned(world)
@@ -84,7 +86,8 @@ def test_a_request_decodes_beside_an_older_one_whose_prompt_takes_the_whole_chun
 
 
 def test_nobody_is_admitted_in_the_plan_that_pushes_another_out() -> None:
-    """What is freed is for the one that needed it; and the one that was pushed out comes before those that came later."""
+    """What is freed is for the one that needed it; and the one that was pushed out comes before those that
+    came later."""
     world = World(num_slots=6, overcommit=2.0)
     for prompt in (A, B):
         world.submit(prompt[:4], 12, ignore_eos=True)
@@ -93,7 +96,9 @@ def test_nobody_is_admitted_in_the_plan_that_pushes_another_out() -> None:
             world.commit()
         if len(world.asked) == 2 and world.cache.num_available == 0:
             world.submit(C[:2], 1, ignore_eos=True)
-    assert len(world.asked) == 3 and set(world.cache.tables) == {"r0"}, "the third waits, though there is room for it"
+    assert len(world.asked) == 3 and set(world.cache.tables) == {"r0"}, (
+        "the third waits, though there is room for it"
+    )
     world.close()
 
 
@@ -114,7 +119,12 @@ def test_where_a_load_ends_short_what_lies_before_it_on_the_device_stays_cached(
     assert (track.num_resident, track.num_cached, track.num_planned) == (8, 16, 16)
     for num_landed, num_cached in ((1, 12), (0, 8)):
         track.compute_rest(num_landed, block_tokens=4)
-        assert (track.num_cached, track.num_planned, track.num_committed, track.computes) == (num_cached, num_cached, num_cached, True)
+        assert (track.num_cached, track.num_planned, track.num_committed, track.computes) == (
+            num_cached,
+            num_cached,
+            num_cached,
+            True,
+        )
 
 
 @pytest.mark.parametrize("when", ["waiting", "running"])
@@ -126,7 +136,11 @@ def test_a_request_that_ends_before_its_first_token_has_no_source_and_counts_now
     cancelled = world.submit(A[:8], 4)
     world.plan()
     event = world.scheduler.cancel(cancelled)
-    assert event is not None and (event.finish, event.source, event.tokens) == (FinishReason.CANCELLED, None, ())
+    assert event is not None and (event.finish, event.source, event.tokens) == (
+        FinishReason.CANCELLED,
+        None,
+        (),
+    )
     assert sum(world.scheduler.counts.prompt_tokens.values()) == 0
 
 
@@ -138,7 +152,9 @@ def test_a_request_that_leaves_before_a_step_is_launched_takes_no_part_in_it() -
     assert draft.decodes == draft.prefills == [chunks["stays"]]
 
 
-@pytest.mark.parametrize(("num_generated", "extended"), [(0, False), (3, False), (4, True), (7, True), (8, True)])
+@pytest.mark.parametrize(
+    ("num_generated", "extended"), [(0, False), (3, False), (4, True), (7, True), (8, True)]
+)
 def test_keys_are_extended_with_every_block_that_was_generated(num_generated: int, extended: bool) -> None:
     """A prompt of two blocks of four, and what a request had generated when it was retracted."""
     world = World(num_slots=8)

@@ -27,9 +27,18 @@ STOP = 99
 def test_accepted_are_the_drafts_that_an_answer_has(
     sampled: tuple[int, ...], kept: tuple[int, ...], num_accepted: int, finish: FinishReason | None
 ) -> None:
-    """The token that ends it may be one of them; those behind it were chosen by the model, too, and nobody gets them."""
+    """The token that ends it may be one of them; those behind it were chosen by the model, too, and nobody
+    gets them."""
     counts = SchedulerCounts()
-    track = Track(Request("r", [7], SamplingParams(max_tokens=4 if finish is FinishReason.LENGTH else 9)), 1, None, tokens=[7])
+    track = Track(
+        Request("r", [7], SamplingParams(max_tokens=4 if finish is FinishReason.LENGTH else 9)),
+        1,
+        None,
+        tokens=[7],
+    )
     event = Events((STOP,), counts).of_tokens(track, Sampled("r", sampled), num_drafts=5)
     assert (event.tokens, event.drafted, event.accepted, event.finish) == (kept, 5, num_accepted, finish)
-    assert counts.accepted_by_place == [1] * num_accepted + [0] * (5 - num_accepted) and counts.drafted_by_place == [1] * 5
+    assert (
+        counts.accepted_by_place == [1] * num_accepted + [0] * (5 - num_accepted)
+        and counts.drafted_by_place == [1] * 5
+    )

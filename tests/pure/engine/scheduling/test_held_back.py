@@ -1,5 +1,5 @@
-"""For whom the room of a conversation is kept that was just answered, and from whom: by how it ended, and by where the KV of the next one
-is."""
+"""For whom the room of a conversation is kept that was just answered, and from whom: by how it ended, and by
+where the KV of the next one is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from penstock.engine.scheduling import conversations
 BOUND_S = 20.0
 
 
-def two_that_run(monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8, bound_s: float = BOUND_S) -> tuple[World, str]:
-    """All rows are taken, one of them by a conversation that counts as dear; `known` are cached on the device."""
+def two_that_run(
+    monkeypatch: pytest.MonkeyPatch, *known: list[int], dear_tokens: int = 8, bound_s: float = BOUND_S
+) -> tuple[World, str]:
+    """All rows are taken, one of them by a conversation that counts as dear; `known` are cached on the
+    device."""
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
     tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
     for prompt in known:
@@ -47,7 +50,9 @@ def test_one_that_ended_by_itself_is_expected_again(monkeypatch: pytest.MonkeyPa
     world.close()
 
 
-def test_nobody_goes_on_with_a_prompt_without_a_full_block_however_long_its_answer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_goes_on_with_a_prompt_without_a_full_block_however_long_its_answer_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world, _ = two_that_run(monkeypatch)
     short = world.submit([3, 3, 3], 9, ignore_eos=True)
     answer(world, short)
@@ -126,7 +131,9 @@ def kept(world: World) -> int:
     return sum(want.num_blocks for want in world.cache.pool._idle.wants)
 
 
-def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_just_answered_is_wanted_until_its_next_request_had_time_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(conversations, "KEPT_PLANS", 3)
     world, talk = two_that_run(monkeypatch)
     answer(world, talk)
@@ -156,7 +163,9 @@ def test_what_was_just_answered_is_forgotten_after_what_nobody_wants_and_before_
 @pytest.mark.parametrize("why", ["cancelled", "in order of arrival", "short", "nobody is left"])
 def test_what_nobody_goes_on_with_is_not_kept(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     world, talk = two_that_run(
-        monkeypatch, dear_tokens=13 if why == "short" else 8, bound_s=0.0 if why == "in order of arrival" else BOUND_S
+        monkeypatch,
+        dear_tokens=13 if why == "short" else 8,
+        bound_s=0.0 if why == "in order of arrival" else BOUND_S,
     )
     if why == "cancelled":
         world.cancel(talk)

@@ -1,5 +1,5 @@
-"""What went wrong in other systems where a scheduler met colder tiers, each by its name: that it does not happen here, and that the test
-would tell if it did."""
+"""What went wrong in other systems where a scheduler met colder tiers, each by its name: that it does not
+happen here, and that the test would tell if it did."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ LONG = 9  # tokens to generate: two more blocks than the prompt's
 
 
 def loading(*prompts: list[int], **world: object) -> tuple[World, str]:
-    """A world in which the last request waits for two blocks, and the first of their copies has begun to write."""
+    """A world in which the last request waits for two blocks, and the first of their copies has begun to
+    write."""
     made = remembered(A[:8], *prompts, **world)
     request_id = made.submit([*A[:8], 1], 4, ignore_eos=True)
     assert made.plan() is None and made.state_of(request_id) == "loading"
@@ -29,7 +30,7 @@ def loading(*prompts: list[int], **world: object) -> tuple[World, str]:
     return made, request_id
 
 
-# ----------------------------------------------------------------------------------------------------------- admission
+# -------------------------------------------------------------------------------------------------- admission
 
 
 # Holds invariant 18: blocks that are restored count once.
@@ -49,7 +50,8 @@ def test_restored_blocks_counted_twice_at_admission() -> None:
 # Holds invariant 19: a request in line holds nothing that another needs.
 def test_two_waiting_requests_starve_each_other() -> None:
     world = remembered(A[:12], B[:12], num_slots=8)
-    first, second = world.submit(A[:12], 16, ignore_eos=True), world.submit(B[:12], 8, ignore_eos=True)  # seven blocks, and five
+    # seven blocks, and five
+    first, second = world.submit(A[:12], 16, ignore_eos=True), world.submit(B[:12], 8, ignore_eos=True)
     world.plan()
     assert set(world.cache.tables) == {first}, "what waits holds nothing that the other needs"
     assert tiers_of(world).host.num_leases == 1
@@ -82,7 +84,7 @@ def test_page_aligned_full_match_leaves_nothing_to_compute() -> None:
     assert source_of(world, again) == KvSource(host=7, computed=1)
 
 
-# ------------------------------------------------------------------------------------------------------ ends of requests
+# ------------------------------------------------------------------------------------------- ends of requests
 
 
 # Holds invariant 20: a cancel in line gives everything back.
@@ -92,7 +94,9 @@ def test_cancelled_waiting_request_keeps_its_blocks() -> None:
     planned(world)
     waiting = world.submit(A[:8], LONG, ignore_eos=True)
     host = tiers_of(world).host
-    assert (host.num_spare, host.num_available) == (22, 24) and waiting not in world.cache.tables, "wanted, and not held"
+    assert (host.num_spare, host.num_available) == (22, 24) and waiting not in world.cache.tables, (
+        "wanted, and not held"
+    )
     world.cancel(waiting)
     assert host.num_spare == 24 and host.num_leases == 0
     world.cancel(busy)
@@ -145,7 +149,7 @@ def test_lease_leaked_on_the_failure_path() -> None:
     assert source_of(world, request_id) == KvSource(computed=9)
 
 
-# ------------------------------------------------------------------------------------------------------------- transfers
+# -------------------------------------------------------------------------------------------------- transfers
 
 
 # Holds invariant 3: a decode step carries the load that it reads.
@@ -180,7 +184,9 @@ def test_save_starts_before_the_producing_kernel_ended() -> None:
     world.submit(B[:8], 2, ignore_eos=True)
     assert shape(planned(world)) == [("r0", 0, 4), ("r1", 0, 2)]
     planned(world)
-    assert world.state_of("r1") == "retracted", "the step that computes what is saved of it is still in flight"
+    assert world.state_of("r1") == "retracted", (
+        "the step that computes what is saved of it is still in flight"
+    )
     tiers = tiers_of(world)
     tiers.launch("host")
     assert not tiers.move("host")
@@ -231,7 +237,11 @@ def test_one_completion_flag_per_request_hides_an_earlier_transfer() -> None:
 
 def test_prefetch_waits_for_one_stuck_load() -> None:
     world, stuck = loading(B[:8], num_slots=10, max_batch=4)
-    same, other, new = world.submit([*A[:8], 2], 1), world.submit([*B[:8], 2], 1), world.submit(C[:5], 2, ignore_eos=True)
+    same, other, new = (
+        world.submit([*A[:8], 2], 1),
+        world.submit([*B[:8], 2], 1),
+        world.submit(C[:5], 2, ignore_eos=True),
+    )
     turn_without(world, "device", 3)
     assert world.outcome(new)[1] is FinishReason.LENGTH, "others run while it is waited for"
     tiers_of(world).make_late()
@@ -241,7 +251,7 @@ def test_prefetch_waits_for_one_stuck_load() -> None:
     world.close()
 
 
-# ------------------------------------------------------------------------------------------------------------- host pool
+# -------------------------------------------------------------------------------------------------- host pool
 
 
 # Holds invariant 24: requests end as if the pool had room.
@@ -249,7 +259,8 @@ def test_full_host_pool_aborts_a_request() -> None:
     world = remembered(A[:8], num_slots=6, num_host=2)
     busy = world.submit(B[:8], LONG, ignore_eos=True)
     planned(world)
-    waiting = world.submit([*A[:8], 1], LONG, ignore_eos=True)  # its lease keeps both blocks of the host from everybody else
+    # its lease keeps both blocks of the host from everybody else
+    waiting = world.submit([*A[:8], 1], LONG, ignore_eos=True)
     while world.asked[busy].ended is None:
         world.step()
     traffic = world.cache.stats().traffic
@@ -260,7 +271,8 @@ def test_full_host_pool_aborts_a_request() -> None:
 
 def test_evicting_a_leased_block() -> None:
     world = remembered(A[:8], num_slots=6, num_host=4)
-    busy = world.submit(B[:8], LONG, ignore_eos=True)  # seals four blocks, and the host has room for two beside those of A
+    # seals four blocks, and the host has room for two beside those of A
+    busy = world.submit(B[:8], LONG, ignore_eos=True)
     planned(world)
     waiting = world.submit([*A[:8], 1], LONG, ignore_eos=True)
     while world.asked[busy].ended is None:
@@ -271,7 +283,7 @@ def test_evicting_a_leased_block() -> None:
     assert source_of(world, waiting).host == 8
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 RED: list[tuple[faults.Fault, Callable[[], None]]] = [
     (faults.counts_restored_blocks_twice, test_restored_blocks_counted_twice_at_admission),
@@ -280,10 +292,16 @@ RED: list[tuple[faults.Fault, Callable[[], None]]] = [
     (faults.leaves_nothing_to_compute, test_page_aligned_full_match_leaves_nothing_to_compute),
     (faults.forgets_the_lease_of_whoever_ends, test_cancelled_waiting_request_keeps_its_blocks),
     (faults.frees_the_slots_of_a_transfer_with_its_table, test_cancel_during_load_frees_destinations),
-    (faults.takes_back_the_slots_of_a_late_load, test_time_out_returns_destinations_while_io_is_still_writing),
+    (
+        faults.takes_back_the_slots_of_a_late_load,
+        test_time_out_returns_destinations_while_io_is_still_writing,
+    ),
     (faults.forgets_the_sources_of_a_load_that_failed, test_lease_leaked_on_the_failure_path),
     (faults.computes_over_what_has_not_come, test_decode_graph_reads_kv_mid_reload),
-    (faults.promotes_into_slots_that_a_step_still_uses, test_load_lands_in_a_slot_the_previous_step_still_writes),
+    (
+        faults.promotes_into_slots_that_a_step_still_uses,
+        test_load_lands_in_a_slot_the_previous_step_still_writes,
+    ),
     (faults.saves_a_tail_before_its_step_has_ended, test_save_starts_before_the_producing_kernel_ended),
     (faults.frees_the_slots_of_a_transfer_with_its_table, test_slot_reused_while_a_save_reads_it),
     (faults.takes_one_end_for_the_end_of_all, test_one_completion_flag_per_request_hides_an_earlier_transfer),
@@ -294,8 +312,12 @@ RED: list[tuple[faults.Fault, Callable[[], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED])
-def test_a_defect_turns_its_test_red(fault: faults.Fault, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
+)
+def test_a_defect_turns_its_test_red(
+    fault: faults.Fault, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError)):
         test()

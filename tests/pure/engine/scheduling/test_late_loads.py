@@ -1,4 +1,5 @@
-"""A load that was not waited for: whoever it was for computes, also where it gets room later, and asks for no other."""
+"""A load that was not waited for: whoever it was for computes, also where it gets room later, and asks for no
+other."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ def test_one_that_had_waited_too_long_for_a_load_asks_for_no_other(lands: bool) 
     late = world.submit([*A[:8], 1], 3, ignore_eos=True)
     assert world.plan() is None and world.state_of(late) == "loading"
     tiers_of(world).make_late()
-    assert world.plan() is None and world.state_of(late) == "waiting", "half of the device is still being loaded into"
+    assert world.plan() is None and world.state_of(late) == "waiting", (
+        "half of the device is still being loaded into"
+    )
     assert world.scheduler._tracks[late].load is None
     tiers_of(world).promotions.fail_next = 0 if lands else 1
     world.close()
     assert world.seen["promotion"] == 1
-    assert source_of(world, late) == (KvSource(device=8, computed=1) if lands else KvSource(computed=9)), "what came after all is there"
+    assert source_of(world, late) == (KvSource(device=8, computed=1) if lands else KvSource(computed=9)), (
+        "what came after all is there"
+    )
 
 
 def test_one_that_waited_too_long_keeps_the_place_of_its_arrival() -> None:
@@ -39,7 +44,10 @@ def test_one_that_waited_too_long_keeps_the_place_of_its_arrival() -> None:
 def pushed_out() -> tuple[World, str]:
     """A request that was retracted, and loads what it had; and nobody else."""
     world = World(num_slots=6, overcommit=2.0, cold=Cold(24))
-    first, second = world.submit(A[:8], 9, ignore_eos=True), world.submit([6, 5, 4, 3, 2, 1, 6, 5], 9, ignore_eos=True)
+    first, second = (
+        world.submit(A[:8], 9, ignore_eos=True),
+        world.submit([6, 5, 4, 3, 2, 1, 6, 5], 9, ignore_eos=True),
+    )
     while world.state_of(second) != "retracted":
         world.step()
     while world.state_of(second) != "loading":

@@ -1,4 +1,5 @@
-"""The order of those in line, without anything that they wait for: who is next, whatever is found out about them meanwhile."""
+"""The order of those in line, without anything that they wait for: who is next, whatever is found out about
+them meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from penstock.engine.scheduling.track import State, Track
 
 
 class Ops(NamedTuple):
-    """What happens, one after the other: an event's name, which of those that it may concern, and its figures."""
+    """What happens, one after the other: an event's name, which of those that it may concern, and its
+    figures."""
 
     bound_s: float
     events: list[tuple[str, int, float, float, int]]
@@ -29,7 +31,13 @@ ops = st.builds(
     Ops,
     st.sampled_from([0.0, 1.0, 5.0, 60.0]),
     st.lists(
-        st.tuples(st.sampled_from(NAMES), st.integers(0, 99), SECONDS, st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]), st.integers(-1, 1)),
+        st.tuples(
+            st.sampled_from(NAMES),
+            st.integers(0, 99),
+            SECONDS,
+            st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
+            st.integers(-1, 1),
+        ),
         min_size=12,
     ),
 )
@@ -47,9 +55,17 @@ class Crowd:
         self.num_orders = 0
 
     def add(self, late_s: float = 0.0, priority: int = 0) -> Track:
-        """`late_s`: how long the request was on its way from where its arrival was noted. Others may have come in between."""
+        """`late_s`: how long the request was on its way from where its arrival was noted. Others may have
+        come in between."""
         self.num_orders += 1
-        request = Request(f"r{self.num_orders}", [1], SamplingParams(max_tokens=1), None, self.now_s - late_s, priority=priority)
+        request = Request(
+            f"r{self.num_orders}",
+            [1],
+            SamplingParams(max_tokens=1),
+            None,
+            self.now_s - late_s,
+            priority=priority,
+        )
         track = Track(request, self.num_orders, None)
         self.line.add(track)
         self.waiting.append(track)
@@ -68,7 +84,9 @@ class Crowd:
             if track.request.priority < other.request.priority:
                 continue
             late_s = track.request.arrival_s - other.request.arrival_s
-            assert late_s <= self.bound_s, f"{other.request.id} is overtaken by one that arrived {late_s} s later"
+            assert late_s <= self.bound_s, (
+                f"{other.request.id} is overtaken by one that arrived {late_s} s later"
+            )
             if self.bound_s == 0.0 or not (track.is_ranked or other.is_ranked):
                 assert _arrival(track) < _arrival(other), "of two that find nothing the later one goes first"
         self.leave(track, State.RUNNING)
@@ -106,7 +124,9 @@ class Crowd:
 
     def check(self) -> None:
         tracks = list(self.line)
-        assert len(tracks) == len(self.line) and set(tracks) == set(self.waiting), "everybody in line is in it once"
+        assert len(tracks) == len(self.line) and set(tracks) == set(self.waiting), (
+            "everybody in line is in it once"
+        )
         assert self.line.num_retracted == sum(track.state is State.RETRACTED for track in self.waiting)
 
 
@@ -116,7 +136,9 @@ def _arrival(track: Track) -> tuple[float, int]:
 
 @settings(deadline=None, max_examples=300)
 @given(ops)
-def test_nobody_is_overtaken_by_one_that_arrived_later_than_the_bound_whatever_is_found_out_about_them(ops: Ops) -> None:
+def test_nobody_is_overtaken_by_one_that_arrived_later_than_the_bound_whatever_is_found_out_about_them(
+    ops: Ops,
+) -> None:
     crowd = Crowd(ops.bound_s)
     for event in ops.events:
         crowd.do(*event)
@@ -141,7 +163,8 @@ def test_the_dearest_is_admitted_when_the_bound_has_gone_by_however_many_cheap_o
 
 
 def ranked(bound_s: float, *those: tuple[float, float | None, float]) -> list[int]:
-    """The order of some that arrived then, start within so many seconds and find that much of their prompts."""
+    """The order of some that arrived then, start within so many seconds and find that much of their
+    prompts."""
     crowd = Crowd(bound_s)
     tracks = []
     for arrival_s, start_s, share in those:
@@ -162,7 +185,9 @@ def test_somebody_who_finds_a_good_part_of_his_prompt_is_overtaken_for_a_small_p
 
 def test_a_second_of_work_is_worth_a_minute_of_waiting() -> None:
     assert ranked(60.0, (0.0, 0.1, 0.5), (5.5, 0.0, 1.0), (6.5, 0.0, 1.0)) == [1, 0, 2]
-    assert ranked(60.0, (0.0, 0.1, 0.0), (23.0, 0.0, 1.0), (25.0, 0.0, 1.0)) == [1, 0, 2], "four where nothing is found"
+    assert ranked(60.0, (0.0, 0.1, 0.0), (23.0, 0.0, 1.0), (25.0, 0.0, 1.0)) == [1, 0, 2], (
+        "four where nothing is found"
+    )
 
 
 def test_a_second_of_work_counts_less_for_somebody_whose_kv_is_on_the_device() -> None:
@@ -236,7 +261,9 @@ def test_whoever_finds_something_and_whoever_is_short_passes_one_that_begins_lat
     for name, start_s in (("long", 1.0), ("short", 0.02), ("longer", 1.0), ("far", 0.01), ("too far", 0.0)):
         crowd.line.rank(tracks[name], start_s, 0.0)
     crowd.line.rank(tracks["known"], 0.05, 1.0)
-    assert list(crowd.line.passing(9, 4)) == [tracks["known"], tracks["short"], tracks["far"]], "only so many are looked through"
+    assert list(crowd.line.passing(9, 4)) == [tracks["known"], tracks["short"], tracks["far"]], (
+        "only so many are looked through"
+    )
 
 
 def test_a_line_says_whether_a_place_may_have_changed() -> None:
@@ -295,7 +322,9 @@ def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() 
     for track in tracks:
         track.tokens = [1] * _NEW_TOKENS
     looked = [crowd.line.look_again(4) for _ in range(3)]
-    assert [len(some) for some in looked] == [1, 1, 1] and {track for some in looked for track in some} == set(tracks)
+    assert [len(some) for some in looked] == [1, 1, 1] and {
+        track for some in looked for track in some
+    } == set(tracks)
     for track in tracks:
         track.want = Wanted()
     assert len(crowd.line.look_again(4)) == 3
@@ -305,11 +334,16 @@ def test_of_long_prompts_that_nobody_has_looked_at_one_is_looked_at_in_a_plan() 
 
 
 @pytest.mark.parametrize("priority", [-MAX_PRIORITY - 1, -1, 0, 1, MAX_PRIORITY])
-def test_whatever_its_priority_what_one_in_line_wants_stays_behind_that_of_the_next_and_before_what_sessions_retain(priority: int) -> None:
+def test_whatever_its_priority_what_one_in_line_wants_stays_behind_that_of_the_next_and_before_what_sessions_retain(  # noqa: E501
+    priority: int,
+) -> None:
     """Of what is wanted the greatest rank is forgotten first."""
     waits = Crowd(60.0).add(priority=priority)
     latest_s, longest_s = 1e9, 3600.0
-    assert want_rank(waits) > running._NEXT_RANK and want_rank(waits, latest_s + longest_s) < sessions._RANK_STEP - latest_s
+    assert (
+        want_rank(waits) > running._NEXT_RANK
+        and want_rank(waits, latest_s + longest_s) < sessions._RANK_STEP - latest_s
+    )
 
 
 class Wanted:

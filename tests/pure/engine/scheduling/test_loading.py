@@ -1,4 +1,5 @@
-"""Requests whose prefix comes from the host tier, or whose own KV went there and comes back; and defects that turn these tests red."""
+"""Requests whose prefix comes from the host tier, or whose own KV went there and comes back; and defects that
+turn these tests red."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from scheduler_world import World
 from penstock.contract import FinishReason, KvSource
 from penstock.errors import PenstockError
 
-# -------------------------------------------------------------------------------------------------------------- a prefix
+# --------------------------------------------------------------------------------------------------- a prefix
 
 
 def test_a_prefix_in_the_host_tier_is_promoted_and_the_rest_computed() -> None:
@@ -37,7 +38,9 @@ def test_a_device_prefix_and_a_host_continuation_stack_at_the_right_offset() -> 
     again = world.submit([*A[:12], 6], 1)
     assert world.plan() is None
     load = world.asked[again].load
-    assert load is not None and load.num_blocks == 2 and world.cache.tables[again].num_slots == 4, "with that of its last token"
+    assert load is not None and load.num_blocks == 2 and world.cache.tables[again].num_slots == 4, (
+        "with that of its last token"
+    )
     world.close()
     assert source_of(world, again) == KvSource(device=4, host=8, computed=1)
     assert source_of(world, first).host == 3
@@ -60,7 +63,10 @@ def test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes() 
     tiers_of(world).launch("device")
     plan = planned(world)
     assert shape(plan) == [(again, 8, 2)] and plan.loads == (again,)
-    assert [arrival.layers for arrival in world.waits[plan.number].loads[again].arrivals or ()] == [(0, 3), (3, 6)]
+    assert [arrival.layers for arrival in world.waits[plan.number].loads[again].arrivals or ()] == [
+        (0, 3),
+        (3, 6),
+    ]
     world.commit()
     world.close()
 
@@ -185,7 +191,9 @@ def test_a_load_that_fails_before_a_step_had_room_for_its_request_is_computed_in
     assert world.plan() is None and [world.state_of(i) for i in (first, *others)] == ["loading"] * 3
     tiers = tiers_of(world)
     tiers.launch("device")
-    assert world.plan() is None, "it has set off; the youngest gives way, and its block is free when its load is over"
+    assert world.plan() is None, (
+        "it has set off; the youngest gives way, and its block is free when its load is over"
+    )
     assert [world.state_of(i) for i in (first, *others)] == ["running", "loading", "retracted"]
     tiers.promotions.fail_next = 1
     world.close()
@@ -204,11 +212,12 @@ def test_a_load_that_is_late_is_waited_for_no_longer() -> None:
     world.close()
 
 
-# ---------------------------------------------------------------------------------------------------- retract and resume
+# ----------------------------------------------------------------------------------------- retract and resume
 
 
 def crowded(**world: int) -> World:
-    """Two requests of four blocks each in a pool of six, promised twice over, until the second has been pushed out."""
+    """Two requests of four blocks each in a pool of six, promised twice over, until the second has been
+    pushed out."""
     made = World(num_slots=6, overcommit=2.0, cold=Cold(24), **world)
     for prompt in (A[:4], B[:3]):
         made.submit(prompt, 12, ignore_eos=True)
@@ -278,7 +287,8 @@ def test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over() -> 
 
 
 def test_a_tail_that_was_saved_half_full_gets_no_key() -> None:
-    """Pushed out inside its prompt, at the second of eight tokens: the first block is half there, and its key is known."""
+    """Pushed out inside its prompt, at the second of eight tokens: the first block is half there, and its key
+    is known."""
     world = World(num_slots=3, prefill_chunk=6, overcommit=4.0, cold=Cold(24))
     world.submit(A[:4], 5, ignore_eos=True)
     world.submit(B[:8], 2, ignore_eos=True)
@@ -326,11 +336,17 @@ def test_nobody_waits_for_the_slots_of_a_load_that_is_late() -> None:
     assert world.outcome(younger)[1] is FinishReason.LENGTH
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 RED: list[tuple[faults.Fault, Callable[..., None]]] = [
-    (faults.computes_over_what_has_not_come, test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes),
-    (faults.begins_before_the_copies_are_launched, test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes),
+    (
+        faults.computes_over_what_has_not_come,
+        test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes,
+    ),
+    (
+        faults.begins_before_the_copies_are_launched,
+        test_a_step_begins_on_a_load_that_is_under_way_where_nobody_else_computes,
+    ),
     (faults.believes_a_load_that_failed, test_a_load_that_fails_is_computed_instead_and_nobody_notices),
     (faults.reports_what_never_came, test_a_load_that_fails_is_computed_instead_and_nobody_notices),
     (faults.ends_requests_whose_load_failed, test_a_load_that_fails_under_a_step_sets_its_requests_back),
@@ -342,18 +358,28 @@ RED: list[tuple[faults.Fault, Callable[..., None]]] = [
     (faults.waits_for_ever_for_a_late_load, test_a_load_that_is_late_is_waited_for_no_longer),
     (faults.never_saves, test_a_retracted_request_resumes_with_nothing_computed_again),
     (faults.gives_a_half_saved_tail_a_key, test_a_tail_that_was_saved_half_full_gets_no_key),
-    (faults.keeps_what_was_saved_for_one_request, test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over),
+    (
+        faults.keeps_what_was_saved_for_one_request,
+        test_what_was_saved_for_a_cancelled_request_goes_when_its_save_is_over,
+    ),
     (
         faults.frees_the_slots_of_a_transfer_with_its_table,
         test_the_blocks_of_a_retracted_request_are_free_when_they_are_saved_and_not_before,
     ),
     (faults.keeps_others_waiting_for_a_late_load, test_nobody_waits_for_the_slots_of_a_load_that_is_late),
-    (faults.pushes_out_while_transfers_free_enough, test_nobody_is_pushed_out_while_transfers_under_way_free_enough),
+    (
+        faults.pushes_out_while_transfers_free_enough,
+        test_nobody_is_pushed_out_while_transfers_under_way_free_enough,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED])
-def test_a_defect_turns_its_test_red(fault: faults.Fault, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
+)
+def test_a_defect_turns_its_test_red(
+    fault: faults.Fault, test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, PenstockError)):
         test()

@@ -51,7 +51,8 @@ def test_what_a_request_has_is_saved_for_its_next_life_where_that_can_use_it(sco
 
 
 def sources(*lives: int) -> KvSource:
-    """Of a prompt of four blocks, which finds so many on the device in each of its lives and is pushed out inside its prompt."""
+    """Of a prompt of four blocks, which finds so many on the device in each of its lives and is pushed out
+    inside its prompt."""
     prompt = list(range(64))
     track = Track(Request("r", prompt, SamplingParams(max_tokens=3)), 1, None, tokens=list(prompt))
     for num_blocks in lives:

@@ -1,5 +1,6 @@
-"""Who is admitted next where starting costs something: within a bound whoever is cheapest, by what is cached at that moment. And what those
-in line want is known to the pools for as long as they are in line, and no longer."""
+"""Who is admitted next where starting costs something: within a bound whoever is cheapest, by what is cached
+at that moment. And what those in line want is known to the pools for as long as they are in line, and no
+longer."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ BOUND_S = 20.0
 
 
 def busy(*known: list[int], bound_s: float = BOUND_S, num_host: int = 24, **world: Any) -> World:
-    """One request runs, which has all rows; `known` are cached on the device, and a token takes a second to compute."""
-    made = World(**{"num_slots": 16, "max_batch": 1, "prefill_chunk": 64, **world}, cold=Cold(num_host), max_overtaken_s=bound_s)
+    """One request runs, which has all rows; `known` are cached on the device, and a token takes a second to
+    compute."""
+    made = World(
+        **{"num_slots": 16, "max_batch": 1, "prefill_chunk": 64, **world},
+        cold=Cold(num_host),
+        max_overtaken_s=bound_s,
+    )
     for prompt in known:
         made.submit(prompt, 1, ignore_eos=True)
         made.finish()
@@ -47,13 +53,16 @@ def later(world: World, seconds: float, *args: Any, **sampling: Any) -> str:
     return world.submit(*args, **sampling)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the bound
+# -------------------------------------------------------------------------------------------------- the bound
 
 
 @pytest.mark.parametrize(
-    ("bound_s", "late_s", "overtakes"), [(20.0, 15.0, True), (20.0, 21.0, False), (60.0, 21.0, True), (0.0, 0.0, False)]
+    ("bound_s", "late_s", "overtakes"),
+    [(20.0, 15.0, True), (20.0, 21.0, False), (60.0, 21.0, True), (0.0, 0.0, False)],
 )
-def test_whoever_is_cached_goes_first_unless_it_arrived_later_than_the_bound(bound_s: float, late_s: float, overtakes: bool) -> None:
+def test_whoever_is_cached_goes_first_unless_it_arrived_later_than_the_bound(
+    bound_s: float, late_s: float, overtakes: bool
+) -> None:
     world = busy(A[:8], bound_s=bound_s)
     dear = world.submit(B, 1)
     cheap = later(world, late_s, [*A[:8], 1], 1)
@@ -88,7 +97,7 @@ def test_where_nothing_was_measured_the_order_is_that_of_arrival() -> None:
     world.close()
 
 
-# ------------------------------------------------------------------------------------------------------- what changes meanwhile
+# ------------------------------------------------------------------------------------- what changes meanwhile
 
 
 def test_a_request_whose_blocks_are_lost_goes_back_behind_those_that_came_before_it() -> None:
@@ -128,11 +137,15 @@ def test_whoever_is_next_is_matched_as_things_are_then_and_lets_others_pass_wher
     world.close()
 
 
-def test_alone_in_line_and_with_free_slots_a_request_is_neither_ranked_nor_wants_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_in_line_and_with_free_slots_a_request_is_neither_ranked_nor_wants_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = busy(A[:8])
     wanted: list[float] = []
     want = world.cache.want
-    monkeypatch.setattr(world.cache, "want", lambda keys, rank, earlier=None: wanted.append(rank) or want(keys, rank, earlier))
+    monkeypatch.setattr(
+        world.cache, "want", lambda keys, rank, earlier=None: wanted.append(rank) or want(keys, rank, earlier)
+    )
     alone = world.submit([*A[:8], 1], 1)
     assert order_of(world) == [alone] and not wanted
     world.submit([*A[:8], 1], 1)
@@ -142,11 +155,15 @@ def test_alone_in_line_and_with_free_slots_a_request_is_neither_ranked_nor_wants
     world.close()
 
 
-def test_alone_in_line_a_request_that_others_memory_would_have_to_go_for_makes_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_in_line_a_request_that_others_memory_would_have_to_go_for_makes_room_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither what the running ones were promised nor what only the device has is free."""
     asked: list[bool] = []
     has_room = Running.has_room
-    monkeypatch.setattr(Running, "has_room", lambda self, track, match: asked.append(True) or has_room(self, track, match))
+    monkeypatch.setattr(
+        Running, "has_room", lambda self, track, match: asked.append(True) or has_room(self, track, match)
+    )
     for num_more, asks in ((0, []), (1, [True])):
         world = World(num_slots=10, max_batch=4, prefill_chunk=64, max_overtaken_s=BOUND_S)
         world.submit(A[:8], 1)
@@ -175,7 +192,8 @@ def test_all_in_line_are_looked_at_within_a_few_plans() -> None:
 
 
 def loses_what_was_found(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Between the match of whoever is next and its admission host memory forgets everything, once: a read for somebody else took it."""
+    """Between the match of whoever is next and its admission host memory forgets everything, once: a read for
+    somebody else took it."""
     lost: list[str] = []
     fits = Running.fits
 
@@ -189,7 +207,9 @@ def loses_what_was_found(world: World, monkeypatch: pytest.MonkeyPatch) -> list[
     return lost
 
 
-def test_a_request_whose_blocks_go_between_its_match_and_its_admission_is_matched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_blocks_go_between_its_match_and_its_admission_is_matched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = busy(A[:8])
     world.cache.reset(["device"])
     waits = world.submit([*A[:8], 1], 1)
@@ -199,14 +219,18 @@ def test_a_request_whose_blocks_go_between_its_match_and_its_admission_is_matche
     world.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ what a plan looks at
+# --------------------------------------------------------------------------------------- what a plan looks at
 
 
-def test_behind_those_that_wait_for_a_prefix_others_go_ahead_and_a_plan_looks_at_a_few_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_those_that_wait_for_a_prefix_others_go_ahead_and_a_plan_looks_at_a_few_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scheduler_module, "_LOOK_AHEAD", 3)
     tried: list[str] = []
     try_match = Scheduler._try_match
-    monkeypatch.setattr(Scheduler, "_try_match", lambda self, track: tried.append(track.request.id) or try_match(self, track))
+    monkeypatch.setattr(
+        Scheduler, "_try_match", lambda self, track: tried.append(track.request.id) or try_match(self, track)
+    )
     for num_waiting, goes_ahead in ((2, True), (3, False), (9, False)):
         world = World(num_slots=16, max_batch=4, prefill_chunk=64)
         computes = world.submit(A[:8], 9, ignore_eos=True)
@@ -221,7 +245,7 @@ def test_behind_those_that_wait_for_a_prefix_others_go_ahead_and_a_plan_looks_at
         world.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------- wants
+# ------------------------------------------------------------------------------------------------------ wants
 
 
 def num_wants(world: World) -> tuple[int, int]:
@@ -253,7 +277,9 @@ def _failed(world: World, waits: str) -> None:
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("ends", [_cancelled, _admitted, _cancelled_while_it_runs, _failed])
-def test_what_a_request_in_line_wants_is_wanted_until_it_leaves_the_line(ends: Callable[[World, str], None], tier: str) -> None:
+def test_what_a_request_in_line_wants_is_wanted_until_it_leaves_the_line(
+    ends: Callable[[World, str], None], tier: str
+) -> None:
     world = busy(A[:8])
     if tier == "host":
         world.cache.reset(["device"])
@@ -278,8 +304,14 @@ def test_a_retracted_request_wants_what_was_saved_of_it_until_it_runs_again() ->
     while world.state_of(second) == "retracted":
         world.step()
         world.check()
-        assert world.state_of(second) != "retracted" or world.in_line()[0] == second, "it has the place of its arrival"
-    assert world.admitted.index(third) > 2 and world.admitted[2] == second and world.outcome(first)[1] is not None
+        assert world.state_of(second) != "retracted" or world.in_line()[0] == second, (
+            "it has the place of its arrival"
+        )
+    assert (
+        world.admitted.index(third) > 2
+        and world.admitted[2] == second
+        and world.outcome(first)[1] is not None
+    )
     world.close()
 
 
@@ -318,12 +350,14 @@ def test_blocks_that_were_lost_and_came_back_between_two_looks_are_wanted_again(
     world.close()
 
 
-# ------------------------------------------------------------------------------------------ whoever has just been answered
+# ----------------------------------------------------------------------------- whoever has just been answered
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tokens: int = 8) -> tuple[World, str]:
-    """Of two that run, the one with a conversation of two blocks has just been answered; a third, of which nothing is cached, is in
-    line and fits from now on."""
+def answered(
+    monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tokens: int = 8
+) -> tuple[World, str]:
+    """Of two that run, the one with a conversation of two blocks has just been answered; a third, of which
+    nothing is cached, is in line and fits from now on."""
     monkeypatch.setattr(conversations, "LONG_TOKENS", dear_tokens)
     world = World(num_slots=32, max_batch=2, prefill_chunk=64, cold=Cold(24), max_overtaken_s=bound_s)
     tiers_of(world).loads.prefill.add(100, 0.0, 100.0)
@@ -336,7 +370,9 @@ def answered(monkeypatch: pytest.MonkeyPatch, bound_s: float = BOUND_S, dear_tok
     return world, other
 
 
-def test_the_room_of_a_conversation_that_was_just_answered_is_kept_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_of_a_conversation_that_was_just_answered_is_kept_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world, other = answered(monkeypatch)
     for _ in range(conversations.GRACE - 1):
         planned(world)
@@ -363,7 +399,9 @@ def test_the_room_is_kept_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("why", ["in order of arrival", "a short conversation", "nobody else runs"])
 def test_nobody_is_held_back_where_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    world, other = answered(monkeypatch, *({"in order of arrival": (0.0,), "a short conversation": (BOUND_S, 100)}.get(why, ())))
+    world, other = answered(
+        monkeypatch, *({"in order of arrival": (0.0,), "a short conversation": (BOUND_S, 100)}.get(why, ()))
+    )
     if why == "nobody else runs":
         world.cancel("r1")
     planned(world)

@@ -1,4 +1,5 @@
-"""Plans and results are plain data: nothing in them lives, equal ones are equal, and a file gives them back."""
+"""Plans and results are plain data: nothing in them lives, equal ones are equal, and a file gives them
+back."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def _transfers_land_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def walked(seed: int) -> World:
-    """A walk through cancels, retractions, failures and loads, every other one with stores behind host memory."""
+    """A walk through cancels, retractions, failures and loads, every other one with stores behind host
+    memory."""
     shape, events = choose(seed, behind=seed % 2 == 1)
     walker = Walker(shape)
     for event in events:
@@ -64,7 +66,11 @@ def walked(seed: int) -> World:
 
 
 def fields_of(record: Any) -> list[str]:
-    return list(record._fields) if issubclass(record, tuple) else [field.name for field in dataclasses.fields(record)]
+    return (
+        list(record._fields)
+        if issubclass(record, tuple)
+        else [field.name for field in dataclasses.fields(record)]
+    )
 
 
 def living(value: Any, where: str) -> Iterator[str]:
@@ -108,7 +114,9 @@ def test_no_field_of_a_plan_or_result_holds_what_lives() -> None:
         seen["starts again"] += sum(bool(start.output) for plan in world.plans for start in plan.starts)
         seen["failures"] += sum(result.error is not None for result in world.results)
         seen["scores"] += sum(bool(result.prompt_logprobs) for result in world.results)
-    assert seen["plans"] > 500 and all(seen.values()), f"the walks did not meet what this test is about: {seen}"
+    assert seen["plans"] > 500 and all(seen.values()), (
+        f"the walks did not meet what this test is about: {seen}"
+    )
 
 
 @pytest.mark.parametrize("kind", [StepPlan, StepResult])
@@ -118,7 +126,16 @@ def test_no_field_is_declared_to_hold_what_lives(kind: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [[1], {}, object(), len, np.float64(1.0), np.zeros(1), Request("r", [1], SamplingParams(max_tokens=1)), Waits()],
+    [
+        [1],
+        {},
+        object(),
+        len,
+        np.float64(1.0),
+        np.zeros(1),
+        Request("r", [1], SamplingParams(max_tokens=1)),
+        Waits(),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_lives_is_noticed_wherever_it_is(value: Any) -> None:
@@ -130,7 +147,8 @@ def test_what_lives_is_noticed_wherever_it_is(value: Any) -> None:
 
 def test_the_same_walk_makes_the_same_plans_and_results_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def walked_by_the_clock(seed: int) -> World:
-        """Rates of links are measured, and transfers may be late: on a busy machine the time is another one each time."""
+        """Rates of links are measured, and transfers may be late: on a busy machine the time is another one
+        each time."""
         ticks = itertools.count()
         with monkeypatch.context() as patch:
             patch.setattr(time, "monotonic", lambda: 1000.0 + 1e-6 * next(ticks))
@@ -145,19 +163,31 @@ def test_the_same_walk_makes_the_same_plans_and_results_once_more(monkeypatch: p
 def test_plans_and_results_are_equal_where_all_that_they_say_is() -> None:
     def plan(**changes: Any) -> StepPlan:
         chunk = Chunk("r", 0, 4, (1, 2), np.array([5, 6], np.int32), True, 1)._replace(**changes)
-        return StepPlan(1, (chunk,), 0, (Start(0, "r", SamplingParams(max_tokens=1), (), np.array([1, 2], np.int32)),))
+        return StepPlan(
+            1, (chunk,), 0, (Start(0, "r", SamplingParams(max_tokens=1), (), np.array([1, 2], np.int32)),)
+        )
 
     assert plan() == plan() and operator.ne(plan().chunks[0], plan().chunks[0]) is False
-    changes = [{"slots": np.array([5, 7], np.int32)}, {"slots": np.array([5], np.int32)}, {"tokens": (1, 3)}, {"num_logits": 0}, {"row": 1}]
+    changes = [
+        {"slots": np.array([5, 7], np.int32)},
+        {"slots": np.array([5], np.int32)},
+        {"tokens": (1, 3)},
+        {"num_logits": 0},
+        {"row": 1},
+    ]
     for change in [*changes, {"echo": Echo((2,), 0)}, {"adapter": Adapter("a", "d")}]:
         assert plan(**change) != plan() and operator.eq(plan(**change).chunks[0], plan().chunks[0]) is False
     (start,) = plan().starts
     assert start != start._replace(prompt_tokens=None) and start._replace(prompt_tokens=None) != start
     assert start != start._replace(prompt_tokens=np.array([1, 3], np.int32))
-    assert plan().chunks[0] != tuple(plan().chunks[0]) and start != tuple(start), "a record is no tuple of its fields"
+    assert plan().chunks[0] != tuple(plan().chunks[0]) and start != tuple(start), (
+        "a record is no tuple of its fields"
+    )
     rows = TokenScores(*(np.zeros((2, 1)[:dims], np.int32) for dims in (1, 1, 1, 2, 2)))  # type: ignore[arg-type]
     other = rows._replace(top_tokens=rows.top_tokens + 1)
-    assert StepResult(1, (), (("r", rows),)) == StepResult(1, (), (("r", rows._replace(ranks=rows.ranks.copy())),))
+    assert StepResult(1, (), (("r", rows),)) == StepResult(
+        1, (), (("r", rows._replace(ranks=rows.ranks.copy())),)
+    )
     assert StepResult(1, (), (("r", rows),)) != StepResult(1, (), (("r", other),))
 
 

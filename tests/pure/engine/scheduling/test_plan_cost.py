@@ -1,4 +1,5 @@
-"""What planning looks at: it grows with the requests that a plan looks at, never with the length of their prompts. Counted, not timed."""
+"""What planning looks at: it grows with the requests that a plan looks at, never with the length of their
+prompts. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -55,12 +56,21 @@ class Counted:
         self.pool._index.slot_of = self.slots = CountingSlots()
         self.cache = KvCache(self.pool, SCOPE)
         self.scheduler = Scheduler(
-            self.cache, Budget(**{"max_batch": 2 * NUM_WAITING, **limits}, prefill_chunk=prefill_chunk, overcommit=overcommit), ()
+            self.cache,
+            Budget(
+                **{"max_batch": 2 * NUM_WAITING, **limits}, prefill_chunk=prefill_chunk, overcommit=overcommit
+            ),
+            (),
         )
         self.num_submitted = 0
 
     def submit(self, prompt: Sequence[int], max_tokens: int = 8) -> str:
-        request = Request(f"r{self.num_submitted}", list(prompt), SamplingParams(max_tokens=max_tokens), self.cache.prefix_of(prompt))
+        request = Request(
+            f"r{self.num_submitted}",
+            list(prompt),
+            SamplingParams(max_tokens=max_tokens),
+            self.cache.prefix_of(prompt),
+        )
         self.num_submitted += 1
         self.scheduler.add(request)
         return request.id
@@ -72,7 +82,9 @@ class Counted:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        self.scheduler.commit(StepResult(plan.number, tuple(Sampled(c.request_id, (1,)) for c in plan.chunks if c.num_logits)))
+        self.scheduler.commit(
+            StepResult(plan.number, tuple(Sampled(c.request_id, (1,)) for c in plan.chunks if c.num_logits))
+        )
 
     def num_lookups_of(self, plan: bool = True) -> int:
         self.slots.num_lookups = 0
@@ -94,9 +106,15 @@ def waiting_for_a_prefix(num_tokens: int) -> Counted:
 def test_a_plan_looks_at_no_more_for_long_prompts_that_wait_than_for_short_ones(num_tokens: int) -> None:
     world = waiting_for_a_prefix(num_tokens)
     world.slots.num_lookups = 0
-    plan = world.plan()  # nobody has looked at them before: the first of them is looked up, the others have the same
+    # nobody has looked at them before: the first of them is looked up, the others have the same
+    plan = world.plan()
     assert world.slots.num_lookups <= num_tokens // BLOCK + 2 * NUM_WAITING
-    assert len(plan.chunks) == 1 and world.scheduler.num_by_state() == {"waiting": 64, "loading": 0, "running": 1, "retracted": 0}
+    assert len(plan.chunks) == 1 and world.scheduler.num_by_state() == {
+        "waiting": 64,
+        "loading": 0,
+        "running": 1,
+        "retracted": 0,
+    }
     assert world.num_lookups_of() <= NUM_WAITING, "one key each: the one that it waits for"
 
 
@@ -113,14 +131,16 @@ def test_blocks_that_others_lose_meanwhile_make_no_difference() -> None:
 
 
 def test_what_a_waiting_request_lost_is_looked_up_again() -> None:
-    """The first half of its prompt is cached, and a running request computes the second for itself; then the half is evicted from its
-    middle on: there is nothing to wait for any more, and it starts with what is left."""
+    """The first half of its prompt is cached, and a running request computes the second for itself; then the
+    half is evicted from its middle on: there is nothing to wait for any more, and it starts with what is
+    left."""
     tokens = list(range(1_000))
     world = Counted(2_000, prefill_chunk=4_000)
     first = world.cache.open("first", world.cache.prefix_of(tokens[:500]), 0)
     assert first.try_extend(125)
     first.seal(tokens[:500], 500, None)
-    runs = world.cache.open("runs", world.cache.prefix_of(tokens), 0)  # does not share it: its own copies of those blocks get no key
+    # does not share it: its own copies of those blocks get no key
+    runs = world.cache.open("runs", world.cache.prefix_of(tokens), 0)
     assert runs.try_extend(250)
     runs.seal(tokens, 500, None)
     world.submit(range(5_000, 5_004), max_tokens=900)
@@ -143,7 +163,9 @@ def test_a_waiting_request_goes_on_when_the_one_that_it_waits_for_ends() -> None
     assert plan.chunks[-1].request_id == "r1" and plan.chunks[-1].start == 500 // BLOCK * BLOCK
 
 
-def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = Counted(600, prefill_chunk=2_000, overcommit=4.0)
     world.submit(range(2_000), max_tokens=200)
     plan = world.plan()
@@ -153,7 +175,9 @@ def test_a_request_that_was_pushed_out_computes_keys_of_its_new_blocks_only(monk
     world.commit(plan)
     hashed: list[int] = []
     token_bytes = key_module._token_bytes
-    monkeypatch.setattr(key_module, "_token_bytes", lambda tokens: hashed.append(len(tokens)) or token_bytes(tokens))
+    monkeypatch.setattr(
+        key_module, "_token_bytes", lambda tokens: hashed.append(len(tokens)) or token_bytes(tokens)
+    )
     track = world.scheduler._tracks["r0"]
     world.scheduler._retract(track)
     plan = world.plan()
@@ -170,14 +194,19 @@ def test_with_a_long_line_a_plan_looks_up_what_has_changed_and_nothing_else() ->
         world.commit(world.plan())
     running = world.submit([1, 2, 3], max_tokens=700)
     world.commit(world.plan())
-    ids = [world.submit([*range(1_000 * (number % 10), 1_000 * (number % 10) + 400), number], max_tokens=8) for number in range(400)]
+    ids = [
+        world.submit([*range(1_000 * (number % 10), 1_000 * (number % 10) + 400), number], max_tokens=8)
+        for number in range(400)
+    ]
     for _ in range(100):
         world.commit(world.plan())
     assert all(world.scheduler._tracks[i].want is not None for i in ids)
     for _ in range(120):
         assert world.num_lookups_of() <= 20, "four are looked at, a few times each"
     assert world.pool.evict(3) == 3
-    assert sum(world.num_lookups_of() for _ in range(160)) <= 3_200, "what was lost is not looked for block by block"
+    assert sum(world.num_lookups_of() for _ in range(160)) <= 3_200, (
+        "what was lost is not looked for block by block"
+    )
     world.scheduler.cancel(running)
     assert world.num_lookups_of() <= 30, "and whoever is admitted"
     assert world.scheduler._running.tracks
@@ -199,7 +228,10 @@ class Sealing:
 
         monkeypatch.setattr(BlockTable, "seal", seal)
         monkeypatch.setattr(scheduler_module, "_SEALS_AT_ONCE", 1)
-        self.ids = [self.world.submit([10 * number + 1, 10 * number + 2, 10 * number + 3], max_tokens) for number in range(8)]
+        self.ids = [
+            self.world.submit([10 * number + 1, 10 * number + 2, 10 * number + 3], max_tokens)
+            for number in range(8)
+        ]
 
     def run(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -208,21 +240,31 @@ class Sealing:
             self.world.commit(plan)
 
 
-def test_blocks_that_many_requests_fill_in_one_step_get_their_keys_a_few_in_each_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_many_requests_fill_in_one_step_get_their_keys_a_few_in_each_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sealing = Sealing(monkeypatch, max_tokens=20)
     sealing.run(9)
-    assert max(map(len, sealing.by_commit)) == 2 * 8 // BLOCK, "twice as many as are full in a step on average"
-    assert [owner for some in sealing.by_commit for owner in some] == [*sealing.ids, *sealing.ids], "all of them twice, the oldest first"
+    assert max(map(len, sealing.by_commit)) == 2 * 8 // BLOCK, (
+        "twice as many as are full in a step on average"
+    )
+    assert [owner for some in sealing.by_commit for owner in some] == [*sealing.ids, *sealing.ids], (
+        "all of them twice, the oldest first"
+    )
 
 
-def test_a_request_that_ends_before_its_turn_has_its_blocks_found_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_ends_before_its_turn_has_its_blocks_found_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sealing = Sealing(monkeypatch, max_tokens=2)
     sealing.run(2)  # the block of four is full in the step that ends them all
     assert sorted(sealing.by_commit[-1]) == sorted(sealing.ids) and not sealing.world.scheduler.has_work()
     assert sealing.world.scheduler._unsealed == {}
 
 
-def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sealing = Sealing(monkeypatch, max_tokens=20)
     sealing.run(2)
     last = sealing.ids[-1]
@@ -232,10 +274,15 @@ def test_a_request_that_is_cancelled_before_its_turn_has_its_blocks_found_all_th
 
 
 @pytest.mark.parametrize("num_blocks", [40, 400])
-def test_a_request_that_waits_for_room_costs_no_more_while_its_blocks_are_copied_ahead(num_blocks: int) -> None:
-    """Neither before, nor meanwhile, nor when they have come. Its blocks are looked up where a copy begins, and where they are found."""
+def test_a_request_that_waits_for_room_costs_no_more_while_its_blocks_are_copied_ahead(
+    num_blocks: int,
+) -> None:
+    """Neither before, nor meanwhile, nor when they have come. Its blocks are looked up where a copy begins,
+    and where they are found."""
     prompt = [number % 7 for number in range(num_blocks * BLOCK)]
-    world = remembered(prompt, num_slots=2 * num_blocks, num_host=2 * num_blocks, prefill_chunk=num_blocks * BLOCK)
+    world = remembered(
+        prompt, num_slots=2 * num_blocks, num_host=2 * num_blocks, prefill_chunk=num_blocks * BLOCK
+    )
     slots = world.cache.pool._index.slot_of = CountingSlots(world.cache.pool._index.slot_of)
     host_index = tiers_of(world).host._pool._index
     host_slots = host_index.slot_of = CountingSlots(host_index.slot_of)

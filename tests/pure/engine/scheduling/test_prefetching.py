@@ -1,5 +1,5 @@
-"""Cold blocks of requests that wait in line are on their way into host memory: whose, how often, and what becomes of them when the request
-starts, is cancelled or cannot use them."""
+"""Cold blocks of requests that wait in line are on their way into host memory: whose, how often, and what
+becomes of them when the request starts, is cancelled or cannot use them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_a_request_that_waits_has_its_cold_blocks_in_host_memory_when_it_starts(
     assert isinstance(world.asked[waiting].load, BlockLoad), "from host memory, layer by layer"
     world.finish()
     assert set(reads.values()) == {1} and len(reads) == 4
-    assert source_of(world, waiting) == KvSource(**{tier: 16}, computed=1), "that is where they came from while it waited"
+    assert source_of(world, waiting) == KvSource(**{tier: 16}, computed=1), (
+        "that is where they came from while it waited"
+    )
     world.close()
 
 
@@ -115,7 +117,9 @@ def test_a_cancel_in_line_ends_what_is_read_for_it() -> None:
     assert fetch.ended
     world.device.lanes.run_all()
     world.settle()
-    assert fetch.settled and host_has(world, A) == [True, True, False, False], "what was being read has landed"
+    assert fetch.settled and host_has(world, A) == [True, True, False, False], (
+        "what was being read has landed"
+    )
     world.close()
 
 
@@ -126,7 +130,9 @@ def test_each_request_is_looked_at_once() -> None:
     fetch.end()
     calls: list[str] = []
     whole = world.cache.prefetch
-    world.cache.prefetch = lambda prefix, owner, lease=None: calls.append(owner) or whole(prefix, owner, lease)  # type: ignore[method-assign]
+    world.cache.prefetch = lambda prefix, owner, lease=None: (
+        calls.append(owner) or whole(prefix, owner, lease)
+    )  # type: ignore[method-assign]
     for _ in range(3):
         world.plan()
         world.commit()
@@ -144,11 +150,26 @@ def test_the_first_in_line_are_read_for_and_one_more_in_each_plan(monkeypatch: p
         world.finish()
     world.cache.reset(["device", "host"])
     requests = line_of(world, B, *prompts)
-    assert [track_of(world, request).prefetch is not None for request in requests] == [False, True, False, False]
+    assert [track_of(world, request).prefetch is not None for request in requests] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     world.plan()
-    assert [track_of(world, request).prefetch is not None for request in requests] == [False, True, True, False]
+    assert [track_of(world, request).prefetch is not None for request in requests] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     world.plan()
-    assert [track_of(world, request).prefetch is not None for request in requests] == [False, True, True, False], "the third is too far"
+    assert [track_of(world, request).prefetch is not None for request in requests] == [
+        False,
+        True,
+        True,
+        False,
+    ], "the third is too far"
     world.close()
 
 
@@ -157,7 +178,9 @@ def test_while_as_much_is_read_as_may_be_nobody_is_looked_at(monkeypatch: pytest
     full = True
     monkeypatch.setattr(type(world.cache), "may_prefetch", property(lambda self: not full))
     _, waiting = line_of(world, B, [*A, 1])
-    assert track_of(world, waiting).prefetch is None and track_of(world, waiting).may_prefetch, "its turn comes"
+    assert track_of(world, waiting).prefetch is None and track_of(world, waiting).may_prefetch, (
+        "its turn comes"
+    )
     full = False
     world.plan()
     assert fetch_of(world, waiting).num_blocks == 4
@@ -184,7 +207,8 @@ def test_a_request_that_relies_on_colder_tiers_no_more_has_nothing_read() -> Non
 
 
 def test_a_read_that_hangs_keeps_nobody_waiting() -> None:
-    """Neither the others, nor the request that it is for: it starts when there is room, and computes when its load is late."""
+    """Neither the others, nor the request that it is for: it starts when there is room, and computes when its
+    load is late."""
     world = forgotten("ssd", max_batch=1)
     running, waiting = line_of(world, B, [*A, 1])
     stuck = [lane for lane in world.device.lanes if lane.name.startswith("read ssd")]

@@ -1,5 +1,6 @@
-"""Whoever is next and does not fit: what host memory has of it is copied into free slots of the device meanwhile. Whose, how much, and what
-becomes of it when it is late, fails, is reset, or its request is cancelled."""
+"""Whoever is next and does not fit: what host memory has of it is copied into free slots of the device
+meanwhile. Whose, how much, and what becomes of it when it is late, fails, is reset, or its request is
+cancelled."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def _few_blocks_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def crowded(num_slots: int = 12, num_running: int = 7, **more: object) -> tuple[World, str, str]:
-    """Host memory has the four blocks of A. One runs and is promised `num_running` blocks; one that begins with A is next, needs six, and
-    does not fit."""
+    """Host memory has the four blocks of A. One runs and is promised `num_running` blocks; one that begins
+    with A is next, needs six, and does not fit."""
     world = remembered(A, num_slots=num_slots, **more)
     running = world.submit(B[:4], num_running * BLOCK - 3, ignore_eos=True)
     planned(world)
@@ -51,7 +52,7 @@ def num_on_device(world: World, prompt: list[int]) -> int:
     return len(world.cache.pool.find(world.cache.prefix_of(prompt).keys))  # type: ignore[union-attr]
 
 
-# ------------------------------------------------------------------------------------------------------------- it is next
+# ------------------------------------------------------------------------------------------------- it is next
 
 
 def test_a_request_finds_its_blocks_on_the_device_when_it_is_admitted() -> None:
@@ -146,7 +147,8 @@ def test_a_retracted_request_keeps_the_tail_that_was_saved_for_it() -> None:
 
 
 def test_slots_that_are_made_free_for_it_are_filled() -> None:
-    """The device is full of what host memory does not have. Some of that is moved for whoever is next, and its own blocks come instead."""
+    """The device is full of what host memory does not have. Some of that is moved for whoever is next, and
+    its own blocks come instead."""
     world = World(num_slots=12, prefill_chunk=64, cold=Cold(4, postpones=True))
     world.submit(A, 1, ignore_eos=True)
     world.finish()
@@ -166,7 +168,7 @@ def test_slots_that_are_made_free_for_it_are_filled() -> None:
     assert source_of(world, waiting) == KvSource(host=16, computed=1)
 
 
-# ----------------------------------------------------------------------------------------------------- what it may not take
+# --------------------------------------------------------------------------------------- what it may not take
 
 
 def test_nothing_is_evicted_for_it() -> None:
@@ -202,7 +204,8 @@ def test_what_others_were_promised_can_be_drawn_while_it_comes(num_running: int)
 
 
 def test_where_promises_may_exceed_memory_it_is_admitted_as_early_as_without() -> None:
-    """What was copied ahead takes slots that could have been promised several times over, but for its own request alone."""
+    """What was copied ahead takes slots that could have been promised several times over, but for its own
+    request alone."""
     world = remembered(A[:8], num_slots=12, prefill_chunk=64, overcommit=4.0)
     world.submit(list(range(6)) * 5 + [5, 5], 5, ignore_eos=True)
     second = world.submit([6, 6, 6], 2, ignore_eos=True)
@@ -218,12 +221,16 @@ def test_where_promises_may_exceed_memory_it_is_admitted_as_early_as_without() -
 
 
 @pytest.mark.parametrize(("least", "most", "num_blocks"), [(5, 512, 0), (4, 512, 4), (1, 3, 3)])
-def test_a_copy_is_neither_small_nor_long(least: int, most: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_neither_small_nor_long(
+    least: int, most: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(line, "_LEAST_AHEAD", least)
     monkeypatch.setattr(line, "_MOST_AHEAD", most)
     world, _, waiting = crowded()
     world.plan()
-    assert (0 if track_of(world, waiting).ahead is None else ahead_of(world, waiting).num_blocks) == num_blocks
+    assert (
+        0 if track_of(world, waiting).ahead is None else ahead_of(world, waiting).num_blocks
+    ) == num_blocks
     world.close()
 
 
@@ -267,7 +274,7 @@ def test_what_lies_behind_host_memory_is_not_copied_to_the_device_by_it(num_lost
     world.close()
 
 
-# -------------------------------------------------------------------------------------------------------- nobody overtakes
+# ------------------------------------------------------------------------------------------- nobody overtakes
 
 
 def test_nobody_overtakes_while_its_blocks_come() -> None:
@@ -278,10 +285,14 @@ def test_nobody_overtakes_while_its_blocks_come() -> None:
     while world.in_flight:
         world.commit()
     world.cancel(running)
-    assert world.plan() is None and world.state_of(behind) == "waiting", "there is room for it, and it is not its turn"
+    assert world.plan() is None and world.state_of(behind) == "waiting", (
+        "there is room for it, and it is not its turn"
+    )
     world.check()
     land(world)
-    assert shape(planned(world)) == [(waiting, 16, 1), (behind, 0, 4)], "both start in the first plan after the copy"
+    assert shape(planned(world)) == [(waiting, 16, 1), (behind, 0, 4)], (
+        "both start in the first plan after the copy"
+    )
     world.close()
 
 
@@ -329,7 +340,7 @@ def test_others_with_the_same_prefix_wait_for_it_and_share_it() -> None:
     world.close()
 
 
-# ------------------------------------------------------------------------------------------------------------ it goes wrong
+# ---------------------------------------------------------------------------------------------- it goes wrong
 
 
 def test_a_late_copy_does_not_hold_the_line() -> None:
@@ -341,7 +352,9 @@ def test_a_late_copy_does_not_hold_the_line() -> None:
     assert shape(planned(world))[:2] == [(waiting, 0, 8)], "it computes"
     world.check()
     world.close()
-    assert source_of(world, waiting) == KvSource(computed=17) and world.outcome(behind)[1] is FinishReason.LENGTH
+    assert (
+        source_of(world, waiting) == KvSource(computed=17) and world.outcome(behind)[1] is FinishReason.LENGTH
+    )
 
 
 def test_a_copy_that_was_late_and_came_counts_to_host_memory() -> None:
@@ -362,7 +375,9 @@ def test_a_copy_that_fails_is_tried_once_more_when_the_request_is_admitted() -> 
     land(world)
     world.plan()
     track = track_of(world, waiting)
-    assert track.ahead is None and not track.computes and num_on_device(world, A) == 0, "it goes on as if nothing had happened"
+    assert track.ahead is None and not track.computes and num_on_device(world, A) == 0, (
+        "it goes on as if nothing had happened"
+    )
     world.plan()
     assert world.seen["promotion ahead"] == 1, "not a second time ahead"
     world.cancel(running)
@@ -402,7 +417,9 @@ def test_a_reset_while_its_blocks_come_is_not_undone_by_them() -> None:
     world.plan()
     world.cache.reset(["device"])
     land(world)
-    assert num_on_device(world, A) == 0 and world.cache.num_free == 12 - len(world.cache.tables[running].hold.slots)
+    assert num_on_device(world, A) == 0 and world.cache.num_free == 12 - len(
+        world.cache.tables[running].hold.slots
+    )
     world.cancel(running)
     world.close()
     assert source_of(world, waiting) == KvSource(host=16, computed=1)

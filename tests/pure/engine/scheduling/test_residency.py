@@ -26,7 +26,8 @@ from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 
 class FakeTable:
-    """Implements `contract.Table`: blocks `num_paged..num_slots` are on the device, in slots of the same number."""
+    """Implements `contract.Table`: blocks `num_paged..num_slots` are on the device, in slots of the same
+    number."""
 
     num_fetched = 0
     sealed_keys: list[bytes] = []  # noqa: RUF012
@@ -59,7 +60,11 @@ def test_a_room_is_divided_without_a_rest_that_nobody_counts() -> None:
             assert blocks * tokens < 384
             continue
         parts = division.window + division.chosen + division.moving + 2
-        assert parts == division.num_parts == blocks // division.part_blocks and division.chosen >= 2 and division.moving >= 1
+        assert (
+            parts == division.num_parts == blocks // division.part_blocks
+            and division.chosen >= 2
+            and division.moving >= 1
+        )
         assert division.part_tokens == max(64, tokens)
 
 
@@ -111,7 +116,9 @@ def test_what_is_chosen_is_used_when_it_has_landed_and_what_gives_way_is_wanted_
     resident.take_scores(scores(p7=5.0, p30=4.0, p12=3.0))
     fetched = fetch_all(resident, table)
     assert list(fetched)[:4] == [0, 7, 30, 12] and len(fetched) == division.chosen
-    assert not resident.shows_needed(table) and resident.is_filling(table), "nothing is computed without the first part"
+    assert not resident.shows_needed(table) and resident.is_filling(table), (
+        "nothing is computed without the first part"
+    )
     assert land(resident, table, fetched) == []
     after = resident.place(table, 6400, 6401, may_score=False, may_read=True)
     assert after.num_left_out == 368 - 4 * division.chosen and after.paged is None
@@ -132,14 +139,17 @@ def test_a_part_that_did_not_arrive_is_not_used_and_is_wanted_again() -> None:
     assert land(resident, table, fetched) == [fetched[0]]
     assert resident.wanted(table) == [0]
     placed = resident.place(table, 6400, 6401, may_score=False, may_read=True)
-    assert placed.num_left_out == 0 and placed.paged is not None and len(placed.paged) == 368, "a step without it reads all in host memory"
+    assert placed.num_left_out == 0 and placed.paged is not None and len(placed.paged) == 368, (
+        "a step without it reads all in host memory"
+    )
     with pytest.raises(InvariantBroken, match="shows neither its trailing window nor host memory"):
         resident.place(table, 6400, 6401, may_score=False, may_read=False)
 
 
 @pytest.mark.parametrize("num_tail", [0, 1, 5, 27, 28])
 def test_as_long_as_the_blocks_at_its_end_do_not_fill_the_window_those_before_them_do(num_tail: int) -> None:
-    """Holds invariant 29: whether they were computed, or found in host memory. Pinned parts leave the window its room."""
+    """Holds invariant 29: whether they were computed, or found in host memory. Pinned parts leave the window
+    its room."""
     division = Division.of(120, 16)
     pins = ((0, 64 * (division.chosen - 1)),)
     start = 16 * (368 + num_tail) - 1
@@ -147,15 +157,21 @@ def test_as_long_as_the_blocks_at_its_end_do_not_fill_the_window_those_before_th
     pinned, num_recent = list(range(division.chosen - 1)), division.window - num_tail // 4
     fetched = fetch_all(resident, table)
     assert list(fetched) == [*pinned, *range(91, 91 - num_recent, -1)]
-    assert num_tail // 4 + len(fetched) <= division.num_parts and 4 * len(fetched) <= resident.most_fetched(table)
+    assert num_tail // 4 + len(fetched) <= division.num_parts and 4 * len(fetched) <= resident.most_fetched(
+        table
+    )
     last = dict([fetched.popitem()])
     assert land(resident, table, fetched) == [] and not resident.shows_needed(table)
     assert land(resident, table, last) == [] and resident.shows_needed(table)
-    assert len(resident.place(table, start, start + 1, False, False).slots) == 4 * (len(pinned) + num_recent) + num_tail
+    assert (
+        len(resident.place(table, start, start + 1, False, False).slots)
+        == 4 * (len(pinned) + num_recent) + num_tail
+    )
 
 
 def test_a_part_of_which_some_is_on_the_device_is_shown_to_nobody() -> None:
-    """Where one is paged out in part, its blocks in host memory are no part that can be chosen: it is paged out as a whole."""
+    """Where one is paged out in part, its blocks in host memory are no part that can be chosen: it is paged
+    out as a whole."""
     with pytest.raises(InvariantBroken, match="370 blocks of a scored request are paged out"):
         resident_set().place(FakeTable(400, 370), 6400, 6401, may_score=False, may_read=True)
 
@@ -177,8 +193,12 @@ def test_the_last_exact_chunk_sums_up_everything_and_no_window_block_leaves_befo
     scoring = resident.place(table, 6384, 6400, True, True).scoring
     assert scoring == Scoring(4, resident._most_parts, 288, np.arange(288, 400, dtype=np.int32), True, 100)
     assert resident.num_making_way(table, 1, 100) == 8, "for the step and for the first part, in whole parts"
-    assert resident.num_making_way(table, 0, 4 * resident.division.window) == 0, "it lacks nothing, and is no larger than it has to be"
-    assert resident.num_making_way(FakeTable(420, 396), 50, 20) == 4, "what was filled since is not summed up yet"
+    assert resident.num_making_way(table, 0, 4 * resident.division.window) == 0, (
+        "it lacks nothing, and is no larger than it has to be"
+    )
+    assert resident.num_making_way(FakeTable(420, 396), 50, 20) == 4, (
+        "what was filled since is not summed up yet"
+    )
 
 
 def test_scores_are_asked_for_every_tau_tokens_and_one_step_at_a_time() -> None:
@@ -193,14 +213,17 @@ def test_scores_are_asked_for_every_tau_tokens_and_one_step_at_a_time() -> None:
 def later(resident: ResidentSet, start: int) -> Scoring | None:
     table = FakeTable(start // 16 + 1, 368)
     scoring = resident.place(table, start, start + 1, True, False).scoring
-    assert resident.place(table, start, start + 1, True, False).scoring is None or scoring is None, "one is under way"
+    assert resident.place(table, start, start + 1, True, False).scoring is None or scoring is None, (
+        "one is under way"
+    )
     if scoring is not None and scoring.num_parts:
         resident.take_scores(scores())
     return scoring
 
 
 def test_without_scores_between_the_window_is_summed_up_all_the_same() -> None:
-    """However rarely scores are taken, a part that is full is summed up soon: it could not be paged out otherwise."""
+    """However rarely scores are taken, a part that is full is summed up soon: it could not be paged out
+    otherwise."""
     resident, table = resident_set(), FakeTable(401, 368)
     resident.tau = 300
     resident.place(table, 6399, 6400, True, True)
@@ -226,7 +249,19 @@ def test_one_that_is_only_summed_up_takes_nobodys_turn_to_score() -> None:
     for name, num in (("short", 20), ("long", 6400)):
         request = Request(name, [1] * num, SamplingParams(max_tokens=4))
         table, resident = FakeTable(-(-num // 16), 0), resident_set(num_exact=num)
-        draft.add(Track(request, 1, None, State.RUNNING, list(request.prompt), is_deep=True, table=table, resident=resident), num)
+        draft.add(
+            Track(
+                request,
+                1,
+                None,
+                State.RUNNING,
+                list(request.prompt),
+                is_deep=True,
+                table=table,
+                resident=resident,
+            ),
+            num,
+        )
     assert [chunk.scoring.num_parts for chunk in draft.chunks() if chunk.scoring is not None] == [0, 100]
 
 
@@ -235,7 +270,9 @@ def test_a_context_without_a_whole_part_has_nothing_to_score() -> None:
     first = resident.place(FakeTable(2, 0), 0, 20, True, True).scoring
     assert first is not None and first.num_parts == 0 and not first.paged
     assert first.slots.tolist() == [0]
-    asked = [(start, one.num_parts) for start in range(20, 200) if (one := short(resident, start)) is not None]
+    asked = [
+        (start, one.num_parts) for start in range(20, 200) if (one := short(resident, start)) is not None
+    ]
     assert asked[-1][1] == 3 and all(num or start < 64 for start, num in asked)
 
 
@@ -283,7 +320,8 @@ def test_where_nothing_is_left_out_nobody_asks_how_much_was() -> None:
 
 
 class ChoiceWalk:
-    """A resident set in random turns, beside a model of it: what was scored, what has landed, and what is on its way."""
+    """A resident set in random turns, beside a model of it: what was scored, what has landed, and what is on
+    its way."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -302,14 +340,22 @@ class ChoiceWalk:
         """Pinned parts, and those that the trailing window lacks."""
         end, num_tail = self.table.num_paged // 4, (self.table.num_slots - self.table.num_paged) // 4
         pinned = [0, *([10, 11, 12] if self.pins else [])]
-        return [*pinned, *(part for part in range(end - 1, end - 1 - self.division.window + num_tail, -1) if part not in pinned)]
+        return [
+            *pinned,
+            *(
+                part
+                for part in range(end - 1, end - 1 - self.division.window + num_tail, -1)
+                if part not in pinned
+            ),
+        ]
 
     @property
     def most(self) -> int:
         return max(self.division.chosen, len(self.needed()))
 
     def order(self) -> list[int]:
-        """All parts, the most wanted first: those that every step shows, then by score, the later of two equal ones first."""
+        """All parts, the most wanted first: those that every step shows, then by score, the later of two
+        equal ones first."""
         first = self.needed()
         rest = [part for part in range(len(self.scores))[::-1] if part not in first]
         return [*first, *sorted(rest, key=lambda part: -self.scores[part])]
@@ -318,7 +364,9 @@ class ChoiceWalk:
         if not self.is_scored:
             return
         self.is_scored = False
-        new = np.where(self.rng.random(self.num_summed // 4) < 0.2, self.rng.random(self.num_summed // 4), 0).astype(np.float32)
+        new = np.where(
+            self.rng.random(self.num_summed // 4) < 0.2, self.rng.random(self.num_summed // 4), 0
+        ).astype(np.float32)
         before = np.zeros_like(new)
         before[: len(self.scores)] = self.scores * np.float32(DECAY)
         self.scores = np.maximum(before, new)
@@ -360,14 +408,20 @@ class ChoiceWalk:
             placed = self.resident.place(self.table, self.position, self.position + 1, may_score, may_read)
             own = [slot for part in sorted(self.landed) for slot in self.landed[part].slots.tolist()]
             assert placed.slots.tolist() == own + self.table.slots(self.position + 1).tolist()
-            left = set(range(1000, 1000 + self.table.num_paged)) - {1000 + 4 * part + at for part in self.landed for at in range(4)}
+            left = set(range(1000, 1000 + self.table.num_paged)) - {
+                1000 + 4 * part + at for part in self.landed for at in range(4)
+            }
             if placed.paged is None:
                 assert placed.num_left_out == len(left) and shows
             else:
-                assert placed.num_left_out == 0 and set(placed.paged.tolist()) == left, "all of it is read, once"
+                assert placed.num_left_out == 0 and set(placed.paged.tolist()) == left, (
+                    "all of it is read, once"
+                )
             if placed.scoring is not None:
                 first = placed.scoring.first
-                assert first == self.num_summed and placed.scoring.slots.tolist() == list(range(first, self.position // 16))
+                assert first == self.num_summed and placed.scoring.slots.tolist() == list(
+                    range(first, self.position // 16)
+                )
                 self.num_summed = self.position // 16
                 self.is_scored |= placed.scoring.num_parts > 0
             self.position += 1
@@ -379,7 +433,9 @@ class ChoiceWalk:
         num_ready = self.num_summed // 4 * 4 - self.table.num_paged
         assert num >= min(num_short, num_ready), "the step has room"
         num_spare = (most + num_short) // 4 * 4 - 4 * self.division.window
-        assert num >= min(num_short + num_wanted, num_spare, num_ready), "and so have parts that are wanted, where the window is large"
+        assert num >= min(num_short + num_wanted, num_spare, num_ready), (
+            "and so have parts that are wanted, where the window is large"
+        )
         assert num < max(num_short, min(num_short + num_wanted, num_spare), 0) + 4
         assert num >= 0 and self.table.num_paged + num <= self.num_summed
         assert not num or (self.table.num_paged + num) % 4 == 0, "whole parts"
@@ -388,7 +444,9 @@ class ChoiceWalk:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_in_any_order_of_turns_what_is_attended_to_is_what_has_landed_and_what_goes_is_wanted_least(seed: int) -> None:
+def test_in_any_order_of_turns_what_is_attended_to_is_what_has_landed_and_what_goes_is_wanted_least(
+    seed: int,
+) -> None:
     walk = ChoiceWalk(seed)
     recalls = 0
     for _ in range(300):
@@ -397,7 +455,7 @@ def test_in_any_order_of_turns_what_is_attended_to_is_what_has_landed_and_what_g
     assert recalls and walk.resident._num_scorings > 4 and len(walk.landed) > 4
 
 
-# ------------------------------------------------------------------------------------------------------------- what may be asked for
+# -------------------------------------------------------------------------------------- what may be asked for
 
 SERVERS = KvConfig(residency="scored", pin_spans=((0, 200), (640, 700)))
 
@@ -410,7 +468,10 @@ def test_a_span_beyond_the_prompt_is_refused_and_one_of_the_servers_ends_with_th
     """A request knows its prompt, also where it fits on the device; a server does not."""
     for num_prompt, num_more in ((1000, 1000), (1000, 1), (99, 0)):
         for span in ((num_prompt - 5, num_prompt + 1), (num_prompt, num_prompt + 64), (10**6, 10**7)):
-            with pytest.raises(InvalidRequest, match=f"tokens {span[0]} to {span[1] - 1} cannot be pinned: the prompt has {num_prompt},"):
+            with pytest.raises(
+                InvalidRequest,
+                match=f"tokens {span[0]} to {span[1] - 1} cannot be pinned: the prompt has {num_prompt},",
+            ):
                 choice().for_request("scored", [(0, 5), span], num_prompt, num_more)
     assert choice().for_request("scored", [(995, 1000)], 1000, 1000) == Residency(((995, 1000),))
     beyond = choice(KvConfig(residency="scored", pin_spans=((10**6, 10**6 + 64),)))
@@ -419,11 +480,19 @@ def test_a_span_beyond_the_prompt_is_refused_and_one_of_the_servers_ends_with_th
 
 def test_a_request_says_otherwise_than_the_server() -> None:
     given, exact, deep = choice(), choice(KvConfig()), 16 * 100 + 1
-    assert given.for_request(None, None, deep, 0) == given.for_request("scored", None, deep, 0) == Residency(SERVERS.pin_spans)
-    assert given.for_request(None, (), deep, 0) == given.for_request("scored", [], deep, 0) == Residency(()), "it wants none pinned"
+    assert (
+        given.for_request(None, None, deep, 0)
+        == given.for_request("scored", None, deep, 0)
+        == Residency(SERVERS.pin_spans)
+    )
+    assert (
+        given.for_request(None, (), deep, 0) == given.for_request("scored", [], deep, 0) == Residency(())
+    ), "it wants none pinned"
     assert given.for_request(None, [(5, 9)], deep, 0) == Residency(((5, 9),))
     assert given.for_request("exact", None, deep, 0) is None
-    assert exact.for_request(None, None, deep, 0) is None and exact.for_request("scored", None, deep, 0) == Residency(())
+    assert exact.for_request(None, None, deep, 0) is None and exact.for_request(
+        "scored", None, deep, 0
+    ) == Residency(())
     for which, asked in ((given, "exact"), (exact, None)):
         with pytest.raises(InvalidRequest, match="are for requests with kv_residency scored"):
             which.for_request(asked, (), deep, 0)  # type: ignore[arg-type]
@@ -431,7 +500,10 @@ def test_a_request_says_otherwise_than_the_server() -> None:
 
 def test_only_what_does_not_fit_is_scored() -> None:
     given = choice()
-    assert given.for_request("scored", None, 16 * 100, 0) is None and given.for_request("scored", None, 16 * 100 + 1, 0) is not None
+    assert (
+        given.for_request("scored", None, 16 * 100, 0) is None
+        and given.for_request("scored", None, 16 * 100 + 1, 0) is not None
+    )
     assert choice(deep_blocks=0).for_request("scored", [(0, 5)], 10**6, 0) is None, "everything fits"
     for num_tokens in (1, 10**6):
         with pytest.raises(InvalidRequest, match="pairs of a first token"):
@@ -444,14 +516,20 @@ def test_what_cannot_be_is_refused_at_the_start_where_it_is_the_default_and_by_r
     with pytest.raises(ConfigError, match=r"kv_pin_spans take .* one has to be free"):
         choice(KvConfig(residency="scored", pin_spans=((0, 64 * 25),)))
     without = choice(KvConfig(), resident_blocks=20)
-    assert without.for_request(None, None, 10**6, 0) is None and without.for_request("scored", None, 1600, 0) is None
+    assert (
+        without.for_request(None, None, 10**6, 0) is None
+        and without.for_request("scored", None, 1600, 0) is None
+    )
     with pytest.raises(InvalidRequest, match=r"not possible here: .* raise --kv-resident-tokens"):
         without.for_request("scored", None, 1601, 0)
-    with pytest.raises(InvalidRequest, match="take 25 parts of 64 tokens, the first included, and 18 can be pinned: one has to be free"):
+    with pytest.raises(
+        InvalidRequest,
+        match="take 25 parts of 64 tokens, the first included, and 18 can be pinned: one has to be free",
+    ):
         choice().for_request("scored", [(64, 64 * 25)], 10**6, 0)
 
 
-# ------------------------------------------------------------------------------------------------------------------------ how often
+# -------------------------------------------------------------------------------------------------- how often
 
 
 def test_scoring_takes_a_twentieth_of_decoding() -> None:
@@ -475,7 +553,7 @@ def test_its_distance_has_bounds() -> None:
     assert odd.tau == FIRST_TAU, "nothing to compare with"
 
 
-# ------------------------------------------------------------------------------------------------------------------- the next turn
+# ---------------------------------------------------------------------------------------------- the next turn
 
 
 def context(name: str, num_parts: int, num_open: int, tag: str = "") -> KeptContext:
@@ -506,7 +584,9 @@ def test_where_there_is_no_room_those_used_longest_ago_go_and_none_that_is_in_us
     assert [one.place for one in contexts] == [range(3), range(3, 6), range(6, 9)]
     kept.use(contexts[0])
     later, none, again = context("d", 2, 4), context("e", 3, 4), context("f", 3, 0)
-    assert kept.keep(later, None) == contexts[1].keys[8:] and later.place == range(3, 5), "b was used longest ago"
+    assert kept.keep(later, None) == contexts[1].keys[8:] and later.place == range(3, 5), (
+        "b was used longest ago"
+    )
     kept.use(contexts[2])
     kept.use(later)
     assert set(kept.keep(none, None)) == set(none.keys[4:]) and not none.place, "nobody is to look for it"
@@ -535,7 +615,9 @@ def test_a_turn_replaces_what_it_went_on_from_unless_another_does_so_too() -> No
         kept.use(first)
         kept.use(first)
         kept.leave(first)
-        following = KeptContext(name.encode(), [*first.keys, b"x" + name.encode()], 4, range(3), np.zeros(3, np.float32))
+        following = KeptContext(
+            name.encode(), [*first.keys, b"x" + name.encode()], 4, range(3), np.zeros(3, np.float32)
+        )
         assert kept.keep(following, first) == freed, "what the next turn goes on from is still known"
     assert len(kept) == 3
     kept.leave(first)
@@ -575,26 +657,35 @@ def test_in_any_order_places_are_apart_and_keys_are_known_as_long_as_somebody_ha
             alive |= set(new.keys[new.num_open :])
             told |= set(freed)
             known = {key for one in kept._kept.values() for key in one.keys[one.num_open :]}
-            assert not known & set(freed) and alive - set(freed) == known, "told once, and of all that nobody has any more"
+            assert not known & set(freed) and alive - set(freed) == known, (
+                "told once, and of all that nobody has any more"
+            )
             alive -= set(freed)
             assert in_use <= set(kept._kept), "what somebody goes on from stays"
             places = sorted((one.place for one in kept._kept.values()), key=lambda place: place.start)
-            assert all(one.stop <= other.start for one, other in pairwise(places)) and all(place.stop <= 12 for place in places)
+            assert all(one.stop <= other.start for one, other in pairwise(places)) and all(
+                place.stop <= 12 for place in places
+            )
             assert (new.name in kept._kept) == bool(new.place)
         assert told
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "num_tokens", "num"), [(402, 6720, 400), (400, 6848, 400), (400, 6849, 0), (403, 6449, 400), (3, 50, 0)]
+    ("num_blocks", "num_tokens", "num"),
+    [(402, 6720, 400), (400, 6848, 400), (400, 6849, 0), (403, 6449, 400), (3, 50, 0)],
 )
-def test_whole_parts_are_used_where_the_window_takes_what_is_new(num_blocks: int, num_tokens: int, num: int) -> None:
+def test_whole_parts_are_used_where_the_window_takes_what_is_new(
+    num_blocks: int, num_tokens: int, num: int
+) -> None:
     """Seven of 30 parts are the window: 448 tokens."""
     assert Division.of(120, 16).window == 7
     assert kept_contexts(200).num_usable(num_blocks, num_tokens) == num
     assert KeptContexts(None, 400).num_usable(num_blocks, num_tokens) == 0
 
 
-def continuing(num_known: int = 16 * 400 + 100, pins: tuple[tuple[int, int], ...] = (), num_used: int = 400) -> ResidentSet:
+def continuing(
+    num_known: int = 16 * 400 + 100, pins: tuple[tuple[int, int], ...] = (), num_used: int = 400
+) -> ResidentSet:
     """From a context of 100 parts, of which 40, 50 and 60 were wanted most."""
     before = context("before", 100, 300)
     before.scores[[40, 50, 60]] = 3.0, 2.0, 1.0
@@ -607,7 +698,9 @@ def test_it_begins_with_the_end_of_the_last_turn_and_what_that_had_chosen() -> N
     division = resident.division
     assert resident.num_exact == 6400 and resident.decodes(6400)
     wanted = resident.wanted(table)
-    assert wanted[:3] == [0, 10, 11] and wanted[3 : 3 + division.window] == list(range(99, 99 - division.window, -1))
+    assert wanted[:3] == [0, 10, 11] and wanted[3 : 3 + division.window] == list(
+        range(99, 99 - division.window, -1)
+    )
     assert wanted[3 + division.window :][:3] == [40, 50, 60] and len(wanted) == division.chosen
     assert not resident.is_filling(table), "nothing is on its way yet"
     fetched = fetch_all(resident, table)
@@ -645,12 +738,23 @@ def test_it_says_where_what_is_known_of_its_keys_is_with_the_first_scoring_behin
     for start, end in ((6400, 6450), (6450, 6500), (6500, 6501)):
         assert resident.place(table, start, end, may_score=True, may_read=True).scoring is None
     first = resident.place(table, 6501, 6502, may_score=True, may_read=True).scoring
-    assert first is not None and first.kept == KeptSums(7, 107, 100) and first.num_parts == 101 and first.first == 400
+    assert (
+        first is not None
+        and first.kept == KeptSums(7, 107, 100)
+        and first.num_parts == 101
+        and first.first == 400
+    )
     resident.take_scores(np.zeros(101, np.float32))
     later = resident.place(table, 6600, 6601, may_score=True, may_read=True).scoring
     assert later is not None and later.kept is None
-    shorter = continuing(num_used=396).place(FakeTable(407, 396), 6501, 6502, may_score=False, may_read=True).scoring
-    assert shorter is not None and shorter.kept == KeptSums(7, 107, 99) and shorter.first == 396, "also where it only sums up"
+    shorter = (
+        continuing(num_used=396)
+        .place(FakeTable(407, 396), 6501, 6502, may_score=False, may_read=True)
+        .scoring
+    )
+    assert shorter is not None and shorter.kept == KeptSums(7, 107, 99) and shorter.first == 396, (
+        "also where it only sums up"
+    )
 
 
 def test_one_that_has_not_taken_up_what_was_known_leaves_that_to_the_next() -> None:
@@ -670,9 +774,15 @@ def test_what_it_leaves_is_whole_parts_with_keys_and_sums_and_what_anybody_may_f
     assert resident.num_keeping(table) == 400
     resident.take_scores(scores(p7=5.0)[:90])
     resident.place(table, 16 * 447, 16 * 447 + 1, may_score=True, may_read=True)
-    assert resident.num_keeping(table) == 428, "two blocks more have their keys, and belong to a part that is not whole"
+    assert resident.num_keeping(table) == 428, (
+        "two blocks more have their keys, and belong to a part that is not whole"
+    )
     left = resident.kept(b"name", table.sealed_keys[:428])
     assert (left.num_open, len(left.place), left.scores[7], len(left.scores)) == (400, 107, 5.0, 107)
     again = continuing(num_used=396)
-    assert again.kept(b"name", [b""] * 404).num_open == 300, "what the turn before has left under its own keys stays so"
-    assert continuing(num_used=296).kept(b"name", [b""] * 404).num_open == 296, "what it has computed itself is its own"
+    assert again.kept(b"name", [b""] * 404).num_open == 300, (
+        "what the turn before has left under its own keys stays so"
+    )
+    assert continuing(num_used=296).kept(b"name", [b""] * 404).num_open == 296, (
+        "what it has computed itself is its own"
+    )

@@ -20,11 +20,12 @@ def make() -> Make:
     return Scheduler
 
 
-# ---------------------------------------------------------------------------------------------------------- retraction
+# ------------------------------------------------------------------------------------------------- retraction
 
 
 def crowded(make: Make) -> World:
-    """Two requests of four blocks each in a pool of six, promised twice over: the second is pushed out at its thirteenth token."""
+    """Two requests of four blocks each in a pool of six, promised twice over: the second is pushed out at its
+    thirteenth token."""
     world = World(num_slots=6, overcommit=2.0, make=make)
     for prompt in (A, B):
         world.submit(prompt[:4], 12, ignore_eos=True)
@@ -79,7 +80,8 @@ def test_a_retracted_request_resumes_only_when_its_newest_token_is_known(make: M
 
 
 def pushed_out_inside_its_prompt(make: Make, **sampling: int) -> World:
-    """The second request is pushed out when half its prompt is computed, by a step that is still in flight."""
+    """The second request is pushed out when half its prompt is computed, by a step that is still in
+    flight."""
     world = World(num_slots=6, prefill_chunk=8, overcommit=4.0, make=make)
     world.submit(A[:8], 9, ignore_eos=True)
     world.submit(B[:16], 4, ignore_eos=True, **sampling)
@@ -127,7 +129,8 @@ def test_a_request_that_scores_its_prompt_ends_even_if_it_is_pushed_out_behind_i
 
 
 def test_a_request_pushed_out_of_the_plan_that_already_had_its_chunk_resumes(make: Make) -> None:
-    """The older one came to run later, since it waited for a prefix: it draws after the younger one was planned."""
+    """The older one came to run later, since it waited for a prefix: it draws after the younger one was
+    planned."""
     world = World(num_slots=7, prefill_chunk=64, overcommit=4.0, make=make)
     world.submit(A[:8], 1)
     older, younger = world.submit(A[:8], 12, ignore_eos=True), world.submit(B[:7], 12, ignore_eos=True)
@@ -142,22 +145,34 @@ def test_a_retraction_does_not_make_found_tokens_of_computed_ones() -> None:
     world = pushed_out_inside_its_prompt(Scheduler)
     world.close()
     source = world.asked["r1"].first.source  # type: ignore[union-attr]
-    assert world.seen["resume inside the prompt"] == 1 and source is not None and (source.device, source.computed) == (0, 16)
+    assert (
+        world.seen["resume inside the prompt"] == 1
+        and source is not None
+        and (source.device, source.computed) == (0, 16)
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 RED: list[tuple[Make, Callable[..., None]]] = [
     (faults.RetractsTheOldest, test_under_pressure_the_youngest_gives_way_and_the_oldest_goes_on),
     (faults.ResumesWithATokenInFlight, test_a_retracted_request_resumes_only_when_its_newest_token_is_known),
     (faults.SealsForAnEarlierLife, test_a_step_from_before_a_retraction_seals_nothing_of_the_table_after_it),
-    (faults.DoublesPromptLogprobs, test_prompt_logprobs_of_a_request_pushed_out_inside_its_prompt_are_not_doubled),
-    (faults.LosesPromptLogprobsOfAnEarlierLife, test_prompt_logprobs_of_a_step_that_a_retraction_overtook_are_not_lost),
+    (
+        faults.DoublesPromptLogprobs,
+        test_prompt_logprobs_of_a_request_pushed_out_inside_its_prompt_are_not_doubled,
+    ),
+    (
+        faults.LosesPromptLogprobsOfAnEarlierLife,
+        test_prompt_logprobs_of_a_step_that_a_retraction_overtook_are_not_lost,
+    ),
     (faults.ForgetsARetractedPlan, test_a_request_pushed_out_of_the_plan_that_already_had_its_chunk_resumes),
 ]
 
 
-@pytest.mark.parametrize(("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED])
+@pytest.mark.parametrize(
+    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
+)
 def test_a_broken_scheduler_turns_its_test_red(fault: Make, test: Callable[[Make], None]) -> None:
     with pytest.raises((AssertionError, InvariantBroken)):
         test(fault)

@@ -1,5 +1,6 @@
-"""Room on the device is made before a request is admitted: what only the device has goes to host memory first. Nobody waits for that longer
-than it takes, whatever host memory has room for, and whoever wants the blocks that have to go."""
+"""Room on the device is made before a request is admitted: what only the device has goes to host memory
+first. Nobody waits for that longer than it takes, whatever host memory has room for, and whoever wants the
+blocks that have to go."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ D = [3, 1, 3, 1, 2, 2, 2, 2, 4, 4, 4, 4, 1, 1, 1, 1]
 
 
 def full(num_host: int, **world: Any) -> World:
-    """The device has eight slots and remembers B, which is nowhere else where host memory is small; host memory remembers C."""
-    made = World(num_slots=8, prefill_chunk=64, cold=Cold(num_host, postpones=True), max_overtaken_s=20.0, **world)
+    """The device has eight slots and remembers B, which is nowhere else where host memory is small; host
+    memory remembers C."""
+    made = World(
+        num_slots=8, prefill_chunk=64, cold=Cold(num_host, postpones=True), max_overtaken_s=20.0, **world
+    )
     tiers_of(made).loads.prefill.add(100, 0.0, 1.0)
     made.submit(C, 1, ignore_eos=True)
     made.finish()
@@ -38,7 +42,9 @@ def full(num_host: int, **world: Any) -> World:
 def test_blocks_that_only_the_device_has_leave_it_before_somebody_else_gets_their_slots() -> None:
     world = full(num_host=6)  # room for C and two of B
     large = world.submit(D, 16, ignore_eos=True)  # the whole device
-    assert world.plan() is None and world.state_of(large) == "waiting", "nobody is admitted while blocks are on their way"
+    assert world.plan() is None and world.state_of(large) == "waiting", (
+        "nobody is admitted while blocks are on their way"
+    )
     assert world.cache.stats().slots["device"].pinned > 0
     assert world.plan() is None, "and they are sent once"
     while world.state_of(large) == "waiting":
@@ -60,8 +66,8 @@ def test_where_room_is_there_nobody_waits_for_any() -> None:
 
 
 def test_somebody_who_wants_the_blocks_that_are_leaving_does_not_keep_the_next_one_out() -> None:
-    """Host memory is full of what others want, so that the blocks have nowhere to go. While they are on their way for nothing, requests in
-    line are looked at, and want them again: they go all the same."""
+    """Host memory is full of what others want, so that the blocks have nowhere to go. While they are on their
+    way for nothing, requests in line are looked at, and want them again: they go all the same."""
     world = full(num_host=4)
     busy = world.submit(D[4:8], 12, ignore_eos=True)
     planned(world)
@@ -91,7 +97,8 @@ def test_as_many_blocks_leave_as_room_is_needed_for_and_no_more_while_they_do() 
 
 
 def test_room_is_made_for_the_next_one_while_it_waits_for_others_to_end() -> None:
-    """Every eighth plan looks: until then nothing has left, and from then on what only the device has is on its way, once."""
+    """Every eighth plan looks: until then nothing has left, and from then on what only the device has is on
+    its way, once."""
     world = full(num_host=4)
     runs = world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
     planned(world)
@@ -115,7 +122,8 @@ def test_what_others_were_promised_can_be_drawn_while_blocks_leave() -> None:
     world = full(num_host=24)
     world.submit(D, 1, ignore_eos=True)
     world.finish()
-    runs = world.submit(A[:4], 9, ignore_eos=True)  # three blocks, one drawn at once in the place of one that host memory has
+    # three blocks, one drawn at once in the place of one that host memory has
+    runs = world.submit(A[:4], 9, ignore_eos=True)
     planned(world)
     world.cache.reset(["host"])
     next_one = world.submit([5, 6] * 6, 8, ignore_eos=True)  # five: all that is not promised
@@ -143,7 +151,8 @@ def lost_copies(world: World) -> list[bytes]:
 
 
 def test_slots_for_a_prompt_are_drawn_when_room_has_been_made_for_it() -> None:
-    """What could be forgotten for it at admission may be somebody's only copy before its last chunk is computed."""
+    """What could be forgotten for it at admission may be somebody's only copy before its last chunk is
+    computed."""
     world = full(num_host=24)
     world.scheduler._budget = dataclasses.replace(world.budget, prefill_chunk=4)
     lost = lost_copies(world)
@@ -194,13 +203,16 @@ def test_slots_for_answers_are_free_before_they_are_needed(monkeypatch: pytest.M
     """Where host memory has what is forgotten for them, that is done at once."""
     with_answers(monkeypatch, 3)
     world = full(num_host=24)
-    world.submit(A[:12], 9, ignore_eos=True)  # five blocks, three at once: one of the four that are free is left
+    # five blocks, three at once: one of the four that are free is left
+    world.submit(A[:12], 9, ignore_eos=True)
     planned(world)
     assert world.cache.num_free == 2, "all that it was promised"
     world.close()
 
 
-def test_nothing_more_is_forgotten_for_answers_while_half_of_their_slots_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_more_is_forgotten_for_answers_while_half_of_their_slots_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is forgotten later may be found until then."""
     with_answers(monkeypatch, 2)
     world = full(num_host=24)
@@ -211,12 +223,16 @@ def test_nothing_more_is_forgotten_for_answers_while_half_of_their_slots_are_lef
         if runs in world.cache.tables:
             free.setdefault(world.cache.tables[runs].num_slots, set()).add(world.cache.num_free)
         world.commit()
-    assert [free[num] for num in (1, 2, 3)] == [{3}, {2}, {1}], "one of two is left while its third block is filled"
+    assert [free[num] for num in (1, 2, 3)] == [{3}, {2}, {1}], (
+        "one of two is left while its third block is filled"
+    )
     assert free[4] == {0, 2}, "then none is left, and there are two again"
     world.close()
 
 
-def test_slots_for_answers_stay_free_when_somebody_enters_and_when_blocks_come_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_for_answers_stay_free_when_somebody_enters_and_when_blocks_come_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with_answers(monkeypatch, 2)
     world = full(num_host=24)
     world.submit(A[:4], 8, ignore_eos=True)  # three blocks, one at once
@@ -236,7 +252,9 @@ def test_who_is_next_keeps_more_than_who_was_next_before() -> None:
     running, ledger = world.scheduler._running, world.cache
     tracks = []
     for prompt in (B, D):
-        world.scheduler.add(Request(f"x{len(tracks)}", prompt, SamplingParams(max_tokens=1), ledger.prefix_of(prompt)))
+        world.scheduler.add(
+            Request(f"x{len(tracks)}", prompt, SamplingParams(max_tokens=1), ledger.prefix_of(prompt))
+        )
         tracks.append(world.scheduler._tracks[f"x{len(tracks)}"])
     for track in (tracks[0], tracks[1], tracks[1], tracks[0]):  # each was next once, the first one is so now
         assert track.prefix is not None
@@ -249,7 +267,8 @@ def test_who_is_next_keeps_more_than_who_was_next_before() -> None:
 
 
 def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> None:
-    """What host memory has can go when it is admitted: until then somebody may come who finds it on the device."""
+    """What host memory has can go when it is admitted: until then somebody may come who finds it on the
+    device."""
     world = full(num_host=24)
     world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
     planned(world)
@@ -261,7 +280,9 @@ def test_nothing_is_forgotten_ahead_for_one_that_waits_for_others_to_end() -> No
     world.close()
 
 
-def test_room_for_one_that_waits_for_others_to_end_is_looked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_one_that_waits_for_others_to_end_is_looked_for_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Others may have come since who have nothing elsewhere: it is not enough to look once."""
     world = full(num_host=24)
     world.submit(A[:4], 13, ignore_eos=True)  # the four slots that are free
@@ -285,11 +306,14 @@ def test_room_for_one_that_waits_for_others_to_end_is_looked_for_now_and_then(mo
 
 def test_slots_are_not_made_free_out_of_what_the_next_one_has_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     with_answers(monkeypatch, 3)
-    world = World(num_slots=8, prefill_chunk=64, overcommit=2.0, cold=Cold(24, postpones=True), max_overtaken_s=20.0)
+    world = World(
+        num_slots=8, prefill_chunk=64, overcommit=2.0, cold=Cold(24, postpones=True), max_overtaken_s=20.0
+    )
     tiers_of(world).loads.prefill.add(100, 0.0, 1.0)
     world.submit(B, 1, ignore_eos=True)
     world.finish()
-    world.submit(A[:8], 9, ignore_eos=True)  # four blocks, two at once; two slots are free then, and B has the others
+    # four blocks, two at once; two slots are free then, and B has the others
+    world.submit(A[:8], 9, ignore_eos=True)
     planned(world)
     again = world.submit([*B, 1], 1)
     planned(world)
@@ -323,7 +347,8 @@ def test_no_room_is_made_for_the_next_one_out_of_what_it_has_itself() -> None:
 
 
 def watch_moves(world: World) -> None:
-    """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody is admitted."""
+    """Every move frees a slot at least: while nobody runs, there are no more moves than slots before somebody
+    is admitted."""
     saves, moves = tiers_of(world).saves, Counter[int]()
     move = saves._move
 
@@ -331,24 +356,39 @@ def watch_moves(world: World) -> None:
         world.seen["blocks that left"] += len(slots)
         if not world.cache.tables:
             moves[len(world.admitted)] += 1
-            assert moves[len(world.admitted)] <= world.cache.num_blocks, "blocks are sent again and again, and nobody is admitted"
+            assert moves[len(world.admitted)] <= world.cache.num_blocks, (
+                "blocks are sent again and again, and nobody is admitted"
+            )
         move(slots)
 
     saves._move = counted  # type: ignore[method-assign]
 
 
 def crowd(seed: int) -> Counter[str]:
-    """Many requests, a device for few of them, host memory of any size, and copies that take any number of plans."""
+    """Many requests, a device for few of them, host memory of any size, and copies that take any number of
+    plans."""
     r = random.Random(seed)
     bound_s = r.choice([0.0, 2.0, 50.0])
     cold = Cold(r.randint(1, 9), r.choice([0, 1000]), postpones=True)
-    world = World(r.randint(4, 8), r.choice([1, 2, 4]), r.choice([3, 8, 64]), r.choice([1.0, 1.0, 3.0]), cold=cold, max_overtaken_s=bound_s)
+    world = World(
+        r.randint(4, 8),
+        r.choice([1, 2, 4]),
+        r.choice([3, 8, 64]),
+        r.choice([1.0, 1.0, 3.0]),
+        cold=cold,
+        max_overtaken_s=bound_s,
+    )
     tiers_of(world).loads.prefill.add(100, 0.0, r.choice([0.01, 1.0, 100.0]))
     watch_moves(world)
     for _ in range(r.randint(4, 14)):
         stem, max_tokens = r.choice([*STEMS, A, D]), r.randint(1, 9)
         most = world.cache.num_blocks * 4 - max_tokens
-        world.submit([*stem[: r.randint(3, 16)], *stem[: r.randint(0, 4)]][:most], max_tokens, r.choice([0, 0, 0, -1, 1]), ignore_eos=True)
+        world.submit(
+            [*stem[: r.randint(3, 16)], *stem[: r.randint(0, 4)]][:most],
+            max_tokens,
+            r.choice([0, 0, 0, -1, 1]),
+            ignore_eos=True,
+        )
         world.now_s += r.choice([0.0, 0.5, 10.0])
         for _ in range(r.choice([0, 1, 3])):
             world.plan()
@@ -373,10 +413,14 @@ def crowd(seed: int) -> Counter[str]:
     return world.seen
 
 
-def test_everybody_gets_room_and_the_right_tokens_whatever_host_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everybody_gets_room_and_the_right_tokens_whatever_host_memory_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     land_in_parts(monkeypatch)
     seen: Counter[str] = Counter()
     for seed in range(80):
         seen += crowd(seed)
     wanted = ("blocks that left", "overtakes", "promotion", "retraction", "full match")
-    assert [name for name in wanted if not seen[name]] == [], "the crowds did not meet what this test is about"
+    assert [name for name in wanted if not seen[name]] == [], (
+        "the crowds did not meet what this test is about"
+    )

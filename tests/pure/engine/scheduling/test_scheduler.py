@@ -19,7 +19,7 @@ def make() -> Make:
     return Scheduler
 
 
-# --------------------------------------------------------------------------------------------------------------- steps
+# ------------------------------------------------------------------------------------------------------ steps
 
 
 def test_prompts_are_computed_in_chunks_beside_decodes_that_come_first() -> None:
@@ -28,7 +28,9 @@ def test_prompts_are_computed_in_chunks_beside_decodes_that_come_first() -> None
     assert shape(planned(world)) == [(short, 0, 3), (long, 0, 3)]
     assert shape(planned(world)) == [(short, 3, 1), (long, 3, 6)]
     assert shape(planned(world)) == [(short, 4, 1), (long, 9, 4)]
-    assert [c.num_logits for c in world.in_flight[0].chunks] == [1, 0] and all(c.num_logits for c in world.in_flight[2].chunks)
+    assert [c.num_logits for c in world.in_flight[0].chunks] == [1, 0] and all(
+        c.num_logits for c in world.in_flight[2].chunks
+    )
     world.close()
 
 
@@ -68,7 +70,12 @@ def test_a_request_for_no_tokens_ends_when_its_prompt_is_computed() -> None:
     world.close()
     for request_id in (scored, plain):
         first = world.asked[request_id].first
-        assert first is not None and first.finish is FinishReason.LENGTH and first.tokens == () and first.source is not None
+        assert (
+            first is not None
+            and first.finish is FinishReason.LENGTH
+            and first.tokens == ()
+            and first.source is not None
+        )
 
 
 def test_the_sources_of_all_prompt_tokens_sum_to_the_prompts() -> None:
@@ -76,10 +83,13 @@ def test_the_sources_of_all_prompt_tokens_sum_to_the_prompts() -> None:
     ids = [world.submit(prompt[:n], 6, ignore_eos=True) for n in (3, 8, 5) for prompt in (A, B)]
     world.close()
     counted = world.scheduler.counts.prompt_tokens
-    assert sum(counted.values()) == sum(len(world.asked[i].request.prompt) for i in ids) and counted["device"] > 0
+    assert (
+        sum(counted.values()) == sum(len(world.asked[i].request.prompt) for i in ids)
+        and counted["device"] > 0
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------- end
+# -------------------------------------------------------------------------------------------------------- end
 
 
 # Holds invariant 20: a cancel gives everything back after any number of steps.
@@ -114,7 +124,9 @@ def test_a_step_in_flight_for_a_cancelled_request_changes_nothing_later() -> Non
     planned(world)
     world.cancel(first)
     second = world.submit(B[:8], 4, ignore_eos=True)
-    assert shape(planned(world)) == [(second, 0, 8)], "the same row and the same slots, behind two steps of another request"
+    assert shape(planned(world)) == [(second, 0, 8)], (
+        "the same row and the same slots, behind two steps of another request"
+    )
     world.close()
     assert world.outcome(second)[1] is FinishReason.LENGTH
 
@@ -139,7 +151,10 @@ def test_a_failed_step_ends_its_own_requests_and_no_others() -> None:
     planned(world)
     world.commit()
     events = world.commit(RuntimeError("device lost"))
-    assert {(e.request_id, e.finish) for e in events} == {(first, FinishReason.ERROR), (second, FinishReason.ERROR)}
+    assert {(e.request_id, e.finish) for e in events} == {
+        (first, FinishReason.ERROR),
+        (second, FinishReason.ERROR),
+    }
     assert all(e.error == "RuntimeError: device lost" for e in events)
     third = world.submit(A[:10], 2, ignore_eos=True)
     world.close()
@@ -156,7 +171,7 @@ def test_what_a_failed_step_wrote_is_never_shared() -> None:
     world.close()
 
 
-# ----------------------------------------------------------------------------------------------------------- its books
+# -------------------------------------------------------------------------------------------------- its books
 
 
 def test_an_id_cannot_be_added_twice() -> None:
@@ -227,15 +242,20 @@ def test_a_pool_in_which_nothing_runs_has_room_for_the_largest_request() -> None
     world.close()
 
 
-# -------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 RED: list[tuple[Make, Callable[..., None]]] = [
     (faults.GivesSlotsBackWithoutAFence, test_slots_carry_the_fence_of_the_newest_step_to_their_next_user),
-    (faults.GivesSlotsBackWithTheFenceOfTheLastResult, test_slots_carry_the_fence_of_the_newest_step_to_their_next_user),
+    (
+        faults.GivesSlotsBackWithTheFenceOfTheLastResult,
+        test_slots_carry_the_fence_of_the_newest_step_to_their_next_user,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED])
+@pytest.mark.parametrize(
+    ("fault", "test"), RED, ids=[f"{fault.__name__}-{test.__name__}" for fault, test in RED]
+)
 def test_a_broken_scheduler_turns_its_test_red(fault: Make, test: Callable[[Make], None]) -> None:
     with pytest.raises((AssertionError, InvariantBroken)):
         test(fault)
@@ -243,4 +263,6 @@ def test_a_broken_scheduler_turns_its_test_red(fault: Make, test: Callable[[Make
 
 def test_a_scheduler_that_keeps_the_blocks_of_the_cancelled_turns_its_test_red() -> None:
     with pytest.raises((AssertionError, InvariantBroken)):
-        test_a_cancelled_request_gives_everything_back_at_once_wherever_it_is(2, faults.KeepsTheBlocksOfTheCancelled)
+        test_a_cancelled_request_gives_everything_back_at_once_wherever_it_is(
+            2, faults.KeepsTheBlocksOfTheCancelled
+        )

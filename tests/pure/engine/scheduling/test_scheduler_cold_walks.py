@@ -1,7 +1,8 @@
-"""The scheduler over a disk and a store behind the host tier in any order of events: reads that are slow, short or fail, stores that lose,
-damage, refuse and die; and faults that this must notice.
+"""The scheduler over a disk and a store behind the host tier in any order of events: reads that are slow,
+short or fail, stores that lose, damage, refuse and die; and faults that this must notice.
 
-Sources sum to the prompt and name the tiers that had it. Where a load ended short exactly the rest is computed. Nobody hangs."""
+Sources sum to the prompt and name the tiers that had it. Where a load ended short exactly the rest is
+computed. Nobody hangs."""
 
 from __future__ import annotations
 

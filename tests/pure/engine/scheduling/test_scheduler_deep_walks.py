@@ -1,5 +1,6 @@
-"""Requests larger than what they may have on the device, beside others, over host memory and what is behind it, in any order of events:
-every block that a step reads is the right one, wherever it is; and faults that this must notice."""
+"""Requests larger than what they may have on the device, beside others, over host memory and what is behind
+it, in any order of events: every block that a step reads is the right one, wherever it is; and faults that
+this must notice."""
 
 from __future__ import annotations
 

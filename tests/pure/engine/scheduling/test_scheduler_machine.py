@@ -1,4 +1,5 @@
-"""The scheduler in any order of submit, plan, commit, cancel, failure and finish; and faults that this must notice."""
+"""The scheduler in any order of submit, plan, commit, cancel, failure and finish; and faults that this must
+notice."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import ClassVar, NamedTuple
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from scheduler_device import BLOCK, EOS
 from scheduler_faults import FAULTS
 from scheduler_world import World
@@ -17,8 +25,19 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import InvariantBroken
 
 # The first two share two blocks and part inside the third.
-STEMS = [[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5], [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]]
-KINDS = [{}, {}, {"ignore_eos": True}, {"prompt_logprobs": 0}, {"logprobs": 1}, {"stop_token_ids": frozenset((2, 3))}]
+STEMS = [
+    [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3],
+    [1, 2, 3, 4, 5, 6, 1, 2, 3, 5, 5, 5, 5, 5, 5],
+    [6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6],
+]
+KINDS = [
+    {},
+    {},
+    {"ignore_eos": True},
+    {"prompt_logprobs": 0},
+    {"logprobs": 1},
+    {"stop_token_ids": frozenset((2, 3))},
+]
 MAX_OPEN = 8
 BOUNDED = settings(
     max_examples=150,
@@ -61,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world = World(*shape.world, make=self.make)
         self.depth = shape.depth
 
-    # ------------------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------------------- requests
 
     def _submit(self, prompt: list[int], max_tokens: int, kind: dict[str, object]) -> None:
         if len(self.world.scheduler._tracks) >= MAX_OPEN:
@@ -77,7 +96,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_full_blocks(self, stem: list[int], blocks: int, max_tokens: int) -> None:
         self._submit(stem[: blocks * BLOCK], max_tokens, {})
 
-    @rule(num=st.integers(2, 4), first=st.integers(0, 4), length=st.sampled_from([4, 5, 11]), max_tokens=st.integers(6, 12))
+    @rule(
+        num=st.integers(2, 4),
+        first=st.integers(0, 4),
+        length=st.sampled_from([4, 5, 11]),
+        max_tokens=st.integers(6, 12),
+    )
     def submit_a_crowd(self, num: int, first: int, length: int, max_tokens: int) -> None:
         """Together they want more than there is, for long."""
         for at in range(first, first + num):
@@ -96,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_id = list(self.world.asked)[of % len(self.world.asked)]
         self.world.cancel(request_id)
 
-    # ---------------------------------------------------------------------------------------------------------- steps
+    # -------------------------------------------------------------------------------------------------- steps
 
     @rule(turns=st.integers(1, 8))
     def turn(self, turns: int) -> None:
@@ -149,12 +173,21 @@ def test_the_scheduler_keeps_its_promises_in_any_order_of_events() -> None:
         "failed step",
         "cancelled with a step in flight",
     )
-    assert [name for name in wanted if not seen[name]] == [], "the events did not meet what this test is about"
+    assert [name for name in wanted if not seen[name]] == [], (
+        "the events did not meet what this test is about"
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_broken_scheduler_is_noticed(fault: type[Scheduler]) -> None:
-    hasty = settings(BOUNDED, max_examples=600, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False, print_blob=False)
+    hasty = settings(
+        BOUNDED,
+        max_examples=600,
+        derandomize=True,
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
     with pytest.raises((AssertionError, InvariantBroken)):  # a rule of the world, or the books themselves
         run(fault, hasty)
 

@@ -1,5 +1,5 @@
-"""The scheduler over a host tier in any order of events: submits, steps, cancels and failures, while transfers are launched, land, fail
-and are late; and faults that this must notice."""
+"""The scheduler over a host tier in any order of events: submits, steps, cancels and failures, while
+transfers are launched, land, fail and are late; and faults that this must notice."""
 
 from __future__ import annotations
 

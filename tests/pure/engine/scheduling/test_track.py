@@ -39,7 +39,9 @@ def test_a_request_moves_only_along_its_table(old: State, new: State) -> None:
         one.move(new)
         assert one.state is new
     else:
-        with pytest.raises(IllegalTransition, match=f"request r: {new.value} is not legal in state {old.value}"):
+        with pytest.raises(
+            IllegalTransition, match=f"request r: {new.value} is not legal in state {old.value}"
+        ):
             one.move(new)
         assert one.state is old
 
@@ -60,7 +62,9 @@ def test_a_request_moves_only_along_its_table(old: State, new: State) -> None:
         (3, 2, 0, 0, 6),  # retracted with two tokens generated
     ],
 )
-def test_what_is_left_to_compute(max_tokens: int, num_generated: int, num_in_flight: int, num_planned: int, left: int) -> None:
+def test_what_is_left_to_compute(
+    max_tokens: int, num_generated: int, num_in_flight: int, num_planned: int, left: int
+) -> None:
     one = track(4, max_tokens)
     one.tokens += [9] * num_generated
     one.num_in_flight, one.num_planned = num_in_flight, num_planned

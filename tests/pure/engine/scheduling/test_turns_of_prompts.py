@@ -1,4 +1,5 @@
-"""Prompts that are computed at once share the room of steps: the shortest first, in every other step the oldest first."""
+"""Prompts that are computed at once share the room of steps: the shortest first, in every other step the
+oldest first."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_requests_that_decode_are_part_of_every_step_whoever_has_its_room() -> N
 
 
 def test_a_plan_that_comes_to_nothing_takes_nobodys_turn() -> None:
-    """The engine asks for a step without host memory first, and then for any: both prompts have half of the steps all the same."""
+    """The engine asks for a step without host memory first, and then for any: both prompts have half of the
+    steps all the same."""
     world = World(num_slots=30, max_batch=4, prefill_chunk=8, cold=Cold(60), num_resident=8)
     older, shorter = world.submit([1, 2, 3, 4, 5, 6] * 15, 1), world.submit([6, 5, 4, 3, 2, 1] * 11, 1)
     turns: list[str] = []

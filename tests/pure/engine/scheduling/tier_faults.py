@@ -1,5 +1,5 @@
-"""Defects in what the scheduler, the cache, its loads and saves do about colder tiers, one function each, to show that the tests see
-them."""
+"""Defects in what the scheduler, the cache, its loads and saves do about colder tiers, one function each, to
+show that the tests see them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]
 
 
-def _around(patch: Patch, owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _around(
+    patch: Patch, owner: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
     patch.setattr(owner, name, make(getattr(owner, name)))
 
 
-# ------------------------------------------------------------------------------------------------------------ the scheduler
+# ---------------------------------------------------------------------------------------------- the scheduler
 
 
 def computes_over_what_has_not_come(patch: Patch) -> None:
@@ -59,7 +61,9 @@ def believes_a_load_that_failed(patch: Patch) -> None:
 def forgets_a_load_that_fails_when_it_has_set_off(patch: Patch) -> None:
     def make(take_in: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(self: Scheduler) -> None:
-            hidden = {track: track.load for track in self._running.tracks.values() if track.state is State.RUNNING}
+            hidden = {
+                track: track.load for track in self._running.tracks.values() if track.state is State.RUNNING
+            }
             for track in hidden:
                 track.load = None
             take_in(self)
@@ -97,7 +101,9 @@ def counts_restored_blocks_twice(patch: Patch) -> None:
     """What will be promoted is credited as if it were there, and drawn all the same."""
 
     def make(fits: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, track, match: fits(self, track, match._replace(num_blocks=match.num_blocks + match.num_colder))
+        return lambda self, track, match: fits(
+            self, track, match._replace(num_blocks=match.num_blocks + match.num_colder)
+        )
 
     _around(patch, Running, "fits", make)
 
@@ -195,7 +201,7 @@ def counts_what_was_copied_ahead_to_the_device(patch: Patch) -> None:
     patch.setattr(Track, "_resident_runs", lambda self, num_blocks: [("device", num_blocks)])
 
 
-# ---------------------------------------------------------------------------------------------------------- cache and pools
+# -------------------------------------------------------------------------------------------- cache and pools
 
 
 def gives_a_half_saved_tail_a_key(patch: Patch) -> None:
@@ -234,19 +240,23 @@ def frees_the_slots_of_a_transfer_with_its_table(patch: Patch) -> None:
     _around(patch, BlockPool, "take_back", make)
 
 
-# ----------------------------------------------------------------------------------------------------------- loads and saves
+# -------------------------------------------------------------------------------------------- loads and saves
 
 
 def promotes_into_slots_that_a_step_still_uses(patch: Patch) -> None:
     def make(promote: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, hold, first, lease, keys, after, num_next: promote(self, hold, first, lease, keys, (), num_next)
+        return lambda self, hold, first, lease, keys, after, num_next: promote(
+            self, hold, first, lease, keys, (), num_next
+        )
 
     _around(patch, Loads, "begin", make)
 
 
 def saves_a_tail_before_its_step_has_ended(patch: Patch) -> None:
     def make(save: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, hold, num_blocks, keys, num_tokens, fence: save(self, hold, num_blocks, keys, num_tokens, None)
+        return lambda self, hold, num_blocks, keys, num_tokens, fence: save(
+            self, hold, num_blocks, keys, num_tokens, None
+        )
 
     _around(patch, Saves, "retract", make)
 
@@ -321,7 +331,9 @@ def forgets_the_sources_of_a_load_that_failed(patch: Patch) -> None:
 
 def keeps_what_was_saved_for_one_request(patch: Patch) -> None:
     def make(end_handles: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda handles, fence=None: end_handles([handle for handle in handles if not isinstance(handle, Reservation)], fence)
+        return lambda handles, fence=None: end_handles(
+            [handle for handle in handles if not isinstance(handle, Reservation)], fence
+        )
 
     patch.setattr(HostTier, "_end_handles", staticmethod(make(HostTier._end_handles)))
 

@@ -1,5 +1,5 @@
-"""Attention over the paged KV cache: what a backend does, and the sizes that it works with. Backends are in files of their own, the CPU
-reference first."""
+"""Attention over the paged KV cache: what a backend does, and the sizes that it works with. Backends are in
+files of their own, the CPU reference first."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class Partial(NamedTuple):
 
 
 class Attention(Protocol):
-    """One backend over one arena. Built as `Backend(arena, config, rope)`, where `arena` is the block-major tensor
-    [num_slots + 1, layers, 2, block_tokens, kv_heads, head_dim] whose last slot is the padding block, `config` the ModelConfig
-    and `rope` the model's [max_position, head_dim] table."""
+    """One backend over one arena. Built as `Backend(arena, config, rope)`, where `arena` is the block-major
+    tensor [num_slots + 1, layers, 2, block_tokens, kv_heads, head_dim] whose last slot is the padding block,
+    `config` the ModelConfig and `rope` the model's [max_position, head_dim] table."""
 
     arena: Tensor
-    blank_from: int  # in layers from here on nobody attends to keys that are all zeros: what makes drafts has left these tokens out
+    # in layers from here on nobody attends to keys that are all zeros: what makes drafts has left these
+    # tokens out
+    blank_from: int
     lse_nats: float  # of one unit of what `Partial.lse` holds
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
-        """Compile and plan whatever steps could need, on the thread that will launch them. Chunks have at most `max_chunk` tokens,
-        sequences `max_tokens`."""
+        """Compile and plan whatever steps could need, on the thread that will launch them. Chunks have at
+        most `max_chunk` tokens, sequences `max_tokens`."""
 
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
@@ -41,11 +43,12 @@ class Attention(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor: ...
 
     def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
-        """The same over what is on the device, for a step some of whose sequences begin with blocks in host memory."""
+        """The same over what is on the device, for a step some of whose sequences begin with blocks in host
+        memory."""
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
-        """Copy one layer of blocks of the arena `host`, whose slots are in `tables` from `first` on, into contiguous keys and values
-        [2, tokens, kv_heads, head_dim], which they fill."""
+        """Copy one layer of blocks of the arena `host`, whose slots are in `tables` from `first` on, into
+        contiguous keys and values [2, tokens, kv_heads, head_dim], which they fill."""
 
     def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
         """Add such keys and values, all of which the tokens `rows` see, to what these have attended to."""
@@ -53,7 +56,8 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Sizes of the arena [num_slots + 1, layers, 2, block_tokens, kv_heads, head_dim] and of the heads that read it."""
+    """Sizes of the arena [num_slots + 1, layers, 2, block_tokens, kv_heads, head_dim] and of the heads that
+    read it."""
 
     num_layers: int
     block_tokens: int
@@ -68,18 +72,36 @@ class Geometry:
     def of(cls, arena: Tensor, config: ModelConfig, rope: Tensor) -> Geometry:
         """Raises InvariantBroken unless all dimensions agree; nothing is checked again after this."""
         expected = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        if arena.dim() != 6 or (arena.shape[1], arena.shape[2], arena.shape[4], arena.shape[5]) != expected or arena.shape[0] < 1:
+        if (
+            arena.dim() != 6
+            or (arena.shape[1], arena.shape[2], arena.shape[4], arena.shape[5]) != expected
+            or arena.shape[0] < 1
+        ):
             raise InvariantBroken(
-                f"arena {tuple(arena.shape)} is not [slots, {config.num_layers}, 2, block_tokens, {config.num_kv_heads}, {config.head_dim}]"
+                f"arena {tuple(arena.shape)} is "
+                f"not "
+                f"[slots, "
+                f"{config.num_layers}, "
+                f"2, "
+                f"block_tokens, "
+                f"{config.num_kv_heads}, {config.head_dim}]"
             )
         if arena.stride(5) != 1:
             raise InvariantBroken(f"arena strides {arena.stride()}: a head's values must be adjacent")
         if config.num_heads % config.num_kv_heads or config.head_dim % 2:
             raise InvariantBroken(
-                f"{config.num_heads} heads over {config.num_kv_heads} KV heads of {config.head_dim} cannot be grouped or rotated"
+                f"{config.num_heads} heads over {config.num_kv_heads} "
+                f"KV "
+                f"heads "
+                f"of "
+                f"{config.head_dim} "
+                f"cannot "
+                f"be grouped or rotated"
             )
         if tuple(rope.shape) != (config.max_position, config.head_dim):
-            raise InvariantBroken(f"rope table {tuple(rope.shape)} is not [{config.max_position}, {config.head_dim}]")
+            raise InvariantBroken(
+                f"rope table {tuple(rope.shape)} is not [{config.max_position}, {config.head_dim}]"
+            )
         windows = config.windows or (0,) * config.num_layers
         if len(windows) != config.num_layers or min(windows) < 0:
             raise InvariantBroken(f"windows {windows} of {config.num_layers} layers")

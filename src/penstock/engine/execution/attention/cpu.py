@@ -1,5 +1,6 @@
-"""Attention for the CPU: paged KV is gathered into a workspace and handed to PyTorch's fused kernel, except that one token by itself sums
-up the values where they lie. Owns that workspace and one step's indices and masks; the KV itself is the arena's."""
+"""Attention for the CPU: paged KV is gathered into a workspace and handed to PyTorch's fused kernel, except
+that one token by itself sums up the values where they lie. Owns that workspace and one step's indices and
+masks; the KV itself is the arena's."""
 
 from __future__ import annotations
 
@@ -18,18 +19,30 @@ from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
 
 # Measured with SmolLM2-135M (9 query heads, 3 KV heads of 64, fp32) on two cores.
-SHORT_TOKENS = 16  # chunks of at most so many tokens are batched across requests, under a mask; longer ones run one by one without
-GROUP_BYTES = 4 << 20  # KV gathered at a time for short chunks: what stays in a core's cache until it is read again
+# chunks of at most so many tokens are batched across requests, under a mask; longer ones run one by one
+# without
+SHORT_TOKENS = 16
+# KV gathered at a time for short chunks: what stays in a core's cache until it is read again
+GROUP_BYTES = 4 << 20
 PAD_TOKENS = 128  # a call costs about as much as so many more keys, so lengths this close share one
 PAD_SHARE = 0.2  # and so do lengths within this share of the longest
-LONE_TOKENS = 512  # a single token that attends to at least so many is computed alone: no padding, and its values are not copied;
+# a single token that attends to at least so many is computed alone: no padding, and its values are not
+# copied;
+LONE_TOKENS = 512
 # in a step of its own it always is, since then there is nobody to share a call with
 LONE_GROUP = 4  # unless more query heads than this share a KV head, since each of them reads the values again
-KEY_BYTES = 768 << 10  # keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
-BAND_TOKENS = 128  # of a longer chunk that attend together in a layer with a window: every key that one of them sees is read for all
+# keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
+KEY_BYTES = 768 << 10
+# of a longer chunk that attend together in a layer with a window: every key that one of them sees is read for
+# all
+BAND_TOKENS = 128
 KEPT_MASKS = 4  # behind the first window all full bands have the same
-SCORE_ALIGN = 256  # MKL multiplies 4 rows and more several times faster into a matrix whose rows are a multiple of so many floats apart
-INT32_ROWS = 1 << 31  # an arena of at most so many rows has indices of half the width, which saves a third of the time that values take
+# MKL multiplies 4 rows and more several times faster into a matrix whose rows are a multiple of so many
+# floats apart
+SCORE_ALIGN = 256
+# an arena of at most so many rows has indices of half the width, which saves a third of the time that values
+# take
+INT32_ROWS = 1 << 31
 
 
 class ChunkSpan(NamedTuple):
@@ -51,7 +64,8 @@ class ChunkSpan(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """The arena from one layer on: what a slot's index finds there is of that layer, keys first and values a block later."""
+    """The arena from one layer on: what a slot's index finds there is of that layer, keys first and values a
+    block later."""
 
     heads: Tensor  # rows of one head
     rows: Tensor  # rows of one token
@@ -76,13 +90,14 @@ class _Several(NamedTuple):
 
 
 class _Short(NamedTuple):
-    """Short chunks of equal q_len and similar kv_len, attended in one call. Or some tokens of a longer one, in a layer with a window that
-    leaves out keys."""
+    """Short chunks of equal q_len and similar kv_len, attended in one call. Or some tokens of a longer one,
+    in a layer with a window that leaves out keys."""
 
     rows: Tensor | slice  # [C * q_len] tokens of the step; a slice where they are adjacent
     gather: Tensor  # [2 * C * padded kv_len] rows of the arena at layer 0: all keys, then all values
     space: Tensor  # where they are gathered
-    mask: Tensor | None  # [C, 1, group * q_len, padded kv_len], added to the scores; None: everything is visible
+    # [C, 1, group * q_len, padded kv_len], added to the scores; None: everything is visible
+    mask: Tensor | None
     num_chunks: int
     q_len: int
 
@@ -195,11 +210,19 @@ class Preparation:
         return _Several(torch.cat([cos, cos], dim=-1), sin, key_rows, key_rows + size)
 
     def spans(self, inputs: StepInputs) -> Iterator[ChunkSpan]:
-        q_starts, kv_lens, table_starts = inputs.q_starts.tolist(), inputs.kv_lens.tolist(), inputs.table_starts.tolist()
+        q_starts, kv_lens, table_starts = (
+            inputs.q_starts.tolist(),
+            inputs.kv_lens.tolist(),
+            inputs.table_starts.tolist(),
+        )
         tables = inputs.tables.long()
         first = 0
         for chunk, kv_len in enumerate(kv_lens):
-            if chunk + 1 < len(kv_lens) and kv_lens[chunk + 1] == kv_len + 1 and table_starts[chunk + 1] == table_starts[chunk]:
+            if (
+                chunk + 1 < len(kv_lens)
+                and kv_lens[chunk + 1] == kv_len + 1
+                and table_starts[chunk + 1] == table_starts[chunk]
+            ):
                 continue  # rows of one request, a token and its drafts: their keys are gathered once
             q_begin, first = q_starts[first], chunk + 1
             q_len = q_starts[chunk + 1] - q_begin
@@ -207,16 +230,20 @@ class Preparation:
                 continue
             table = tables[table_starts[chunk] :][: self._sizes.num_blocks(kv_len)]
             if table.numel() < self._sizes.num_blocks(kv_len) or kv_len < q_len:
-                raise InvariantBroken(f"chunk {chunk}: {q_len} of {kv_len} tokens over a table of {table.numel()} blocks")
+                raise InvariantBroken(
+                    f"chunk {chunk}: {q_len} of {kv_len} tokens over a table of {table.numel()} blocks"
+                )
             yield ChunkSpan(q_begin, q_len, kv_len, table)
 
     def _is_lone(self, span: ChunkSpan, num_tokens: int) -> bool:
-        """bfloat16 would round the scores before they are compared; the fused kernel keeps them in float32."""
+        """bfloat16 would round the scores before they are compared; the fused kernel keeps them in
+        float32."""
         is_worth_it = span.q_len == 1 and (num_tokens == 1 or span.kv_len >= LONE_TOKENS)
         return is_worth_it and self._sizes.group <= LONE_GROUP and self._dtype == torch.float32
 
     def _grouped(self, spans: list[ChunkSpan]) -> Iterator[list[ChunkSpan]]:
-        """Chunks that share a call: equal q_len, lengths close enough that padding is cheaper than another call."""
+        """Chunks that share a call: equal q_len, lengths close enough that padding is cheaper than another
+        call."""
         token_bytes = 2 * self._token_width * self._dtype.itemsize
         group: list[ChunkSpan] = []
         for span in sorted(spans, key=lambda s: (s.q_len, -s.kv_len)):
@@ -232,13 +259,18 @@ class Preparation:
             yield group
 
     def key_rows(self, span: ChunkSpan) -> Tensor:
-        """[kv_len] rows of the arena at layer 0 that hold the keys; the values follow a block's tokens later."""
+        """[kv_len] rows of the arena at layer 0 that hold the keys; the values follow a block's tokens
+        later."""
         within = torch.arange(self._sizes.block_tokens)
-        return (span.table[:, None] * self._rows_per_slot + within).flatten()[span.skipped : span.skipped + span.kv_len]
+        return (span.table[:, None] * self._rows_per_slot + within).flatten()[
+            span.skipped : span.skipped + span.kv_len
+        ]
 
     def _lone(self, span: ChunkSpan) -> _Lone:
         sizes = self._sizes
-        of_kv_head = (self.key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(sizes.num_kv_heads)[:, None]
+        of_kv_head = (self.key_rows(span) + sizes.block_tokens) * sizes.num_kv_heads + torch.arange(
+            sizes.num_kv_heads
+        )[:, None]
         num_heads = self._arena.shape[0] * self._arena.stride(0) // sizes.head_dim
         width = torch.int32 if num_heads <= INT32_ROWS else torch.int64
         values = of_kv_head.to(width).repeat_interleave(sizes.group, dim=0).flatten()
@@ -248,7 +280,8 @@ class Preparation:
         return _Lone(span.q_begin, list(self._parts(span, scores)), scores.flatten(0, 1), values, starts)
 
     def _parts(self, span: ChunkSpan, scores: Tensor) -> Iterator[_Part]:
-        """Behind kv_len the last block may hold anything, so what lies there is never multiplied, and not weighed with 0."""
+        """Behind kv_len the last block may hold anything, so what lies there is never multiplied, and not
+        weighed with 0."""
         sizes = self._sizes
         block_width = sizes.block_tokens * self._token_width
         part_blocks = max(1, KEY_BYTES // (block_width * self._dtype.itemsize))
@@ -268,12 +301,20 @@ class Preparation:
         for keys, span in zip(gather[0], group, strict=True):
             rows = self.key_rows(span)
             keys[: span.kv_len] = rows
-            keys[span.kv_len :] = rows[0]  # masked below, but it must be finite: what lies behind the end may be anything
+            # masked below, but it must be finite: what lies behind the end may be anything
+            keys[span.kv_len :] = rows[0]
         gather[1] = gather[0] + sizes.block_tokens
         mask = None
         if q_len > 1 or any(span.kv_len != longest for span in group):
             mask = _mask(tuple(span.kv_len for span in group), q_len, window, sizes.group, self._dtype)
-        return _Short(_rows_of(group), gather.flatten(), self._space(gather.numel(), self._token_width), mask, len(group), q_len)
+        return _Short(
+            _rows_of(group),
+            gather.flatten(),
+            self._space(gather.numel(), self._token_width),
+            mask,
+            len(group),
+            q_len,
+        )
 
     def _long(self, span: ChunkSpan) -> _Long:
         prefix_len = span.kv_len - span.q_len
@@ -305,7 +346,15 @@ class CpuAttention:
         sizes = Geometry.of(arena, config, rope)
         part = arena.shape[3] * arena.shape[4] * arena.shape[5]
         if not arena[0].is_contiguous() or arena.stride(0) % part:
-            raise InvariantBroken("the CPU backend reads the arena as one flat array of blocks: a slot must be a whole number of them")
+            raise InvariantBroken(
+                "the CPU backend reads the arena as one flat "
+                "array "
+                "of "
+                "blocks: "
+                "a "
+                "slot "
+                "must be a whole number of them"
+            )
         self.arena = arena
         self.blank_from = sizes.num_layers
         self._sizes = sizes
@@ -325,7 +374,10 @@ class CpuAttention:
             # Not `split`, whose wrapper in Python takes longer than what it wraps.
             q, k, v = heads.split_with_sizes((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
             if q_norm is not None and k_norm is not None:
-                q, k = (F.rms_norm(x, (sizes.head_dim,), weight, sizes.norm_eps) for x, weight in ((q, q_norm), (k, k_norm)))
+                q, k = (
+                    F.rms_norm(x, (sizes.head_dim,), weight, sizes.norm_eps)
+                    for x, weight in ((q, q_norm), (k, k_norm))
+                )
             tokens.values[layer].copy_(v)
             return torch.bmm(q, tokens.turn), torch.bmm(k, tokens.turn, out=tokens.keys[layer]), v
         rotated, v = heads.split_with_sizes((sizes.num_heads + sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
@@ -357,7 +409,10 @@ class CpuAttention:
 
     def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
         sizes = self._sizes
-        partial = Partial(q.new_empty(len(q), sizes.num_heads * sizes.head_dim, dtype=torch.float32), q.new_empty(q.shape[:2]).float())
+        partial = Partial(
+            q.new_empty(len(q), sizes.num_heads * sizes.head_dim, dtype=torch.float32),
+            q.new_empty(q.shape[:2]).float(),
+        )
         for span in self._preparation.spans(inputs):
             own = slice(span.q_begin, span.q_begin + span.q_len)
             partial.out[own], partial.lse[own] = self._attend_own(q[own], k[own], v[own])
@@ -365,7 +420,12 @@ class CpuAttention:
             if num_past:
                 rows = self._preparation.key_rows(span)[:num_past]
                 past = torch.stack([self._layers[layer].rows[rows + at] for at in (0, sizes.block_tokens)])
-                self.add_piece(partial, q, (own.start, own.stop), past.view(2, num_past, sizes.num_kv_heads, sizes.head_dim))
+                self.add_piece(
+                    partial,
+                    q,
+                    (own.start, own.stop),
+                    past.view(2, num_past, sizes.num_kv_heads, sizes.head_dim),
+                )
         return partial
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
@@ -403,7 +463,8 @@ class CpuAttention:
         return F.rms_norm(heads, (self._sizes.head_dim,), eps=self._sizes.norm_eps) * weight
 
     def _attend_lone(self, layer: int, q: Tensor, lone: _Lone) -> Tensor:
-        """[heads, head_dim]. The values are the rows of a table of which each query head sums up some, by weight: nothing is copied."""
+        """[heads, head_dim]. The values are the rows of a table of which each query head sums up some, by
+        weight: nothing is copied."""
         sizes, arena = self._sizes, self._layers[layer]
         queries = q.view(sizes.num_kv_heads, sizes.group, sizes.head_dim)
         for part in lone.parts:
@@ -416,11 +477,16 @@ class CpuAttention:
         return torch.embedding_bag(arena.heads, lone.values, lone.starts, False, 0, False, weights)[0]
 
     def _attend_short(self, layer: int, q: Tensor, short: _Short) -> Tensor:
-        """[C * q_len, heads, head_dim]. The query heads of a KV head become rows of one small matrix, so that no key is copied per head."""
+        """[C * q_len, heads, head_dim]. The query heads of a KV head become rows of one small matrix, so that
+        no key is copied per head."""
         sizes, (chunks, q_len) = self._sizes, (short.num_chunks, short.q_len)
         kv = torch.index_select(self._layers[layer].rows, 0, short.gather, out=short.space)
         keys, values = kv.view(2, chunks, -1, sizes.num_kv_heads, sizes.head_dim).transpose(2, 3)
-        grouped = q.view(chunks, q_len, sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        grouped = (
+            q.view(chunks, q_len, sizes.num_kv_heads, sizes.group, sizes.head_dim)
+            .permute(0, 2, 3, 1, 4)
+            .flatten(2, 3)
+        )
         mask = short.mask
         if layer >= self.blank_from:
             mask = _without(_is_blank(keys[:, 0])[:, None, None], mask, q.dtype)
@@ -428,11 +494,14 @@ class CpuAttention:
         return out.unflatten(2, (sizes.group, q_len)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
     def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Tensor:
-        """[q_len, heads, head_dim]. A prefix is attended apart and joined by log-sum-exp, so that no mask is ever built."""
+        """[q_len, heads, head_dim]. A prefix is attended apart and joined by log-sum-exp, so that no mask is
+        ever built."""
         sizes = self._sizes
         if chunk.prefix_len == 0:
             queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            own = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True, scale=sizes.scale)
+            own = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True, scale=sizes.scale
+            )
             return own.squeeze(0).transpose(0, 1)
         kv = torch.index_select(self._layers[layer].blocks, 0, chunk.gather, out=chunk.space)
         past = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim)[:, : chunk.prefix_len]
@@ -451,7 +520,8 @@ class CpuAttention:
         return Partial(out.squeeze(0).transpose(0, 1).flatten(1).float(), lse.squeeze(0).t().float())
 
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log-sum-exp of the scores as well
+# returns the log-sum-exp of the scores as well
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _from_layer(arena: Tensor, layer: int) -> _Layer:
@@ -459,7 +529,8 @@ def _from_layer(arena: Tensor, layer: int) -> _Layer:
     width = num_kv_heads * head_dim
     first = 2 * layer * block_tokens * width
     num = (num_slots - 1) * arena.stride(0) + 2 * num_layers * block_tokens * width - first
-    flat = arena.as_strided((num,), (1,), arena.storage_offset() + first)  # a slot may hold more than these layers
+    # a slot may hold more than these layers
+    flat = arena.as_strided((num,), (1,), arena.storage_offset() + first)
     return _Layer(flat.view(-1, head_dim), flat.view(-1, width), flat.view(-1, block_tokens * width))
 
 
@@ -467,7 +538,13 @@ def _only(num_tokens: int, lone: list[_Lone], short: list[_Short]) -> _Lone | _S
     if len(lone) == num_tokens == 1:
         return lone[0]
     first = short[0] if short else None
-    return first if first is not None and first.num_chunks * first.q_len == num_tokens and isinstance(first.rows, slice) else None
+    return (
+        first
+        if first is not None
+        and first.num_chunks * first.q_len == num_tokens
+        and isinstance(first.rows, slice)
+        else None
+    )
 
 
 def _rows_of(group: list[ChunkSpan]) -> Tensor | slice:

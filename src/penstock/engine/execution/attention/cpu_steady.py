@@ -1,9 +1,11 @@
-"""Attention on the CPU whose result for a token depends on that token and its context alone, bit by bit: not on what else is computed, nor
-on what was reused. Owns its masks and one step's plan; the KV itself is the arena's.
+"""Attention on the CPU whose result for a token depends on that token and its context alone, bit by bit: not
+on what else is computed, nor on what was reused. Owns its masks and one step's plan; the KV itself is the
+arena's.
 
-A token always meets calls of the same shapes. Its query heads are rows of a small matrix together with those of a fixed number of
-neighbours, which are zeros where they are not computed. Its keys are those of its context, up to the next multiple of `PAD_TOKENS`, under a
-mask. Sums of the fused kernel follow from these shapes, and from how its memory is aligned.
+A token always meets calls of the same shapes. Its query heads are rows of a small matrix together with those
+of a fixed number of neighbours, which are zeros where they are not computed. Its keys are those of its
+context, up to the next multiple of `PAD_TOKENS`, under a mask. Sums of the fused kernel follow from these
+shapes, and from how its memory is aligned.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
 
 PAD_TOKENS = 128  # contexts are padded to a multiple of so many tokens
-QUERY_ROWS = 8  # a query matrix has a multiple of so many rows: the kernel's buffers of all threads are aligned alike then
+# a query matrix has a multiple of so many rows: the kernel's buffers of all threads are aligned alike then
+QUERY_ROWS = 8
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -43,7 +46,8 @@ class _Chunk(NamedTuple):
 
 
 class SteadyAttention(CpuAttention):
-    """`Attention` in float32 on the CPU. Sequences are on the device as a whole, and all layers have KV of every token."""
+    """`Attention` in float32 on the CPU. Sequences are on the device as a whole, and all layers have KV of
+    every token."""
 
     def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
         super().__init__(arena, config, rope)
@@ -51,7 +55,8 @@ class SteadyAttention(CpuAttention):
             raise InvariantBroken(f"steady attention is computed in float32, not in {arena.dtype}")
         self._preparation = self._steady = _SteadyPreparation(arena, self._sizes, rope)
         group = self._sizes.group
-        self._tile = max(1, 1 << (QUERY_ROWS // group).bit_length() - 1) if group <= QUERY_ROWS else 1  # tokens of a query matrix
+        # tokens of a query matrix
+        self._tile = max(1, 1 << (QUERY_ROWS // group).bit_length() - 1) if group <= QUERY_ROWS else 1
         self._num_rows = -(-group * self._tile // QUERY_ROWS) * QUERY_ROWS
         self._masks: dict[int, Tensor] = {}  # by window
 
@@ -64,7 +69,11 @@ class SteadyAttention(CpuAttention):
             keys, values = kv.view(2, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2)
             for call in chunk.calls:
                 out[call.begin : call.end] = self._attend_call(
-                    q[call.begin : call.end], keys[:, : call.padded], values[:, : call.padded], call, sizes.windows[layer]
+                    q[call.begin : call.end],
+                    keys[:, : call.padded],
+                    values[:, : call.padded],
+                    call,
+                    sizes.windows[layer],
                 )
         return out.flatten(1)
 
@@ -75,7 +84,9 @@ class SteadyAttention(CpuAttention):
         tokens = q.new_zeros(num_tiles * tile, sizes.num_heads, sizes.head_dim)
         tokens[skipped : skipped + len(q)] = q
         queries = q.new_zeros(num_tiles, sizes.num_kv_heads, self._num_rows, sizes.head_dim)
-        grouped = tokens.view(num_tiles, tile, sizes.num_kv_heads, group, sizes.head_dim).permute(0, 2, 3, 1, 4)
+        grouped = tokens.view(num_tiles, tile, sizes.num_kv_heads, group, sizes.head_dim).permute(
+            0, 2, 3, 1, 4
+        )
         queries[:, :, : group * tile] = grouped.flatten(2, 3)
         mask = self._mask(window, call.padded)[first_tile:end_tile]
         of_all = (x.expand(num_tiles, -1, -1, -1) for x in (keys, values))
@@ -84,8 +95,9 @@ class SteadyAttention(CpuAttention):
         return attended[skipped : skipped + len(q)]
 
     def _mask(self, window: int, num_keys: int) -> Tensor:
-        """[tiles, 1, query rows, keys], added to the scores of all tokens whose contexts are padded to `num_keys`. It is the end of one
-        that is as long as any so far: what a token sees is counted from the end."""
+        """[tiles, 1, query rows, keys], added to the scores of all tokens whose contexts are padded to
+        `num_keys`. It is the end of one that is as long as any so far: what a token sees is counted from the
+        end."""
         mask = self._masks.get(window)
         if mask is None or mask.shape[-1] < num_keys:
             length = num_keys if mask is None else max(num_keys, 2 * mask.shape[-1])
@@ -115,7 +127,8 @@ class _SteadyPreparation(Preparation):
 
     def _chunk(self, span: ChunkSpan) -> _Chunk:
         rows = self.key_rows(span)
-        padding = -span.kv_len % PAD_TOKENS  # masked, but it must be finite: what lies behind the end may be anything
+        # masked, but it must be finite: what lies behind the end may be anything
+        padding = -span.kv_len % PAD_TOKENS
         keys = torch.cat([rows, rows[:1].expand(padding)])
         gather = torch.cat([keys, keys + self._sizes.block_tokens])
         return _Chunk(gather, self._space(len(gather), self._token_width), list(_calls(span)))

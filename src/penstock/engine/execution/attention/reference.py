@@ -1,5 +1,5 @@
-"""Attention written to be read: one chunk and one token at a time, as it is defined. Owns the meaning that the other backends are held to,
-and no speed."""
+"""Attention written to be read: one chunk and one token at a time, as it is defined. Owns the meaning that
+the other backends are held to, and no speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from penstock.models.model import ModelConfig
 class ReferenceAttention:
     """The meaning of `Attention`, on any device. `math` is the type that everything is computed in."""
 
-    def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor, math: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, arena: Tensor, config: ModelConfig, rope: Tensor, math: torch.dtype = torch.float32
+    ) -> None:
         self._sizes = Geometry.of(arena, config, rope)
         self.arena = arena
         self.blank_from = config.num_layers
@@ -43,7 +45,11 @@ class ReferenceAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        q_starts, kv_lens, window = inputs.q_starts.tolist(), inputs.kv_lens.tolist(), self._sizes.windows[layer]
+        q_starts, kv_lens, window = (
+            inputs.q_starts.tolist(),
+            inputs.kv_lens.tolist(),
+            self._sizes.windows[layer],
+        )
         for chunk, kv_len in enumerate(kv_lens):
             begin, end = q_starts[chunk], q_starts[chunk + 1]
             keys, values = self._cached(layer, chunk, kv_len, inputs)
@@ -75,7 +81,9 @@ class ReferenceAttention:
         num_blocks = self._sizes.num_blocks(kv_len)
         num_entries = table_end(inputs, begin) - begin
         if num_entries < num_blocks:
-            raise InvariantBroken(f"chunk {chunk}: {kv_len} tokens need {num_blocks} blocks, its table has {num_entries}")
+            raise InvariantBroken(
+                f"chunk {chunk}: {kv_len} tokens need {num_blocks} blocks, its table has {num_entries}"
+            )
         slots = inputs.tables[begin : begin + num_blocks].long()
         kv = self.arena[slots, layer].to(self._math).transpose(0, 1).flatten(1, 2)
         return kv[0, :kv_len], kv[1, :kv_len]

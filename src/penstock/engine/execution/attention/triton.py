@@ -1,5 +1,5 @@
-"""Attention for CUDA: launches the Triton kernels, and for long prompts PyTorch's fused attention where that is faster. Owns the choice of
-tiles and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
+"""Attention for CUDA: launches the Triton kernels, and for long prompts PyTorch's fused attention where that
+is faster. Owns the choice of tiles and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RotateTile(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """All constants that were found by measuring. The attention tile goes by how many rows (tokens times query heads per KV head) the
-    longest chunk of a launch has."""
+    """All constants that were found by measuring. The attention tile goes by how many rows (tokens times
+    query heads per KV head) the longest chunk of a launch has."""
 
     decode: Tile  # one token a chunk, and hardly a program per multiprocessor
     decode_even: Tile  # one or two of them
@@ -50,8 +50,10 @@ class Tuning(NamedTuple):
     long: Tile
     deep: Tile  # the same over a prefix that is longer than the chunk
     programs_per_sm: int = 2  # keys are split until about so many programs exist
-    deep_programs_per_sm: int = 12  # the same for several decodes over long sequences: those of different lengths end together
-    rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)  # latency counts: as many programs as there are heads
+    # the same for several decodes over long sequences: those of different lengths end together
+    deep_programs_per_sm: int = 12
+    # latency counts: as many programs as there are heads
+    rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)
     rotate_many: RotateTile = RotateTile(tokens=8, heads=8, warps=4)
 
     @property
@@ -59,8 +61,9 @@ class Tuning(NamedTuple):
         return frozenset((self.decode, self.decode_even, self.decode_many, self.short, self.long, self.deep))
 
     def decode_tile(self, per_sm: float) -> tuple[Tile, int | None]:
-        """By programs per multiprocessor without splitting: the tile, and how often keys are split where that is not up to
-        `programs_per_sm`. One and a bit is the worst case: a few multiprocessors would have two, and all others wait for them."""
+        """By programs per multiprocessor without splitting: the tile, and how often keys are split where that
+        is not up to `programs_per_sm`. One and a bit is the worst case: a few multiprocessors would have two,
+        and all others wait for them."""
         if per_sm <= 1.0:
             return self.decode, None
         if per_sm < 4 / 3:
@@ -71,8 +74,8 @@ class Tuning(NamedTuple):
         return self.short if num_rows <= self.short.rows else self.deep if deep else self.long
 
 
-# By bytes per value: 2 is bfloat16 (and float16), measured on an H200 with Qwen3-4B's shape (`python benchmarks/kernels.py`);
-# 4 is float32, whose exact products run outside the tensor cores.
+# By bytes per value: 2 is bfloat16 (and float16), measured on an H200 with Qwen3-4B's shape (`python
+# benchmarks/kernels.py`); 4 is float32, whose exact products run outside the tensor cores.
 _EXACT_DECODE, _EXACT = Tile(16, 32, 8, 2), Tile(32, 16, 8, 2)
 TUNING = {
     2: Tuning(
@@ -88,18 +91,21 @@ TUNING = {
 ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
 GATHER_TOKENS = 8
-FETCH_PROGRAMS = 32  # that gather from host memory: enough for the link, and compute beside them keeps most multiprocessors
+# that gather from host memory: enough for the link, and compute beside them keeps most multiprocessors
+FETCH_PROGRAMS = 32
 JOIN_ROWS = 32
 
 
 class FusedSizes(NamedTuple):
-    """What PyTorch's fused attention is called with. cuDNN builds a plan for each new shape, for 40 ms and more, so that there are few, and
-    all are planned before the first request."""
+    """What PyTorch's fused attention is called with. cuDNN builds a plan for each new shape, for 40 ms and
+    more, so that there are few, and all are planned before the first request."""
 
     own: int = 1024  # tokens of a chunk among themselves: from half of it on, rounded up to a multiple
-    rows: tuple[int, ...] = (8192, 4096, 2048, 1024, 512)  # tokens of a chunk over a piece of what is before it, rounded up to the last
+    # tokens of a chunk over a piece of what is before it, rounded up to the last
+    rows: tuple[int, ...] = (8192, 4096, 2048, 1024, 512)
     least_rows: int = 384
-    keys: tuple[int, ...] = (32768, 16384, 8192, 4096)  # tokens in such a piece; those that fill none are left to the paged kernel
+    # tokens in such a piece; those that fill none are left to the paged kernel
+    keys: tuple[int, ...] = (32768, 16384, 8192, 4096)
     least_keys: int = 8192  # for fewer, gathering and joining cost what is gained
 
 
@@ -108,7 +114,8 @@ def rounded_up(num: int, step: int) -> int:
 
 
 def pieces(num: int, sizes: tuple[int, ...]) -> list[int]:
-    """`num` in as few of the sizes as there can be, the largest first; each is a multiple of the next. Less than the last is left over."""
+    """`num` in as few of the sizes as there can be, the largest first; each is a multiple of the next. Less
+    than the last is left over."""
     made = []
     for size in sizes:
         count, num = divmod(num, size)
@@ -117,10 +124,16 @@ def pieces(num: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 def fused_shapes(sizes: FusedSizes, chunk: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Shapes that chunks of up to `chunk` tokens need in a context of `max_tokens`, as (tokens, tokens before them)."""
-    own = [(tokens, 0) for tokens in range(sizes.own, min(chunk, rounded_up(max_tokens, sizes.own)) + 1, sizes.own)]
+    """Shapes that chunks of up to `chunk` tokens need in a context of `max_tokens`, as (tokens, tokens before
+    them)."""
+    own = [
+        (tokens, 0)
+        for tokens in range(sizes.own, min(chunk, rounded_up(max_tokens, sizes.own)) + 1, sizes.own)
+    ]
     rows = [num for num in sizes.rows if num <= rounded_up(chunk, sizes.rows[-1])]
-    return own + [(num, keys) for keys in sizes.keys if max(keys, sizes.least_keys) < max_tokens for num in rows]
+    return own + [
+        (num, keys) for keys in sizes.keys if max(keys, sizes.least_keys) < max_tokens for num in rows
+    ]
 
 
 class _Launch(NamedTuple):
@@ -134,11 +147,13 @@ class _Launch(NamedTuple):
 
 
 class _ChunkGroup(NamedTuple):
-    """Chunks of a step that are attended together: several by the paged kernel, or one with fused attention."""
+    """Chunks of a step that are attended together: several by the paged kernel, or one with fused
+    attention."""
 
     launch: _Launch
     num_fused: int = 0  # tokens before the chunk that fused attention takes, in pieces
-    own_fused: bool = False  # it takes the chunk's own tokens as well, and there is nothing between: the paged kernel has no part
+    # it takes the chunk's own tokens as well, and there is nothing between: the paged kernel has no part
+    own_fused: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -164,7 +179,15 @@ class TritonAttention:
         self._sizes = Geometry.of(arena, config, rope)
         self.blank_from = config.num_layers
         if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
-            raise ConfigError(f"prefill must be auto, triton or sdpa and fused cudnn or flash, got {prefill!r} and {fused!r}")
+            raise ConfigError(
+                f"prefill must be auto, triton or sdpa and "
+                f"fused "
+                f"cudnn "
+                f"or "
+                f"flash, "
+                f"got "
+                f"{prefill!r} and {fused!r}"
+            )
         self.arena = arena
         self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
         self._values = [arena[:, layer, 1] for layer in range(config.num_layers)]
@@ -174,9 +197,12 @@ class TritonAttention:
         self._fused = fused
         self._fused_sizes = fused_sizes or FusedSizes()
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
-        self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None  # the eager step being launched: its parts, by window
+        # the eager step being launched: its parts, by window
+        self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None
         self._no_starts = torch.zeros(1, dtype=torch.int32, device=arena.device)
-        self._num_sms = torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
+        self._num_sms = (
+            torch.cuda.get_device_properties(arena.device).multi_processor_count if arena.is_cuda else 8
+        )
         self._layout = {
             "SLOT_STRIDE": arena.stride(0),
             "TOKEN_STRIDE": arena.stride(3),
@@ -194,7 +220,9 @@ class TritonAttention:
         k = qkv.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
         heads = sizes.num_heads + 2 * sizes.num_kv_heads
         tile = self._tuning.rotate_many if num_tokens >= ROTATE_MANY_FROM else self._tuning.rotate_few
-        kernels.rotate_and_write_kernel[(triton.cdiv(num_tokens, tile.tokens), triton.cdiv(heads, tile.heads))](
+        kernels.rotate_and_write_kernel[
+            (triton.cdiv(num_tokens, tile.tokens), triton.cdiv(heads, tile.heads))
+        ](
             qkv,
             q,
             k,
@@ -228,11 +256,25 @@ class TritonAttention:
         blank = torch.empty if inputs.max_q_len or num_decodes == num_chunks else torch.zeros
         out = blank(num_tokens, self._sizes.num_heads * self._sizes.head_dim, dtype=q.dtype, device=q.device)
         if num_decodes:
-            self._attend_paged(layer, q, out, inputs, _Launch(0, num_decodes, 0, num_decodes, 1), inputs.max_kv_len > DEEP_TOKENS)
+            self._attend_paged(
+                layer,
+                q,
+                out,
+                inputs,
+                _Launch(0, num_decodes, 0, num_decodes, 1),
+                inputs.max_kv_len > DEEP_TOKENS,
+            )
         if num_decodes < num_chunks and not parts:
-            # A capture does not know its longest chunk; no chunk is longer than all tokens that are not decodes.
+            # A capture does not know its longest chunk; no chunk is longer than all tokens that are not
+            # decodes.
             rest = num_tokens - num_decodes
-            parts = [_ChunkGroup(_Launch(num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest))]
+            parts = [
+                _ChunkGroup(
+                    _Launch(
+                        num_decodes, num_chunks - num_decodes, num_decodes, rest, inputs.max_q_len or rest
+                    )
+                )
+            ]
         for part in parts:
             launch = part.launch
             if not part.is_fused:
@@ -247,7 +289,9 @@ class TritonAttention:
         lse = torch.empty(num_tokens, sizes.num_heads, dtype=torch.float32, device=q.device)
         if num_decodes:
             launch = _Launch(0, num_decodes, 0, num_decodes, 1)
-            lse[:num_decodes] = self._attend_paged(layer, q, out, inputs, launch, inputs.max_kv_len > DEEP_TOKENS, first_key=0)
+            lse[:num_decodes] = self._attend_paged(
+                layer, q, out, inputs, launch, inputs.max_kv_len > DEEP_TOKENS, first_key=0
+            )
         for part in self._parts(inputs, sizes.windows[layer]):
             rows = slice(part.launch.first_row, part.launch.first_row + part.launch.num_rows)
             if part.is_fused:
@@ -260,19 +304,35 @@ class TritonAttention:
         return Partial(out.float(), lse)
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
-        self._gather(host[:, layer, 0], host[:, layer, 1], into[0], into[1], self._no_starts, tables[first:], 0, 0, FETCH_PROGRAMS)
+        self._gather(
+            host[:, layer, 0],
+            host[:, layer, 1],
+            into[0],
+            into[1],
+            self._no_starts,
+            tables[first:],
+            0,
+            0,
+            FETCH_PROGRAMS,
+        )
 
     def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
         sizes, num_keys, (begin, end) = self._fused_sizes, piece.shape[1], rows
         num_rows, planned = end - begin, self._rows(end - begin)
-        is_planned = self._fused == "cudnn" and num_rows >= sizes.least_rows and self._planned.issuperset((n, num_keys) for n in planned)
+        is_planned = (
+            self._fused == "cudnn"
+            and num_rows >= sizes.least_rows
+            and self._planned.issuperset((n, num_keys) for n in planned)
+        )
         for num in planned if is_planned else [num_rows]:
             last = min(begin + num, end)
             queries = _padded(q[begin:last], num)
             if piece.element_size() != 2:
                 past = self._plain_attention(queries, piece[0], piece[1])
             else:
-                past = self._fused_attention(queries, piece[0], piece[1], causal=False, with_lse=True, planned=is_planned)
+                past = self._fused_attention(
+                    queries, piece[0], piece[1], causal=False, with_lse=True, planned=is_planned
+                )
             self._join(partial.out[begin:last], partial.lse[begin:last], *past)
             begin = last
 
@@ -284,7 +344,8 @@ class TritonAttention:
         return out.contiguous(), scores.logsumexp(dim=-1)
 
     def _parts(self, inputs: StepInputs, window: int = 0) -> list[_ChunkGroup]:
-        """The chunks behind the decodes of an eager step, in order; none of a captured one, whose lengths change."""
+        """The chunks behind the decodes of an eager step, in order; none of a captured one, whose lengths
+        change."""
         if not inputs.spans:
             return []
         if self._step is None or self._step[0] is not inputs:
@@ -298,7 +359,11 @@ class TritonAttention:
             if parts and not part.is_fused and not parts[-1].is_fused:
                 first = parts[-1].launch
                 part = _ChunkGroup(
-                    first._replace(num_chunks=first.num_chunks + 1, num_rows=first.num_rows + q_len, max_q_len=max(first.max_q_len, q_len))
+                    first._replace(
+                        num_chunks=first.num_chunks + 1,
+                        num_rows=first.num_rows + q_len,
+                        max_q_len=max(first.max_q_len, q_len),
+                    )
                 )
                 parts.pop()
             parts.append(part)
@@ -306,17 +371,20 @@ class TritonAttention:
         self._step[1][window] = parts
         return parts
 
-    # ------------------------------------------------------------------------------------------------- paged, by Triton
+    # --------------------------------------------------------------------------------------- paged, by Triton
 
     def num_splits(self, num_chunks: int, num_tiles: int, deep: bool = False) -> int:
-        """Shares that the keys are cut into, so that every multiprocessor has something to do. `deep`: until all have done it."""
-        per_sm = self._tuning.deep_programs_per_sm if deep and num_chunks > 1 else self._tuning.programs_per_sm
+        """Shares that the keys are cut into, so that every multiprocessor has something to do. `deep`: until
+        all have done it."""
+        per_sm = (
+            self._tuning.deep_programs_per_sm if deep and num_chunks > 1 else self._tuning.programs_per_sm
+        )
         wanted = per_sm * self._num_sms
         return max(1, min(MAX_SPLITS, wanted // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
 
     def grid(self, launch: _Launch, deep: bool) -> tuple[Tile, int, int]:
-        """Tile, tiles per chunk, and splits. Those of decodes follow from the shape of the launch, and from whether the step is `deep`, so
-        that captured and eager steps of the same requests agree to the bit."""
+        """Tile, tiles per chunk, and splits. Those of decodes follow from the shape of the launch, and from
+        whether the step is `deep`, so that captured and eager steps of the same requests agree to the bit."""
         sizes, tuning, splits = self._sizes, self._tuning, None
         num_rows = launch.max_q_len * sizes.group
         is_decode = num_rows <= tuning.decode.rows
@@ -328,9 +396,17 @@ class TritonAttention:
         return tile, num_tiles, splits or self.num_splits(launch.num_chunks, num_tiles, is_decode and deep)
 
     def _attend_paged(
-        self, layer: int, q: Tensor, out: Tensor, inputs: StepInputs, launch: _Launch, deep: bool, first_key: int | None = None
+        self,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        inputs: StepInputs,
+        launch: _Launch,
+        deep: bool,
+        first_key: int | None = None,
     ) -> Tensor:
-        """`first_key`: attend from there on only, and return the log2 of each sum of powers as [rows, heads]."""
+        """`first_key`: attend from there on only, and return the log2 of each sum of powers as [rows,
+        heads]."""
         return self._launch_paged(layer, q, out, inputs, launch, *self.grid(launch, deep), first_key)
 
     def _launch_paged(
@@ -352,7 +428,9 @@ class TritonAttention:
         if splits > 1 or with_lse:
             lse = torch.empty(splits, launch.num_rows, sizes.num_heads, dtype=torch.float32, device=q.device)
         if splits > 1:
-            target = torch.empty(splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device)
+            target = torch.empty(
+                splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device
+            )
             if not inputs.max_q_len and launch.max_q_len > 1:
                 lse.fill_(float("-inf"))  # padding tokens again: no share of theirs counts
         kernels.paged_attention_kernel[(num_tiles, sizes.num_kv_heads, launch.num_chunks * splits)](
@@ -418,29 +496,39 @@ class TritonAttention:
         progress("planning prefill", len(shapes), len(shapes))
 
     def compile(self) -> None:
-        """What steps outside captures need beyond what captures do: a pause of a second, better now than under a request."""
+        """What steps outside captures need beyond what captures do: a pause of a second, better now than
+        under a request."""
         sizes, values = self._sizes, self._values[0]
         packed = torch.zeros(Shape(1, 1, 0).fixed_ints + 1, dtype=torch.int32, device=values.device)
         inputs = Shape(1, 1, 0).views(packed, num_decodes=0, max_q_len=1, max_kv_len=1)
         q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
         # A chunk without tokens, said to be long: kernels are launched and do nothing.
         for q_len in (4096, 2 * self._tuning.deep.rows):  # its keys in one share, and in several
-            for layer in {(window, layer >= self.blank_from): layer for layer, window in enumerate(sizes.windows)}.values():
+            for layer in {
+                (window, layer >= self.blank_from): layer for layer, window in enumerate(sizes.windows)
+            }.values():
                 for deep, first_key in ((True, None), (True, 0), (False, 0)):
-                    self._attend_paged(layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key)
-        for layer in {window: layer for layer, window in enumerate(sizes.windows) if layer >= self.blank_from}.values():
-            for tile in self._tuning.tiles:  # passes that make drafts run behind captured steps of every kind, and are not captured
+                    self._attend_paged(
+                        layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, q_len), deep, first_key
+                    )
+        for layer in {
+            window: layer for layer, window in enumerate(sizes.windows) if layer >= self.blank_from
+        }.values():
+            # passes that make drafts run behind captured steps of every kind, and are not captured
+            for tile in self._tuning.tiles:
                 for splits in (1, 2):
-                    self._launch_paged(layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, 1), tile, 1, splits, None)
+                    self._launch_paged(
+                        layer, q, q.view(1, -1).clone(), inputs, _Launch(0, 1, 0, 1, 1), tile, 1, splits, None
+                    )
         self.gathered(0, 0, 0, 1, inputs)
         lse = torch.zeros(1, sizes.num_heads, dtype=torch.float32, device=values.device)
         self._join(q.clone(), lse, q, lse.t().contiguous())
 
-    # --------------------------------------------------------------------------------------- long chunks, by PyTorch
+    # -------------------------------------------------------------------------------- long chunks, by PyTorch
 
     def plan(self, q_len: int, num_past: int) -> None:
-        """Let cuDNN build its plan for this shape now, so that "auto" may use it later without a pause. It keeps its plans by thread.
-        `num_past` 0: for tokens among themselves."""
+        """Let cuDNN build its plan for this shape now, so that "auto" may use it later without a pause. It
+        keeps its plans by thread. `num_past` 0: for tokens among themselves."""
         sizes, values = self._sizes, self._values[0]
         if values.element_size() != 2 or not values.is_cuda:
             return
@@ -451,8 +539,8 @@ class TritonAttention:
         self._planned.add((q_len, num_past))
 
     def _fuses(self, start: int, q_len: int, window: int = 0) -> tuple[int, bool]:
-        """Of a chunk of `q_len` tokens behind `start` others: how many of those fused attention takes, and whether its own. None where a
-        token is outside the window."""
+        """Of a chunk of `q_len` tokens behind `start` others: how many of those fused attention takes, and
+        whether its own. None where a token is outside the window."""
         sizes, is_half = self._fused_sizes, self._values[0].element_size() == 2
         if self._prefill == "triton" or not is_half or 0 < window < start + q_len:
             return 0, False
@@ -461,43 +549,69 @@ class TritonAttention:
         num_past = 0
         if q_len >= sizes.least_rows and start >= sizes.least_keys:
             num_past = sum(pieces(start, sizes.keys))
-            if not self._planned.issuperset((rows, keys) for rows in self._rows(q_len) for keys in pieces(num_past, sizes.keys)):
+            if not self._planned.issuperset(
+                (rows, keys) for rows in self._rows(q_len) for keys in pieces(num_past, sizes.keys)
+            ):
                 num_past = 0
-        takes_own = start == num_past and 2 * q_len >= sizes.own and (rounded_up(q_len, sizes.own), 0) in self._planned
+        takes_own = (
+            start == num_past
+            and 2 * q_len >= sizes.own
+            and (rounded_up(q_len, sizes.own), 0) in self._planned
+        )
         return num_past, takes_own
 
     def _rows(self, q_len: int) -> list[int]:
         rows = self._fused_sizes.rows
         return pieces(rounded_up(q_len, rows[-1]), rows)
 
-    def _attend_fused(self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _ChunkGroup) -> Tensor:
+    def _attend_fused(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _ChunkGroup
+    ) -> Tensor:
         return self._attend_fused_lse(layer, q, k, v, out, inputs, part, with_lse=part.num_fused > 0)[0]
 
     def _attend_fused_lse(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, inputs: StepInputs, part: _ChunkGroup, *, with_lse: bool
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        inputs: StepInputs,
+        part: _ChunkGroup,
+        *,
+        with_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        """A chunk's own tokens and what is just before them, then the rest of its prefix piece by piece, joined by their log-sum-exp.
-        Padding comes last, where no token sees it. Returns `out`, or where it is not written the chunk's rows; and the log2 of each sum of
-        powers as [rows, heads], which means nothing without `with_lse`."""
+        """A chunk's own tokens and what is just before them, then the rest of its prefix piece by piece,
+        joined by their log-sum-exp. Padding comes last, where no token sees it. Returns `out`, or where it is
+        not written the chunk's rows; and the log2 of each sum of powers as [rows, heads], which means nothing
+        without `with_lse`."""
         launch, sizes, exact = part.launch, self._fused_sizes, self._prefill == "sdpa"
         q_len, end = launch.num_rows, launch.first_row + launch.num_rows
         own_q, own_k, own_v = (x[launch.first_row : end] for x in (q, k, v))
         if part.own_fused:
             padded = q_len if exact else rounded_up(q_len, sizes.own)
-            made, lse = self._fused_attention(*(_padded(x, padded) for x in (own_q, own_k, own_v)), causal=True, with_lse=with_lse)
+            made, lse = self._fused_attention(
+                *(_padded(x, padded) for x in (own_q, own_k, own_v)), causal=True, with_lse=with_lse
+            )
             lse = (lse * math.log2(math.e)).t()[:q_len].contiguous() if with_lse else lse
             result = made = made.view(padded, -1)[:q_len]
         else:
             num_left = inputs.spans[launch.first_chunk - inputs.num_decodes][0] - part.num_fused
-            lse = self._attend_paged(layer, q, out, inputs, launch, num_left > q_len, first_key=part.num_fused)
+            lse = self._attend_paged(
+                layer, q, out, inputs, launch, num_left > q_len, first_key=part.num_fused
+            )
             result, made = out, out[launch.first_row : end]
         first_key = 0
-        for num_keys in [part.num_fused] * (part.num_fused > 0) if exact else pieces(part.num_fused, sizes.keys):
+        for num_keys in (
+            [part.num_fused] * (part.num_fused > 0) if exact else pieces(part.num_fused, sizes.keys)
+        ):
             past_k, past_v = self.gathered(layer, launch.first_chunk, first_key, num_keys, inputs)
             begin = 0
             for num_rows in [q_len] if exact else self._rows(q_len):
                 rows = slice(begin, min(begin + num_rows, q_len))
-                past = self._fused_attention(_padded(own_q[rows], num_rows), past_k, past_v, causal=False, with_lse=True)
+                past = self._fused_attention(
+                    _padded(own_q[rows], num_rows), past_k, past_v, causal=False, with_lse=True
+                )
                 self._join(made[rows], lse[rows], *past)
                 begin += num_rows
             first_key += num_keys
@@ -506,24 +620,34 @@ class TritonAttention:
     def _fused_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool, planned: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads, tokens]."""
-        heads_first = [x.contiguous().transpose(0, 1).unsqueeze(0) for x in (q, k, v)]  # a plan is for given strides
+        """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads,
+        tokens]."""
+        # a plan is for given strides
+        heads_first = [x.contiguous().transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         if self._fused == "cudnn" and planned:
             result = torch.ops.aten._scaled_dot_product_cudnn_attention(
                 *heads_first, None, with_lse, 0.0, causal, False, scale=self._sizes.scale
             )
         else:
-            result = torch.ops.aten._scaled_dot_product_flash_attention(*heads_first, 0.0, causal, False, scale=self._sizes.scale)
+            result = torch.ops.aten._scaled_dot_product_flash_attention(
+                *heads_first, 0.0, causal, False, scale=self._sizes.scale
+            )
         out, lse = result[0], result[1]
-        lse = lse.reshape(self._sizes.num_heads, -1)[:, : q.shape[0]].contiguous() if with_lse else out  # not asked for: never read
+        # not asked for: never read
+        lse = lse.reshape(self._sizes.num_heads, -1)[:, : q.shape[0]].contiguous() if with_lse else out
         return out.squeeze(0).transpose(0, 1).contiguous(), lse
 
-    def gathered(self, layer: int, chunk: int, first_key: int, num_tokens: int, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Cached tokens of a chunk from `first_key` on, as contiguous keys and values [num_tokens, kv_heads, head_dim]."""
+    def gathered(
+        self, layer: int, chunk: int, first_key: int, num_tokens: int, inputs: StepInputs
+    ) -> tuple[Tensor, Tensor]:
+        """Cached tokens of a chunk from `first_key` on, as contiguous keys and values [num_tokens, kv_heads,
+        head_dim]."""
         sizes, cache = self._sizes, self._keys[layer]
         keys = cache.new_empty(num_tokens, sizes.num_kv_heads, sizes.head_dim)
         values = torch.empty_like(keys)
-        self._gather(cache, self._values[layer], keys, values, inputs.table_starts, inputs.tables, chunk, first_key)
+        self._gather(
+            cache, self._values[layer], keys, values, inputs.table_starts, inputs.tables, chunk, first_key
+        )
         return keys, values
 
     def _gather(

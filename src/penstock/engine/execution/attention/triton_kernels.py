@@ -1,11 +1,12 @@
 # ruff: noqa: SIM102
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernels over one layer of the block-major arena. Own the arithmetic; which runs with what tiles is decided in `triton.py`.
+"""Triton kernels over one layer of the block-major arena. Own the arithmetic; which runs with what tiles is
+decided in `triton.py`.
 
-A value is found at slot * SLOT_STRIDE + token in block * TOKEN_STRIDE + kv head * HEAD_STRIDE + value, counted from the layer's keys
-or values in slot 0. Slots are widened to 64 bits first: an arena holds more values than 32 bits can count.
-Upper case marks what is fixed at compile time. Numbers and index tensors that change from step to step are not specialised on, so that
-no step compiles anything.
+A value is found at slot * SLOT_STRIDE + token in block * TOKEN_STRIDE + kv head * HEAD_STRIDE + value,
+counted from the layer's keys or values in slot 0. Slots are widened to 64 bits first: an arena holds more
+values than 32 bits can count. Upper case marks what is fixed at compile time. Numbers and index tensors that
+change from step to step are not specialised on, so that no step compiles anything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_STEP_TENSORS = ["q_starts_ptr", "kv_lens_ptr", "table_starts_ptr", "tables_ptr", "positions_ptr", "write_at_ptr"]
+_STEP_TENSORS = [
+    "q_starts_ptr",
+    "kv_lens_ptr",
+    "table_starts_ptr",
+    "tables_ptr",
+    "positions_ptr",
+    "write_at_ptr",
+]
 _STEP_NUMBERS = ["first_chunk", "first_row", "num_rows", "num_splits", "first_key", "num_tokens", "chunk"]
 
 
@@ -43,7 +51,8 @@ def rotate_and_write_kernel(
     TILE_HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
 ):
-    """Program (i, j): tokens of tile i, and TILE_HEADS of all heads of q, k and v from j * TILE_HEADS on, under one loaded rotation."""
+    """Program (i, j): tokens of tile i, and TILE_HEADS of all heads of q, k and v from j * TILE_HEADS on,
+    under one loaded rotation."""
     HALF: tl.constexpr = HEAD_DIM // 2
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
@@ -68,8 +77,18 @@ def rotate_and_write_kernel(
                 if NORMALISE:
                     weight_ptr = q_norm_ptr if head < NUM_HEADS else k_norm_ptr
                     factor = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + norm_eps)
-                    x = x * factor[:, None] * tl.load(weight_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-                    y = y * factor[:, None] * tl.load(weight_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+                    x = (
+                        x
+                        * factor[:, None]
+                        * tl.load(weight_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+                    )
+                    y = (
+                        y
+                        * factor[:, None]
+                        * tl.load(weight_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)[
+                            None, :
+                        ]
+                    )
                 first = (x * cos - y * sin).to(qkv_ptr.dtype.element_ty)
                 second = (y * cos + x * sin).to(qkv_ptr.dtype.element_ty)
             if head < NUM_HEADS:
@@ -78,7 +97,9 @@ def rotate_and_write_kernel(
                 tl.store(target + HALF, second, mask=inside)
             elif head < NUM_HEADS + NUM_KV_HEADS:
                 own = head - NUM_HEADS
-                target = k_ptr + (tokens * (NUM_KV_HEADS * HEAD_DIM) + own * HEAD_DIM)[:, None] + dims[None, :]
+                target = (
+                    k_ptr + (tokens * (NUM_KV_HEADS * HEAD_DIM) + own * HEAD_DIM)[:, None] + dims[None, :]
+                )
                 tl.store(target, first, mask=inside)
                 tl.store(target + HALF, second, mask=inside)
                 cached = k_cache_ptr + (cache_rows + own * HEAD_STRIDE)[:, None] + dims[None, :]
@@ -92,7 +113,9 @@ def rotate_and_write_kernel(
 
 
 @triton.jit
-def _cached_tile(cache_ptr, rows, dims, valid, DIMS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
+def _cached_tile(
+    cache_ptr, rows, dims, valid, DIMS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr
+):
     """[keys, DIMS_PADDED] of one KV head; where masked, what is not valid is not read and counts as zero."""
     pointers = cache_ptr + rows[:, None] + dims[None, :]
     if MASKED:
@@ -134,13 +157,15 @@ def _attend_tile(
     SKIPS_BLANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One step of online softmax: keys begin..begin + TILE_KEYS, of which those before `end` exist. All in powers of two."""
+    """One step of online softmax: keys begin..begin + TILE_KEYS, of which those before `end` exist. All in
+    powers of two."""
     keys = begin + tl.arange(0, TILE_KEYS)
     dims = tl.arange(0, DIMS_PADDED)
     exists = keys < end
     rows = slots.to(tl.int64) * SLOT_STRIDE + (keys % BLOCK_TOKENS) * TOKEN_STRIDE
     k = _cached_tile(k_cache_ptr, rows, dims, exists, DIMS_PADDED, HEAD_DIM, MASKED)
-    # Scores stay unscaled until the exponent, where scaling and subtracting are one instruction; `largest` is in scaled units.
+    # Scores stay unscaled until the exponent, where scaling and subtracting are one instruction; `largest` is
+    # in scaled units.
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(keys[None, :] <= last_visible[:, None], scores, float("-inf"))
@@ -150,7 +175,8 @@ def _attend_tile(
         scores = tl.where(scores == 0.0, float("-inf"), scores)
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
     if MASKED or SKIPS_BLANK:
-        # A row that has seen no key yet keeps -inf as its largest; zero in its place keeps infinities from being subtracted.
+        # A row that has seen no key yet keeps -inf as its largest; zero in its place keeps infinities from
+        # being subtracted.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     else:
         base = new_largest
@@ -195,11 +221,13 @@ def paged_attention_kernel(
     SKIPS_BLANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (i, j, c * num_splits + s): KV head j of chunk c, for its i-th tile of tokens counted from the end, over share s of the keys.
+    """Program (i, j, c * num_splits + s): KV head j of chunk c, for its i-th tile of tokens counted from the
+    end, over share s of the keys.
 
-    A row of the tile is one query head of one token, all heads of the KV head side by side, so that a key is loaded once for all of
-    them. Decode is the case of one token. Later tokens see more keys, so they start first. With a WINDOW a token sees so many keys, its
-    own included; what none of the tile's sees is not read. SKIPS_BLANK: nobody sees keys that are all zeros.
+    A row of the tile is one query head of one token, all heads of the KV head side by side, so that a key is
+    loaded once for all of them. Decode is the case of one token. Later tokens see more keys, so they start
+    first. With a WINDOW a token sees so many keys, its own included; what none of the tile's sees is not
+    read. SKIPS_BLANK: nobody sees keys that are all zeros.
     """
     TILE_TOKENS: tl.constexpr = TILE_ROWS // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -217,11 +245,14 @@ def paged_attention_kernel(
     real = (rows < TILE_TOKENS * GROUP) & (tokens < q_len)
     last_visible = kv_len - q_len + tokens
 
-    # Keys that some row of the tile sees end at key_end; up to the first token's own they are visible to every row.
+    # Keys that some row of the tile sees end at key_end; up to the first token's own they are visible to
+    # every row.
     key_end = kv_len - q_len + tl.minimum((tile + 1) * TILE_TOKENS, q_len)
     key_begin = first_key
     if WINDOW:
-        key_begin = tl.maximum(kv_len - q_len + tile * TILE_TOKENS + 1 - WINDOW, key_begin) // TILE_KEYS * TILE_KEYS
+        key_begin = (
+            tl.maximum(kv_len - q_len + tile * TILE_TOKENS + 1 - WINDOW, key_begin) // TILE_KEYS * TILE_KEYS
+        )
     share = tl.cdiv(tl.cdiv(key_end - key_begin, TILE_KEYS), num_splits) * TILE_KEYS
     begin = tl.minimum(key_begin + split * share, key_end)
     end = tl.minimum(begin + share, key_end)
@@ -230,10 +261,14 @@ def paged_attention_kernel(
     # From here on they are visible to every row, the last one included, whose window begins last.
     inside_from = begin
     if WINDOW:
-        inside_from = tl.minimum(middle, tl.maximum(begin, tl.cdiv(tl.maximum(key_end - WINDOW, 0), TILE_KEYS) * TILE_KEYS))
+        inside_from = tl.minimum(
+            middle, tl.maximum(begin, tl.cdiv(tl.maximum(key_end - WINDOW, 0), TILE_KEYS) * TILE_KEYS)
+        )
 
     dims = tl.arange(0, DIMS_PADDED)
-    out_rows = ((split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads) * HEAD_DIM
+    out_rows = (
+        (split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads
+    ) * HEAD_DIM
     lse_at = lse_ptr + (split * num_rows + (q_begin - first_row) + tokens).to(tl.int64) * NUM_HEADS + heads
     if SPLIT:
         if begin >= end:  # the outer condition is decided at compile time
@@ -256,21 +291,24 @@ def paged_attention_kernel(
             next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
             acc, largest, total = _attend_tile(
                 acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-                SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, SKIPS_BLANK, PRECISION,
+                SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW,
+                SKIPS_BLANK, PRECISION,
             )
             slots = next_slots
     for start in range(inside_from, middle, TILE_KEYS):
         next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
             acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, 0, SKIPS_BLANK, PRECISION,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, False, 0, SKIPS_BLANK,
+            PRECISION,
         )
         slots = next_slots
     for start in range(middle, end, TILE_KEYS):
         next_slots = _slots_of(table_ptr, start + TILE_KEYS, end, BLOCK_TOKENS, TILE_KEYS)
         acc, largest, total = _attend_tile(
             acc, largest, total, q, last_visible, slots, start, end, keys_ptr, values_ptr, scale_log2,
-            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW, SKIPS_BLANK, PRECISION,
+            SLOT_STRIDE, TOKEN_STRIDE, HEAD_DIM, DIMS_PADDED, BLOCK_TOKENS, TILE_KEYS, True, WINDOW,
+            SKIPS_BLANK, PRECISION,
         )
         slots = next_slots
     # fmt: on
@@ -294,7 +332,8 @@ def merge_splits_kernel(
     MAX_SPLITS: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """Program (row, head): the shares of one query head, weighted by their sums. A share without keys was never written and is not read."""
+    """Program (row, head): the shares of one query head, weighted by their sums. A share without keys was
+    never written and is not read."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     splits = tl.arange(0, MAX_SPLITS)
@@ -304,7 +343,11 @@ def merge_splits_kernel(
     has_keys = lse != float("-inf")  # a NaN counts, so that it is seen
     largest = tl.max(lse, 0)
     weights = tl.where(has_keys, tl.exp2(lse - tl.where(largest > float("-inf"), largest, 0.0)), 0.0)
-    partial = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    partial = tl.load(
+        partial_ptr + at[:, None] * HEAD_DIM + dims[None, :],
+        mask=has_keys[:, None] & (dims < HEAD_DIM)[None, :],
+        other=0.0,
+    )
     total = tl.sum(weights, 0)
     merged = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     target = out_ptr + (row * NUM_HEADS + head) * HEAD_DIM + dims
@@ -333,8 +376,8 @@ def gather_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Program i of n: tiles i, i + n, ... of `num_tokens` cached tokens of a chunk from `first_key` on, all their KV heads, into contiguous
-    memory."""
+    """Program i of n: tiles i, i + n, ... of `num_tokens` cached tokens of a chunk from `first_key` on, all
+    their KV heads, into contiguous memory."""
     values = tl.arange(0, WIDTH_PADDED)
     table_ptr = tables_ptr + tl.load(table_starts_ptr + chunk)
     for first in range(tl.program_id(0) * TILE_TOKENS, num_tokens, tl.num_programs(0) * TILE_TOKENS):
@@ -366,18 +409,26 @@ def join_kernel(
     DIMS_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Program i: attention over two disjoint sets of keys becomes attention over both. A row of its tile is one head of one token."""
+    """Program i: attention over two disjoint sets of keys becomes attention over both. A row of its tile is
+    one head of one token."""
     rows = (tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)).to(tl.int64)
     dims = tl.arange(0, DIMS_PADDED)
     real = rows < num_tokens.to(tl.int64) * NUM_HEADS
     inside = real[:, None] & (dims < HEAD_DIM)[None, :]
     own_lse = tl.load(own_lse_ptr + rows, mask=real, other=0.0)
-    past_lse = tl.load(past_lse_ptr + rows % NUM_HEADS * num_past + rows // NUM_HEADS, mask=real, other=0.0) * 1.4426950408889634
+    past_lse = (
+        tl.load(past_lse_ptr + rows % NUM_HEADS * num_past + rows // NUM_HEADS, mask=real, other=0.0)
+        * 1.4426950408889634
+    )
     largest = tl.maximum(own_lse, past_lse)
     past_share = tl.exp2(past_lse - largest)
     total = tl.exp2(own_lse - largest) + past_share
     at = rows[:, None] * HEAD_DIM + dims[None, :]
     own = tl.load(own_ptr + at, mask=inside, other=0.0).to(tl.float32)
     past = tl.load(past_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(own_ptr + at, (own + (past_share / total)[:, None] * (past - own)).to(own_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        own_ptr + at,
+        (own + (past_share / total)[:, None] * (past - own)).to(own_ptr.dtype.element_ty),
+        mask=inside,
+    )
     tl.store(own_lse_ptr + rows, largest + tl.log2(total), mask=real)

@@ -1,6 +1,6 @@
-"""Stores that several engines share: one module for each kind, with a `BlockStore` in it. Owns the table of kinds, what all of them are,
-the check of a value that came back, and how a URL is taken apart. No message repeats a part of the URL: a password may stand anywhere in
-it."""
+"""Stores that several engines share: one module for each kind, with a `BlockStore` in it. Owns the table of
+kinds, what all of them are, the check of a value that came back, and how a URL is taken apart. No message
+repeats a part of the URL: a password may stand anywhere in it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ KINDS = {
 
 
 def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
-    """Connects lazily: a store that is down at start is a store that is down. Raises ConfigError for a URL that can never work; no message
-    repeats the URL, which may have a password in it."""
+    """Connects lazily: a store that is down at start is a store that is down. Raises ConfigError for a URL
+    that can never work; no message repeats the URL, which may have a password in it."""
     scheme = url.partition("://")[0]  # urlsplit's own errors repeat what it was given
     if scheme not in KINDS:
         raise ConfigError(f"{FLAG} must start with one of {', '.join(f'{kind}://' for kind in KINDS)}")
@@ -49,8 +49,8 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Refuses names of which none exists: a store may be down at start, but such a name is mistyped. Names that
-    cannot be looked up now are a warning, and the store is tried again like one that is down."""
+    """Refuses names of which none exists: a store may be down at start, but such a name is mistyped. Names
+    that cannot be looked up now are a warning, and the store is tried again like one that is down."""
     failed: list[socket.gaierror] = []
     for host in hosts:
         try:
@@ -62,12 +62,18 @@ def check_hosts(hosts: Sequence[str]) -> None:
     which = "its host" if len(hosts) == 1 else f"{len(failed)} of its {len(hosts)} hosts"
     if failed:
         why = failed[0].strerror
-        need(len(failed) < len(hosts) or failed[0].errno == socket.EAI_AGAIN, f"cannot work: {which} cannot be resolved ({why})")
-        logger.warning("%s: %s cannot be resolved now (%s); goes on without it, and tries again", FLAG, which, why)
+        need(
+            len(failed) < len(hosts) or failed[0].errno == socket.EAI_AGAIN,
+            f"cannot work: {which} cannot be resolved ({why})",
+        )
+        logger.warning(
+            "%s: %s cannot be resolved now (%s); goes on without it, and tries again", FLAG, which, why
+        )
 
 
 class SharedStore:
-    """What each of them is: a place that others use, too. Every call but a `reset` ends within `timeout_s`."""
+    """What each of them is: a place that others use, too. Every call but a `reset` ends within
+    `timeout_s`."""
 
     name = "remote"
     local = False
@@ -82,7 +88,8 @@ class SharedStore:
         return time.monotonic() + self._timeout_s
 
     def persist(self) -> None:
-        """What has answered a write keeps it, for as long as the store's owner says: nothing more is asked of it."""
+        """What has answered a write keeps it, for as long as the store's owner says: nothing more is asked of
+        it."""
 
     def usage(self) -> StoreUsage:
         """Others write and remove there, too: nobody counts but the place itself."""
@@ -96,14 +103,16 @@ def is_block(header: memoryview | bytes, key: bytes, space: bytes, payload: memo
 
 
 def copy_checked(value: memoryview, key: bytes, space: bytes, slot: memoryview) -> Outcome:
-    """A whole value, header and bytes, into the host slot. The slot is what is checked: others may still write into `value`."""
+    """A whole value, header and bytes, into the host slot. The slot is what is checked: others may still
+    write into `value`."""
     if len(value) != HEADER_BYTES + len(slot):
         return Outcome.CORRUPT
-    np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(value, np.uint8, offset=HEADER_BYTES))  # without the interpreter's lock
+    # without the interpreter's lock
+    np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
     return Outcome.DONE if is_block(bytes(value[:HEADER_BYTES]), key, space, slot) else Outcome.CORRUPT
 
 
-# ------------------------------------------------------------------------------------------------------------------------ URLs
+# ------------------------------------------------------------------------------------------------------- URLs
 
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.-]+))(?::(?P<port>\d{0,5}))?")
 
@@ -151,12 +160,21 @@ def parse_url(url: str, form: str, options: Sequence[str]) -> StoreUrl:
     except ValueError:  # its text repeats what it is about
         raise ConfigError(f"{FLAG} must look like {form}") from None
     given = dict(pairs)
-    need(len(given) == len(pairs) and set(given) <= set(options), f"knows the options {', '.join(options)}, each at most once")
+    need(
+        len(given) == len(pairs) and set(given) <= set(options),
+        f"knows the options {', '.join(options)}, each at most once",
+    )
     need(not parts.fragment, "has a # in it: write it as %23")
     credentials, at, place = parts.netloc.rpartition("@")
     user, colon, password = credentials.partition(":")
     return StoreUrl(
-        parts.scheme, unquote(user) if at else None, unquote(password) if colon else None, place, parts.path.strip("/"), given, form
+        parts.scheme,
+        unquote(user) if at else None,
+        unquote(password) if colon else None,
+        place,
+        parts.path.strip("/"),
+        given,
+        form,
     )
 
 

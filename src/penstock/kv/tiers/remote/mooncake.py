@@ -1,15 +1,17 @@
-"""A `BlockStore` in a Mooncake store, by its master. Owns names, deadlines, what the library's codes mean, and the processes in which the
-library runs (`mooncake_program`) with the memory shared with them.
+"""A `BlockStore` in a Mooncake store, by its master. Owns names, deadlines, what the library's codes mean,
+and the processes in which the library runs (`mooncake_program`) with the memory shared with them.
 
 `mooncake://host[:port][?metadata=URL&protocol=tcp|rdma&device=NAME&local=HOST&segment_gib=N&buffer_gib=N]`
 
-One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`, in the memory of whichever nodes lend some to the
-store. The master forgets blocks when that is full, and those of a node that is gone.
+One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`, in the memory of
+whichever nodes lend some to the store. The master forgets blocks when that is full, and those of a node that
+is gone.
 
-Values pass through memory shared with that process: one copy more than into the host slot itself, for which host slots are never in the
-library's hands. It lets every machine that can reach its port read and write what is registered with it, and may touch a buffer after the
-call that named it has failed; so a block is checked where it lies in its slot, after that copy. A call that is overdue ends with the
-process: when it has raised, nothing writes into the shared memory any more.
+Values pass through memory shared with that process: one copy more than into the host slot itself, for which
+host slots are never in the library's hands. It lets every machine that can reach its port read and write what
+is registered with it, and may touch a buffer after the call that named it has failed; so a block is checked
+where it lies in its slot, after that copy. A call that is overdue ends with the process: when it has raised,
+nothing writes into the shared memory any more.
 """
 
 from __future__ import annotations
@@ -34,7 +36,15 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import FLAG, SharedStore, check_hosts, copy_checked, mooncake_program, need, parse_url
+from penstock.kv.tiers.remote import (
+    FLAG,
+    SharedStore,
+    check_hosts,
+    copy_checked,
+    mooncake_program,
+    need,
+    parse_url,
+)
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, BlockStore, Outcome, Space, pack
 
 log = logging.getLogger(__name__)
@@ -49,7 +59,8 @@ _SEND_S = 1  # for the process to take a message
 _START_S = 60.0  # for the process to connect; then it is ended, and another one tries
 _AGAIN_S = 5.0  # between two tries to lend memory
 
-# The library's codes, as far as they mean something special to us. Those of the master as a whole are a range.
+# The library's codes, as far as they mean something special to us. Those of the master as a whole are a
+# range.
 _NO_ROOM = (-200, -1700)  # no memory to be had; the tenant's share is used up
 _BAD_LENGTH = -600  # or another argument that it did not like
 _ABSENT = (-703, -704, -707)  # being written; not there; forgotten while it was read
@@ -62,7 +73,15 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     address = parse_address(url)
     need(sys.platform == "linux", "mooncake:// works on Linux only")
     if importlib.util.find_spec("mooncake") is None:  # the library is never imported here
-        raise ConfigError(f"{FLAG} mooncake:// needs its client library: pip install 'penstock[mooncake]'; it needs libibverbs1, too")
+        raise ConfigError(
+            f"{FLAG} mooncake:// needs its "
+            f"client "
+            f"library: "
+            f"pip "
+            f"install "
+            f"'penstock[mooncake]'; "
+            f"it needs libibverbs1, too"
+        )
     check_hosts([address.host])
     return MooncakeStore(address, space, timeout_s)
 
@@ -89,7 +108,11 @@ def parse_address(url: str) -> MooncakeAddress:
     options = {name: value for name, value in parts.options.items() if value}
     need(options.get("protocol", "tcp") in ("tcp", "rdma"), "has a protocol= that is neither tcp nor rdma")
     texts = {name: options[name] for name in ("metadata", "protocol", "device", "local") if name in options}
-    sizes = {f"{name}_bytes": _gib(options[f"{name}_gib"]) for name in ("segment", "buffer") if f"{name}_gib" in options}
+    sizes = {
+        f"{name}_bytes": _gib(options[f"{name}_gib"])
+        for name in ("segment", "buffer")
+        if f"{name}_gib" in options
+    }
     return MooncakeAddress(*master)._replace(**texts, **sizes)  # type: ignore[arg-type]
 
 
@@ -99,8 +122,8 @@ def _gib(text: str) -> int:
 
 
 class MooncakeStore(SharedStore):
-    """Every call ends within `timeout_s`; `reset` alone may take as long as the master needs. What is written outlives this engine in the
-    memory of others; more is not to be had."""
+    """Every call ends within `timeout_s`; `reset` alone may take as long as the master needs. What is written
+    outlives this engine in the memory of others; more is not to be had."""
 
     def __init__(self, address: MooncakeAddress, space: Space, timeout_s: float) -> None:
         super().__init__(space, timeout_s)
@@ -132,7 +155,14 @@ class MooncakeStore(SharedStore):
         self._repair(client, keys, _checked(codes), outcomes, until)
         return _some_worked(outcomes)
 
-    def _repair(self, client: MooncakeClient, keys: Sequence[bytes], codes: Sequence[int], outcomes: list[Outcome], until: float) -> None:
+    def _repair(
+        self,
+        client: MooncakeClient,
+        keys: Sequence[bytes],
+        codes: Sequence[int],
+        outcomes: list[Outcome],
+        until: float,
+    ) -> None:
         """What the library refuses to read may be too long; what is wrong is removed."""
         refused = [place for place, code in enumerate(codes) if code == _BAD_LENGTH]
         if refused:
@@ -152,7 +182,9 @@ class MooncakeStore(SharedStore):
             return Outcome.FAILED
         return copy_checked(value[:code], key, self._digest, slot)
 
-    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+    def write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
         """What is there already is left as it is."""
         until = self._until()
         client = self._clients.connected(until)
@@ -161,7 +193,10 @@ class MooncakeStore(SharedStore):
             with client.lane(until) as lane:
                 for value, key, block in zip(lane.values, keys[some], blocks[some], strict=False):
                     value[:HEADER_BYTES] = pack(key, self._digest, block)
-                    np.copyto(np.frombuffer(value, np.uint8, offset=HEADER_BYTES), np.frombuffer(block, np.uint8))  # without the GIL
+                    # without the GIL
+                    np.copyto(
+                        np.frombuffer(value, np.uint8, offset=HEADER_BYTES), np.frombuffer(block, np.uint8)
+                    )
                 codes += lane.call("write", self._names(keys[some]), until)
         return _some_worked([self._written(code) for code in _checked(codes)])
 
@@ -209,11 +244,12 @@ def _runs(num: int, at_once: int) -> Iterator[slice]:
         yield slice(first, min(num, first + at_once))
 
 
-# ------------------------------------------------------------------------------------------------------------ its processes
+# ---------------------------------------------------------------------------------------------- its processes
 
 
 class MooncakeLane:
-    """Room for values in memory that two processes have, and a way to ask the other one about them. For one call at a time."""
+    """Room for values in memory that two processes have, and a way to ask the other one about them. For one
+    call at a time."""
 
     def __init__(self, link: socket.socket, values: Sequence[tuple[int, memoryview]]) -> None:
         self.values = [view for _, view in values]
@@ -222,14 +258,16 @@ class MooncakeLane:
         self._link = link
 
     def call(self, what: str, names: Sequence[str], until: float) -> list[int]:
-        """The library's codes, one for each name; the first values are those of the names, where it is about values. Raises OSError where
-        no answer comes."""
+        """The library's codes, one for each name; the first values are those of the names, where it is about
+        values. Raises OSError where no answer comes."""
         self.owed = True
         _send(self._link, [what, names, self._offsets[: len(names)]], until)
         codes, why = _receive(self._link, until)
         self.owed = False
         if why or len(codes) != len(names):
-            raise StoreFailed(f"Mooncake's client: {why or f'{len(codes)} answers to {len(names)} questions'}")
+            raise StoreFailed(
+                f"Mooncake's client: {why or f'{len(codes)} answers to {len(names)} questions'}"
+            )
         return codes
 
     def close(self) -> None:
@@ -242,7 +280,8 @@ class MooncakeClient:
     def __init__(self, setup: Sequence[object], value_bytes: int, environment: Mapping[str, str]) -> None:
         self.began_s = time.monotonic()
         self.lane_values = max(1, _LANE_BYTES // value_bytes)
-        self._lanes: queue.LifoQueue[MooncakeLane] = queue.LifoQueue()  # the one last used is still in the CPU's caches
+        # the one last used is still in the CPU's caches
+        self._lanes: queue.LifoQueue[MooncakeLane] = queue.LifoQueue()
         self._ready = False
         with contextlib.ExitStack() as given, contextlib.ExitStack() as undo:
             descriptor = os.memfd_create("penstock-mooncake")
@@ -275,7 +314,8 @@ class MooncakeClient:
         return self._process.pid
 
     def wait_ready(self, until: float) -> None:
-        """The library is connected. Raises StoreFailed where it is not by then; it goes on connecting. One caller at a time."""
+        """The library is connected. Raises StoreFailed where it is not by then; it goes on connecting. One
+        caller at a time."""
         if self._ready:
             return
         try:
@@ -290,7 +330,8 @@ class MooncakeClient:
 
     @contextlib.contextmanager
     def lane(self, until: float) -> Iterator[MooncakeLane]:
-        """A lane for one call. When that ends, however it does, nothing touches the lane's values any more."""
+        """A lane for one call. When that ends, however it does, nothing touches the lane's values any
+        more."""
         try:
             lane = self._lanes.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
@@ -348,7 +389,8 @@ def _spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
         env={**environment, **os.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=None if _LOG_VARIABLE in os.environ else subprocess.DEVNULL,  # it tells everything twice, and every failure at length
+        # it tells everything twice, and every failure at length
+        stderr=None if _LOG_VARIABLE in os.environ else subprocess.DEVNULL,
         pass_fds=descriptors,
         start_new_session=True,  # an interrupt from the terminal is for the engine, which then closes it
     )
@@ -373,8 +415,9 @@ def _receive(link: socket.socket, until: float) -> tuple[list[int], str]:
 
 
 class MooncakeClients:
-    """The client of a store, started when it is needed and again after it has ended; and where the engine lends memory to the store another
-    one that does nothing else, so that it outlives calls that are overdue."""
+    """The client of a store, started when it is needed and again after it has ended; and where the engine
+    lends memory to the store another one that does nothing else, so that it outlives calls that are
+    overdue."""
 
     def __init__(self, address: MooncakeAddress, value_bytes: int, timeout_s: float) -> None:
         self._address = address
@@ -392,7 +435,11 @@ class MooncakeClients:
             if self._closed:
                 raise StoreFailed("the store was closed")
             client = self._client = self._living(self._client, until, 0)
-            again = self._lender is None or self._lender.alive or time.monotonic() - self._lender.began_s > _AGAIN_S
+            again = (
+                self._lender is None
+                or self._lender.alive
+                or time.monotonic() - self._lender.began_s > _AGAIN_S
+            )
             if self._address.segment_bytes and again:
                 self._lender = self._living(self._lender, until, self._address.segment_bytes)
             client.wait_ready(until)  # nobody could do anything before that
@@ -402,18 +449,31 @@ class MooncakeClients:
 
     def _living(self, client: MooncakeClient | None, until: float, segment_bytes: int) -> MooncakeClient:
         """This one, or another where it has ended or does not get anywhere."""
-        if client is not None and client.alive and (client.ready or time.monotonic() - client.began_s < _START_S):
+        if (
+            client is not None
+            and client.alive
+            and (client.ready or time.monotonic() - client.began_s < _START_S)
+        ):
             return client
         if client is not None:
             client.kill()
         address = self._address
         own = _own_address(address.host, address.port, max(0.01, until - time.monotonic()))
         sizes = (segment_bytes, address.buffer_bytes)
-        setup = (address.local or own, address.metadata, *sizes, address.protocol, address.device, f"{address.host}:{address.port}")
+        setup = (
+            address.local or own,
+            address.metadata,
+            *sizes,
+            address.protocol,
+            address.device,
+            f"{address.host}:{address.port}",
+        )
         try:
             return MooncakeClient(setup, self._value_bytes, _limits(self._timeout_s))
         except OSError as error:
-            raise StoreFailed(f"Mooncake's client cannot be started: {error.strerror or type(error).__name__}") from None
+            raise StoreFailed(
+                f"Mooncake's client cannot be started: {error.strerror or type(error).__name__}"
+            ) from None
 
     def close(self) -> None:
         """Idempotent. No call is under way."""
@@ -429,14 +489,21 @@ class MooncakeClients:
 def _limits(timeout_s: float) -> dict[str, str]:
     """What the library takes from its environment: how long it waits by itself."""
     milliseconds, seconds = str(math.ceil(timeout_s * 1000)), str(math.ceil(timeout_s))
-    waits = {"MC_RPC_TIMEOUT_MS": milliseconds, "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds, "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+    waits = {
+        "MC_RPC_TIMEOUT_MS": milliseconds,
+        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    }
     return {**waits, "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds, "MC_TCP_STATUS_TIMEOUT_SEC": seconds}
 
 
 def _own_address(host: str, port: int, patience_s: float) -> str:
-    """From where the master is reached. A master that is not there is found out here, without starting a process for it."""
+    """From where the master is reached. A master that is not there is found out here, without starting a
+    process for it."""
     try:
         with socket.create_connection((host, port), timeout=patience_s) as link:
             return str(link.getsockname()[0])
     except OSError as error:
-        raise StoreFailed(f"Mooncake's master cannot be reached: {error.strerror or type(error).__name__}") from None
+        raise StoreFailed(
+            f"Mooncake's master cannot be reached: {error.strerror or type(error).__name__}"
+        ) from None

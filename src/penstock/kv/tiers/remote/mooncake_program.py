@@ -1,13 +1,16 @@
-"""The program in which Mooncake's library runs, for one engine: takes calls from sockets, answers with the library's codes. Owns the
-library's client and nothing else; what codes mean is the engine's business. Values lie in memory that both processes have.
+"""The program in which Mooncake's library runs, for one engine: takes calls from sockets, answers with the
+library's codes. Owns the library's client and nothing else; what codes mean is the engine's business. Values
+lie in memory that both processes have.
 
-It is a process of its own because the library cannot be trusted with the engine's: it keeps the interpreter's lock while it connects and
-disconnects, for a minute and more where the master does not answer; its calls outlast any deadline, and its transfers may touch a buffer
-after the call that named it has failed; it ends the process when it finds itself broken. A process can be killed, and touches nothing then.
+It is a process of its own because the library cannot be trusted with the engine's: it keeps the interpreter's
+lock while it connects and disconnects, for a minute and more where the master does not answer; its calls
+outlast any deadline, and its transfers may touch a buffer after the call that named it has failed; it ends
+the process when it finds itself broken. A process can be killed, and touches nothing then.
 
-Arguments are descriptors: of the memory, of the socket on which it is told the settings, and of one for each call that may be under way at
-once. One line of JSON is one message: settings, or `[what, names, offsets]`; each has one answer, `[codes, why]`, where `why` is empty
-unless something was wrong beside the codes. It ends when the engine closes the first socket, or ends.
+Arguments are descriptors: of the memory, of the socket on which it is told the settings, and of one for each
+call that may be under way at once. One line of JSON is one message: settings, or `[what, names, offsets]`;
+each has one answer, `[codes, why]`, where `why` is empty unless something was wrong beside the codes. It ends
+when the engine closes the first socket, or ends.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from collections.abc import Sequence
 from typing import Any
 
 LIBRARY = "mooncake.store"
-SPINNING_NICE = 10  # a call waits by spinning: where cores are few it leaves them to the threads that it waits for, and to the engine's
+# a call waits by spinning: where cores are few it leaves them to the threads that it waits for, and to the
+# engine's
+SPINNING_NICE = 10
 LIBRARY_ENDS_S = 3  # to take leave of the master; then the process ends all the same
 
 
@@ -43,7 +48,9 @@ class Program:
         self._value_bytes = settings["value_bytes"]
         try:
             self._client = importlib.import_module(LIBRARY).MooncakeDistributedStore()
-            code = self._client.setup(*settings["setup"]) or self._client.register_buffer(self._address, len(self._memory))
+            code = self._client.setup(*settings["setup"]) or self._client.register_buffer(
+                self._address, len(self._memory)
+            )
             return f"the master does not take it in, or memory cannot be registered ({code})" if code else ""
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -75,7 +82,8 @@ class Program:
             case "size":
                 return [self._client.get_size(name) for name in names]
             case "remove":
-                return list(self._client.batch_remove(names, True))  # also what somebody has asked for a moment ago
+                # also what somebody has asked for a moment ago
+                return list(self._client.batch_remove(names, True))
             case "clear":
                 return [self._client.remove_by_regex(name, True) for name in names]
         raise ValueError(f"there is no {what}")

@@ -1,13 +1,15 @@
-"""A `BlockStore` in a bucket of S3, or of an object store that speaks like it. Owns the names of objects, the requests that run at once and
-their deadline; connections and signatures are obstore's.
+"""A `BlockStore` in a bucket of S3, or of an object store that speaks like it. Owns the names of objects, the
+requests that run at once and their deadline; connections and signatures are obstore's.
 
-`s3://bucket[/prefix][?endpoint=http(s)://host:port&region=NAME&ca=FILE]`. Credentials come from the environment (AWS_*) or from the
-machine, never from the URL.
+`s3://bucket[/prefix][?endpoint=http(s)://host:port&region=NAME&ca=FILE]`. Credentials come from the
+environment (AWS_*) or from the machine, never from the URL.
 
-One block is one object, its header before its bytes: `PREFIX/FORMAT/SPACE/KEY`. A manifest is one, too: `PREFIX/snapshots/SPACE/ID`.
+One block is one object, its header before its bytes: `PREFIX/FORMAT/SPACE/KEY`. A manifest is one, too:
+`PREFIX/snapshots/SPACE/ID`.
 
-A host slot is touched by the calling thread only: what comes back lies in memory of its own until it is copied and checked, and what is
-sent was copied before. So a request that outlasts its deadline can harm nobody.
+A host slot is touched by the calling thread only: what comes back lies in memory of its own until it is
+copied and checked, and what is sent was copied before. So a request that outlasts its deadline can harm
+nobody.
 """
 
 from __future__ import annotations
@@ -58,13 +60,19 @@ def parse_address(url: str) -> StoreUrl:
     address = parse_url(url, "s3://bucket/prefix?endpoint=...&region=...", ("endpoint", "region", "ca"))
     hint = "give them in the environment, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     need(address.user is None, f"has credentials in its URL: {hint}")
-    need(bool(address.place) and ":" not in address.place, "must name a bucket: s3://bucket/prefix; a host is an option, ?endpoint=...")
+    need(
+        bool(address.place) and ":" not in address.place,
+        "must name a bucket: s3://bucket/prefix; a host is an option, ?endpoint=...",
+    )
     need(all(address.options.values()), "has an empty option")
     try:
         endpoint = urlsplit(address.options.get("endpoint", "https://default"))
     except ValueError:
         endpoint = urlsplit("")
-    need(endpoint.scheme in ("http", "https") and bool(endpoint.hostname), "has an endpoint= that is not http://host or https://host")
+    need(
+        endpoint.scheme in ("http", "https") and bool(endpoint.hostname),
+        "has an endpoint= that is not http://host or https://host",
+    )
     need("@" not in endpoint.netloc, f"has credentials in its endpoint=: {hint}")
     return address
 
@@ -79,14 +87,21 @@ def connect(address: StoreUrl, timeout_s: float) -> S3Store:
         if "ca" in address.options:
             client["root_certificate"] = Path(address.options["ca"]).read_bytes()
         named = {name: address.options[name] for name in ("endpoint", "region") if name in address.options}
-        # A connection that the server has just given up is met now and then; anything that lasts is the breaker's business.
+        # A connection that the server has just given up is met now and then; anything that lasts is the
+        # breaker's business.
         pause: BackoffConfig = {"init_backoff": limit / 50, "max_backoff": limit / 10}
         again: RetryConfig = {"max_retries": 2, "retry_timeout": limit, "backoff": pause}
-        return S3Store(address.place, prefix=address.path or None, client_options=client, retry_config=again, **named)  # type: ignore[arg-type]
+        return S3Store(
+            address.place, prefix=address.path or None, client_options=client, retry_config=again, **named
+        )  # type: ignore[arg-type]
     except OSError as error:
-        raise ConfigError(f"{FLAG}: the file for TLS cannot be read: {error.strerror or type(error).__name__}") from None
+        raise ConfigError(
+            f"{FLAG}: the file for TLS cannot be read: {error.strerror or type(error).__name__}"
+        ) from None
     except Exception as error:  # of obstore: its messages repeat settings
-        raise ConfigError(f"{FLAG}: these settings, or the AWS_* variables, cannot be used ({type(error).__name__})") from None
+        raise ConfigError(
+            f"{FLAG}: these settings, or the AWS_* variables, cannot be used ({type(error).__name__})"
+        ) from None
 
 
 class BucketStore(SharedStore):
@@ -104,10 +119,11 @@ class BucketStore(SharedStore):
         return f"<BucketStore {self._address.place}/{self._address.path}>"
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Asks for a few places at once, and again between the last that is there and the first that is not. A hole further ahead is not
-        seen: reading shows it."""
+        """Asks for a few places at once, and again between the last that is there and the first that is not.
+        A hole further ahead is not seen: reading shows it."""
         until = self._requests.until()
-        there, missing = 0, len(keys)  # all before `there` count as there; `missing` is not, or does not exist
+        # all before `there` count as there; `missing` is not, or does not exist
+        there, missing = 0, len(keys)
         while there < missing:
             places = _spread(there, missing)
             found = self._requests.each(self._has, [keys[place] for place in places], until)
@@ -124,13 +140,19 @@ class BucketStore(SharedStore):
         outcomes = [Outcome.FAILED] * len(keys)
         for i, value in self._requests.together(self._get, keys, until):
             if not isinstance(value, Exception):
-                outcomes[i] = Outcome.MISSING if value is None else copy_checked(value, keys[i], self._digest, into[i])
-        bad = [self._path(key) for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+                outcomes[i] = (
+                    Outcome.MISSING if value is None else copy_checked(value, keys[i], self._digest, into[i])
+                )
+        bad = [
+            self._path(key) for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT
+        ]
         with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
             self._requests.each(partial(obstore.delete, self._bucket), bad, until)
         return outcomes
 
-    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+    def write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
         """What is there already is not sent again."""
         until = self._requests.until()
         there = self._requests.each(self._has, keys, until)
@@ -159,23 +181,32 @@ class BucketStore(SharedStore):
     def close(self) -> None:
         self._requests.close()
 
-    # ------------------------------------------------------------------------------------------------------------- manifests
+    # ---------------------------------------------------------------------------------------------- manifests
 
-    # A bucket can compare and write in one step, but not compare and remove. So what is removed under a condition becomes an empty
-    # object, which counts as nothing. The next one of that name is written in its place.
+    # A bucket can compare and write in one step, but not compare and remove. So what is removed under a
+    # condition becomes an empty object, which counts as nothing. The next one of that name is written in its
+    # place.
 
     def manifests(self, start: str = "") -> list[str]:
-        ids = [path.rpartition("/")[2] for path in self._requests.one(self._paths_with_content, self._manifests)]
+        ids = [
+            path.rpartition("/")[2] for path in self._requests.one(self._paths_with_content, self._manifests)
+        ]
         return [id for id in ids if id.startswith(start)]
 
     def read_manifest(self, id: str) -> bytes | None:
         content, _ = self._requests.one(self._get_whole, f"{self._manifests}/{id}")
         return content or None
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+    def write_manifest(
+        self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
+    ) -> Written:
         """Nothing forgets it: an engine that finds it expired passes over it."""
         path = f"{self._manifests}/{id}"
-        if instead_of is None and self._honours_conditions and self._requests.one(self._put_if, (path, data, "create")):
+        if (
+            instead_of is None
+            and self._honours_conditions
+            and self._requests.one(self._put_if, (path, data, "create"))
+        ):
             return Written.DONE
         return Written.DONE if self._replace(path, data, instead_of or b"") else Written.TAKEN
 
@@ -205,10 +236,18 @@ class BucketStore(SharedStore):
         self._requests.one(self._put_if, (path, b"", "overwrite"))
         honours = not self._requests.one(self._put_if, (path, b"", "create"))
         if not honours:
-            log.warning("the bucket's server ignores conditions: two engines may both be told that they have taken one name")
+            log.warning(
+                "the bucket's server ignores conditions: two engines may "
+                "both "
+                "be "
+                "told "
+                "that "
+                "they "
+                "have taken one name"
+            )
         return honours
 
-    # ------------------------------------------------------------------------ one request each; they raise what the library raises
+    # --------------------------------------------------- one request each; they raise what the library raises
 
     def _path(self, key: bytes) -> str:
         return f"{self._folder}/{key.hex()}"
@@ -230,7 +269,8 @@ class BucketStore(SharedStore):
 
     def _put(self, named: tuple[bytes, bytes]) -> None:
         key, value = named
-        obstore.put(self._bucket, self._path(key), value, use_multipart=False)  # in parts, a broken upload would stay and cost money
+        # in parts, a broken upload would stay and cost money
+        obstore.put(self._bucket, self._path(key), value, use_multipart=False)
 
     def _put_if(self, asked: tuple[str, bytes, PutMode]) -> bool:
         """False: the object is not as `mode` says."""
@@ -254,7 +294,9 @@ class BucketStore(SharedStore):
             obstore.delete(self._bucket, path)
 
     def _paths_with_content(self, folder: str) -> list[str]:
-        return [entry["path"] for chunk in obstore.list(self._bucket, folder) for entry in chunk if entry["size"]]
+        return [
+            entry["path"] for chunk in obstore.list(self._bucket, folder) for entry in chunk if entry["size"]
+        ]
 
     def _some_paths(self, folder: str) -> list[str]:
         chunk = next(iter(obstore.list(self._bucket, folder, chunk_size=_REMOVE_AT_ONCE)), [])
@@ -262,7 +304,8 @@ class BucketStore(SharedStore):
 
 
 class Requests:
-    """Requests that run at once, on threads of their own, under a deadline. One that is overdue is left to itself."""
+    """Requests that run at once, on threads of their own, under a deadline. One that is overdue is left to
+    itself."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -281,8 +324,11 @@ class Requests:
             raise _failure(answer)
         return answer
 
-    def together(self, job: Callable[[U], T], things: Sequence[U], until: float) -> Iterator[tuple[int, T | Exception]]:
-        """Answers or errors with their places, as they come. Raises StoreFailed where all are errors, or not all came by the deadline."""
+    def together(
+        self, job: Callable[[U], T], things: Sequence[U], until: float
+    ) -> Iterator[tuple[int, T | Exception]]:
+        """Answers or errors with their places, as they come. Raises StoreFailed where all are errors, or not
+        all came by the deadline."""
         running = {self._threads.submit(job, thing): place for place, thing in enumerate(things)}
         broken: list[Exception] = []
         try:
@@ -313,6 +359,7 @@ def _failure(error: Exception) -> StoreFailed:
 
 
 def _spread(first: int, stop: int) -> list[int]:
-    """At most `_AT_ONCE` places of a range, evenly, the first and the last among them: most questions end with one of those."""
+    """At most `_AT_ONCE` places of a range, evenly, the first and the last among them: most questions end
+    with one of those."""
     num = min(_AT_ONCE, stop - first)
     return sorted({first + i * (stop - 1 - first) // max(1, num - 1) for i in range(num)})

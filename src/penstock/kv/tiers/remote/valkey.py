@@ -1,12 +1,13 @@
-"""A `BlockStore` in Valkey or Redis, a single server or a cluster. Owns its connections, what is said over them and the deadline of each
-call.
+"""A `BlockStore` in Valkey or Redis, a single server or a cluster. Owns its connections, what is said over
+them and the deadline of each call.
 
-One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`; a manifest is one under
-`penstock-snapshot:FORMAT:SPACE:ID`, where a reset of blocks does not find it. The server forgets blocks as its own memory policy
-or their time to live says: that is a miss like any other.
+One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`; a manifest is one
+under `penstock-snapshot:FORMAT:SPACE:ID`, where a reset of blocks does not find it. The server forgets blocks
+as its own memory policy or their time to live says: that is a miss like any other.
 
-The client is our own: a value is received where it shall lie, sent from where it lies, and commands go out ahead of the answers to those
-before them. Beside valkey-py it reads and checks blocks at 4.2 times the rate, and checksums and writes them at 0.9 (docs/figures.md).
+The client is our own: a value is received where it shall lie, sent from where it lies, and commands go out
+ahead of the answers to those before them. Beside valkey-py it reads and checks blocks at 4.2 times the rate,
+and checksums and writes them at 0.9 (docs/figures.md).
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ _NUM_SLOTS = 16384  # of a cluster
 _FIND_KEYS = 512  # questions on their way at once
 _SCAN_KEYS = b"1000"
 _MOST_MOVES = 3  # nodes that are asked for one name, one after the other
-_NEAR_BYTES = 1 << 20  # of values on their way at once from the same machine: what is asked ahead only falls out of caches
+# of values on their way at once from the same machine: what is asked ahead only falls out of caches
+_NEAR_BYTES = 1 << 20
 _FAR_BYTES = 4 << 20  # over a network, where the next one shall be under way while one is taken in
-_LINE_BYTES = 4096  # the longest line that is put up with; also how much of a value is copied once more, at most
+# the longest line that is put up with; also how much of a value is copied once more, at most
+_LINE_BYTES = 4096
 _MAX_VALUE_BYTES = 1 << 31
 _MAX_DEPTH = 4  # of lists in lists: a map of slots has three
 _SCRATCH_BYTES = 1 << 18
@@ -63,7 +66,7 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     return ValkeyStore(address, space, timeout_s)
 
 
-# --------------------------------------------------------------------------------------------------------------------- address
+# ---------------------------------------------------------------------------------------------------- address
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +88,17 @@ def parse_address(url: str, environment: Mapping[str, str]) -> ValkeyAddress:
     options = parts.options
     tls = parts.scheme in ("valkeys", "rediss")
     need(
-        tls or not set(options) & set(_TLS_OPTIONS), f"has options for TLS ({', '.join(_TLS_OPTIONS)}) without it: write {parts.scheme}s://"
+        tls or not set(options) & set(_TLS_OPTIONS),
+        f"has options for TLS ({', '.join(_TLS_OPTIONS)}) without it: write {parts.scheme}s://",
     )
     user, password = _credentials(parts, environment)
     nodes = parts.nodes(_PORT)
     need(options.get("cluster", "0") in ("0", "1"), "has a cluster= that is neither 0 nor 1")
     cluster = options.get("cluster") == "1"
-    need(cluster or len(nodes) == 1, "names several hosts, which makes sense for a cluster only: add ?cluster=1")
+    need(
+        cluster or len(nodes) == 1,
+        "names several hosts, which makes sense for a cluster only: add ?cluster=1",
+    )
     db = _whole("the database", parts.path or "0", 0)
     need(not (cluster and db), "names a database, and a cluster has only number 0")
     ttl_s = _whole("ttl", options["ttl"], 1) if "ttl" in options else None
@@ -100,7 +107,10 @@ def parse_address(url: str, environment: Mapping[str, str]) -> ValkeyAddress:
 
 def _credentials(parts: StoreUrl, environment: Mapping[str, str]) -> tuple[str | None, str | None]:
     secret = parts.password or environment.get(PASSWORD_VARIABLE) or None
-    need(not parts.user or secret is not None, f"names a user without a password: add it, or set {PASSWORD_VARIABLE}")
+    need(
+        not parts.user or secret is not None,
+        f"names a user without a password: add it, or set {PASSWORD_VARIABLE}",
+    )
     try:
         f"{parts.user}{secret}".encode()
     except UnicodeEncodeError:
@@ -115,15 +125,19 @@ def _whole(what: str, text: str, least: int) -> int:
 
 
 def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
-    """Server and name are verified unless that was expressly given up; `ca` replaces the system's authorities."""
+    """Server and name are verified unless that was expressly given up; `ca` replaces the system's
+    authorities."""
     need(options.get("verify", "none") == "none", "has a verify= that is not none: leave it out to verify")
     need("cert" in options or "key" not in options, "has a key= without a cert=")
     try:
         context = ssl.create_default_context(cafile=options.get("ca"))
         if "cert" in options:
-            context.load_cert_chain(options["cert"], options.get("key"), password="")  # else a locked key asks on the terminal
+            # else a locked key asks on the terminal
+            context.load_cert_chain(options["cert"], options.get("key"), password="")
     except OSError as error:  # what ssl raises, too
-        raise ConfigError(f"{FLAG}: a file for TLS cannot be used: {error.strerror or type(error).__name__}") from None
+        raise ConfigError(
+            f"{FLAG}: a file for TLS cannot be used: {error.strerror or type(error).__name__}"
+        ) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if "verify" in options:
         context.check_hostname = False
@@ -131,13 +145,15 @@ def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
     return context
 
 
-# ----------------------------------------------------------------------------------------------------------------------- store
+# ------------------------------------------------------------------------------------------------------ store
 
 
 class ValkeyStore(SharedStore):
-    """Every call has connections of its own while it runs, and ends within `timeout_s`; `reset` alone has that for each round trip.
+    """Every call has connections of its own while it runs, and ends within `timeout_s`; `reset` alone has
+    that for each round trip.
 
-    Answers come in the order of their commands. One that ends a call leaves its connections with answers owed, so they are closed.
+    Answers come in the order of their commands. One that ends a call leaves its connections with answers
+    owed, so they are closed.
     """
 
     def __init__(self, address: ValkeyAddress, space: Space, timeout_s: float) -> None:
@@ -150,7 +166,10 @@ class ValkeyStore(SharedStore):
 
     def __repr__(self) -> str:
         kind = "cluster " if self._address.cluster else ""
-        return f"<ValkeyStore {kind}{', '.join(map(str, self._address.nodes))}{' with TLS' if self._address.tls else ''}>"
+        return (
+            f"<ValkeyStore "
+            f"{kind}{', '.join(map(str, self._address.nodes))}{' with TLS' if self._address.tls else ''}>"
+        )
 
     def find(self, keys: Sequence[bytes]) -> int:
         deadline = self._until()
@@ -160,7 +179,9 @@ class ValkeyStore(SharedStore):
                 return first + there.index(False)
         return len(keys)
 
-    def _ask_each(self, word: bytes, names: Sequence[bytes], after: Sequence[bytes], deadline: float) -> list[bool]:
+    def _ask_each(
+        self, word: bytes, names: Sequence[bytes], after: Sequence[bytes], deadline: float
+    ) -> list[bool]:
         """A question about each name whose answer is 1 or 0. What is with another node by now counts as 0."""
         answers = [False] * len(names)
         with self._connections.holding(names, deadline) as holders:
@@ -181,13 +202,19 @@ class ValkeyStore(SharedStore):
         header = memoryview(bytearray(HEADER_BYTES))
         with self._connections.holding(names, self._until()) as holders:
             for connection, places in holders:
-                connection.ask_each(b"GET", [names[place] for place in places[: connection.at_once(self._value_bytes)]])
+                connection.ask_each(
+                    b"GET", [names[place] for place in places[: connection.at_once(self._value_bytes)]]
+                )
             for connection, places in holders:
                 ahead = connection.at_once(self._value_bytes)
                 for index, place in enumerate(places):
                     received = connection.read_value([header, into[place]])
-                    connection.ask_each(b"GET", [names[later] for later in places[index + ahead : index + ahead + 1]])
-                    if received == self._value_bytes and is_block(header, keys[place], self._digest, into[place]):
+                    connection.ask_each(
+                        b"GET", [names[later] for later in places[index + ahead : index + ahead + 1]]
+                    )
+                    if received == self._value_bytes and is_block(
+                        header, keys[place], self._digest, into[place]
+                    ):
                         outcomes[place] = Outcome.DONE
                     elif isinstance(received, int) or received == _WRONG_TYPE:
                         outcomes[place] = Outcome.CORRUPT
@@ -196,8 +223,11 @@ class ValkeyStore(SharedStore):
                 connection.unlink([names[place] for place in places if outcomes[place] is Outcome.CORRUPT])
         return outcomes
 
-    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
-        """What is there already is not sent again, only marked as used, which starts its time to live again."""
+    def write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
+        """What is there already is not sent again, only marked as used, which starts its time to live
+        again."""
         _need_whole(blocks, self._value_bytes - HEADER_BYTES)
         deadline = self._until()
         names = self._names(keys)
@@ -207,14 +237,21 @@ class ValkeyStore(SharedStore):
         def value(place: int) -> Sequence[Buffer]:  # just before it is sent: both passes over one cache
             return pack(keys[left[place]], self._digest, blocks[left[place]]), blocks[left[place]]
 
-        written = self._set_each([names[place] for place in left], value, self._value_bytes, self._ttl, deadline)
+        written = self._set_each(
+            [names[place] for place in left], value, self._value_bytes, self._ttl, deadline
+        )
         outcomes = [Outcome.DONE] * len(keys)
         for place, outcome in zip(left, written, strict=True):
             outcomes[place] = outcome
         return outcomes
 
     def _set_each(
-        self, names: Sequence[bytes], value: Callable[[int], Sequence[Buffer]], value_bytes: int, ttl: Sequence[bytes], deadline: float
+        self,
+        names: Sequence[bytes],
+        value: Callable[[int], Sequence[Buffer]],
+        value_bytes: int,
+        ttl: Sequence[bytes],
+        deadline: float,
     ) -> list[Outcome]:
         """The parts of each name's value, by its place."""
         expiry = (b"EX", *ttl) if ttl else ()
@@ -281,20 +318,24 @@ class ValkeyStore(SharedStore):
                 case _:
                     raise StoreFailed("the shared store answered SCAN with something else")
 
-    # ------------------------------------------------------------------------------------------------------------- manifests
+    # ---------------------------------------------------------------------------------------------- manifests
 
     def manifests(self, start: str = "") -> list[str]:
         found: set[str] = set()
         for node in self._connections.nodes(self._until()):
             with self._connections.borrowed(node, self._until()) as connection:
                 for names in self._scan(connection, self._manifest_prefix + start.encode()):
-                    found.update(name.removeprefix(self._manifest_prefix).decode("ascii", "replace") for name in names)
+                    found.update(
+                        name.removeprefix(self._manifest_prefix).decode("ascii", "replace") for name in names
+                    )
         return sorted(found)
 
     def read_manifest(self, id: str) -> bytes | None:
         return self._of_manifest(id, _read_whole)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+    def write_manifest(
+        self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
+    ) -> Written:
         expiry = () if expires_in_s is None else (b"EX", b"%d" % max(1, math.ceil(expires_in_s)))
 
         def write(connection: ValkeyConnection, name: bytes) -> Written | Refusal:
@@ -319,8 +360,9 @@ class ValkeyStore(SharedStore):
         self._of_manifest(id, remove)
 
     def _of_manifest(self, id: str, ask: Callable[[ValkeyConnection, bytes], T | Refusal]) -> T:
-        """What the node says that has this name. Where it is with another one by now, that is asked: of a block a miss would do, but a
-        manifest is there or it is not. Raises where the nodes do not agree on who has it."""
+        """What the node says that has this name. Where it is with another one by now, that is asked: of a
+        block a miss would do, but a manifest is there or it is not. Raises where the nodes do not agree on
+        who has it."""
         name, deadline = self._manifest_prefix + id.encode(), self._until()
         for _ in range(_MOST_MOVES):
             with self._connections.holding([name], deadline) as holders:
@@ -356,7 +398,9 @@ def _set_command(name: bytes, data: bytes, after: Sequence[bytes]) -> list[bytes
     return [before, data, behind]
 
 
-def _change_manifest(connection: ValkeyConnection, name: bytes, expected: bytes, change: Sequence[bytes]) -> Written | Refusal:
+def _change_manifest(
+    connection: ValkeyConnection, name: bytes, expected: bytes, change: Sequence[bytes]
+) -> Written | Refusal:
     """One command, where the name has the `expected` value, and where it has it still when the command is
     carried out."""
     if isinstance(watched := connection.ask(b"WATCH", name), Refusal):
@@ -379,12 +423,12 @@ def _need_whole(blocks: Sequence[memoryview], block_bytes: int) -> None:
         raise InvariantBroken(f"a block is a view of {block_bytes} bytes")
 
 
-# ----------------------------------------------------------------------------------------------------------------- connections
+# ------------------------------------------------------------------------------------------------ connections
 
 
 class ValkeyConnections:
-    """Connections that nobody uses now, and which node of a cluster has which name. For several threads; a connection belongs to one of
-    them at a time."""
+    """Connections that nobody uses now, and which node of a cluster has which name. For several threads; a
+    connection belongs to one of them at a time."""
 
     def __init__(self, address: ValkeyAddress) -> None:
         self._address = address
@@ -396,7 +440,8 @@ class ValkeyConnections:
 
     @contextlib.contextmanager
     def borrowed(self, node: Node, deadline: float) -> Iterator[ValkeyConnection]:
-        """One that is new or was left in order. After a failure it is gone, and so are its idle siblings, which share its fate."""
+        """One that is new or was left in order. After a failure it is gone, and so are its idle siblings,
+        which share its fate."""
         connection = self._take(node, deadline)
         try:
             yield connection
@@ -408,14 +453,23 @@ class ValkeyConnections:
             connection.close()
 
     @contextlib.contextmanager
-    def holding(self, names: Sequence[bytes], deadline: float) -> Iterator[list[tuple[ValkeyConnection, list[int]]]]:
-        """A connection to each node that has some of `names`, with their places; names that no node has are in none."""
+    def holding(
+        self, names: Sequence[bytes], deadline: float
+    ) -> Iterator[list[tuple[ValkeyConnection, list[int]]]]:
+        """A connection to each node that has some of `names`, with their places; names that no node has are
+        in none."""
         places: dict[Node | None, list[int]] = {}
         slots = self._map(deadline) if self._address.cluster else None
         for place, name in enumerate(names):
-            places.setdefault(self._address.nodes[0] if slots is None else slots[slot_of(name)], []).append(place)
+            places.setdefault(self._address.nodes[0] if slots is None else slots[slot_of(name)], []).append(
+                place
+            )
         with contextlib.ExitStack() as stack:
-            yield [(stack.enter_context(self.borrowed(node, deadline)), some) for node, some in places.items() if node is not None]
+            yield [
+                (stack.enter_context(self.borrowed(node, deadline)), some)
+                for node, some in places.items()
+                if node is not None
+            ]
 
     def _take(self, node: Node, deadline: float) -> ValkeyConnection:
         while (idle := self._pop(node)) is not None:
@@ -466,7 +520,8 @@ class ValkeyConnections:
         return list(self._known)
 
     def _map(self, deadline: float) -> list[Node | None]:
-        """Which node has which slot. Asked from the first node that knows it; each has its share of the time."""
+        """Which node has which slot. Asked from the first node that knows it; each has its share of the
+        time."""
         if (known := self._slots) is not None:
             return known
         seeds = list(dict.fromkeys((*self._known, *self._address.nodes)))
@@ -513,11 +568,12 @@ def slot_map(answer: object, asked: Node) -> list[Node | None]:
     return slots
 
 
-# ------------------------------------------------------------------------------------------------------------- one connection
+# --------------------------------------------------------------------------------------------- one connection
 
 
 class Refusal(NamedTuple):
-    """An error that the server answered with; of its text only the first word is kept, which names its kind."""
+    """An error that the server answered with; of its text only the first word is kept, which names its
+    kind."""
 
     word: str
 
@@ -526,8 +582,9 @@ _WRONG_TYPE = Refusal("WRONGTYPE")  # somebody else's list or set, under our nam
 
 
 class ValkeyConnection:
-    """A socket that speaks as much of RESP2 as moving blocks needs. Nothing waits on it beyond the deadline, however many pieces things
-    come in. Nothing unexpected is put up with: it ends in `StoreFailed`, and a connection that still owes answers is never used again."""
+    """A socket that speaks as much of RESP2 as moving blocks needs. Nothing waits on it beyond the deadline,
+    however many pieces things come in. Nothing unexpected is put up with: it ends in `StoreFailed`, and a
+    connection that still owes answers is never used again."""
 
     def __init__(self, node: Node, connected: socket.socket, deadline: float) -> None:
         self.node = node
@@ -564,7 +621,7 @@ class ValkeyConnection:
         what = "refuses the password, or wants one" if refusal.word in ("NOAUTH", "WRONGPASS") else "refuses"
         return StoreFailed(f"the shared store at {self.node} {what}: {refusal.word}{hint}")
 
-    # ------------------------------------------------------------------------------------------------------------- round trips
+    # -------------------------------------------------------------------------------------------- round trips
 
     def ask(self, *words: bytes) -> bytes | int | Refusal:
         """One command whose answer is one line."""
@@ -582,7 +639,8 @@ class ValkeyConnection:
         return [self.read_answer() for _ in names]
 
     def query(self, *words: bytes) -> object:
-        """One command whose answer is more than a line: lists of lists, down to texts, numbers and None. Raises where it is refused."""
+        """One command whose answer is more than a line: lists of lists, down to texts, numbers and None.
+        Raises where it is refused."""
         self.send([command(*words)], 1)
         answer = self._read_item(0)
         self.num_owed -= 1
@@ -590,7 +648,7 @@ class ValkeyConnection:
             raise self.refused(answer)
         return answer
 
-    # ---------------------------------------------------------------------------------------------------------------- answers
+    # ------------------------------------------------------------------------------------------------ answers
 
     @overload
     def read_answer(self) -> bytes | int | Refusal: ...
@@ -605,7 +663,8 @@ class ValkeyConnection:
         return answer
 
     def read_value(self, parts: Sequence[memoryview]) -> int | Refusal | None:
-        """The length of a value; None: there is none. One that is as long as `parts` together lies in them; any other is not kept."""
+        """The length of a value; None: there is none. One that is as long as `parts` together lies in them;
+        any other is not kept."""
         line = self._read_line()
         if line[:1] == b"-":
             self.num_owed -= 1
@@ -661,7 +720,7 @@ class ValkeyConnection:
         self._start = found + len(_END)
         return line
 
-    # ------------------------------------------------------------------------------------------------------------- the socket
+    # --------------------------------------------------------------------------------------------- the socket
 
     def send(self, parts: Sequence[Buffer], num_answers: int) -> None:
         """Commands, in `parts` wherever they lie, one behind the other without joining them."""
@@ -699,16 +758,31 @@ class ValkeyConnection:
     def _failure(self, error: OSError) -> StoreFailed:
         if isinstance(error, TimeoutError):
             return StoreFailed(f"the shared store at {self.node} did not answer in time")
-        return StoreFailed(f"the connection to the shared store at {self.node} broke: {error.strerror or type(error).__name__}")
+        return StoreFailed(
+            f"the connection to the "
+            f"shared "
+            f"store "
+            f"at "
+            f"{self.node} "
+            f"broke: "
+            f"{error.strerror or type(error).__name__}"
+        )
 
 
 def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
-def command_with_value(words: Sequence[bytes], value_bytes: int, after: Sequence[bytes] = ()) -> tuple[bytes, bytes]:
-    """What stands before and behind a value of so many bytes in a command of `words`, the value, and the words `after` it."""
-    head = b"*%d\r\n" % (len(words) + 1 + len(after)) + command(*words).partition(_END)[2] + b"$%d\r\n" % value_bytes
+def command_with_value(
+    words: Sequence[bytes], value_bytes: int, after: Sequence[bytes] = ()
+) -> tuple[bytes, bytes]:
+    """What stands before and behind a value of so many bytes in a command of `words`, the value, and the
+    words `after` it."""
+    head = (
+        b"*%d\r\n" % (len(words) + 1 + len(after))
+        + command(*words).partition(_END)[2]
+        + b"$%d\r\n" % value_bytes
+    )
     return head, _END + command(*after).partition(_END)[2]
 
 
@@ -740,7 +814,7 @@ def _scratch(num_bytes: int) -> Iterator[memoryview]:
         yield scratch[: num_bytes - first]
 
 
-# -------------------------------------------------------------------------------------------------------------------- dialling
+# --------------------------------------------------------------------------------------------------- dialling
 
 
 def connect(node: Node, address: ValkeyAddress, deadline: float) -> ValkeyConnection:
@@ -760,7 +834,11 @@ def _greet(connection: ValkeyConnection, address: ValkeyAddress) -> None:
     """Says who we are, and which database is meant."""
     if address.password is not None:
         secret = address.password.encode()
-        answer = connection.ask(b"AUTH", address.user.encode(), secret) if address.user else connection.ask(b"AUTH", secret)
+        answer = (
+            connection.ask(b"AUTH", address.user.encode(), secret)
+            if address.user
+            else connection.ask(b"AUTH", secret)
+        )
         if address.user and answer == Refusal("ERR"):  # a server from before there were users
             answer = connection.ask(b"AUTH", secret)
         _need_ok(connection, Refusal("WRONGPASS") if answer == Refusal("ERR") else answer)
@@ -805,7 +883,8 @@ def _reason(error: OSError) -> str:
 
 
 def resolve(node: Node, patience_s: float) -> _Places:
-    """The addresses of a host. The system's resolver knows no deadline, so a name is asked for on a thread of its own."""
+    """The addresses of a host. The system's resolver knows no deadline, so a name is asked for on a thread of
+    its own."""
     with contextlib.suppress(socket.gaierror):
         return _addresses(node, socket.AI_NUMERICHOST)
     answers: queue.Queue[_Places | OSError] = queue.Queue()
@@ -822,7 +901,9 @@ def resolve(node: Node, patience_s: float) -> _Places:
     except queue.Empty:
         answer = TimeoutError()
     if isinstance(answer, OSError):
-        raise StoreFailed(f"the shared store at {node} cannot be reached: its name has no address ({_reason(answer)})")
+        raise StoreFailed(
+            f"the shared store at {node} cannot be reached: its name has no address ({_reason(answer)})"
+        )
     return answer
 
 

@@ -1,10 +1,12 @@
-"""The directory of an SSD tier: who may have written there, the lock that gives it to one process, the names of its files, and the
-manifests of snapshots in it; and the system calls below all of it, which tests replace by some that fail. Owns the lock, the directory's
-descriptor and the aligned memory of each thread, not what segments hold. Files with other names stay as they are.
+"""The directory of an SSD tier: who may have written there, the lock that gives it to one process, the names
+of its files, and the manifests of snapshots in it; and the system calls below all of it, which tests replace
+by some that fail. Owns the lock, the directory's descriptor and the aligned memory of each thread, not what
+segments hold. Files with other names stay as they are.
 
-KV is believed because no other user could have put it there: checksums find accidents, not intent. So the directory and each file of ours
-must belong to this user and be writable by no other. All of it is looked up through one descriptor and checked on descriptors, so that
-what was checked is what is used, whatever happens to the path.
+KV is believed because no other user could have put it there: checksums find accidents, not intent. So the
+directory and each file of ours must belong to this user and be writable by no other. All of it is looked up
+through one descriptor and checked on descriptors, so that what was checked is what is used, whatever happens
+to the path.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from penstock.errors import ConfigError, StoreFailed
 
 SECTOR_BYTES = 4096  # what O_DIRECT wants of addresses, lengths and offsets, on every device in use
 FULL = (errno.ENOSPC, errno.EDQUOT)
-READ_THROUGH_BYTES = 16 << 10  # heads up to so far apart are read with what lies between them: one call costs more than these bytes
+# heads up to so far apart are read with what lies between them: one call costs more than these bytes
+READ_THROUGH_BYTES = 16 << 10
 _ROOM_BYTES = 64 << 10  # the least that a thread takes
 
 
@@ -84,7 +87,13 @@ def read_all(io: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) ->
     return _move(io.preadv, fd, buffers, offset, sum(len(buffer) for buffer in buffers))
 
 
-def _move(call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int, total: int) -> int:
+def _move(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+    total: int,
+) -> int:
     """How many of `total` bytes the system has moved when it moves no more."""
     done = 0
     while done < total:
@@ -151,15 +160,19 @@ class Directory:
         return self.path / f"penstock-{number:06}.kv"
 
     def segment_files(self) -> dict[int, Path]:
-        """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain file of ours."""
-        return {int(number): self.path / name for number, name in _names(self.path, self.fd, _SEGMENT).items()}
+        """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain
+        file of ours."""
+        return {
+            int(number): self.path / name for number, name in _names(self.path, self.fd, _SEGMENT).items()
+        }
 
     def snapshot_path(self, id: str) -> Path:
         """Of a manifest; its name within `fd` is the last part."""
         return self.path / f"penstock-{id}.snapshot"
 
     def snapshot_files(self) -> dict[str, Path]:
-        """The manifests that are there, by id. Raises ConfigError where one of those names is no plain file of ours."""
+        """The manifests that are there, by id. Raises ConfigError where one of those names is no plain file
+        of ours."""
         return {id: self.path / name for id, name in _names(self.path, self.fd, _SNAPSHOT).items()}
 
     def unfinished_files(self) -> list[Path]:
@@ -173,25 +186,29 @@ class Directory:
     def is_in_place(self) -> bool:
         """Whether the path still leads here, and the lock at its name is the one that is held."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.fd)) and _is_at(_LOCK, self.fd, self._lock_fd)
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd)) and _is_at(
+                _LOCK, self.fd, self._lock_fd
+            )
         except OSError:
             return False
 
     def has_segment(self, number: int, fd: int) -> bool:
-        """Whether the file open as `fd` still has that name. What is in a removed file is lost when the process ends."""
+        """Whether the file open as `fd` still has that name. What is in a removed file is lost when the
+        process ends."""
         return _is_at(self.segment_path(number).name, self.fd, fd)
 
     def close(self) -> None:
         """Idempotent."""
-        for fd in (self._lock_fd, self.fd):  # unlocks; the file stays, since removing it could take away another process's lock
+        # unlocks; the file stays, since removing it could take away another process's lock
+        for fd in (self._lock_fd, self.fd):
             if fd >= 0:
                 os.close(fd)
         self.fd = self._lock_fd = -1
 
 
 def make_directory(path: Path) -> Directory:
-    """Lock `path`, created where it is missing. Raises ConfigError where it cannot be used, others may write there or another process has
-    it; nothing in it has changed then."""
+    """Lock `path`, created where it is missing. Raises ConfigError where it cannot be used, others may write
+    there or another process has it; nothing in it has changed then."""
     try:
         for missing in [parent for parent in (path, *path.parents) if not os.path.lexists(parent)][::-1]:
             missing.mkdir(0o700, exist_ok=True)
@@ -203,8 +220,9 @@ def make_directory(path: Path) -> Directory:
 
 
 def remake_directory(path: Path, device: int) -> Directory:
-    """As `make_directory`, where it was in use on `device` and has been removed or replaced since. It is not created on another one: a
-    disk that is no longer mounted leaves an empty folder on a disk that was not chosen."""
+    """As `make_directory`, where it was in use on `device` and has been removed or replaced since. It is not
+    created on another one: a disk that is no longer mounted leaves an empty folder on a disk that was not
+    chosen."""
     try:
         if not os.path.lexists(path) and os.stat(path.parent).st_dev == device:
             path.mkdir(0o700)
@@ -216,14 +234,16 @@ def remake_directory(path: Path, device: int) -> Directory:
 def open_directory(path: Path) -> Directory:
     """Lock `path`, which must be an SSD cache already. Raises ConfigError."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is not a directory" if path.exists() else f"the directory {path} does not exist")
+        raise ConfigError(
+            f"{path} is not a directory" if path.exists() else f"the directory {path} does not exist"
+        )
     try:
         return _open(path, must_be_ours=True)
     except OSError as error:
         raise _unusable(path, error) from error
 
 
-# ------------------------------------------------------------------------------------------------------------- who may write
+# ---------------------------------------------------------------------------------------------- who may write
 
 
 def check_trusted(path: Path, found: os.stat_result) -> None:
@@ -232,12 +252,30 @@ def check_trusted(path: Path, found: os.stat_result) -> None:
     mode = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_uid != me:
         raise ConfigError(
-            f"{path} belongs to another user ({mode}), who can put KV there, and this process runs as user {me}: run it as the owner,"
-            f" name a directory that does not exist yet, or, if you trust what is in it, chown -R {me} {shlex.quote(str(path))}"
+            f"{path} belongs to another user ({mode}), who can put KV there, and "
+            f"this "
+            f"process "
+            f"runs "
+            f"as "
+            f"user "
+            f"{me}: run it as the owner,"
+            f" name a directory that does not exist yet, or, if you trust what is "
+            f"in "
+            f"it, "
+            f"chown "
+            f"-R "
+            f"{me} "
+            f"{shlex.quote(str(path))}"
         )
     if found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
-            f"{path} can be written by other users ({mode}), who can put KV there: if you trust what is in it,"
+            f"{path} can be written by other users ({mode}), who can put KV there: if "
+            f"you "
+            f"trust "
+            f"what "
+            f"is "
+            f"in "
+            f"it,"
             f" chmod go-w {shlex.quote(str(path))}, else name another directory"
         )
 
@@ -246,19 +284,23 @@ def check_file(path: Path, found: os.stat_result) -> None:
     """The same for a file; it must be a plain one."""
     if not stat.S_ISREG(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a plain file"
-        raise ConfigError(f"{path} is {kind}, and the SSD cache needs that name: move it away, or name another directory")
+        raise ConfigError(
+            f"{path} is {kind}, and the SSD cache needs that name: move it away, or name another directory"
+        )
     check_trusted(path, found)
 
 
 def _warn_of_parents(path: Path) -> None:
-    """Those who can rename the directory cannot put anything into it: what they put in its place is not ours, so it is not used. They can
-    take it away, which costs its blocks. So that is said, not refused."""
+    """Those who can rename the directory cannot put anything into it: what they put in its place is not ours,
+    so it is not used. They can take it away, which costs its blocks. So that is said, not refused."""
     for parent in path.resolve().parents:
         found = os.stat(parent)
         can_rename = found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX
         if can_rename or found.st_uid not in (0, os.geteuid()):
             mode = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
-            log.warning("other users can remove the SSD cache in %s: they can write %s (%s)", path, parent, mode)
+            log.warning(
+                "other users can remove the SSD cache in %s: they can write %s (%s)", path, parent, mode
+            )
             return
 
 
@@ -272,7 +314,7 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"the SSD cache directory {path} cannot be used: {error.strerror}{where}")
 
 
-# ------------------------------------------------------------------------------------------------------------ names and lock
+# --------------------------------------------------------------------------------------------- names and lock
 
 
 def _lstat(name: str, fd: int) -> os.stat_result | None:
@@ -312,8 +354,9 @@ def _open(path: Path, must_be_ours: bool) -> Directory:
 
 
 def _check_names(path: Path, fd: int, must_be_ours: bool) -> None:
-    """Every file of ours that is there, before anything is changed. A lock file means ours where it says so, where segments lie beside it,
-    or where nothing does: then it has been damaged, and its lock is as good as any."""
+    """Every file of ours that is there, before anything is changed. A lock file means ours where it says so,
+    where segments lie beside it, or where nothing does: then it has been damaged, and its lock is as good as
+    any."""
     names, lock = {**_names(path, fd, _SEGMENT), **_names(path, fd, _SNAPSHOT)}, _lstat(_LOCK, fd)
     if lock is None:
         is_ours = bool(names)
@@ -324,11 +367,20 @@ def _check_names(path: Path, fd: int, must_be_ours: bool) -> None:
     if must_be_ours and not is_ours:
         raise ConfigError(f"{path} is not an SSD cache directory of penstock")
     if lock is not None and not is_ours:
-        raise ConfigError(f"{path} has a file named {_LOCK!r} that is not of penstock: give the SSD cache a directory of its own")
+        raise ConfigError(
+            f"{path} has a file named {_LOCK!r} that is not of "
+            f"penstock: "
+            f"give "
+            f"the "
+            f"SSD "
+            f"cache "
+            f"a directory of its own"
+        )
 
 
 def _owner_in(fd: int) -> int | None:
-    """The process that the lock file names, where it names one. It is for messages: what locks is the lock, whatever the file says."""
+    """The process that the lock file names, where it names one. It is for messages: what locks is the lock,
+    whatever the file says."""
     with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
         lock_fd = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
         undo.callback(os.close, lock_fd)
@@ -354,7 +406,9 @@ def _lock(path: Path, fd: int, lock_fd: int) -> None:
     except BlockingIOError:
         owner = _owner_in(fd)
         by = "another process" if owner is None else f"process {owner}"
-        raise ConfigError(f"the SSD cache directory {path} is in use by {by}: each engine needs a directory of its own") from None
+        raise ConfigError(
+            f"the SSD cache directory {path} is in use by {by}: each engine needs a directory of its own"
+        ) from None
     if not _is_at(_LOCK, fd, lock_fd):
         raise ConfigError(f"the lock of the SSD cache directory {path} was removed while it was being taken")
     with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
@@ -362,12 +416,13 @@ def _lock(path: Path, fd: int, lock_fd: int) -> None:
         os.pwrite(lock_fd, b"penstock %d\n" % os.getpid(), 0)
 
 
-# ------------------------------------------------------------------------------------------------------------------ manifests
+# -------------------------------------------------------------------------------------------------- manifests
 
 
 class ManifestFiles:
-    """Manifests of snapshots, a file each: written beside its name, synced, renamed, and the directory synced, so that a crash leaves all
-    of it or nothing. All raise StoreFailed where the directory or a file cannot be used."""
+    """Manifests of snapshots, a file each: written beside its name, synced, renamed, and the directory
+    synced, so that a crash leaves all of it or nothing. All raise StoreFailed where the directory or a file
+    cannot be used."""
 
     def __init__(self, io: DiskIo, directory: Directory) -> None:
         self._io = io

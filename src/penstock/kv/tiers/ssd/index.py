@@ -1,8 +1,9 @@
-"""Which block lies in which slot, and who needs it to stay. Owns the pool of slots and its lock, and the scan that rebuilds the index at
-start from what an earlier process has left in the files.
+"""Which block lies in which slot, and who needs it to stay. Owns the pool of slots and its lock, and the scan
+that rebuilds the index at start from what an earlier process has left in the files.
 
-Lanes that read and write, callers that ask and the scan meet in the index. Its methods take the lock for bookkeeping only, never across
-I/O. A slot that is being written has no key; one that is being read is pinned; one whose head has not been read yet is withheld.
+Lanes that read and write, callers that ask and the scan meet in the index. Its methods take the lock for
+bookkeeping only, never across I/O. A slot that is being written has no key; one that is being read is pinned;
+one whose head has not been read yet is withheld.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Pin, Reservation
 from penstock.kv.blocks.pool import BlockPool, PinnedKeys
 from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, read_all
-from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, SlotHead, WithheldSlots, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.segments import (
+    Segment,
+    SegmentFiles,
+    SlotHead,
+    WithheldSlots,
+    slot_bytes,
+    unpack_slot,
+)
 from penstock.kv.tiers.store import Outcome
 
 log = logging.getLogger(__name__)
@@ -30,28 +38,33 @@ _NEVER = 1 << 64  # above every sequence: what was written since the start is th
 _USED_AT_ONCE = 1000  # blocks whose recency is restored under one hold of the lock
 _SCAN_THREADS = 8  # most of their time is the disk's
 _TELL_S = 3.0
-_MOST_FAILED = 8  # slots one after the other whose heads cannot be read: then the others are not tried, as each may take seconds
+# slots one after the other whose heads cannot be read: then the others are not tried, as each may take
+# seconds
+_MOST_FAILED = 8
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Blocks of one call that no other call writes at the same time, and the slots for them. Lands exactly once."""
+    """Blocks of one call that no other call writes at the same time, and the slots for them. Lands exactly
+    once."""
 
     outcomes: list[Outcome]  # of all blocks of the call; of those to be written, that of a failure
     places: list[int] = field(default_factory=list)  # indices of those to be written
     slots: list[int] = field(default_factory=list)  # by place
     sequence: int = 0  # the first of as many numbers as the call has blocks
     reservation: Reservation | None = None
-    others: list[tuple[int, bytes, Claim]] = field(default_factory=list)  # blocks that another call writes already: place, key, whose
-    unverified: list[int] = field(default_factory=list)  # places of blocks that an earlier process wrote and that were not read since
+    # blocks that another call writes already: place, key, whose
+    others: list[tuple[int, bytes, Claim]] = field(default_factory=list)
+    # places of blocks that an earlier process wrote and that were not read since
+    unverified: list[int] = field(default_factory=list)
     landed: set[bytes] = field(default_factory=set)
     forgotten: set[bytes] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
 
 
 class SlotIndex:
-    """A pool of slots that several threads share. `generation` says which generation the file of a slot has now; `sequence` is above those
-    of an earlier process, as far as anybody knows before the scan."""
+    """A pool of slots that several threads share. `generation` says which generation the file of a slot has
+    now; `sequence` is above those of an earlier process, as far as anybody knows before the scan."""
 
     def __init__(self, pool: BlockPool, generation: Callable[[int], bytes], sequence: int = 0) -> None:
         self._pool = pool
@@ -59,13 +72,15 @@ class SlotIndex:
         self._lock = threading.Lock()
         self._writing: dict[bytes, Claim] = {}
         self._sequence = sequence  # the last that was given to a write, or found in a file
-        self._unverified: set[int] = set()  # slots of blocks that an earlier process wrote: whether they are whole shows the first read
+        # slots of blocks that an earlier process wrote: whether they are whole shows the first read
+        self._unverified: set[int] = set()
         self._found: dict[bytes, int] = {}  # while the scan runs: the sequences of blocks that it has added
-        self._used: dict[bytes, None] | None = {}  # while the scan runs: blocks used since the start, the latest last
+        # while the scan runs: blocks used since the start, the latest last
+        self._used: dict[bytes, None] | None = {}
         # Wanted, as blocks of requests in line are; here nothing is written over what is wanted.
         self._pinned = PinnedKeys(pool, lambda run: partial(pool.end_want, pool.want(run, 0.0)))
 
-    # ------------------------------------------------------------------------------------------------------------ questions
+    # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def num_keys(self) -> int:
@@ -78,7 +93,7 @@ class SlotIndex:
                 self._pool.note_hits(slots)
             return len(slots)
 
-    # -------------------------------------------------------------------------------------------------------------- reading
+    # ------------------------------------------------------------------------------------------------ reading
 
     def pin_each(self, keys: Sequence[bytes]) -> tuple[list[int], Pin | None]:
         """The slot of each key, ABSENT where it is not here, and a pin on those that are."""
@@ -86,7 +101,9 @@ class SlotIndex:
             slots = self._pool.find_each(keys)
             here = dict.fromkeys(slot for slot in slots if slot != ABSENT)
             if self._used is not None:
-                self._note_use(self._used, (key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT))
+                self._note_use(
+                    self._used, (key for key, slot in zip(keys, slots, strict=True) if slot != ABSENT)
+                )
             return slots, self._pool.pin(list(here), "read") if here else None
 
     def unpin(self, pin: Pin, whole: Iterable[int] = ()) -> None:
@@ -96,7 +113,8 @@ class SlotIndex:
             pin.end()
 
     def forget(self, key: bytes, slot: int) -> None:
-        """The block in `slot` is not what it was written as. It may have been forgotten, or written elsewhere, in the meantime."""
+        """The block in `slot` is not what it was written as. It may have been forgotten, or written
+        elsewhere, in the meantime."""
         with self._lock:
             if self._pool.find_each([key]) == [slot]:
                 self._pool.forget([slot])
@@ -107,7 +125,7 @@ class SlotIndex:
             used.pop(key, None)
             used[key] = None
 
-    # -------------------------------------------------------------------------------------------------------------- pinning
+    # ------------------------------------------------------------------------------------------------ pinning
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -125,11 +143,12 @@ class SlotIndex:
         with self._lock:
             return [slot != ABSENT for slot in self._pool.find_each(keys)]
 
-    # -------------------------------------------------------------------------------------------------------------- writing
+    # ------------------------------------------------------------------------------------------------ writing
 
     def claim(self, keys: Sequence[bytes], evicts: bool = True) -> Claim | None:
-        """Slots for those of `keys` that are neither here nor being written: as many as fit, the first ones first. Without `evicts` free
-        ones alone, and None where they are too few: counted here, where no other writer takes some in between."""
+        """Slots for those of `keys` that are neither here nor being written: as many as fit, the first ones
+        first. Without `evicts` free ones alone, and None where they are too few: counted here, where no other
+        writer takes some in between."""
         with self._lock:
             claim = Claim([Outcome.DONE] * len(keys))
             new: list[int] = []
@@ -154,35 +173,55 @@ class SlotIndex:
             if new:
                 claim.reservation = self._reserve(len(new), "write")
                 claim.slots = list(claim.reservation.slots)
-                claim.sequence = max(self._sequence + 1, time.time_ns())  # times, so that a human can read them, but never twice the same
+                # times, so that a human can read them, but never twice the same
+                claim.sequence = max(self._sequence + 1, time.time_ns())
                 self._sequence = claim.sequence + len(keys) - 1
                 for place in new:
                     claim.outcomes[place] = Outcome.FAILED
             return claim
 
-    def land(self, claim: Claim, keys: Sequence[bytes], depths: Sequence[int], written: Mapping[int, bytes]) -> None:
-        """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with the generation that it was
-        written in: they can be found from now on, unless everything was forgotten meanwhile."""
+    def land(
+        self, claim: Claim, keys: Sequence[bytes], depths: Sequence[int], written: Mapping[int, bytes]
+    ) -> None:
+        """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with the
+        generation that it was written in: they can be found from now on, unless everything was forgotten
+        meanwhile."""
         with self._lock:
             for place in claim.places:
                 self._writing.pop(keys[place], None)
-            claim.outcomes = [Outcome.DONE if place in written else outcome for place, outcome in enumerate(claim.outcomes)]
+            claim.outcomes = [
+                Outcome.DONE if place in written else outcome for place, outcome in enumerate(claim.outcomes)
+            ]
             if claim.reservation is not None:
                 hold = self._pool.hold("write")
                 claim.reservation.commit(hold)
                 pairs = list(zip(claim.places, claim.slots, strict=True))
-                good = [(place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)]
+                good = [
+                    (place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)
+                ]
                 self._unverified.difference_update(claim.slots)
-                # What the scan has found meanwhile may be torn: of two copies the one that was written now counts.
-                self._pool.forget([slot for slot in self._pool.find_each([keys[place] for place, _ in good]) if slot in self._unverified])
-                self._pool.seal([slot for _, slot in good], [keys[place] for place, _ in good], [depths[place] for place, _ in good])
+                # What the scan has found meanwhile may be torn: of two copies the one that was written now
+                # counts.
+                self._pool.forget(
+                    [
+                        slot
+                        for slot in self._pool.find_each([keys[place] for place, _ in good])
+                        if slot in self._unverified
+                    ]
+                )
+                self._pool.seal(
+                    [slot for _, slot in good],
+                    [keys[place] for place, _ in good],
+                    [depths[place] for place, _ in good],
+                )
                 if self._pinned.num_owners:
                     self._pinned.landed(keys[place] for place, _ in good)
                 hold.end()
                 if self._used is not None:
                     self._note_use(self._used, (keys[place] for place, _ in good))
                 claim.landed.update(keys[place] for place, _ in good)
-                claim.forgotten.update({keys[place] for place in written} - claim.landed)  # by a reset; others may have come since
+                # by a reset; others may have come since
+                claim.forgotten.update({keys[place] for place in written} - claim.landed)
             claim.over.set()
 
     def _reserve(self, num_slots: int, owner: str) -> Reservation:
@@ -191,10 +230,11 @@ class SlotIndex:
             raise InvariantBroken(f"SSD slots vanished under the lock: {num_slots} were available")
         return reservation
 
-    # ------------------------------------------------------------------------------------------------- slots that come later
+    # ---------------------------------------------------------------------------------- slots that come later
 
     def withhold(self, num_slots: int) -> Reservation:
-        """The next slots by number are not to be used yet. Called for all of them in order, before the index is used."""
+        """The next slots by number are not to be used yet. Called for all of them in order, before the index
+        is used."""
         return self._reserve(num_slots, "not ready yet")
 
     def release(self, withheld: Iterable[WithheldSlots]) -> None:
@@ -204,8 +244,8 @@ class SlotIndex:
                 group.reservation.rollback()
 
     def add_scanned(self, reservation: Reservation, heads: Mapping[int, SlotHead]) -> int:
-        """The slots of `reservation`, withheld so far, hold the blocks with these heads, by slot, all of one file. Returns how many blocks
-        the scan has found by now."""
+        """The slots of `reservation`, withheld so far, hold the blocks with these heads, by slot, all of one
+        file. Returns how many blocks the scan has found by now."""
         newest = sorted(heads.items(), key=lambda item: item[1].envelope.sequence, reverse=True)
         with self._lock:
             hold = self._pool.hold("scan")
@@ -213,14 +253,19 @@ class SlotIndex:
             if newest and newest[0][1].generation == self._generation(newest[0][0]):
                 self._sequence = max(self._sequence, newest[0][1].envelope.sequence)
                 chosen = self._choose(newest)
-                self._pool.seal(list(chosen), [head.envelope.key for head in chosen.values()], [head.depth for head in chosen.values()])
+                self._pool.seal(
+                    list(chosen),
+                    [head.envelope.key for head in chosen.values()],
+                    [head.depth for head in chosen.values()],
+                )
                 self._unverified.update(chosen)
                 self._pinned.landed(head.envelope.key for head in chosen.values())
             hold.end()
             return len(self._found)
 
     def _choose(self, newest: Sequence[tuple[int, SlotHead]]) -> dict[int, SlotHead]:
-        """Of two blocks with one key the newer counts, or the one that has been used since the start; the other is forgotten."""
+        """Of two blocks with one key the newer counts, or the one that has been used since the start; the
+        other is forgotten."""
         used = self._used or {}
         chosen: dict[int, SlotHead] = {}
         seen: set[bytes] = set()
@@ -237,7 +282,8 @@ class SlotIndex:
         return chosen
 
     def end_scan(self) -> None:
-        """Blocks count as used in the order in which they were written, before all that was used since the start."""
+        """Blocks count as used in the order in which they were written, before all that was used since the
+        start."""
         oldest = sorted(self._found, key=self._found.__getitem__)
         for first in range(0, len(oldest), _USED_AT_ONCE):
             with self._lock:
@@ -252,11 +298,11 @@ class SlotIndex:
         slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
         self._pool.pin(slots[::-1], "scan").end()
 
-    # ------------------------------------------------------------------------------------------------------------------ end
+    # ---------------------------------------------------------------------------------------------------- end
 
     def reset(self, renew: Callable[[], None]) -> int:
-        """Forget every block, and give the files new generations by `renew`. What is being read stays until that is over; what is being
-        written is not published."""
+        """Forget every block, and give the files new generations by `renew`. What is being read stays until
+        that is over; what is being written is not published."""
         with self._lock:
             renew()
             num = self._pool.evict(self._pool.num_slots)
@@ -273,7 +319,8 @@ class SlotIndex:
 
 
 class Scan:
-    """One pass over the heads of `withheld` slots, on threads of its own, while the tier serves. Owns those slots until they are read."""
+    """One pass over the heads of `withheld` slots, on threads of its own, while the tier serves. Owns those
+    slots until they are read."""
 
     def __init__(self, files: SegmentFiles, index: SlotIndex, withheld: Sequence[WithheldSlots]) -> None:
         self.done = threading.Event()  # nothing of it will happen any more
@@ -302,7 +349,8 @@ class Scan:
     def _run(self) -> None:
         others: list[threading.Thread] = []
         try:
-            with contextlib.suppress(RuntimeError):  # no more threads can be had: those that are there read it all
+            # no more threads can be had: those that are there read it all
+            with contextlib.suppress(RuntimeError):
                 for i in range(min(_SCAN_THREADS - 1, len(self._left) // 2)):
                     thread = threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True)
                     thread.start()
@@ -323,12 +371,15 @@ class Scan:
                 group = self._left.popleft()
             except IndexError:
                 return
-            self._num_found = max(self._num_found, self._index.add_scanned(group.reservation, self._heads_of(group)))
+            self._num_found = max(
+                self._num_found, self._index.add_scanned(group.reservation, self._heads_of(group))
+            )
             self._num_seen += len(group.slots)
             self._tell()
 
     def _heads_of(self, group: WithheldSlots) -> dict[int, SlotHead]:
-        """As `_read_heads`. Slots that cannot be read hold nothing then, whatever it is, and the others are read."""
+        """As `_read_heads`. Slots that cannot be read hold nothing then, whatever it is, and the others are
+        read."""
         segment, slots = group.segment, group.slots
         found: dict[int, SlotHead] = {}
         num_read = num_failed = 0
@@ -344,7 +395,12 @@ class Scan:
                 why, num_failed = error, num_failed + 1
                 if num_failed == _MOST_FAILED:
                     break
-        log.warning("SSD cache: %d slots of file %d cannot be read: %s", len(slots) - num_read, segment.head.number, why)
+        log.warning(
+            "SSD cache: %d slots of file %d cannot be read: %s",
+            len(slots) - num_read,
+            segment.head.number,
+            why,
+        )
         return found
 
     def _read_heads(self, segment: Segment, slots: range) -> dict[int, SlotHead]:
@@ -370,4 +426,9 @@ class Scan:
     def _tell(self) -> None:
         if time.monotonic() >= self._tell_s:
             self._tell_s = time.monotonic() + _TELL_S
-            log.info("SSD cache: %d of %d slots read, %d blocks found so far", self._num_seen, self._num_slots, self._num_found)
+            log.info(
+                "SSD cache: %d of %d slots read, %d blocks found so far",
+                self._num_seen,
+                self._num_slots,
+                self._num_found,
+            )

@@ -1,16 +1,18 @@
-"""Segment files and the slots in them: what their bytes mean; opens, makes, syncs and renews them, and says where a slot lies. Owns the
-format and its version, the descriptors and the bound on their size; which block has which slot is the index's business.
+"""Segment files and the slots in them: what their bytes mean; opens, makes, syncs and renews them, and says
+where a slot lies. Owns the format and its version, the descriptors and the bound on their size; which block
+has which slot is the index's business.
 
     segment file    [ segment head | slot 0 | slot 1 | ... ]       each head is one sector of 4096 bytes
     slot            [ slot head | payload, padded to whole sectors ]
-    slot head       [ envelope | place ]                           the place says where this head was written, and in which generation
+    slot head       [ envelope | place ]                           the place says where this head was written,
+                    and in which generation
 
-A slot stands for a block when its head is whole, lies where it says it does, and has the generation of its segment. So a new generation
-in the segment head forgets every slot of the file at once.
+A slot stands for a block when its head is whole, lies where it says it does, and has the generation of its
+segment. So a new generation in the segment head forgets every slot of the file at once.
 
-Slots are numbered through all segments, those that do not exist yet included. Files are preallocated one at a time, when the slots of
-those before are used up, so that a large bound costs nothing until it is needed. Files are opened for direct I/O where the file system
-can.
+Slots are numbered through all segments, those that do not exist yet included. Files are preallocated one at a
+time, when the slots of those before are used up, so that a large bound costs nothing until it is needed.
+Files are opened for direct I/O where the file system can.
 """
 
 from __future__ import annotations
@@ -34,7 +36,17 @@ from penstock.config import GIB
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.blocks.handles import Reservation
 from penstock.kv.blocks.key import SCOPE_BYTES
-from penstock.kv.tiers.ssd.directory import FULL, LOCK_BYTES, SECTOR_BYTES, Directory, DiskIo, Scratch, check_file, read_all, write_all
+from penstock.kv.tiers.ssd.directory import (
+    FULL,
+    LOCK_BYTES,
+    SECTOR_BYTES,
+    Directory,
+    DiskIo,
+    Scratch,
+    check_file,
+    read_all,
+    write_all,
+)
 from penstock.kv.tiers.store import HEADER_BYTES, Envelope, Space, unpack
 
 FORMAT = 1
@@ -83,13 +95,19 @@ class SlotHead(NamedTuple):
     depth: int  # the block's place in its prompt
 
     def is_for(self, segment: SegmentHead, slot: int) -> bool:
-        """Whether it was written for that slot of the segment, and belongs to a block of the segment as it is now."""
+        """Whether it was written for that slot of the segment, and belongs to a block of the segment as it is
+        now."""
         place = (self.generation, self.number, self.slot) == (segment.generation, segment.number, slot)
-        return place and (self.envelope.space, self.envelope.num_bytes) == (segment.space, segment.block_bytes)
+        return place and (self.envelope.space, self.envelope.num_bytes) == (
+            segment.space,
+            segment.block_bytes,
+        )
 
 
 def pack_segment(head: SegmentHead) -> bytes:
-    fields = _SEGMENT.pack(_MAGIC, FORMAT, 0, head.number, head.num_slots, 0, head.block_bytes, head.space, head.generation)
+    fields = _SEGMENT.pack(
+        _MAGIC, FORMAT, 0, head.number, head.num_slots, 0, head.block_bytes, head.space, head.generation
+    )
     return (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(SECTOR_BYTES, b"\0")
 
 
@@ -133,7 +151,8 @@ _COARSE_NS = 1_000_000_000  # by which the time of a file may lie before that of
 
 
 class WithheldSlots(NamedTuple):
-    """Neighbouring slots that become usable together: when their file is made, or when their heads have been read."""
+    """Neighbouring slots that become usable together: when their file is made, or when their heads have been
+    read."""
 
     segment: Segment
     slots: range  # as the segment counts them
@@ -141,7 +160,8 @@ class WithheldSlots(NamedTuple):
 
 
 class Segment:
-    """One file, made or planned. `first` is the number of its first slot among all; `fd` is negative where it is not open."""
+    """One file, made or planned. `first` is the number of its first slot among all; `fd` is negative where it
+    is not open."""
 
     __slots__ = ("fd", "first", "head", "head_is_stale", "num_ready", "num_slots", "withheld")
 
@@ -159,8 +179,8 @@ class Segment:
         return SECTOR_BYTES + slot * slot_bytes(self.head.block_bytes)
 
     def groups(self) -> Iterator[range]:
-        """All slots, in groups that become usable together. Small ones come first: of however few slots the disk has room for, more than
-        half can be used."""
+        """All slots, in groups that become usable together. Small ones come first: of however few slots the
+        disk has room for, more than half can be used."""
         step, first = min(_MOST_GROUP_SLOTS, -(-self.num_slots // _FEWEST_GROUPS)), 0
         while first < self.num_slots:
             end = min(first + min(max(1, first), step), self.num_slots)
@@ -175,7 +195,8 @@ class Segment:
 
 
 class SegmentFiles:
-    """The files of one directory. All raise OSError; opening a file that others may write raises ConfigError."""
+    """The files of one directory. All raise OSError; opening a file that others may write raises
+    ConfigError."""
 
     def __init__(self, io: DiskIo, directory: Directory) -> None:
         self.io = io
@@ -202,7 +223,10 @@ class SegmentFiles:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or not self._direct:
                 raise
-        log.warning("the file system of %s has no O_DIRECT: the SSD cache goes through the system's file cache", self.directory.path)
+        log.warning(
+            "the file system of %s has no O_DIRECT: the SSD cache goes through the system's file cache",
+            self.directory.path,
+        )
         self._direct = 0
         return self.io.open(path, flags & ~os.O_EXCL, self.directory.fd)
 
@@ -225,11 +249,16 @@ class SegmentFiles:
         write_all(self.io, fd, [sector], 0)
 
     def try_open_segment(self, number: int, first: int, space: Space, max_bytes: int) -> Segment | None:
-        """An existing file, with the size that its head says. None: it is of another space or format, damaged, or too large."""
+        """An existing file, with the size that its head says. None: it is of another space or format,
+        damaged, or too large."""
         fd = self.open(number, os.O_RDWR)
         try:
             head = self.read_head(fd, number)
-            if head is not None and (head.space, head.block_bytes) == (space.digest, space.block_bytes) and head.num_slots:
+            if (
+                head is not None
+                and (head.space, head.block_bytes) == (space.digest, space.block_bytes)
+                and head.num_slots
+            ):
                 wanted = segment_bytes(head.num_slots, head.block_bytes)
                 if wanted <= max_bytes:
                     return Segment(head, first, fd, self._fit(fd, head, wanted))
@@ -255,7 +284,8 @@ class SegmentFiles:
         head, flags = segment.head, os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             fd = self.open(head.number, flags)
-        except FileExistsError:  # nothing had this name at start: it was made here, half, and could not be removed
+        except FileExistsError:
+            # nothing had this name at start: it was made here, half, and could not be removed
             self.remove(head.number)
             fd = self.open(head.number, flags)
         try:
@@ -298,19 +328,28 @@ class Segments:
 
     def __init__(self, files: SegmentFiles, space: Space, max_bytes: int) -> None:
         self.files = files
-        self._lock = threading.Lock()  # of the two below: what was written and is not known to survive a crash
+        # of the two below: what was written and is not known to survive a crash
+        self._lock = threading.Lock()
         self._unsynced: set[Segment] = set()
         self._unsynced_names = False  # files were made or removed
-        self._sync_lock = threading.Lock()  # one sync after the other: who finds nothing to do knows that it has been done
+        # one sync after the other: who finds nothing to do knows that it has been done
+        self._sync_lock = threading.Lock()
         self._all: list[Segment] = []
         self._space = space
         self._grow_lock = threading.Lock()
         self._grow_again_s = 0.0
-        self.written_ns = 0  # when an earlier process wrote at the latest, by its clock, which may have been ahead of ours
+        # when an earlier process wrote at the latest, by its clock, which may have been ahead of ours
+        self.written_ns = 0
         budget = max_bytes - LOCK_BYTES
         if budget < segment_bytes(1, space.block_bytes):
             raise ConfigError(
-                f"an SSD cache of {max_bytes} bytes has no room for one block of {space.block_bytes}: raise --kv-offload-ssd-gib"
+                f"an SSD cache of {max_bytes} bytes has no room "
+                f"for "
+                f"one "
+                f"block "
+                f"of "
+                f"{space.block_bytes}: "
+                f"raise --kv-offload-ssd-gib"
             )
         try:
             self._plan(budget - self._adopt(budget), max_bytes)
@@ -330,7 +369,10 @@ class Segments:
     def num_usable(self) -> int:
         """Slots that can be had, without those of files for which the disk had no room."""
         refused = self._grow_again_s > 0.0
-        return sum(segment.num_ready if segment.fd >= 0 else 0 if refused else segment.num_slots for segment in self._all)
+        return sum(
+            segment.num_ready if segment.fd >= 0 else 0 if refused else segment.num_slots
+            for segment in self._all
+        )
 
     def locate(self, slot: int) -> tuple[Segment, int]:
         """The segment that has `slot`, and its number there."""
@@ -340,7 +382,7 @@ class Segments:
     def generation(self, slot: int) -> bytes:
         return self.locate(slot)[0].head.generation
 
-    # --------------------------------------------------------------------------------------------------------------- at start
+    # ----------------------------------------------------------------------------------------------- at start
 
     def _adopt(self, budget: int) -> int:
         """Take over what is there and ours, remove what is of no use; returns the bytes that are taken."""
@@ -353,7 +395,9 @@ class Segments:
                     num_removed += 1
                     continue
                 self._all.append(segment)
-                self.written_ns = max(self.written_ns, self.files.io.stat(segment.fd).st_mtime_ns + _COARSE_NS)
+                self.written_ns = max(
+                    self.written_ns, self.files.io.stat(segment.fd).st_mtime_ns + _COARSE_NS
+                )
                 self.note_unsynced(segment)  # an earlier process may have ended before it had synced it
                 used += segment_bytes(segment.num_slots, self._space.block_bytes)
             except OSError as error:
@@ -363,7 +407,11 @@ class Segments:
         if num_removed:
             self.note_unsynced(names=True)
             where = self.files.directory.path
-            log.info("%d files in %s make room: they are of another model or format, damaged, or too many", num_removed, where)
+            log.info(
+                "%d files in %s make room: they are of another model or format, damaged, or too many",
+                num_removed,
+                where,
+            )
         return used
 
     def _plan(self, budget: int, max_bytes: int) -> None:
@@ -381,10 +429,11 @@ class Segments:
             budget -= segment_bytes(num_slots, block_bytes)
             number += 1
 
-    # -------------------------------------------------------------------------------------------------------------- in service
+    # --------------------------------------------------------------------------------------------- in service
 
     def try_grow(self) -> Segment | None:
-        """Make the next file. None: there is none to be made, or no room for it on the disk, which is asked again later."""
+        """Make the next file. None: there is none to be made, or no room for it on the disk, which is asked
+        again later."""
         with self._grow_lock:
             segment = next((segment for segment in self._all if segment.fd < 0), None)
             if segment is None or time.monotonic() < self._grow_again_s:
@@ -394,7 +443,12 @@ class Segments:
             except OSError as error:
                 if not self._grow_again_s:
                     num_made = sum(segment.fd >= 0 for segment in self._all)
-                    log.warning("the SSD cache in %s stays at %d files: %s", self.files.directory.path, num_made, error)
+                    log.warning(
+                        "the SSD cache in %s stays at %d files: %s",
+                        self.files.directory.path,
+                        num_made,
+                        error,
+                    )
                 self._grow_again_s = time.monotonic() + _GROW_AGAIN_S
                 return None
             self._grow_again_s = 0.0  # there is room again: for the others, too, as far as anybody knows
@@ -431,8 +485,9 @@ class Segments:
 
     @contextlib.contextmanager
     def renewal(self) -> Iterator[Callable[[], None]]:
-        """Yields a function that gives every file a new generation in memory, to be called while no thread compares generations. It is on
-        disk when the context ends. Raises StoreFailed; the next `persist` goes on with it."""
+        """Yields a function that gives every file a new generation in memory, to be called while no thread
+        compares generations. It is on disk when the context ends. Raises StoreFailed; the next `persist` goes
+        on with it."""
         with self._grow_lock, self._sync_lock:
             yield self._renew_heads
             self._sync()
@@ -456,7 +511,9 @@ class Segments:
                 if segment.num_ready and read_all(self.files.io, segment.fd, [sector], 0) < SECTOR_BYTES:
                     raise OSError(errno.EIO, "a file is empty")
         except OSError as error:
-            raise StoreFailed(f"the SSD cache in {self.files.directory.path} cannot be read: {error.strerror}") from error
+            raise StoreFailed(
+                f"the SSD cache in {self.files.directory.path} cannot be read: {error.strerror}"
+            ) from error
 
     def close(self) -> None:
         """Idempotent. Nothing is made any more."""

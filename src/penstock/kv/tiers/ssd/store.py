@@ -1,9 +1,11 @@
-"""Blocks in files on a local disk: a `BlockStore` that outlives the process. Owns what a call means for slots and files: which slots it
-uses, how blocks get to and from them, and what a failure says about a block or about the whole disk. Also notices when its open files are
-no longer those of its directory. What is on disk at each instant is in docs/decisions/0013-ssd-files.md.
+"""Blocks in files on a local disk: a `BlockStore` that outlives the process. Owns what a call means for slots
+and files: which slots it uses, how blocks get to and from them, and what a failure says about a block or
+about the whole disk. Also notices when its open files are no longer those of its directory. What is on disk
+at each instant is in docs/decisions/0013-ssd-files.md.
 
-A block to disk: `SsdStore.write` claims a slot (`index`), groups neighbouring slots into runs, `SlotIo` puts a head before each block
-and writes the run (`directory`) into its file (`segments`). A block back: the same with a pin, and what was read is checked.
+A block to disk: `SsdStore.write` claims a slot (`index`), groups neighbouring slots into runs, `SlotIo` puts
+a head before each block and writes the run (`directory`) into its file (`segments`). A block back: the same
+with a pin, and what was read is checked.
 """
 
 from __future__ import annotations
@@ -34,19 +36,31 @@ from penstock.kv.tiers.ssd.directory import (
     write_all,
 )
 from penstock.kv.tiers.ssd.index import ABSENT, Scan, SlotIndex
-from penstock.kv.tiers.ssd.segments import Segment, SegmentFiles, SegmentHead, Segments, WithheldSlots, pack_slot, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.segments import (
+    Segment,
+    SegmentFiles,
+    SegmentHead,
+    Segments,
+    WithheldSlots,
+    pack_slot,
+    slot_bytes,
+    unpack_slot,
+)
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written, pack
 
 log = logging.getLogger(__name__)
 
 _MOST_BLOCKS = 256  # of a run, two buffers each: half of what one call may have
-_MOST_BYTES = 16 << 20  # of a run: more in one call is no faster, and memory that is not aligned is copied through as much
-_GONE = (errno.EBADF, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN)  # nothing in the place can be used
+# of a run: more in one call is no faster, and memory that is not aligned is copied through as much
+_MOST_BYTES = 16 << 20
+# nothing in the place can be used
+_GONE = (errno.EBADF, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN)
 _STRIKES = 8  # system calls that fail one after the other, until it is the place and not a block
 
 
 class SlotRun(NamedTuple):
-    """Neighbouring slots of one segment, moved by one system call, and the blocks of a call of the store that belong there."""
+    """Neighbouring slots of one segment, moved by one system call, and the blocks of a call of the store that
+    belong there."""
 
     segment: Segment
     head: SegmentHead  # of the segment, when the run was made
@@ -55,7 +69,9 @@ class SlotRun(NamedTuple):
 
     def split(self) -> list[SlotRun]:
         """The same, block by block."""
-        return [SlotRun(self.segment, self.head, self.first + i, [place]) for i, place in enumerate(self.places)]
+        return [
+            SlotRun(self.segment, self.head, self.first + i, [place]) for i, place in enumerate(self.places)
+        ]
 
 
 def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> Iterator[SlotRun]:
@@ -64,7 +80,11 @@ def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> Iterator[Sl
     most = 0  # blocks of the run
     for slot, place in sorted(slots):
         segment, number = segments.locate(slot)
-        if run is not None and (run.segment, run.first + len(run.places)) == (segment, number) and len(run.places) < most:
+        if (
+            run is not None
+            and (run.segment, run.first + len(run.places)) == (segment, number)
+            and len(run.places) < most
+        ):
             run.places.append(place)
             continue
         if run is not None:
@@ -76,7 +96,8 @@ def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> Iterator[Sl
 
 
 class SlotIo:
-    """Moves the blocks of runs, checks what comes back, and tells a bad block from a bad disk. Several threads use it."""
+    """Moves the blocks of runs, checks what comes back, and tells a bad block from a bad disk. Several
+    threads use it."""
 
     def __init__(self, files: SegmentFiles, space: bytes) -> None:
         self._files = files
@@ -87,7 +108,9 @@ class SlotIo:
         """What became of each block of `run`; `keys` and `into` are those of its blocks."""
         try:
             buffers, heads, copies = self._buffers(run, into)  # good until the thread's next call
-            num = read_all(self._files.io, run.segment.fd, buffers, run.segment.offset(run.first)) // slot_bytes(run.head.block_bytes)
+            num = read_all(
+                self._files.io, run.segment.fd, buffers, run.segment.offset(run.first)
+            ) // slot_bytes(run.head.block_bytes)
         except OSError as error:
             if len(run.places) == 1:
                 self._strike(error, "read")
@@ -99,12 +122,18 @@ class SlotIo:
                 into[i][:] = copy[: len(into[i])]
             return [self._judge(heads[i : i + 1], key, into[i]) for i, key in enumerate(keys)]
         # Which of them it is shows one by one.
-        return [self.read(single, keys[i : i + 1], into[i : i + 1])[0] for i, single in enumerate(run.split())]
+        return [
+            self.read(single, keys[i : i + 1], into[i : i + 1])[0] for i, single in enumerate(run.split())
+        ]
 
     def _judge(self, sector: Sequence[memoryview], key: bytes, payload: memoryview) -> Outcome:
         """`sector` is empty where the file ended before the block did."""
         head = unpack_slot(sector[0]) if sector else None
-        if head is None or (head.envelope.key, head.envelope.space) != (key, self._space) or not head.envelope.fits(payload):
+        if (
+            head is None
+            or (head.envelope.key, head.envelope.space) != (key, self._space)
+            or not head.envelope.fits(payload)
+        ):
             return Outcome.CORRUPT
         return Outcome.DONE
 
@@ -125,7 +154,9 @@ class SlotIo:
         else:
             self._strikes = 0
             return [Outcome.DONE] * len(run.places)
-        return [self.write(single, heads[i : i + 1], blocks[i : i + 1])[0] for i, single in enumerate(run.split())]
+        return [
+            self.write(single, heads[i : i + 1], blocks[i : i + 1])[0] for i, single in enumerate(run.split())
+        ]
 
     def forgive(self) -> None:
         """The place can be used again."""
@@ -139,8 +170,11 @@ class SlotIo:
             raise StoreFailed(f"the SSD cache in {where} cannot be {done}: {error.strerror}") from error
         log.warning("SSD cache in %s: a block could not be %s: %s", where, done, error.strerror)
 
-    def _buffers(self, run: SlotRun, blocks: Sequence[memoryview]) -> tuple[list[memoryview], list[memoryview], list[memoryview]]:
-        """What the system call takes, as it lies in the file; the heads in it; and the payloads in it, none where those are `blocks`."""
+    def _buffers(
+        self, run: SlotRun, blocks: Sequence[memoryview]
+    ) -> tuple[list[memoryview], list[memoryview], list[memoryview]]:
+        """What the system call takes, as it lies in the file; the heads in it; and the payloads in it, none
+        where those are `blocks`."""
         num = len(blocks)
         if all(map(is_aligned, blocks)):
             room = self._files.scratch.room(num * SECTOR_BYTES)
@@ -153,7 +187,8 @@ class SlotIo:
 
 
 class SsdStore:
-    """One directory. Several lanes read and write at once; the lock of the index is never held across a system call."""
+    """One directory. Several lanes read and write at once; the lock of the index is never held across a
+    system call."""
 
     name = "ssd"
     local = True
@@ -177,18 +212,30 @@ class SsdStore:
             undo.callback(directory.close)
             segments = Segments(SegmentFiles(io, directory), self._space, self._max_bytes)
             undo.callback(segments.close)
-            pool = BlockPool(segments.num_slots, "ssd", eviction=make_order(self._eviction, segments.num_slots))
+            pool = BlockPool(
+                segments.num_slots, "ssd", eviction=make_order(self._eviction, segments.num_slots)
+            )
             index = SlotIndex(pool, segments.generation, segments.written_ns)
             manifests = ManifestFiles(io, directory)
             manifests.tidy()
             for id, keys in self._found_pinned(manifests).items():  # before anything can be written over them
                 index.pin_keys(id, keys)
             for segment in segments:  # no slot can be used before its file is made or its head is read
-                segment.withheld = [WithheldSlots(segment, slots, index.withhold(len(slots))) for slots in segment.groups()]
-            scan = Scan(segments.files, index, [group for segment in segments for group in segment.take_ready()])
+                segment.withheld = [
+                    WithheldSlots(segment, slots, index.withhold(len(slots))) for slots in segment.groups()
+                ]
+            scan = Scan(
+                segments.files, index, [group for segment in segments for group in segment.take_ready()]
+            )
             scan.start()
             undo.pop_all()
-        self._directory, self._segments, self._index, self._scan, self._manifests = directory, segments, index, scan, manifests
+        self._directory, self._segments, self._index, self._scan, self._manifests = (
+            directory,
+            segments,
+            index,
+            scan,
+            manifests,
+        )
         self._slot_io = SlotIo(segments.files, self._space.digest)
         with self._lock:
             for id, keys in self._pinned_keys.items():
@@ -196,7 +243,8 @@ class SsdStore:
             self._is_open = True
 
     def _found_pinned(self, manifests: ManifestFiles) -> dict[str, Sequence[bytes]]:
-        """The blocks of the snapshots in the directory, as far as their manifests are whole and of this space."""
+        """The blocks of the snapshots in the directory, as far as their manifests are whole and of this
+        space."""
         pinned: dict[str, Sequence[bytes]] = {}
         for id in manifests.ids():
             try:
@@ -224,7 +272,7 @@ class SsdStore:
         num_keys = self._index.num_keys if self._is_open else 0
         return StoreUsage(num_keys, max(num_keys, self._segments.num_usable))
 
-    # --------------------------------------------------------------------------------------------------------------- blocks
+    # ------------------------------------------------------------------------------------------------- blocks
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         with self._call():
@@ -239,7 +287,9 @@ class SsdStore:
         try:
             first = {slot: place for place, slot in reversed(list(enumerate(slots))) if slot != ABSENT}
             for run in runs_of(self._segments, first.items()):
-                read = self._slot_io.read(run, [keys[place] for place in run.places], [into[place] for place in run.places])
+                read = self._slot_io.read(
+                    run, [keys[place] for place in run.places], [into[place] for place in run.places]
+                )
                 for place, outcome in zip(run.places, read, strict=True):
                     outcomes[place] = outcome
                     if outcome is not Outcome.DONE:
@@ -259,11 +309,15 @@ class SsdStore:
         where = self._segments.files.path(segment.head.number)
         log.warning("the block in slot %d of %s is given up: %s", number, where, outcome.value)
 
-    def write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+    def write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
         with self._call(changes=True):
             return self._write(keys, depths, blocks)
 
-    def _write(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]) -> list[Outcome]:
+    def _write(
+        self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
+    ) -> list[Outcome]:
         claim = self._index.claim(keys, evicts=False)
         while claim is None:  # nothing is evicted while there are files to be made
             if (segment := self._segments.try_grow()) is not None:
@@ -274,7 +328,8 @@ class SsdStore:
             for run in runs_of(self._segments, zip(claim.slots, claim.places, strict=True)):
                 heads = []
                 for i, place in enumerate(run.places):
-                    sequence = claim.sequence + len(keys) - 1 - place  # so that the end of a prefix counts as older
+                    # so that the end of a prefix counts as older
+                    sequence = claim.sequence + len(keys) - 1 - place
                     envelope = pack(keys[place], self._space.digest, blocks[place], sequence)
                     heads.append(pack_slot(envelope, run.head, run.first + i, depths[place]))
                 outcomes = self._slot_io.write(run, heads, [blocks[place] for place in run.places])
@@ -288,7 +343,8 @@ class SsdStore:
         for place in claim.unverified:
             claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
         again: list[int] = []
-        for place, key, other in claim.others:  # this claim has landed, so claims do not wait for each other in a circle
+        # this claim has landed, so claims do not wait for each other in a circle
+        for place, key, other in claim.others:
             other.over.wait()
             claim.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
             if key in other.forgotten:  # what the other wrote was forgotten before it could be found
@@ -298,11 +354,12 @@ class SsdStore:
         return claim.outcomes
 
     def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
-        """A crash may have torn a block of an earlier process, and a persist of this write promises that it is there."""
+        """A crash may have torn a block of an earlier process, and a persist of this write promises that it
+        is there."""
         (outcome,) = self._read([key], [memoryview(bytearray(len(block)))])
         return outcome if outcome is Outcome.DONE else self._write([key], [depth], [block])[0]
 
-    # ------------------------------------------------------------------------------------------------------------ snapshots
+    # ---------------------------------------------------------------------------------------------- snapshots
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
         with self._lock:  # files may be opened anew, and an index with them
@@ -328,7 +385,9 @@ class SsdStore:
         with self._call():
             return self._manifests.read(id)
 
-    def write_manifest(self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None) -> Written:
+    def write_manifest(
+        self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
+    ) -> Written:
         """The directory has one process that writes, and that has one thread for manifests."""
         with self._call(changes=True):
             if self._manifests.read(id) != instead_of:
@@ -340,7 +399,7 @@ class SsdStore:
             if only is None or self._manifests.read(id) == only:
                 self._manifests.remove(id)
 
-    # ---------------------------------------------------------------------------------------------------------------- place
+    # -------------------------------------------------------------------------------------------------- place
 
     def persist(self) -> None:
         with self._call(changes=True):
@@ -351,7 +410,8 @@ class SsdStore:
             return self._index.reset(renew)
 
     def probe(self) -> None:
-        """Also opens everything anew where its files are no longer those of the directory, or could not be opened the last time."""
+        """Also opens everything anew where its files are no longer those of the directory, or could not be
+        opened the last time."""
         if not self._is_open or not (self._directory.is_in_place() and self._segments.are_in_place()):
             self._open_anew()
         with self._call():
@@ -360,10 +420,13 @@ class SsdStore:
 
     @contextlib.contextmanager
     def _call(self, changes: bool = False) -> Iterator[None]:
-        """Raises StoreFailed where there is nothing to talk to; where it `changes` something, also where that would not be found again."""
+        """Raises StoreFailed where there is nothing to talk to; where it `changes` something, also where that
+        would not be found again."""
         with self._lock:
             if not self._is_open:
-                raise StoreFailed(f"the SSD cache in {self._path} is {'closed' if self._closed else 'not open'}")
+                raise StoreFailed(
+                    f"the SSD cache in {self._path} is {'closed' if self._closed else 'not open'}"
+                )
             self._num_calls += 1
         try:
             if changes and not self._directory.is_in_place():
@@ -374,13 +437,21 @@ class SsdStore:
                 self._num_calls -= 1
 
     def _open_anew(self) -> None:
-        """What was in the files that are gone is a miss from now on. Raises StoreFailed while calls are under way in them, and where the
-        directory cannot be had, as when another process has taken it."""
+        """What was in the files that are gone is a miss from now on. Raises StoreFailed while calls are under
+        way in them, and where the directory cannot be had, as when another process has taken it."""
         with self._lock:
             if self._closed:
                 raise StoreFailed(f"the SSD cache in {self._path} is closed")
             if self._num_calls:
-                raise StoreFailed(f"the SSD cache in {self._path} is still busy with files that have been removed or replaced")
+                raise StoreFailed(
+                    f"the SSD cache in {self._path} is still busy "
+                    f"with "
+                    f"files "
+                    f"that "
+                    f"have "
+                    f"been "
+                    f"removed or replaced"
+                )
             was_open, self._is_open = self._is_open, False
         if was_open:
             self._close_files()
@@ -388,7 +459,16 @@ class SsdStore:
             self._open(lambda: remake_directory(self._path, self._directory.device), self.files.io)
         except (ConfigError, OSError) as error:
             raise StoreFailed(f"the SSD cache cannot be opened anew: {error}") from error
-        log.warning("the SSD cache in %s was opened anew: its directory, its lock or a file had been removed or replaced", self._path)
+        log.warning(
+            "the SSD cache in %s was opened anew: its directory, its lock "
+            "or "
+            "a "
+            "file "
+            "had "
+            "been "
+            "removed or replaced",
+            self._path,
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -411,7 +491,10 @@ class SsdStore:
         self._index.close()
 
 
-def open_ssd(directory: str | Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo | None = None) -> SsdStore:
-    """The store in `directory`, which takes at most `max_bytes` of disk. Raises ConfigError where that can never work, where other users
-    may write there, or where another process has the directory. Serves at once; what is there from before is found as it is scanned."""
+def open_ssd(
+    directory: str | Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo | None = None
+) -> SsdStore:
+    """The store in `directory`, which takes at most `max_bytes` of disk. Raises ConfigError where that can
+    never work, where other users may write there, or where another process has the directory. Serves at once;
+    what is there from before is found as it is scanned."""
     return SsdStore(Path(directory).absolute(), max_bytes, space, eviction, io or DiskIo())

@@ -1,9 +1,10 @@
-"""What is in the directory of an SSD cache, without an engine: look, check every byte, clear. Owns these three; each holds the directory's
-lock, so that none runs beside an engine.
+"""What is in the directory of an SSD cache, without an engine: look, check every byte, clear. Owns these
+three; each holds the directory's lock, so that none runs beside an engine.
 
-Slots whose head does not stand for a block count as empty: they were never written, or forgotten. A block is torn where its head is whole
-and its payload is not what the head was written for: a crash during a write leaves that, and so does a flipped bit in the payload. It is
-corrupt where the head itself is damaged. Neither is ever served.
+Slots whose head does not stand for a block count as empty: they were never written, or forgotten. A block is
+torn where its head is whole and its payload is not what the head was written for: a crash during a write
+leaves that, and so does a flipped bit in the payload. It is corrupt where the head itself is damaged. Neither
+is ever served.
 """
 
 from __future__ import annotations
@@ -16,8 +17,23 @@ from pathlib import Path
 
 from penstock.errors import ConfigError, SnapshotRefused, StoreFailed
 from penstock.kv.tiers.manifest import unpack as unpack_manifest
-from penstock.kv.tiers.ssd.directory import READ_THROUGH_BYTES, SECTOR_BYTES, Directory, DiskIo, ManifestFiles, open_directory, read_all
-from penstock.kv.tiers.ssd.segments import SegmentFiles, SegmentHead, SlotHead, segment_bytes, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.directory import (
+    READ_THROUGH_BYTES,
+    SECTOR_BYTES,
+    Directory,
+    DiskIo,
+    ManifestFiles,
+    open_directory,
+    read_all,
+)
+from penstock.kv.tiers.ssd.segments import (
+    SegmentFiles,
+    SegmentHead,
+    SlotHead,
+    segment_bytes,
+    slot_bytes,
+    unpack_slot,
+)
 
 Progress = Callable[[int, int], None]  # slots or files done, and in all
 
@@ -26,7 +42,8 @@ _READ_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class SpaceSurvey:
-    """Blocks of one space. Sequences are times of writing, in nanoseconds since 1970, as far as the clock was right."""
+    """Blocks of one space. Sequences are times of writing, in nanoseconds since 1970, as far as the clock was
+    right."""
 
     num_blocks: int = 0
     num_bytes: int = 0  # of payload
@@ -66,7 +83,8 @@ class Survey:
     file_bytes: int = 0
     spaces: dict[str, SpaceSurvey] = field(default_factory=dict)  # by digest, in hex
     num_older: int = 0  # blocks of which a newer copy is there as well
-    damaged: list[str] = field(default_factory=list)  # files without a head that can be read, or shorter than it says
+    # files without a head that can be read, or shorter than it says
+    damaged: list[str] = field(default_factory=list)
     num_good: int | None = None
     corrupt: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
@@ -94,7 +112,8 @@ def verify(directory: str | Path, progress: Progress) -> Survey:
 
 
 def clear(directory: str | Path, progress: Progress) -> Survey:
-    """Remove all files of the cache, of whatever space; others in the directory stay. Returns what there was, in files and bytes."""
+    """Remove all files of the cache, of whatever space; others in the directory stay. Returns what there was,
+    in files and bytes."""
     with _locked(directory) as opened:
         manifests = [*opened.snapshot_files().values(), *opened.unfinished_files()]
         names = [path.name for path in (*opened.segment_files().values(), *manifests)]
@@ -114,7 +133,9 @@ def _locked(directory: str | Path) -> Iterator[Directory]:
     try:
         yield opened
     except OSError as error:
-        raise ConfigError(f"the SSD cache directory {opened.path} cannot be used: {error.strerror}") from error
+        raise ConfigError(
+            f"the SSD cache directory {opened.path} cannot be used: {error.strerror}"
+        ) from error
     finally:
         opened.close()
 
@@ -131,7 +152,11 @@ class _Surveyor:
 
     def survey(self) -> Survey:
         found = self._survey
-        segments = [head for number in self._files.directory.segment_files() if (head := self._segment_head(number)) is not None]
+        segments = [
+            head
+            for number in self._files.directory.segment_files()
+            if (head := self._segment_head(number)) is not None
+        ]
         found.num_slots = sum(head.num_slots for head in segments)
         for segment in segments:
             self._walk(segment)
@@ -150,7 +175,9 @@ class _Surveyor:
                 is_here = [(manifest.space, key) in self._heads for key in manifest.block_keys]
                 found.name, found.space = manifest.name, manifest.space.hex()
                 found.num_tokens, found.num_blocks = manifest.num_tokens, manifest.num_blocks
-                found.num_found = next((place for place, here in enumerate(is_here) if not here), len(is_here))
+                found.num_found = next(
+                    (place for place, here in enumerate(is_here) if not here), len(is_here)
+                )
                 found.created_s, found.expires_s = manifest.created_s, manifest.expires_s
                 if manifest.id != id:
                     found.damage = "the manifest lies under another snapshot's name"
@@ -190,7 +217,9 @@ class _Surveyor:
                 room = self._files.scratch.room(num * width if whole else SECTOR_BYTES)
                 read = room[: read_all(self._files.io, fd, [room], SECTOR_BYTES + first * width)]
                 for i in range(num):
-                    self._judge(segment, first + i, f"{name} slot {first + i}", read[i * width : (i + 1) * width])
+                    self._judge(
+                        segment, first + i, f"{name} slot {first + i}", read[i * width : (i + 1) * width]
+                    )
                 self._num_done += num
                 self._progress(self._num_done, self._survey.num_slots)
 

@@ -1,4 +1,5 @@
-"""The CPU backend agrees with the reference on random ragged batches, reads nothing that it must not, and ties what it keeps to a step."""
+"""The CPU backend agrees with the reference on random ragged batches, reads nothing that it must not, and
+ties what it keeps to a step."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.execution.attention import Attention, cpu
-from penstock.engine.execution.attention.cpu import LONE_GROUP, LONE_TOKENS, PAD_SHARE, PAD_TOKENS, SCORE_ALIGN, SHORT_TOKENS, CpuAttention
+from penstock.engine.execution.attention.cpu import (
+    LONE_GROUP,
+    LONE_TOKENS,
+    PAD_SHARE,
+    PAD_TOKENS,
+    SCORE_ALIGN,
+    SHORT_TOKENS,
+    CpuAttention,
+)
 from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
@@ -22,9 +31,21 @@ from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, 
 
 Backend = type[CpuAttention]
 
-# One of each: decodes of several lengths, a full match, short and long chunks, with and without a prefix, aligned and not.
-SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(300, 1), Span(5, 4), Span(64, 4), Span(0, 40), Span(16, 32), Span(21, 23))
-# Tokens with a context long enough to be computed alone: with a last block that is full, just begun and in between, a full match, others.
+# One of each: decodes of several lengths, a full match, short and long chunks, with and without a prefix,
+# aligned and not.
+SPANS = (
+    Span(37, 1),
+    Span(0, 1),
+    Span(31, 1, writes=False),
+    Span(300, 1),
+    Span(5, 4),
+    Span(64, 4),
+    Span(0, 40),
+    Span(16, 32),
+    Span(21, 23),
+)
+# Tokens with a context long enough to be computed alone: with a last block that is full, just begun and in
+# between, a full match, others.
 LONE_SPANS = (
     Span(LONE_TOKENS - 1, 1),
     Span(LONE_TOKENS, 1),
@@ -36,10 +57,17 @@ LONE_SPANS = (
 
 
 def assert_agrees(
-    step: RaggedStep, backend: Backend = CpuAttention, atol: float = 1e-5, norms: bool = True, blank_from: int | None = None
+    step: RaggedStep,
+    backend: Backend = CpuAttention,
+    atol: float = 1e-5,
+    norms: bool = True,
+    blank_from: int | None = None,
 ) -> None:
     theirs, ours = step.with_own_arena(), step.with_own_arena()
-    reference, tried = ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64), backend(ours.arena, step.config, step.rope)
+    reference, tried = (
+        ReferenceAttention(theirs.arena, step.config, step.rope, torch.float64),
+        backend(ours.arena, step.config, step.rope),
+    )
     if blank_from is not None:
         reference.blank_from = tried.blank_from = blank_from
     expected, made = outputs(reference, theirs, norms=norms), outputs(tried, ours, norms=norms)
@@ -47,16 +75,21 @@ def assert_agrees(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=atol, equal_nan=want is expected[-1])
 
 
-def mixed_step(seed: int = 0, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32) -> RaggedStep:
+def mixed_step(
+    seed: int = 0, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32
+) -> RaggedStep:
     return ragged_step(config or ragged_config(), SPANS, shared_blocks=1, seed=seed, dtype=dtype)
 
 
-def lone_step(seed: int = 0, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32) -> RaggedStep:
+def lone_step(
+    seed: int = 0, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32
+) -> RaggedStep:
     return ragged_step(config or ragged_config(), LONE_SPANS, shared_blocks=3, seed=seed, dtype=dtype)
 
 
 def in_slot_order(step: RaggedStep) -> RaggedStep:
-    """The same step with every request's slots one behind the other, as a pool that has just been opened gives them out."""
+    """The same step with every request's slots one behind the other, as a pool that has just been opened
+    gives them out."""
     order = list(dict.fromkeys(step.inputs.tables.tolist()))
     place = torch.arange(len(step.arena))  # the padding block stays where it is
     place[order] = torch.arange(len(order))
@@ -79,18 +112,35 @@ spans = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
-@given(spans=spans, groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (8, 2)]), block=st.sampled_from([8, 16, 32]), shared=st.integers(0, 3))
+@given(
+    spans=spans,
+    groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (8, 2)]),
+    block=st.sampled_from([8, 16, 32]),
+    shared=st.integers(0, 3),
+)
 @example([Span(0, 1)], (8, 2), 16, 0)
 @example([Span(15, 1), Span(16, 1, False), Span(0, SHORT_TOKENS), Span(0, SHORT_TOKENS + 1)], (8, 2), 16, 1)
-@example([Span(31, 1), Span(32, 1), Span(90, 1), Span(16, SHORT_TOKENS - 1), Span(17, SHORT_TOKENS + 1)], (3, 3), 8, 2)
+@example(
+    [Span(31, 1), Span(32, 1), Span(90, 1), Span(16, SHORT_TOKENS - 1), Span(17, SHORT_TOKENS + 1)],
+    (3, 3),
+    8,
+    2,
+)
 @example([Span(PAD_TOKENS + 40, 1), Span(39, 1), Span(40, 1), Span(41, 1)], (2, 1), 32, 0)
-def test_any_ragged_batch_agrees_with_the_reference(spans: list[Span], groups: tuple[int, int], block: int, shared: int) -> None:
+def test_any_ragged_batch_agrees_with_the_reference(
+    spans: list[Span], groups: tuple[int, int], block: int, shared: int
+) -> None:
     config = ragged_config(num_heads=groups[0], num_kv_heads=groups[1], head_dim=16)
     assert_agrees(ragged_step(config, spans, block_tokens=block, shared_blocks=shared, seed=len(spans)))
 
 
 @settings(max_examples=20, deadline=None)
-@given(spans=spans, groups=st.sampled_from([(1, 1), (2, 1), (6, 2), (8, 2)]), blocks=st.integers(1, 4), shared=st.integers(0, 3))
+@given(
+    spans=spans,
+    groups=st.sampled_from([(1, 1), (2, 1), (6, 2), (8, 2)]),
+    blocks=st.integers(1, 4),
+    shared=st.integers(0, 3),
+)
 @example([Span(15, 1), Span(16, 1), Span(63, 1), Span(64, 1), Span(65, 1)], (8, 2), 4, 0)
 @example([Span(0, 1), Span(47, 1, False), Span(20, 3)], (6, 2), 1, 1)
 def test_any_batch_agrees_where_every_single_token_is_computed_alone(
@@ -104,7 +154,9 @@ def test_any_batch_agrees_where_every_single_token_is_computed_alone(
 
 
 @pytest.mark.parametrize(
-    "config", [ragged_config(9, 3, 64), ragged_config(4, 4, 128), ragged_config(16, 2, 16)], ids=["3x64", "1x128", "8x16"]
+    "config",
+    [ragged_config(9, 3, 64), ragged_config(4, 4, 128), ragged_config(16, 2, 16)],
+    ids=["3x64", "1x128", "8x16"],
 )
 def test_long_contexts_agree_with_the_reference(config: ModelConfig) -> None:
     assert_agrees(lone_step(9, config))
@@ -123,7 +175,9 @@ def test_long_contexts_in_bfloat16_agree_within_its_precision() -> None:
     assert_agrees(lone_step(11, dtype=torch.bfloat16), atol=3e-2)
 
 
-@pytest.mark.parametrize("span", LONE_SPANS[:2] + LONE_SPANS[3:4], ids=["last block full", "last block begun", "full match"])
+@pytest.mark.parametrize(
+    "span", LONE_SPANS[:2] + LONE_SPANS[3:4], ids=["last block full", "last block begun", "full match"]
+)
 def test_one_token_with_a_long_context_agrees_when_nothing_else_runs(span: Span) -> None:
     assert_agrees(ragged_step(ragged_config(), [span], seed=12))
 
@@ -134,7 +188,9 @@ def test_an_arena_of_more_rows_than_an_int32_counts_agrees(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "config", [ragged_config(9, 3, 64), ragged_config(4, 4, 128), ragged_config(16, 2, 16)], ids=["3x64", "1x128", "8x16"]
+    "config",
+    [ragged_config(9, 3, 64), ragged_config(4, 4, 128), ragged_config(16, 2, 16)],
+    ids=["3x64", "1x128", "8x16"],
 )
 def test_a_mixed_step_agrees_with_the_reference(config: ModelConfig) -> None:
     assert_agrees(mixed_step(1, config))
@@ -145,7 +201,11 @@ def test_bfloat16_agrees_within_its_precision() -> None:
 
 
 def test_decodes_of_very_different_lengths_and_many_of_one_length_agree() -> None:
-    assert_agrees(ragged_step(ragged_config(), [Span(n, 1) for n in (0, 3, 900, 17, 400, 880)] + [Span(50, 1)] * 12, seed=3))
+    assert_agrees(
+        ragged_step(
+            ragged_config(), [Span(n, 1) for n in (0, 3, 900, 17, 400, 880)] + [Span(50, 1)] * 12, seed=3
+        )
+    )
 
 
 def test_small_groups_agree_with_one_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,11 +216,18 @@ def test_small_groups_agree_with_one_large_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_lengths_that_share_a_call_and_lengths_that_do_not_agree() -> None:
-    """Below, at and beyond the padding that a call may have: in tokens where sequences are short, as a share where they are long."""
+    """Below, at and beyond the padding that a call may have: in tokens where sequences are short, as a share
+    where they are long."""
     for longest in (PAD_TOKENS + 9, 2000):
         allowed = int(max(PAD_TOKENS, PAD_SHARE * longest))
-        lengths = [longest - 1 - less for less in (0, 1, allowed - 1, allowed, allowed + 1, 2 * allowed) if less < longest]
-        config = ragged_config(num_heads=LONE_GROUP + 1, num_kv_heads=1, head_dim=16)  # too many heads for any to be computed alone
+        lengths = [
+            longest - 1 - less
+            for less in (0, 1, allowed - 1, allowed, allowed + 1, 2 * allowed)
+            if less < longest
+        ]
+        config = ragged_config(
+            num_heads=LONE_GROUP + 1, num_kv_heads=1, head_dim=16
+        )  # too many heads for any to be computed alone
         assert_agrees(ragged_step(config, [Span(length, 1) for length in lengths], seed=longest))
 
 
@@ -189,7 +256,10 @@ def test_a_chunk_without_keys_gives_zeros() -> None:
     assert out[1].eq(0).all() and out[0].isfinite().all()
 
 
-REPLAYS = (([Span(40, 1), Span(9, 1)], [Span(12, 1), Span(36, 1)]), ([Span(40, 1)], [Span(36, 1)]))  # a step, and the next of its shape
+REPLAYS = (
+    ([Span(40, 1), Span(9, 1)], [Span(12, 1), Span(36, 1)]),
+    ([Span(40, 1)], [Span(36, 1)]),
+)  # a step, and the next of its shape
 
 
 @pytest.mark.parametrize("spans", REPLAYS, ids=["two tokens", "one token"])
@@ -244,9 +314,9 @@ def test_a_slot_that_is_no_whole_number_of_blocks_is_refused() -> None:
 
 FAULTS = {
     "a causal mask off by one": ("- q_len + torch.arange(q_len)", "- q_len - 1 + torch.arange(q_len)"),
-    "no mask behind a shorter sequence": ("if q_len > 1 or any(span.kv_len != longest for span in group):", "if q_len > 1:"),
-    "padding that reads behind the end": ("keys[span.kv_len :] = rows[0]", "keys[span.kv_len :] = rows[-1] + 1"),
-    "one token too many of the prefix": ("prefix_len = span.kv_len - span.q_len", "prefix_len = span.kv_len - span.q_len + 1"),
+    "no mask behind a shorter sequence": ("if q_len > 1 or any(span.kv_len != longest for span in group):", "if q_len > 1:"),  # noqa: E501
+    "padding that reads behind the end": ("keys[span.kv_len :] = rows[0]", "keys[span.kv_len :] = rows[-1] + 1"),  # noqa: E501
+    "one token too many of the prefix": ("prefix_len = span.kv_len - span.q_len", "prefix_len = span.kv_len - span.q_len + 1"),  # noqa: E501
     "a prefix and its chunk joined the wrong way round": ("torch.sigmoid(lse", "torch.sigmoid(-lse"),
     "values in place of keys": ("index_copy_(0, tokens.value_rows", "index_copy_(0, tokens.key_rows"),
     "the layer before": ("rows = self._layers[layer].rows", "rows = self._layers[0].rows"),
@@ -262,13 +332,13 @@ def test_a_fault_turns_the_comparison_red(fault: str, tmp_path: Path) -> None:
 
 LONE_FAULTS = {
     "keys behind the end": ("[skipped : skipped + of_part.shape[-1]]", "[-of_part.shape[-1] :]"),
-    "values one token further": ("self.key_rows(span) + sizes.block_tokens", "self.key_rows(span) + 1 + sizes.block_tokens"),
-    "keys one slot further": ("in (span.table * self._blocks_per_slot).split", "in ((span.table + 1) * self._blocks_per_slot).split"),
+    "values one token further": ("self.key_rows(span) + sizes.block_tokens", "self.key_rows(span) + 1 + sizes.block_tokens"),  # noqa: E501
+    "keys one slot further": ("in (span.table * self._blocks_per_slot).split", "in ((span.table + 1) * self._blocks_per_slot).split"),  # noqa: E501
     "keys of layer 0": ("(arena.blocks, 0, part.gather", "(self._layers[0].blocks, 0, part.gather"),
     "values of layer 0": ("embedding_bag(arena.heads", "embedding_bag(self._layers[0].heads"),
     "another KV head's values": ("repeat_interleave(sizes.group, dim=0)", "repeat(sizes.group, 1)"),
     "parts of the keys in one workspace, multiplied too late": (
-        "            part.scores.baddbmm_", "        for part in lone.parts:\n            part.scores.baddbmm_"
+        "            part.scores.baddbmm_", "        for part in lone.parts:\n            part.scores.baddbmm_"  # noqa: E501
     ),
     "scores added to what was there": ("beta=0.0", "beta=1.0"),
 }  # fmt: skip
@@ -282,7 +352,8 @@ def test_a_fault_in_long_contexts_turns_the_comparison_red(fault: str, tmp_path:
             assert_agrees(lone_step(14), mutant.CpuAttention)
 
 
-# Two layers with windows beside one that sees all. Windows of a block, of less and of more, and one that some contexts just fill.
+# Two layers with windows beside one that sees all. Windows of a block, of less and of more, and one that some
+# contexts just fill.
 WINDOWS = ((16, 0, 16), (7, 40, 0), (38, 0, 38), (39, 1, 100), (300, 301, 302))
 LONG_WINDOWS = ((LONE_TOKENS - 1, 0, 40), (LONE_TOKENS + 5, 0, LONE_TOKENS))
 WIDE_SPANS = (Span(0, 300), Span(90, 200))  # several bands
@@ -299,7 +370,9 @@ def test_windows_hide_what_they_hide_in_the_reference(windows: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("windows", LONG_WINDOWS, ids=str)
-def test_windows_over_long_contexts_agree_with_the_reference(windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_over_long_contexts_agree_with_the_reference(
+    windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "KEY_BYTES", 64 << 10)  # several parts
     assert_agrees(lone_step(32, windowed(windows)))
 
@@ -323,16 +396,18 @@ def test_windows_in_bfloat16_agree_as_all_else_does() -> None:
 def test_windows_that_hide_nothing_are_computed_as_if_there_were_none() -> None:
     step = mixed_step(36, windowed((301, 4096, 0)))
     plain = dataclasses.replace(step, config=windowed((0, 0, 0)), arena=step.arena.clone())
-    made, expected = (outputs(CpuAttention(one.arena, one.config, one.rope), one)[:-1] for one in (step, plain))
+    made, expected = (
+        outputs(CpuAttention(one.arena, one.config, one.rope), one)[:-1] for one in (step, plain)
+    )
     assert all(torch.equal(got, want) for got, want in zip(made, expected, strict=True))
 
 
 WINDOW_FAULTS = {
-    "a token sees one key more": ("first = self.kv_len - self.q_len + 1 - window", "first = self.kv_len - self.q_len - window"),
-    "a token of a short chunk sees one key more": ("hidden |= keys <= last_visible", "hidden |= keys < last_visible"),
-    "a token of a long chunk sees one key more": ("self._short([band], window)", "self._short([band], window + 1)"),
-    "a token of a long chunk sees one key less": ("self._short([band], window)", "self._short([band], window - 1)"),
-    "a window of one layer in all": ("[plans[window] for window in windows]", "[plans[windows[0]] for window in windows]"),
+    "a token sees one key more": ("first = self.kv_len - self.q_len + 1 - window", "first = self.kv_len - self.q_len - window"),  # noqa: E501
+    "a token of a short chunk sees one key more": ("hidden |= keys <= last_visible", "hidden |= keys < last_visible"),  # noqa: E501
+    "a token of a long chunk sees one key more": ("self._short([band], window)", "self._short([band], window + 1)"),  # noqa: E501
+    "a token of a long chunk sees one key less": ("self._short([band], window)", "self._short([band], window - 1)"),  # noqa: E501
+    "a window of one layer in all": ("[plans[window] for window in windows]", "[plans[windows[0]] for window in windows]"),  # noqa: E501
     "what is hidden of a first block is seen": ("begin, skipped = 0, span.skipped", "begin, skipped = 0, 0"),
 }  # fmt: skip
 
@@ -348,7 +423,8 @@ def test_a_fault_in_windows_turns_the_comparison_red(fault: str, tmp_path: Path)
         windows_agree(mutant.CpuAttention)
 
 
-# Steps of one token, as a single conversation has them: one that begins a block, one in it, one that must not be written, and the first.
+# Steps of one token, as a single conversation has them: one that begins a block, one in it, one that must not
+# be written, and the first.
 SINGLE_SPANS = (Span(48, 1), Span(37, 1), Span(31, 1, writes=False), Span(0, 1))
 
 
@@ -390,7 +466,9 @@ def test_both_backends_are_attention() -> None:
 @pytest.mark.parametrize("left_out", [range(5), range(3, 40), range(2000)], ids=["first", "some", "all"])
 @pytest.mark.parametrize("windows", [(), (50, 0)], ids=["no windows", "windows"])
 @pytest.mark.parametrize("make_step", [mixed_step, lone_step])
-def test_keys_that_were_left_out_are_seen_by_nobody(make_step: Any, windows: tuple[int, ...], left_out: range) -> None:
+def test_keys_that_were_left_out_are_seen_by_nobody(
+    make_step: Any, windows: tuple[int, ...], left_out: range
+) -> None:
     """Alone, in batches, in long chunks, under a window; in one layer and not in the other."""
     step = make_step(config=replace(ragged_config(), windows=windows))
     leave_out(step, left_out)

@@ -1,4 +1,5 @@
-"""The tests of the Triton kernels, run by Triton's interpreter on CPU tensors. In a process of its own: the choice is made at import."""
+"""The tests of the Triton kernels, run by Triton's interpreter on CPU tensors. In a process of its own: the
+choice is made at import."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[5]
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="NOT TESTED: triton is not installed, so its kernels cannot be interpreted"
+    importlib.util.find_spec("triton") is None,
+    reason="NOT TESTED: triton is not installed, so its kernels cannot be interpreted",
 )
 
 

@@ -1,4 +1,5 @@
-"""Steady attention agrees with the reference, and gives a token the same bits however its step was put together."""
+"""Steady attention agrees with the reference, and gives a token the same bits however its step was put
+together."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
 from support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
 
-SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(300, 1), Span(5, 4), Span(64, 70), Span(0, 140), Span(127, 3))
+SPANS = (
+    Span(37, 1),
+    Span(0, 1),
+    Span(31, 1, writes=False),
+    Span(300, 1),
+    Span(5, 4),
+    Span(64, 70),
+    Span(0, 140),
+    Span(127, 3),
+)
 
 
 def assert_agrees(step: RaggedStep) -> None:
@@ -33,10 +43,16 @@ spans = st.lists(st.builds(Span, st.integers(0, 300), st.integers(1, 150)), min_
 
 
 @settings(max_examples=25, deadline=None)
-@given(spans=spans, groups=st.sampled_from([(1, 1), (6, 2), (8, 2), (16, 2), (10, 1)]), block=st.sampled_from([8, 16, 32]))
+@given(
+    spans=spans,
+    groups=st.sampled_from([(1, 1), (6, 2), (8, 2), (16, 2), (10, 1)]),
+    block=st.sampled_from([8, 16, 32]),
+)
 @example(list(SPANS), (6, 2), 16)
 @example([Span(PAD_TOKENS - 1, 1), Span(PAD_TOKENS, 1), Span(PAD_TOKENS - 1, 2)], (8, 2), 16)
-def test_any_ragged_batch_agrees_with_the_reference(spans: list[Span], groups: tuple[int, int], block: int) -> None:
+def test_any_ragged_batch_agrees_with_the_reference(
+    spans: list[Span], groups: tuple[int, int], block: int
+) -> None:
     config = ragged_config(num_heads=groups[0], num_kv_heads=groups[1], head_dim=16)
     assert_agrees(ragged_step(config, spans, block_tokens=block, seed=len(spans)))
 
@@ -46,8 +62,11 @@ def test_windows_agree_with_the_reference(windows: tuple[int, int]) -> None:
     assert_agrees(ragged_step(dataclasses.replace(ragged_config(), windows=windows), SPANS))
 
 
-def attended(config: ModelConfig, pieces: list[int], threads: int, windows: tuple[int, ...] = ()) -> list[torch.Tensor]:
-    """What tokens of one sequence get that is computed in chunks of so many tokens: [layer] of [tokens, width]."""
+def attended(
+    config: ModelConfig, pieces: list[int], threads: int, windows: tuple[int, ...] = ()
+) -> list[torch.Tensor]:
+    """What tokens of one sequence get that is computed in chunks of so many tokens: [layer] of [tokens,
+    width]."""
     torch.set_num_threads(threads)
     config = dataclasses.replace(config, windows=windows)
     generator = torch.Generator().manual_seed(7)
@@ -84,7 +103,10 @@ def test_a_token_gets_the_same_bits_in_chunks_of_any_size_and_on_any_number_of_t
     for pieces in ([600], [1] * 200 + [400], [7, 120, 1, 1, 300, 83, 88]):
         for threads in (1, 2):
             found = attended(config, pieces, threads, windows)
-            assert all(torch.equal(got, want) for got, want in zip(found, expected, strict=True)), (pieces[:3], threads)
+            assert all(torch.equal(got, want) for got, want in zip(found, expected, strict=True)), (
+                pieces[:3],
+                threads,
+            )
 
 
 def test_other_types_than_float32_are_refused() -> None:
