@@ -220,7 +220,7 @@ class HoldAdapter(Sent, tag=3):
 
 
 class LetGo(Sent, tag=4):
-    """Of an adapter or a compiled grammar that was kept."""
+    """The front no longer needs what has that number: an adapter, a grammar, or the answer to a call."""
 
     number: int
 
@@ -244,13 +244,7 @@ class Call(Sent, tag=7):
     arguments: bytes  # MessagePack of what it takes
 
 
-class Abandon(Sent, tag=8):
-    """The front no longer waits for the answer to that call."""
-
-    number: int
-
-
-FromFront = Submit | Cancel | HoldAdapter | LetGo | FrontFigures | Awake | Call | Abandon
+FromFront = Submit | Cancel | HoldAdapter | LetGo | FrontFigures | Awake | Call
 
 
 class CallTypes(NamedTuple):

@@ -191,15 +191,14 @@ class FrontLink:
                     self._kept[message.number] = self._engine.adapters.hold(message.adapter)
             case boundary.LetGo():
                 _end_kept(self._kept.pop(message.number, None))
+                if (begun := self._begun.get(message.number)) is not None:
+                    begun.cancel()
             case boundary.FrontFigures():
                 self._links.note(self, message.figures, message.were_wanted)
             case boundary.Awake():
                 self._links.note(self, adapters_seen=message.adapters)
             case boundary.Call():
                 self._call(message)
-            case boundary.Abandon():
-                if (begun := self._begun.get(message.number)) is not None:
-                    begun.cancel()
 
     def _submit(self, message: boundary.Submit) -> None:
         self._open[message.number] = message.request_id

@@ -250,17 +250,13 @@ class RemoteEngine:
         self._calls[number] = future, name
         future.add_done_callback(lambda over: self._abandon(number) if over.cancelled() else None)
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
-        if name == "GrammarCompiler.begin":  # goes on only for those who wait
-            future.add_done_callback(
-                lambda over: self.send(boundary.LetGo(number)) if over.cancelled() else None
-            )
         if self._over.is_set():  # it has ended meanwhile, and its end may have missed this one
             self._end_calls(self._error or EngineClosed(_SHUTTING_DOWN))
         return future
 
     def _abandon(self, number: int) -> None:
         if self._calls.pop(number, None) is not None:
-            self.send(boundary.Abandon(number))
+            self.send(boundary.LetGo(number))
 
     def _check_alive(self) -> None:
         if self._error is not None:

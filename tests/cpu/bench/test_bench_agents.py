@@ -169,9 +169,10 @@ def test_with_too_little_room_nearly_all_is_still_reused_because_of_who_runs_nex
     assert in_order < 0.6 * possible, "in order of arrival there is room enough, too: this shows nothing"
 
 
-def test_agents_that_allow_far_more_than_they_write_reuse_nearly_all_as_well():
-    reused, possible = shares(replayed(SCARCE, replays=OpenReplay))
-    assert reused > 0.8 * possible
+def test_agents_that_allow_far_more_than_they_write_reuse_all_as_well():
+    """With room in host memory: with less, what is kept depends on when copies end."""
+    reused, possible = shares(replayed(ROOMY, replays=OpenReplay))
+    assert reused > 0.99 * possible
 
 
 # ---------------------------------------------------------------------------------------------------- figures

@@ -58,7 +58,8 @@ def test_a_machine_that_can_run_it_gets_a_zero_and_a_file(penstock, tmp_path):
 def test_beside_busy_processes_there_are_fewer_threads_than_cores(tmp_path):
     """A process of its own: torch reads the number of threads that the environment has when it is
     imported."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    fixed = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in fixed}
     cores = sorted(os.sched_getaffinity(0))
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in cores]
     try:

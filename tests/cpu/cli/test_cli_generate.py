@@ -257,7 +257,7 @@ def test_a_model_without_a_draft_head_says_how_to_get_one(penstock, monkeypatch)
     other = penstock(*command)
     assert (
         other.code == 2
-        and ("there is no head for this model; train one with `penstock train-mtp`") in other.err
+        and ("there is no head for this model; train one (docs/speculation.md, Train a head)") in other.err
     )
     monkeypatch.setattr("penstock.speculation.mtp.installed_heads", list)
     none = penstock(*command)

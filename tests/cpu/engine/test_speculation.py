@@ -138,6 +138,7 @@ def test_many_requests_share_steps(seed: int, ahead: bool, make_engine: Make, pr
     for n in range(14):
         options: dict[str, Any] = choose.choice(OPTIONS)
         length, num_tokens = choose.randint(1, 150), choose.randint(1, 50)
+        num_tokens = max(num_tokens, options.get("min_tokens", 0))
         prompt = prompts(length, seed=n % 5)
         right = generate(plain, prompt, max_tokens=num_tokens, **options)
         found = answered(engine, script, prompt, right, max_tokens=num_tokens, **options)

@@ -29,7 +29,7 @@ from valkey_rig import (
     write,
 )
 
-from penstock.errors import StoreFailed
+from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.remote.valkey import ValkeyAddress, ValkeyConnection, ValkeyStore
 from support.servers import LOOPBACK, Valkey, free_port
@@ -179,7 +179,12 @@ def test_a_closed_store_answers_nobody(server: Valkey) -> None:
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 70, "a..b"])
-def test_a_name_that_nobody_knows_is_a_failure(name: str) -> None:
+def test_a_name_that_is_unknown_is_refused_at_start_and_a_failure_later(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="its host cannot be resolved"):
+        opened(f"valkey://{name}")
+    monkeypatch.setattr(valkey, "check_hosts", lambda hosts: None)  # it was known then
     with (
         contextlib.closing(opened(f"valkey://{name}")) as store,
         pytest.raises(StoreFailed, match="cannot be reached") as failure,
@@ -198,6 +203,7 @@ def test_a_resolver_that_does_not_answer_ends_with_the_deadline(monkeypatch: pyt
         raise socket.gaierror
 
     monkeypatch.setattr(valkey, "_addresses", stuck)
+    monkeypatch.setattr(valkey, "check_hosts", lambda hosts: None)
     with (
         contextlib.closing(opened("valkey://somewhere", 0.05)) as store,
         no_hang(),
@@ -216,6 +222,7 @@ def test_of_several_addresses_a_dead_one_does_not_take_all_the_time(
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (LOOPBACK, port)) for port in (dead, server.port)]
 
     monkeypatch.setattr(valkey, "_addresses", two)
+    monkeypatch.setattr(valkey, "check_hosts", lambda hosts: None)
     with contextlib.closing(opened("valkey://somewhere")) as store:
         store.probe()
         assert store.find([bytes(16)]) == 0, "the living one has answered"

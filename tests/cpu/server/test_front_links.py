@@ -552,7 +552,7 @@ def test_a_call_about_snapshots_that_is_abandoned_leaves_the_line_and_one_of_a_f
         front.send(call(number, "SnapshotStore.begin_open", f"talk-{number}", "", None))
     until(lambda: snapshots.figures().waiting == 2, "both wait")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("front-call")]
-    front.send(boundary.Abandon(1))
+    front.send(boundary.LetGo(1))
     until(lambda: snapshots.figures().waiting == 1, "the first has left")
     front.sock.close()
     until(lambda: snapshots.figures().waiting == 0, "the second has left with its front")
@@ -1065,7 +1065,7 @@ def test_a_call_that_is_cancelled_is_given_up_there_and_its_answer_goes_nowhere(
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        assert await _heard(engine) == boundary.Abandon(asked.number)
+        assert await _heard(engine) == boundary.LetGo(asked.number)
         engine.send(boundary.Returned(asked.number, fault=fault_from(StoreFailed("too late"))))
         finding = asyncio.wrap_future(client.snapshots.begin_find("talk"))
         asked = await _heard(engine)
@@ -1114,7 +1114,7 @@ def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(
             await asyncio.to_thread(client.stats)
         late = await _heard(engine)
         assert isinstance(late, boundary.Call)
-        assert await _heard(engine) == boundary.Abandon(late.number)
+        assert await _heard(engine) == boundary.LetGo(late.number)
         engine.send(boundary.Returned(late.number, b"no stats"))
         engine.send(boundary.Beat(7.0))
         assert await _heard(engine) == boundary.Awake(0)

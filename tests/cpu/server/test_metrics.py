@@ -14,7 +14,7 @@ from penstock.engine.stats import EngineStats
 from penstock.figures import Histogram, ResidencyFigures, SessionFigures, SnapshotFigures, Traffic
 from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
-from penstock.server.replies import ChoiceText, Prompt, usage_of
+from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
 
 BOUNDS = (0.5, 1.0)
 
@@ -227,7 +227,7 @@ def test_usage_adds_up_what_was_proposed_for_each_choice_and_kept(served: Served
     """Nothing is said where nothing was proposed."""
     tokenizer = served.engine.tokenizer
     prompt = Prompt([1, 2], "ab", (0, 1))
-    choices = [ChoiceText(tokenizer, SamplingParams(max_tokens=9), (), prompt, False) for _ in range(2)]
+    choices = [ChoiceText(tokenizer, SamplingParams(max_tokens=9), (), prompt, Wants()) for _ in range(2)]
     assert "completion_tokens_details" not in usage_of([prompt], choices, 2)
     for choice, drafted, accepted in ((choices[0], 4, 1), (choices[1], 3, 3), (choices[0], 2, 2)):
         choice.feed([TokenEvent("r", (5,) * (accepted + 1), drafted=drafted, accepted=accepted)])

@@ -9,7 +9,7 @@ import pytest
 from served import MODEL, Served, completion, serving, until
 
 from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams
-from penstock.server.replies import ChoiceText, Prompt, usage_of
+from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
 from support.embedded import embedded_tokenizer
 from support.scripted_engine import EOS, ScriptedEngine
 
@@ -249,6 +249,6 @@ def test_a_stream_says_null_usage_in_every_chunk_but_the_last_where_usage_was_as
 
 def test_a_prompt_whose_source_nobody_told_counts_as_computed() -> None:
     sampling = SamplingParams(max_tokens=1)
-    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, (), Prompt([1, 2, 3]), False)
+    untold = ChoiceText(ScriptedEngine().tokenizer, sampling, (), Prompt([1, 2, 3]), Wants())
     details = usage_of([Prompt([1, 2, 3])], [untold], 1)["prompt_tokens_details"]
     assert details == {"cached_tokens": 0, "kv_source": {}}

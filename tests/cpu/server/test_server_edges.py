@@ -28,6 +28,7 @@ ANSWERS = {
     errors.ContextExceeded: (400, "invalid_request_error", "context_length_exceeded", True),
     errors.SessionMissing: (404, "invalid_request_error", "session_not_found", True),
     errors.SnapshotMissing: (404, "invalid_request_error", "snapshot_not_found", True),
+    errors.ResponseMissing: (404, "invalid_request_error", "response_not_found", True),
     errors.SnapshotTaken: (409, "invalid_request_error", "snapshot_exists", True),
     errors.SnapshotRefused: (409, "invalid_request_error", "snapshot_unusable", True),
     errors.SnapshotSpace: (409, "invalid_request_error", "snapshot_space", True),
@@ -132,15 +133,15 @@ TEXTS = {
 
 @pytest.mark.parametrize("texts", TEXTS.values(), ids=TEXTS)
 def test_lists_are_counted_up_to_the_limit_and_brackets_in_text_are_not(texts: tuple[str, ...]) -> None:
-    schema._check_shape(body_of(schema.MAX_CONTAINERS, *texts))
+    schema.check_shape(body_of(schema.MAX_CONTAINERS, *texts))
     with pytest.raises(InvalidRequest, match="more than 16384 lists and objects"):
-        schema._check_shape(body_of(schema.MAX_CONTAINERS + 1, *texts))
+        schema.check_shape(body_of(schema.MAX_CONTAINERS + 1, *texts))
 
 
 def test_as_many_lists_as_are_allowed_are_decoded_where_no_text_has_brackets() -> None:
-    schema._check_shape(body_of(schema.MAX_CONTAINERS))
+    schema.check_shape(body_of(schema.MAX_CONTAINERS))
     with pytest.raises(InvalidRequest, match="lists and objects"):
-        schema._check_shape(body_of(schema.MAX_CONTAINERS + 1))
+        schema.check_shape(body_of(schema.MAX_CONTAINERS + 1))
 
 
 # -------------------------------------------------------------------------------------------------- documents

@@ -22,6 +22,7 @@ from penstock.server.replies import (
     Heading,
     Prompt,
     ScoredToken,
+    Wants,
     usage_of,
 )
 from penstock.server.schema import CompletionBody, nth_seed
@@ -184,7 +185,9 @@ def event(text: str | bytes, **fields) -> TokenEvent:
 def a_choice(echo: Prompt | None = None, **fields) -> ChoiceText:
     tokenizer, sampling = ScriptedTokenizer(), SamplingParams(max_tokens=100, **fields)
     prompt = Prompt(()) if echo is None else echo._replace(offsets=prompt_offsets(tokenizer, echo))
-    return ChoiceText(tokenizer, sampling, tuple(map(StopString, sampling.stop)), prompt, echo is not None)
+    return ChoiceText(
+        tokenizer, sampling, tuple(map(StopString, sampling.stop)), prompt, Wants(echo=echo is not None)
+    )
 
 
 def test_scores_wait_until_their_text_is_certain() -> None:
