@@ -188,8 +188,10 @@ async def client(host: str, port: int, streams: list[list[bytes]]) -> None:
     for bodies in streams:
         done: asyncio.Future[None] = loop.create_future()
         _, stream = await loop.create_connection(
-            lambda bodies=bodies, done=done: Stream(bodies, done), host, port
-        )  # type: ignore[misc]
+            lambda bodies=bodies, done=done: Stream(bodies, done),  # type: ignore[misc]
+            host,
+            port,
+        )
         opened.append((stream, done))
     print("connected", flush=True)
     await asyncio.to_thread(sys.stdin.readline)

@@ -318,8 +318,10 @@ def elementwise(rig: Rig, tuning: Tuning) -> None:
         for tile in ROTATE_TILES:
             attention = rig.attention(tuning._replace(rotate_few=tile, rotate_many=tile))
             us = rig.median_us(
-                lambda a=attention, i=inputs, x=qkv: a.rotate_and_write(0, x, head_weight, head_weight, i)
-            )  # type: ignore[misc]
+                lambda a=attention, i=inputs, x=qkv: a.rotate_and_write(  # type: ignore[misc]
+                    0, x, head_weight, head_weight, i
+                )
+            )
             how = f"{tile.tokens} tokens {tile.heads} heads warps {tile.warps}"
             rig.report(f"rotate_and_write {rows}", how, us, f"{2 * qkv.nbytes / us / 1e3:7.0f} GB/s")
 

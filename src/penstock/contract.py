@@ -392,9 +392,11 @@ def _same(one: tuple[object, ...], other: object) -> bool:
         return False
     pairs = zip(one, other, strict=True)
     return all(
-        np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else a == b
+        np.array_equal(a, b)  # type: ignore[arg-type]
+        if isinstance(a, np.ndarray) or isinstance(b, np.ndarray)
+        else a == b
         for a, b in pairs
-    )  # type: ignore[arg-type]
+    )
 
 
 def _compares_arrays(cls: type[T]) -> type[T]:

@@ -125,9 +125,9 @@ class LLM:
     # ------------------------------------------------------------------------------------------ whole answers
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]
         self, prompts: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
-    ) -> Completion: ...  # type: ignore[overload-overlap]
+    ) -> Completion: ...
     @overload  # a str is a sequence of str, too, but one prompt
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling = None, **options: Unpack[AnswerOptions]

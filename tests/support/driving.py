@@ -39,8 +39,12 @@ def tiny_config(
     )
     return Config(
         source=ModelSource(
-            model=model, load_format="dummy", device=device, dtype="float32", positions=positions
-        ),  # type: ignore[arg-type]
+            model=model,
+            load_format="dummy",
+            device=device,  # type: ignore[arg-type]
+            dtype="float32",
+            positions=positions,
+        ),
         kv=KvConfig(device_blocks=blocks, **kv),
         engine=EngineConfig(**{"max_batch": 16, "prefill_chunk": 64, **engine}),
         offload=OffloadConfig(enabled=host_blocks > 0, host_gib=host_gib, **{"load_always": True, **offload}),

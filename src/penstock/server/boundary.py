@@ -231,9 +231,10 @@ class FrontFigures(Sent, tag=5):
 
 
 class Awake(Sent, tag=6):
-    """This front reads what it is told; which list of adapters it has."""
+    """This front reads its messages. Which list of adapters it has, and whether it knows a warm engine."""
 
     adapters: int
+    is_warm: bool = False
 
 
 class Call(Sent, tag=7):

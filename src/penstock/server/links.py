@@ -59,6 +59,7 @@ class FrontLink:
         self.figures: RequestFigures | None = None
         self.num_answers = 0  # to WantFigures
         self.adapters_seen = 0
+        self.knows_warm = False
         self._links = links
         self._engine = links.engine
         self._wire: Wire[FromFront] = Wire(sock, FromFront)
@@ -196,7 +197,7 @@ class FrontLink:
             case boundary.FrontFigures():
                 self._links.note(self, message.figures, message.were_wanted)
             case boundary.Awake():
-                self._links.note(self, adapters_seen=message.adapters)
+                self._links.note(self, adapters_seen=message.adapters, knows_warm=message.is_warm)
             case boundary.Call():
                 self._call(message)
 
@@ -322,7 +323,6 @@ class FrontLinks:
         self._loading = threading.Lock()
         self._started_s = time.time()
         self._stop = threading.Event()
-        self._told_warm = threading.Event()
         engine.call_after_events(self._hand_over)
         threading.Thread(target=self._beat, name="front-beat", daemon=True).start()
 
@@ -370,12 +370,11 @@ class FrontLinks:
             age_s, is_warm = self._loop.beat_age_s(), self._loop.is_warm
             for link in self._links:
                 link.beat(age_s, is_warm)
-            if is_warm:
-                self._told_warm.set()
 
-    def wait_told_warm(self) -> None:
-        """Block until fronts have been told that the engine is warm, or should have been."""
-        self._told_warm.wait(10 * BEAT_S)
+    def wait_known_warm(self) -> None:
+        """Block until all fronts have said that they know the engine to be warm, or should have."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(link.knows_warm for link in self._links), 10 * BEAT_S)
 
     # ---------------------------------------------------------------------------------- what links have heard
 
@@ -385,12 +384,14 @@ class FrontLinks:
         figures: RequestFigures | None = None,
         wanted: bool = False,
         adapters_seen: int = 0,
+        knows_warm: bool = False,
         gone: bool = False,
     ) -> None:
         with self._changed:
             link.figures = figures or link.figures
             link.num_answers += wanted
             link.adapters_seen = max(link.adapters_seen, adapters_seen)
+            link.knows_warm |= knows_warm
             if gone and link in self._links:
                 if link.figures is not None:
                     self._past.append(link.figures)
@@ -516,7 +517,7 @@ class EngineProcess:
         """`start` warms the engine up; fronts are told what it is meanwhile. Returns the exit code."""
         threading.Thread(target=self._obey, name="parent", daemon=True).start()
         start()
-        self._links.wait_told_warm()
+        self._links.wait_known_warm()
         self._parent.send(boundary.Ready())
         while not self._closed.wait(WATCH_S) and self._loop.failed() is None:
             pass

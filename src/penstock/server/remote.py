@@ -335,7 +335,7 @@ class RemoteEngine:
                     message.age_s,
                     message.is_warm,
                 )
-                self.send(boundary.Awake(self.adapters.version))
+                self.send(boundary.Awake(self.adapters.version, self.is_warm))
                 self._send_figures()
                 while self.dropped:
                     self.send(boundary.LetGo(self.dropped.popleft()))
@@ -344,7 +344,7 @@ class RemoteEngine:
                     {one.adapter.name: one for one in message.loaded},
                     message.version,
                 )
-                self.send(boundary.Awake(message.version))
+                self.send(boundary.Awake(message.version, self.is_warm))
             case boundary.WantFigures():
                 if self.own_figures is not None:
                     self.send(boundary.FrontFigures(self.own_figures, were_wanted=True))

@@ -628,6 +628,19 @@ def test_a_change_of_adapters_is_answered_when_every_front_knows_of_it(
     assert seen_when_answered == [1]
 
 
+def test_ready_waits_until_every_front_knows_that_the_engine_is_warm(linked: Linked) -> None:
+    one, other = linked.front(), linked.front()
+    one.send(boundary.Awake(0, is_warm=True))
+    waiting = threading.Thread(target=linked.links.wait_known_warm)
+    waiting.start()
+    other.send(boundary.Awake(0))
+    until(lambda: linked.links._links[0].knows_warm, "the first one knows it")
+    assert waiting.is_alive(), "the other one does not know it yet"
+    other.send(boundary.Awake(0, is_warm=True))
+    waiting.join(DEADLINE_S)
+    assert all(link.knows_warm for link in linked.links._links)
+
+
 def test_an_adapter_can_be_submitted_to_until_every_front_knows_that_it_is_unloaded(
     linked: Linked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -927,11 +940,11 @@ def test_a_compiled_grammar_is_let_go_of_once_nobody_here_has_it() -> None:
         engine.send(boundary.Returned(asked.number, msgspec.msgpack.encode(None)))
         engine.send(boundary.Beat(0.0))
         await asyncio.wrap_future(compiling)
-        assert await _heard(engine) == boundary.Awake(0)
+        assert await _heard(engine) == boundary.Awake(0, is_warm=True)
         del compiling
         gc.collect()
         engine.send(boundary.Beat(0.0))
-        assert await _heard(engine) == boundary.Awake(0)
+        assert await _heard(engine) == boundary.Awake(0, is_warm=True)
         engine.send(boundary.Beat(0.0))
         assert await _heard(engine) == boundary.LetGo(asked.number)
 
@@ -1117,7 +1130,7 @@ def test_who_is_not_answered_in_time_is_told_so_and_a_late_answer_goes_nowhere(
         assert await _heard(engine) == boundary.LetGo(late.number)
         engine.send(boundary.Returned(late.number, b"no stats"))
         engine.send(boundary.Beat(7.0))
-        assert await _heard(engine) == boundary.Awake(0)
+        assert await _heard(engine) == boundary.Awake(0, is_warm=True)
         assert client.failed() is None
 
     as_front(play)
@@ -1203,7 +1216,7 @@ def test_figures_are_sent_when_they_are_asked_for() -> None:
     async def play(client: RemoteEngine, engine: Wire[FromFront]) -> None:
         engine.send(boundary.WantFigures())  # there are none yet
         engine.send(boundary.Beat(0.0))
-        assert await _heard(engine) == boundary.Awake(0)
+        assert await _heard(engine) == boundary.Awake(0, is_warm=True)
         client.own_figures = RequestFigures(by_finish=Counter(stop=3))
         engine.send(boundary.WantFigures())
         engine.send(boundary.Beat(0.0))
@@ -1359,7 +1372,7 @@ def test_figures_are_sent_whenever_they_have_changed() -> None:
         for num in range(1, 4):
             client.own_figures.by_finish["stop"] = num
             engine.send(boundary.Beat(0.0))
-            assert await _heard(engine) == boundary.Awake(0)
+            assert await _heard(engine) == boundary.Awake(0, is_warm=True)
             told = await _heard(engine)
             assert (
                 isinstance(told, boundary.FrontFigures)
@@ -1375,7 +1388,7 @@ def test_a_front_knows_whether_the_engine_is_warm() -> None:
         assert client.is_warm
         for is_warm in (False, True):
             engine.send(boundary.Beat(0.0, is_warm))
-            assert await _heard(engine) == boundary.Awake(0)
+            assert await _heard(engine) == boundary.Awake(0, is_warm=is_warm)
             assert client.is_warm is is_warm
 
     as_front(play)
@@ -1411,10 +1424,10 @@ def test_an_adapter_that_was_loaded_before_the_front_listened_is_known_and_ackno
         client.start()
         assert client.adapters.find("new") == loaded
         wire: Wire[FromFront] = Wire(engine, FromFront)
-        assert await asyncio.to_thread(wire.receive) == boundary.Awake(4)
+        assert await asyncio.to_thread(wire.receive) == boundary.Awake(4, is_warm=True)
         engine.sendall(frame(boundary.Beat(0.0)))  # which every front answers
         engine.settimeout(DEADLINE_S)
-        assert await asyncio.to_thread(wire.receive) == boundary.Awake(4)
+        assert await asyncio.to_thread(wire.receive) == boundary.Awake(4, is_warm=True)
 
     asyncio.run(run())
     for one in (engine, front):

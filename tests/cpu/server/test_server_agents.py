@@ -23,7 +23,7 @@ NAMES = {
     "/v1/chat/completions": "bash",
 }
 IGNORED = {
-    "Claude Code": {"context_management", "metadata", "output_config.effort", "system[].cache_control"},
+    "Claude Code": {"context_management", "metadata", "system[].cache_control"},
     "Codex": {"client_metadata", "include", "tools[web_search]"},
 }
 

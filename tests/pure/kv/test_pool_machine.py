@@ -413,8 +413,7 @@ def forgets_to_count_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: SlotBook, slots, event, new, owner):
         move(self, slots, event, new, owner)
         if event is SlotEvent.SHARE:
-            for slot in slots:
-                self.holds[slot] -= 1
+            self.holds.add(slots, -1)
 
     monkeypatch.setattr(SlotBook, "move", faulty)
 

@@ -92,8 +92,12 @@ def connect(address: StoreUrl, timeout_s: float) -> S3Store:
         pause: BackoffConfig = {"init_backoff": limit / 50, "max_backoff": limit / 10}
         again: RetryConfig = {"max_retries": 2, "retry_timeout": limit, "backoff": pause}
         return S3Store(
-            address.place, prefix=address.path or None, client_options=client, retry_config=again, **named
-        )  # type: ignore[arg-type]
+            address.place,
+            prefix=address.path or None,
+            client_options=client,
+            retry_config=again,
+            **named,  # type: ignore[arg-type]
+        )
     except OSError as error:
         raise ConfigError(
             f"{FLAG}: the file for TLS cannot be read: {error.strerror or type(error).__name__}"
