@@ -62,37 +62,19 @@ SOME = {
 
 
 def tables() -> str:
-    lines = ["| field | `/v1/completions` | `/v1/chat/completions` | |", "|---|---|---|---|", *_rows()]
+    lines = [*_shared()]
     told = {*hints(schema.CompletionBody), *hints(schema.ChatBody), *(row.path for row in ignored.ROWS)}
-    unknown = [name for name in ELSEWHERE if name not in told]
-    lines += [
-        "",
-        "Fields of OpenAI's or vLLM's that are not known here, and so refused: "
-        + ", ".join(f"`{name}`" for name in unknown)
-        + ".",
-    ]
+    lines += ["", f"Refused, since unknown: {_listed([name for name in ELSEWHERE if name not in told])}."]
     for path, body in DOORS.items():
-        lines += [
-            "",
-            f"Fields "
-            f"of "
-            f"`{path}` "
-            f"that "
-            f"are "
-            f"honoured: "
-            f"{_listed([name for name, hint in hints(body).items() if hint is not NoneType])}.",
-        ]
-    lines += [
-        "",
-        "| field without effect | of | why it is taken | values | |",
-        "|---|---|---|---|---|",
-        *_without_effect(),
-    ]
-    lines += ["", "| object | fields that are taken | taken as null only |", "|---|---|---|"]
+        lines += ["", f"`{path}`: {_listed(_honoured(body))}."]
+    lines += ["", "### Taken without effect", "", *_taken_whatever_they_say()]
+    lines += ["", "| field | of | values | note |", "|---|---|---|---|", *_taken_with_some_values()]
+    lines += ["", "### Refused", "", "| field | of | why |", "|---|---|---|", *_refused()]
+    lines += ["", "### Objects", ""]
     for name, kind in PARTS.items():
-        taken = [field for field, hint in hints(kind).items() if hint is not NoneType]
-        null = [field for field, hint in hints(kind).items() if hint is NoneType]
-        lines.append(f"| {name if ' ' in name else f'`{name}`'} | {_listed(taken)} | {_listed(null)} |")
+        null = _null_only(kind)
+        only = f"; null only: {_listed(null)}" if null else ""
+        lines.append(f"- {name if ' ' in name else f'`{name}`'}: {_listed(_honoured(kind))}{only}")
     return "\n".join(lines)
 
 
@@ -103,26 +85,59 @@ def hints(kind: type[Any]) -> dict[str, Any]:
     return {name: found[name] for name in sorted(kind.__struct_fields__)}
 
 
-def _rows() -> Iterator[str]:
-    known = {route: hints(body) for route, body in BODIES.items()}
-    for field in sorted(set().union(*known.values())):
-        cells = [_cell(field, known[route]) for route in BODIES]
-        yield f"| `{field}` | {' | '.join(cells)} | {_note(field)} |"
+def _honoured(kind: type[Any]) -> list[str]:
+    return [name for name, hint in hints(kind).items() if hint is not NoneType]
 
 
-def _without_effect() -> Iterator[str]:
-    for row in sorted(ignored.ROWS, key=lambda row: (row.meaning == "change", row.path)):
-        routes = (
-            ", ".join(f"`{ROUTES[api]}`" for api in row.apis.split())
-            if len(row.apis.split()) < len(ROUTES)
-            else "all"
-        )
-        yield f"| `{row.path}` | {routes} | {ignored.MEANINGS[row.meaning]} | {_values(row)} | {row.why} |"
+def _null_only(kind: type[Any]) -> list[str]:
+    return [name for name, hint in hints(kind).items() if hint is NoneType]
+
+
+def _shared() -> Iterator[str]:
+    """Fields of completions and chats: those of both, then those of one."""
+    known = {route: set(_honoured(body)) for route, body in BODIES.items()}
+    both = set.intersection(*known.values())
+    yield f"`/v1/completions` and `/v1/chat/completions`: {_listed(sorted(both))}."
+    for route, names in known.items():
+        yield ""
+        yield f"`{ROUTES[route]}` alone: {_listed(sorted(names - both))}."
+    null = sorted({name for body in BODIES.values() for name in _null_only(body)})
+    if null:
+        yield ""
+        yield f"Null only: {_listed(null)}."
+    types = _types(get_type_hints(schema.ChatBody)["response_format"])
+    yield ""
+    yield f"Types of `response_format`: {_listed(types)}."
+
+
+def _routes(row: ignored.IgnoredField) -> str:
+    apis = row.apis.split()
+    return _listed([ROUTES[api].removeprefix("/v1/") for api in apis]) if len(apis) < len(ROUTES) else "all"
+
+
+def _taken_whatever_they_say() -> Iterator[str]:
+    """One line for each set of routes: their fields that may have any value."""
+    found: dict[str, list[str]] = {}
+    for row in sorted(ignored.ROWS):
+        if row.meaning != "change" and _values(row) == "any":
+            found.setdefault(_routes(row), []).append(row.path)
+    for routes, paths in sorted(found.items()):
+        yield f"- {routes}: {_listed(paths)}"
+
+
+def _taken_with_some_values() -> Iterator[str]:
+    for row in sorted(ignored.ROWS):
+        if row.meaning != "change" and _values(row) != "any":
+            yield f"| `{row.path}` | {_routes(row)} | {_values(row)} | {row.why} |"
+
+
+def _refused() -> Iterator[str]:
+    for row in sorted(ignored.ROWS):
+        if row.meaning == "change":
+            yield f"| `{row.path}` | {_routes(row)} | {row.why} |"
 
 
 def _values(row: ignored.IgnoredField) -> str:
-    if row.meaning == "change":
-        return "refused"
     if isinstance(row.takes, tuple):
         return ", ".join(f"`{json.dumps(value)}`" for value in row.takes)
     inner = get_args(row.takes)[0] if get_origin(row.takes) is list and get_args(row.takes) else row.takes
@@ -130,20 +145,6 @@ def _values(row: ignored.IgnoredField) -> str:
         listed = ", ".join(f"`{json.dumps(value)}`" for value in get_args(inner))
         return listed if inner is row.takes else f"some of {listed}"
     return SOME.get(row.path, "any")
-
-
-def _cell(field: str, known: dict[str, Any]) -> str:
-    if field not in known:
-        return "refused"
-    if known[field] is NoneType:
-        return "null only"
-    return "yes"
-
-
-def _note(field: str) -> str:
-    if field == "response_format":
-        return "types: " + ", ".join(f"`{name}`" for name in _types(get_type_hints(schema.ChatBody)[field]))
-    return ""
 
 
 def _types(hint: Any) -> list[str]:
