@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("penstock: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _drop_output()  # whoever read it has left
+        _drop_output()  # the reader has closed the pipe
         return EXIT_FAILED
     except OSError as error:
         if error.errno is None:
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ready_streams() -> None:
-    """One that was closed before the start leads nowhere, and its number is nobody else's. Bytes that are no
-    text, and characters that the terminal does not have, show as replacements instead of ending the
+    """Replace a standard stream that was closed before the start, so that no other file gets its number.
+    Undecodable bytes, and characters that the terminal lacks, show as replacements instead of ending the
     program."""
-    # in the order of their numbers: the lowest free one is taken
+    # in this order: the system assigns the lowest free number
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process
@@ -104,11 +104,11 @@ def _ready_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Python flushes stdout once more at exit and must not trip over what could not be written."""
+    """Python flushes stdout once more at exit and must not fail on output that could not be written."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         return
-    with contextlib.suppress(io.UnsupportedOperation):  # no file of the system's
+    with contextlib.suppress(io.UnsupportedOperation):  # not a file of the system
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

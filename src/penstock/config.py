@@ -58,7 +58,7 @@ def place_of(url: str) -> str:
     if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         return "..."
     end = min((place for mark in "/?#" if (place := rest.find(mark)) >= 0), default=len(rest))
-    host = rest[:end].rpartition("@")[2]  # a password with one of those marks in it has its "@" behind them
+    host = rest[:end].rpartition("@")[2]  # a password with one of these marks has its "@" after them
     certain = "@" not in rest[end:] and _HOSTS.fullmatch(host) is not None
     return f"{scheme}://{host if certain else '...'}"
 
@@ -73,12 +73,12 @@ class ModelSource:
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"  # auto: float32 on CPU (no bf16 units there), bfloat16 on CUDA
     seed: int = 0  # of dummy weights
-    # of dummy weights, where more tokens are wanted than the model's own config allows
+    # of dummy weights, if more tokens are needed than the model's config allows
     positions: int | None = None
-    # whether generation_config.json states defaults of requests that leave fields out
+    # whether generation_config.json sets defaults for fields that a request leaves out
     generation_config: GenerationConfigName = "auto"
     weights: WeightsName = "auto"  # form of matrices on the CPU; auto: the one measured as fastest
-    # on the CPU: a token's logits are the same bits, whatever was reused and whatever else a step computes
+    # on the CPU: a token's logits are bitwise the same, with any reuse and in any batch
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ MAX_SPANS = 64  # of pinned tokens
 
 
 def wrong_spans(spans: Sequence[tuple[int, int]]) -> str:
-    """What is wrong with them; empty: each is a first token and one behind the last."""
+    """What is wrong with the spans; empty: each is (first token, token after the last)."""
     if len(spans) <= MAX_SPANS and all(0 <= first < end for first, end in spans):
         return ""
     return (
@@ -123,25 +123,26 @@ def wrong_spans(spans: Sequence[tuple[int, int]]) -> str:
     )
 
 
-# blocks of a deep sequence on the device: what is computed, and what is being saved meanwhile
+# Fewest blocks of a deep sequence on the device: blocks being computed, and blocks being saved.
 FEWEST_RESIDENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class KvConfig:
-    """The device arena and what is kept in it."""
+    """The device arena."""
 
     block_tokens: int = 16  # tokens per block; one block is the unit of identity and of movement
-    # GiB of device memory for KV; None: 1 on CPU, what is left after weights on CUDA
+    # GiB of device memory for KV; None: 1 on CPU, on CUDA the memory that weights leave
     device_gib: float | None = None
     device_blocks: int | None = None  # the same in blocks; at most one of the two
     prefix_cache: bool = True  # reuse blocks across requests
-    # of a sequence that are on the device at most; None: all, where they fit, else half of its memory
+    # Most tokens of a sequence on the device. None: all if they fit, else half of the device's KV memory.
     resident_tokens: int | None = None
-    # what a sequence that does not fit attends to while it decodes: all, or what is on the device
+    # what a sequence that does not fit attends to while it decodes: all, or the part on the device
     residency: ResidencyName = "exact"
-    pin_spans: tuple[tuple[int, int], ...] = ()  # with "scored": [first, end) of tokens that are always there
-    scorer: ScorerName = "qk"  # with "scored": what else is there
+    # with "scored": [first, end) of tokens that always stay on the device
+    pin_spans: tuple[tuple[int, int], ...] = ()
+    scorer: ScorerName = "qk"  # with "scored": how the other resident parts are chosen
 
     def __post_init__(self) -> None:
         _need(
@@ -190,16 +191,16 @@ class OffloadConfig:
     eviction: EvictionName = EVICTIONS[0]  # which blocks a full tier forgets first
     # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
     lease_s: float = 120.0
-    load_always: bool = False  # also where computing seems faster: for measuring a tier
-    # a promotion that takes longer is no longer waited for; the request computes instead
+    load_always: bool = False  # load even if computing seems faster, to measure a tier
+    # a slower promotion is abandoned; the request computes instead
     load_deadline_s: float = 30.0
-    ssd_dir: str | None = None  # where blocks outlive the process; None: nowhere
+    ssd_dir: str | None = None  # directory for blocks that outlive the process; None: none
     ssd_gib: float = 16.0  # GiB of disk at most, all files together
-    # what is written there: every block, those used twice, or those about to leave host memory
+    # which blocks are written to disk: all, those used twice, or those about to leave host memory
     ssd_admission: AdmissionName = "always"
     # URL of a store that several engines share; may contain a password
     remote: str | None = field(default=None, repr=False)
-    remote_timeout_s: float = 1.0  # for one call to it; longer means that it is down
+    remote_timeout_s: float = 1.0  # for one call; a slower store counts as down
 
     def __post_init__(self) -> None:
         _need(
@@ -241,19 +242,20 @@ class OffloadConfig:
 class EngineConfig:
     """How requests share steps."""
 
-    # tokens of prompt plus output; None: the model's own limit, as far as KV memory goes
+    # tokens of prompt plus output; None: the model's own limit, or less if KV memory is short
     max_model_len: int | None = None
     max_batch: int = 256  # requests that run at once; one row of device state each
-    prefill_chunk: int = 0  # prompt tokens computed in one step at most; 0: 512 on CPU, 8192 on CUDA
-    overcommit: float = 1.0  # 1: what is promised to requests fits; 2: it may sum to twice the memory
-    # who in line runs next: whoever is cheapest to start, within a bound; or whoever came first
+    prefill_chunk: int = 0  # most prompt tokens computed in one step; 0: 512 on CPU, 8192 on CUDA
+    overcommit: float = 1.0  # 1: promised blocks fit; 2: promises may sum to twice the memory
+    # which waiting request runs next: the cheapest to start, within a bound, or the first that came
     scheduling: SchedulingName = "cost"
-    max_overtaken_s: float = 60.0  # with "cost": nobody is overtaken by a request that arrived so much later
+    max_overtaken_s: float = 60.0  # with "cost": no request is overtaken by one that arrived this much later
     capture: bool = True  # run decode steps as captured replays
-    seed: int = 0  # from which requests without a seed get theirs
-    # room is promised for what is likely to be written, or all that may be
+    seed: int = 0  # for requests without a seed
+    # room is promised for the likely length of an answer, or for its maximum
     admission: PromiseName = "expected"
-    # of a step for prompts, where others get tokens; 0: no limit; None: 150 on CUDA, 0 on CPU
+    # most milliseconds of a step for prompts while other requests decode; 0: no limit; None: 150 on CUDA, 0
+    # on CPU
     prefill_chunk_ms: float | None = None
 
     def __post_init__(self) -> None:

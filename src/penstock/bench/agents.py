@@ -175,7 +175,7 @@ class AgentsBench:
 
 
 def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str, Any]:
-    """Of those that are done."""
+    """Of finished requests."""
     done = [record for record in records if record.done]
     source: Counter[str] = Counter()
     for record in done:
@@ -218,12 +218,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def overtaken(records: Sequence[Record]) -> dict[Record, float]:
-    """By how many seconds each was overtaken at worst: how much later than it a request came that got its
-    first token sooner. Those that have none yet were overtaken, too; those that got it in the same step were
-    not."""
+    """The worst overtaking of each request, in seconds: how much later a request arrived that got its first
+    token sooner. Requests without a first token count as overtaken; requests of the same step do not."""
     never = float("inf")
     found: dict[Record, float] = {}
-    latest = 0.0  # arrival among those that got their first token at an earlier time
+    latest = 0.0  # latest arrival among requests with an earlier first token
     in_order = sorted(records, key=lambda one: never if one.first_s is None else one.first_s)
     for _, together in groupby(in_order, key=lambda one: one.first_s):
         some = list(together)

@@ -40,9 +40,9 @@ PAUSE_S = 0.02  # at most, between two requests of a thread
 OPEN_PER_THREAD = 8
 
 COPY_FAILED = 0.03  # share of copies that fail halfway
-COPY_STALLED = 0.01  # share of copies that take longer than anybody waits for them
+COPY_STALLED = 0.01  # share of copies that take longer than requests wait
 FAILED = 0.02  # share of the disk's calls that end with an error, and of a store's blocks
-STALLED = 0.005  # share of calls that take longer than anybody waits for them
+STALLED = 0.005  # share of calls that take longer than requests wait
 # share of the disk's reads that bring a wrong bit, and of its writes that do not happen or only by half
 SPOILED = 0.02
 DOWN = 0.003  # share of a store's calls for which all of it is down
@@ -151,7 +151,7 @@ class Listening:
 
 
 class Submitter:
-    """One thread that asks until it is told to stop. It never has more than a few requests open."""
+    """One thread that submits requests until it is stopped. It never has more than a few requests open."""
 
     def __init__(self, engine: Engine, asks: list[Ask], tally: SoakTally, rng: random.Random) -> None:
         self.num_submitted = 0

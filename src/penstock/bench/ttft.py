@@ -160,7 +160,7 @@ def refusal_of(length: int, engine: Engine, config: Config, colder: dict[str, in
 
 
 def cases_of(engine: Engine, config: Config) -> list[str]:
-    """Those that this engine can show; with the device's prefix cache off, everything comes from colder
+    """Cases that this engine can show. Without the device's prefix cache, everything comes from colder
     tiers."""
     tiers = [tier for tier in engine.tiers if tier != "device" or config.kv.prefix_cache]
     return [case for tier in tiers for case in (tier, f"{tier}_new")]
@@ -177,7 +177,7 @@ def only_in(driver: Driver, tier: str) -> None:
 
 def reusable(length: int, asked: int, block_tokens: int) -> int:
     """Tokens of a prompt of `asked` tokens, of which `length` were seen before, that must come from a tier:
-    the full blocks of those, but never the last token."""
+    their full blocks, but never the last token."""
     return min(length // block_tokens * block_tokens, asked - 1)
 
 

@@ -19,7 +19,7 @@ from penstock.errors import InvariantBroken
 from penstock.models.progress import Progress
 
 ALL = "all"  # the row that sums the turns
-SOURCES = ("device", "host", "computed")  # those that have a column
+SOURCES = ("device", "host", "computed")  # sources with a column
 
 
 class TakenTurn(NamedTuple):

@@ -21,7 +21,7 @@ from penstock.engine.text import StopString, TextStream
 from penstock.errors import StepFailed
 
 LOOK_S = 1.0  # between two looks whether the engine can still say anything
-CANCEL_S = 30.0  # for the engine to end a request that nobody wants any more; a step takes seconds at most
+CANCEL_S = 30.0  # for the engine to end a cancelled request; a step takes seconds at most
 
 COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
 
@@ -113,8 +113,8 @@ class Answer:
         self._stream = TextStream(
             engine.tokenizer, tuple(map(StopString, sampling.stop)), begins, sampling.min_tokens
         )
-        self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader wants no more
-        self.tokens: list[int] = []  # whose text is part of the answer
+        self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader has stopped
+        self.tokens: list[int] = []  # tokens of the answer's text
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._source = KvSource(computed=len(prompt))
         self._num_generated = 0
@@ -132,7 +132,7 @@ class Answer:
         self._request_id = self._submit(self._events.put)
 
     def cancel(self) -> None:
-        """Nobody reads it any more."""
+        """The reader has stopped."""
         if self._request_id and not self._last_s:
             self._engine.cancel(self._request_id)
 

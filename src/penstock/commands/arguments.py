@@ -45,8 +45,8 @@ _BELONGS_TO = {"ssd_gib": "ssd_dir", "ssd_admission": "ssd_dir", "remote_timeout
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults that say something: not None, nor a switch that is off, nor an empty list. Where flags
-    are many, the usage leaves out those that are not required: each has a line of its own below."""
+    """Hides defaults that say nothing: None, a switch that is off, an empty list. With many flags, the usage
+    line shows only required ones: each flag has its own line below."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         needed = [action for action in actions if action.required or not action.option_strings]
@@ -103,8 +103,8 @@ def number(group: Any, flag: str, help: str, default: Any = None, kind: Callable
 
 
 def engine_flags() -> argparse.ArgumentParser:
-    """A parent for every command that runs the engine; parents share their actions, so each command gets one
-    of its own."""
+    """A parent parser for commands that run the engine. Parents share their actions, so each command gets its
+    own."""
     parent = Parser(add_help=False)
     _model_flags(parent.add_argument_group("model"))
     _memory_flags(parent.add_argument_group("KV memory"))
@@ -211,7 +211,7 @@ def _offload_flags(group: Any) -> None:
         "--eviction", choices=EVICTIONS, default=offload.eviction, help="what a full tier forgets first"
     )
     ssd_dir_flag(group, required=False)
-    # No defaults in these: given without what they belong to, they are refused.
+    # No defaults here: given without their tier, these flags are refused.
     number(group, "--kv-offload-ssd-gib", f"GiB of disk at most (unset: {offload.ssd_gib:g})", kind=float)
     text = (
         f"which blocks are written to disk: all, those used twice, those "
@@ -393,7 +393,7 @@ def lora_flag(several: bool) -> argparse.ArgumentParser:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    # random weights know no longest context
+    # random weights have no longest context
     positions = args.max_model_len if args.load_format == "dummy" else None
     # other commands have defaults of their own
     generation_config: GenerationConfigName = getattr(args, "generation_config", "none")
@@ -440,7 +440,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def _offload_of(args: argparse.Namespace) -> OffloadConfig:
-    """A flag of a tier that is not there would change nothing, so it is refused."""
+    """A flag of a missing tier would do nothing, so it is refused."""
     given: dict[str, Any] = {}
     for name, tier in _BELONGS_TO.items():
         if (value := getattr(args, f"kv_offload_{name}")) is None:

@@ -1,5 +1,5 @@
-"""`penstock cache`: what is in the directory of a disk tier, whether it is whole, and away with it. Owns how
-that is asked and shown; the files are read in `penstock.kv`."""
+"""`penstock cache`: inspects, verifies and clears the directory of a disk tier. Owns the questions and the
+output; `penstock.kv` reads the files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_cache(
 
 
 def _confirmed(directory: Path) -> bool:
-    """Whoever is not there to be asked has to say so beforehand."""
+    """Without a terminal there is no one to ask, so `--yes` is required."""
     if not sys.stdin.isatty():
         raise ConfigError(
             "cache clear asks before it removes anything: give --yes where there is no terminal"

@@ -99,8 +99,8 @@ class Conversation:
         self._turns: list[tuple[str, str]] = []
 
     def ask(self, question: str) -> Turn:
-        """The prompt for `question`. Changes nothing but what is forgotten, and not even that where the
-        question cannot fit."""
+        """The prompt for `question`. Only drops forgotten turns, and not even those if the question cannot
+        fit."""
         reserve = max(1, min(self._max_tokens, self._context // ANSWER_SHARE))
         for num_forgotten in range(len(self._turns) + 1):
             prompt = self._render(self._turns[num_forgotten:], question)

@@ -1,4 +1,4 @@
-"""`penstock doctor`: can this machine run Penstock, and if not, what is to be done? Owns the checks; changes
+"""`penstock doctor`: can this machine run Penstock, and if not, what to do? Owns the checks; changes
 nothing."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _checks(config: Config) -> Iterator[Check]:
 
 
 def _attempt(name: str, check: Callable[[], Check]) -> Check:
-    """Whatever breaks is what was to be found out."""
+    """Runs one check; any exception is its result."""
     try:
         return check()
     except Exception as error:

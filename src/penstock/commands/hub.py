@@ -1,5 +1,5 @@
-"""Models that are not here: by their name on the Hugging Face hub, and the embedded one where its package is
-not installed. Owns fetching; what is fetched is a directory or a file like any other."""
+"""Models that are not local: by name on the Hugging Face hub, and the embedded one if its package is not
+installed. Owns downloading; the result is a normal directory or file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _fetch(name: str) -> Path:
     logger.info("fetching %s from the hub, unless its files are here", name)
     try:
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except Exception as error:  # its own errors, those of three HTTP libraries, and of the disk
+    except Exception as error:  # its own errors, errors of three HTTP libraries, and of the disk
         said = " ".join(str(error).split())[:300]
         raise ModelError(
             f"no path {name!r} is here, and the hub "

@@ -100,7 +100,7 @@ def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str)
 
 
 def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> Mapping[str, Any]:
-    """What runs here, for whoever reads the log later. No secrets."""
+    """A summary of the configuration for the log. No secrets."""
     arena = engine.arena
     kv = {tier: sum(states.values()) for tier, states in engine.stats().kv_blocks.items() if states}
     sizes = ", ".join(
@@ -127,7 +127,7 @@ def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> M
 
 
 def _server() -> ModuleType:
-    """Before the weights are loaded: what is missing is said at once."""
+    """Before the weights are loaded, so that a missing package is reported at once."""
     try:
         from penstock.server import run
     except ModuleNotFoundError as error:

@@ -104,8 +104,7 @@ class Lane(Protocol):
     ) -> Ticket: ...
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
-        """The calling thread itself reads or writes these bytes, here and now. Nothing is done; an observer
-        is told."""
+        """The calling thread itself reads or writes these bytes now. Does nothing but notify an observer."""
 
     def is_current(self) -> bool:
         """Whether the calling code is work of this lane: what only the lane's work may touch asks this."""

@@ -47,8 +47,8 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A model's own template. It comes with the weights, so it is compiled once; messages come from anyone,
-    so a failure is theirs."""
+    """A model's own template. It comes with the weights, so it is compiled once. Messages come from clients,
+    so a failure is the client's."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
@@ -63,7 +63,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self.source = source
         try:
-            # those that it looks at
+            # variables that it reads
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -225,8 +225,8 @@ _KINDS = frozenset({"function", "object", "string", "number", "integer", "boolea
 
 
 def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A message or tool with every string changed that its writer chose; a message's role is one of few.
-    Names inside it are their writer's, too, but for those that templates look at."""
+    """A message or tool with every string changed that its writer chose; a message's role is one of few. Keys
+    inside it are the writer's, too, except those that templates read."""
     if isinstance(value, str):
         return value if value in _KINDS else change(value)
     if isinstance(value, Mapping):

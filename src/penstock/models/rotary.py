@@ -58,8 +58,7 @@ _RENAMED = {"su": "longrope"}  # as the first Phi-3 files call it
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """One scheme, and all numbers that its table follows from. Those that it does not use are as they are by
-    default."""
+    """One scheme, and all numbers that define its table. Unused ones have their defaults."""
 
     kind: str
     factor: float = 1.0

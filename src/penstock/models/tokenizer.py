@@ -290,7 +290,7 @@ class Tokenizer:
 
 
 class _TokenBound(NamedTuple):
-    """How few tokens a text can have, told from its bytes alone."""
+    """A lower bound on the number of tokens of a text, from its bytes alone."""
 
     longest: int  # bytes of text that one token can stand for
     lost: bytes  # bytes that the vocabulary does not have: they become no token at all

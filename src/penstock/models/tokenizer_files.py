@@ -107,9 +107,9 @@ def _add_declared(
     vocab: int,
     where: Path,
 ) -> None:
-    """Added tokens that are declared beside the vocabulary, but for those that the model has no row for.
-    Those that begin or end a text are special even where nothing else says so. Padding is not: it may be any
-    word, and no prompt has any."""
+    """Added tokens that are declared beside the vocabulary, except those without a row in the model. Tokens
+    that begin or end a text are special even if no flag says so. Padding is not: it may be any word, and no
+    prompt has any."""
     declared = settings.get("added_tokens_decoder") or {}
     try:
         tokens = {
@@ -186,7 +186,7 @@ def _template_text(path: Path) -> str:
 
 
 def _named_templates(settings: Mapping[str, Any], where: Path) -> dict[str, str]:
-    """By name those that are known here."""
+    """The templates that are known here, by name."""
     template = settings.get("chat_template")
     named: dict[str, Any] = {"default": template}
     if isinstance(template, list):
@@ -289,8 +289,8 @@ def _vocabulary(
 def _mark_added(
     backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[tuple[str, int]]
 ) -> None:
-    """Control tokens are special, and so is the unknown one; those that users of the trainer defined are
-    words that are never cut."""
+    """Control tokens are special, and so is the unknown one. User-defined tokens are words that are never
+    split."""
     trims = metadata.get("tokenizer.ggml.model") == "llama" and metadata.get("general.architecture") == "phi3"
     for kinds, add in (
         ((_UNKNOWN, _CONTROL), backend.add_special_tokens),

@@ -421,9 +421,9 @@ def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> byte
 def weights_digest(
     config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes], forms: Forms | None = None
 ) -> bytes:
-    """Identity of the function that the weights compute: their `content`, the dtype and forms they run in and
-    the numbers of the config. Those that are as they are by default are left out, so that a new one changes
-    no model that does without it."""
+    """Identity of the function that the weights compute: their `content`, the dtype and forms they run in,
+    and the numbers of the config. Fields with default values are left out, so that a new field changes no
+    model that does not use it."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
     # when to stop, and how long a sequence may be, change no KV

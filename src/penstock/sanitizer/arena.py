@@ -30,8 +30,8 @@ class Standing:
     def __init__(self, state: str, owner: str, known: Known, fenced: Known) -> None:
         self.state = state
         self.owner = owner
-        self.known = known  # to the actor that changed it last: the next one comes after that
-        self.fenced = fenced  # what is over once the fences have passed that were given back with the slots
+        self.known = known  # to the actor of the last change; the next change happens after that
+        self.fenced = fenced  # all that is over once the fences given back with the slots have passed
 
 
 class PoolShadow:
@@ -64,8 +64,8 @@ class PoolShadow:
     def move(
         self, actor: Actor, slots: Sequence[int], states: tuple[str, str], owner: str
     ) -> list[tuple[int, str]]:
-        """`slots` go from one of `states` to the other. Returns those that were in another state than the
-        first, with that."""
+        """Move `slots` from one of `states` to the other. Returns (slot, state) for slots in an unexpected
+        state."""
         old, new = states
         wrong = []
         if any(standing.state != old for standing in self.standings(slots)):
@@ -84,8 +84,8 @@ class PoolShadow:
         return wrong
 
     def hand_over(self, actor: Actor, slots: Sequence[int], fenced: Known = _NOTHING) -> None:
-        """A handle over `slots` begins or ends on `actor`, its fence, where there is one, covering `fenced`;
-        states change by `move`."""
+        """A handle over `slots` begins or ends on `actor`. Its fence, if any, covers `fenced`. States change
+        by `move`."""
         self._change(
             actor,
             slots,
@@ -268,7 +268,7 @@ class ArenaWatch:
         return self.pool
 
     def _check_over(self, pool: PoolShadow, actor: Actor, slots: Sequence[int], owner: str) -> None:
-        """`slots` are not held any more: is all work on them over, as far as those know who had them, or
+        """`slots` are no longer held: is all work on them known by their former holders to be over, or
         fenced?"""
         places = list(
             zip(
@@ -309,7 +309,7 @@ class ArenaWatch:
     def _tell(
         self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object
     ) -> None:
-        """What is wrong here and now, without regard to earlier submissions."""
+        """A finding about the present state, independent of earlier submissions."""
         report = Report(kind, self.name, tuple(slots), sentence, deeds, self._findings.stacks.here())
         self._findings.tell(report, self.name, *key)
 

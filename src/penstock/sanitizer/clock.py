@@ -149,7 +149,7 @@ class Clocks:
     def see(self, on_lane: str, fence: int) -> None:
         actor = self.actor
         if actor.clock.get(on_lane, 0) >= fence and on_lane not in self._seen:
-            return  # most looks find what is known already
+            return  # most polls find nothing new
         actor.learn(self.covered(on_lane, fence))
 
     def start(self, lane: str, number: int) -> None:
@@ -170,8 +170,8 @@ class Clocks:
     # ---------------------------------------------------------------------------------------------- knowledge
 
     def covered(self, lane: str, fence: int | None) -> Clock:
-        """What is over when a fence of `lane` has passed: the lane's work up to it, and what that happened
-        after. None: a fence that does not say where it lies, taken to cover all that was submitted."""
+        """All that is over when a fence of `lane` has passed: the lane's work up to it, and all that happened
+        before that work. None: a fence without a number, taken to cover all submitted work."""
         clock: Clock = {}
         self._learn(clock, lane, self._newest.get(lane, 0) if fence is None else fence)
         return clock

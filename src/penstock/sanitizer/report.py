@@ -93,7 +93,7 @@ class Deed:
     writes: bool
     layers: tuple[int, int]
     stack: tuple[Frame, ...]  # innermost first
-    # on whose behalf the slots were held when it was submitted, where anybody keeps book of them
+    # owners of the slots at submission, if a pool reports them
     owners: tuple[str, ...] = ()
 
     def told(self) -> str:
@@ -113,7 +113,7 @@ class Deed:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One finding. `sentence` says what is wrong and which edge is missing."""
+    """One finding. `sentence` names the fault and the missing edge."""
 
     kind: Kind
     arena: str

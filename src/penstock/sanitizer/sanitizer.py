@@ -114,7 +114,7 @@ class Checksums:
         with self._findings.lock:
             known = self._copies.get(tier, {}).get(slot)
             if known is None:
-                return  # it was made before anybody looked, or has been forgotten
+                return  # it was made before the sanitizer watched, or has been forgotten
             if known[0] != key:
                 self._tell(
                     tier,
@@ -146,8 +146,8 @@ class Sanitizer:
     to transfers. Any thread may report; `reports` are in the order of discovery."""
 
     def __init__(self, strict: bool = False, json_file: Path | None = None, stall_s: float = STALL_S) -> None:
-        """`strict`: the thread whose doing was found gets SanitizerStop. `json_file` holds all findings so
-        far, from the start."""
+        """`strict`: the thread that caused a finding gets SanitizerStop. `json_file` holds all findings so
+        far."""
         findings = Findings(strict, json_file)
         self.reports = findings.reports
         self.num_by_kind = findings.num_by_kind

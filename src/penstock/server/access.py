@@ -26,7 +26,7 @@ MAX_ID = 128  # characters of a client's own id
 MAX_PATH = 200  # characters of a path in the log
 QUIET = frozenset({"/health", "/live", "/metrics"})  # asked every few seconds: logged at debug
 HANGUP = 499
-# Paths with somebody's name behind them.
+# Paths that end with a user's name.
 NAMED = {
     "/v1/models/": "/v1/models/{model}",
     "/v1/snapshots/": "/v1/snapshots/{name}",
@@ -49,7 +49,7 @@ class Exchange:
     id: str = ""  # the client's own where it sent one, which need not be unique
     client: str = ""
     status: int = 0  # 0: nothing was answered
-    error: str | None = None  # what the client was told
+    error: str | None = None  # the message sent to the client
     model: str | None = None
     stream: bool = False
     prompt_tokens: int = 0
@@ -106,7 +106,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange that a request belongs to: the access log makes it, or whoever is asked without one."""
+    """The exchange of a request: made by the access log, or here if there is none."""
     found = scope.get(_KEY)
     if found is None:
         found = scope[_KEY] = Exchange(scope.get("method", ""), scope.get("path", ""), time.monotonic())

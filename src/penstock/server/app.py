@@ -70,7 +70,7 @@ def make_app(
 
 
 def _tracing(config: ServerConfig) -> Tracing | None:
-    """Nothing of OpenTelemetry is imported where nobody asked for it."""
+    """OpenTelemetry is imported only if it is configured."""
     if config.otlp_endpoint is None:
         return None
     from penstock.server.tracing import Tracing, exporting
@@ -101,7 +101,8 @@ def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None)
 
 
 def _check_key(key: str) -> None:
-    """A key that no client can send would lock everybody out, and an empty one nobody."""
+    """Refuses a key that no client can send, which would lock out all clients, and an empty key, which would
+    lock out none."""
     if not key.strip(" \t"):
         raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
     if any((ord(character) < 0x20 and character != "\t") or character == "\x7f" for character in key):

@@ -79,8 +79,8 @@ def fault_from(error: BaseException) -> SentError:
 
 
 def error_from(fault: SentError) -> Exception:
-    """The same exception, as far as anybody asks: its type, its text and what it names. What was no exception
-    of ours is a defect there."""
+    """The same exception: type, text and named fields. Anything that is not our own exception is a defect
+    there."""
     kind = _KINDS.get(fault.kind)
     if kind is None:
         return RuntimeError(f"in the engine's process: {fault.message}")
@@ -174,7 +174,7 @@ class WantFigures(Sent, tag=6):
 
 
 class Bye(Sent, tag=7):
-    """The engine will say no more: it has closed as it was told to, and every request has had its last event.
+    """The last message of the engine: it has closed as requested, and every request has had its last event.
     Or it has failed."""
 
     why: str = ""  # it has failed
@@ -231,7 +231,7 @@ class FrontFigures(Sent, tag=5):
 
 
 class Awake(Sent, tag=6):
-    """This front reads what it is told; which list of adapters it has."""
+    """This front reads its messages, and has this list of adapters."""
 
     adapters: int
 
@@ -347,7 +347,7 @@ class Attach(Sent, tag=3):
 
 
 class Stop(Sent, tag=4):
-    """End in order; with `now`: without waiting for anybody's requests."""
+    """End in order; with `now`: without waiting for running requests."""
 
     now: bool = False
 

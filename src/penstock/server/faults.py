@@ -1,5 +1,4 @@
-"""What went wrong, as the client is told: exceptions to status codes and OpenAI's error object. Owns no
-routes."""
+"""Errors as the client sees them: exceptions to status codes and OpenAI's error object. Owns no routes."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ class Refused(UserError):
 
 
 class Hangup(Exception):
-    """The client is gone: there is nobody to answer."""
+    """The client is gone: no answer is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
 
 
 def error_response(error: BaseException, exchange: Exchange | None = None) -> Response:
-    """The answer, in the shape of the API that was asked; `exchange` is told why, for the log."""
+    """The answer, in the shape of the requested API; `exchange` gets the reason, for the log."""
     fault = fault_of(error, "" if exchange is None else exchange.path)
     if exchange is not None:
         exchange.error = shortened(fault.message)
@@ -217,5 +216,5 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 async def on_hangup(request: Request, error: Exception) -> Response:
-    """Nobody reads this; it only tells the protocol that the exchange is over."""
+    """The client does not read this; it only tells the protocol that the exchange is over."""
     return Response(status_code=499)

@@ -71,9 +71,9 @@ def prompts_of(
     before: SnapshotContent | None = None,
     reasons: bool = False,
 ) -> list[Prompt]:
-    """Of a text, one for each item. `before`: a snapshot that they go on from. Of a text: its tokens, then
-    those of each prompt, cut by themselves. Of a conversation: its messages, then the request's, written by
-    the template as one: the prompt of somebody who sends everything, whatever the template puts where."""
+    """Prompts of a text body, one per item. `before`: a snapshot to continue. For a text: its tokens, then
+    the tokens of each prompt, tokenized separately. For a conversation: its messages, then the request's,
+    rendered by the template as one, as if the client had sent all of them."""
     if isinstance(body, ChatBody):
         said = body.messages
         if before is not None and not before.messages:
@@ -218,12 +218,12 @@ Reply = ChatReply | CompletionReply | messages.MessagesReply | responses.Respons
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are
-    chats in other words."""
+    """The differences between generating routes. Routes of other APIs than OpenAI's are chats in another
+    format."""
 
     body: type[msgspec.Struct]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
-    name: str  # by which lengths of answers are told apart
+    name: str  # groups statistics of answer lengths
     id_prefix: str
     translate: Callable[[Any], ChatBody] | None = None
     # what a field of the translation is called in what was given

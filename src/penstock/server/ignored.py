@@ -298,8 +298,8 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("logits_processors", _TEXT, "change", "clients bring no code", ()),
 )
 
-# Types of tools that the model can be told of; a tool of any other type is one that a server would run, or a
-# model would know by itself.
+# Types of tools that can be described to the model. A tool of any other type would be run by the server, or
+# is known to a special model.
 TOOL_TYPES: Mapping[str, tuple[str | None, ...]] = {
     "chat": ("function",),
     "responses": ("function", "namespace"),
@@ -343,7 +343,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _without_fields(given: dict[str, Any], api: str) -> Iterator[str]:
-    """Takes the fields of the table out of a body, and names those that were given a value."""
+    """Remove the fields of the table from a body, and yield the names of those with a value."""
     for row in rows_of(api).values():
         for holder, at in _holders(given, row.path.replace("[]", ".[]").split(".")[:-1], ""):
             if row.name not in holder or holder[row.name] is None:
@@ -394,8 +394,7 @@ def _without_tools(given: dict[str, Any], api: str) -> Iterator[str]:
 
 
 def _sorted(tools: Sequence[Any], types: Sequence[str | None]) -> tuple[list[Any], list[str]]:
-    """Tools that are kept, and the names of those that are not. What is no tool at all is kept, and refused
-    later."""
+    """Tools to keep, and the names of the others. An item that is not a tool is kept, and refused later."""
     kept, out = [], []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.errors import ResponseMissing
 
-MOST_BYTES = 64 << 20  # of all of them; those that were not used for longest are forgotten first
+MOST_BYTES = 64 << 20  # in total; the least recently used are forgotten first
 LASTS_S = 24 * 3600.0  # after the last use
 
 

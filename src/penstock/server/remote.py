@@ -1,6 +1,5 @@
-"""An engine in another process, as this front process sees it. Owns the connection, what was asked over it
-and is not answered yet, and the list of adapters as it was last told; the requests themselves are the
-engine's."""
+"""An engine in another process, as this front process sees it. Owns the connection, the unanswered calls, and
+the last received list of adapters; the requests themselves belong to the engine."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def greeted(wire: Wire[FromEngine]) -> Hello:
 
 
 def _result(future: Future[Any], timeout_s: float) -> Any:
-    """Block for the answer, which the event loop reads: on its own thread nobody would."""
+    """Block for the answer. Not on the event loop's thread: the loop reads the answer."""
     if asyncio._get_running_loop() is not None:
         raise InvariantBroken("the event loop would wait for itself: call this on another thread")
     try:
@@ -107,7 +106,7 @@ def begun(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 
 class RemoteEngine:
     """`EngineClient` and `EngineLife` over a socket. Messages are read on the event loop, from `start` on;
-    anybody may call."""
+    any thread may call."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Blocks until the engine has said what it is, see `greeted`."""
@@ -122,7 +121,7 @@ class RemoteEngine:
             hello.started_s,
         )
         self.tokenizer = tokenizer_of(hello.tokenizer)
-        self.engine = self  # of its own calls, as of those of the parts below
+        self.engine = self  # of its own calls, and of the calls of the parts below
         self.adapters = RemoteAdapters(self, hello.adapters, hello.lora_root)
         self.grammars = RemoteGrammars(self)
         self.snapshots = RemoteSnapshots(self)
@@ -137,8 +136,8 @@ class RemoteEngine:
         self._asked: dict[int, _Asked] = {}
         self._number_of: dict[str, int] = {}
         self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of what is called
-        self.dropped: deque[int] = deque()  # grammars that nobody here keeps any more
-        self._lock = threading.Lock()  # of what is written
+        self.dropped: deque[int] = deque()  # grammars that this process no longer keeps
+        self._lock = threading.Lock()  # guards writes
         self._unsent: deque[memoryview] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_s, self._beat_age_s = time.monotonic(), 0.0
@@ -165,7 +164,7 @@ class RemoteEngine:
         return time.monotonic() - self._beat_s + self._beat_age_s
 
     def close(self, deadline_s: float) -> None:
-        """Block until the engine has closed: its own process is told to by its parent."""
+        """Block until the engine has closed: its parent tells its process to close."""
         if not self._over.wait(deadline_s + CLOSE_MARGIN_S):
             raise DeadlineExceeded("the engine's process did not close in time")
 
@@ -243,14 +242,14 @@ class RemoteEngine:
         return answer
 
     def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """Ends with the answer or when the engine is gone. Its owner may cancel it: the engine is told, and
-        the answer goes nowhere."""
+        """Ends with the answer, or when the engine is gone. Its owner may cancel it: the engine is notified,
+        and the answer is dropped."""
         self._check_alive()
         number, future = self.next_number(), Future[Any]()
         self._calls[number] = future, name
         future.add_done_callback(lambda over: self._abandon(number) if over.cancelled() else None)
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
-        if name == "GrammarCompiler.begin":  # goes on only for those who wait
+        if name == "GrammarCompiler.begin":  # goes on only while a caller waits
             future.add_done_callback(
                 lambda over: self.send(boundary.LetGo(number)) if over.cancelled() else None
             )
@@ -271,8 +270,8 @@ class RemoteEngine:
     # ------------------------------------------------------------------------------------------------ writing
 
     def send(self, message: msgspec.Struct) -> None:
-        """From any thread; never blocks. What the socket does not take yet is bounded by the seats of those
-        who ask."""
+        """From any thread; never blocks. Bytes that the socket does not take yet are bounded by the seats of
+        the callers."""
         data = memoryview(boundary.frame(message))
         with self._lock:
             if self._over.is_set() or self._loop is None:
@@ -289,7 +288,7 @@ class RemoteEngine:
             return self._sock.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # whoever reads sees the same
+        except OSError:  # the reading side sees the same error
             return len(data)
 
     def _write(self) -> None:
@@ -310,7 +309,7 @@ class RemoteEngine:
             data = self._sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it has ended without reading all that it was told
+        except ConnectionResetError:  # it has ended without reading all messages
             data = b""
         except OSError as error:
             self._fail(EngineClosed(f"the connection to the engine's process failed: {error}"))
@@ -397,7 +396,7 @@ class RemoteEngine:
     # --------------------------------------------------------------------------------------------------- ends
 
     def _fail(self, error: PenstockError) -> None:
-        """Nothing more will come: everybody who waits is told so, at once."""
+        """Nothing more will come: fail every waiting call at once."""
         self._error = self._error or error
         self._end()
 

@@ -369,7 +369,7 @@ class ChatReply(ChunkedReply):
             else:
                 texts[kind] += text
         parts: Json = {"content": texts["text"], "reasoning_content": texts["reasoning"], "tool_calls": calls}
-        # whoever is told that it is a call would run it with half of its arguments
+        # a client would run a call that is cut off with half of its arguments
         cut = piece.stop is not None and parser.in_call
         finish = "tool_calls" if piece.finish == "stop" and parser.num_calls and not cut else piece.finish
         return {name: value for name, value in parts.items() if value}, finish
@@ -409,7 +409,8 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
         if choice.source is not None:
             for name, count in asdict(choice.source).items():
                 by_source[name] = by_source.get(name, 0) + count
-    cached = sum(count for name, count in by_source.items() if name != "computed")  # of those who have begun
+    # of requests that have begun
+    cached = sum(count for name, count in by_source.items() if name != "computed")
     details: Json = {"cached_tokens": cached, "kv_source": by_source}
     if any(choice.scored for choice in choices):
         details["kv_residency"] = "scored"

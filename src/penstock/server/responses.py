@@ -119,8 +119,8 @@ class FunctionTool(Function, tag_field="type", tag="function", forbid_unknown_fi
 class NamespaceTool(
     msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, kw_only=True
 ):
-    """Functions that share a name in front of theirs. The model is told of them one by one, by both names;
-    clients are told both."""
+    """Functions that share a name prefix. The model sees them one by one under the joined name; clients see
+    both names."""
 
     name: SpaceName
     tools: Annotated[list[FunctionTool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]

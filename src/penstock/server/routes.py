@@ -292,7 +292,7 @@ class Small:
         ]
 
     async def _no_fields(self, request: Request) -> None:
-        """What somebody says in a body instead of the query is refused, not ignored."""
+        """Fields in a body instead of the query are refused, not ignored."""
         if data := await read_body(request.scope, request.receive, self._service.config):
             schema.decode(data, schema.NoFields)
 
@@ -314,7 +314,7 @@ def model_card(service: Service, name: str, loaded: LoadedAdapter | None = None)
 
 
 class Adapters:
-    """Both routes answer 403 unless the server was told which directory clients may load from."""
+    """Both routes answer 403 unless --lora-dir names the directory that clients may load from."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

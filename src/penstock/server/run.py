@@ -67,8 +67,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                # The engine loop ends every request at its own deadline, so that readers are told; this is
-                # for those who do not read.
+                # The engine loop ends every request at its own deadline, with a last event. This timeout is
+                # for clients that do not read.
                 timeout_graceful_shutdown=math.ceil(config.shutdown_s + CLOSE_GRACE_S),
             )
         )
@@ -88,7 +88,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.stop()
         await super().shutdown(sockets=sockets)
-        if self.force_exit:  # a second interrupt: nobody is waited for any longer
+        if self.force_exit:  # a second interrupt: stop waiting for requests
             self.service.give_up()
             await self.lifespan.shutdown()
 
@@ -226,7 +226,7 @@ class FrontServer(HttpServer):
             if isinstance(message, Stop):
                 self.force_exit = self.force_exit or message.now
                 self.should_exit = True
-        os._exit(1)  # the parent is gone, and so is whoever could start this again
+        os._exit(1)  # the parent is gone, and nothing else could restart this process
 
 
 def run_front(

@@ -94,7 +94,7 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of this server's own that every generating route takes, whoever's API it is of."""
+    """Penstock's own fields, accepted by every generating route of every API."""
 
     seed: int | None = None
     cache_salt: Label | None = None
@@ -267,7 +267,7 @@ def text_of(content: Any) -> str:
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One turn. The null-only fields are those that clients send back to us from our own replies."""
+    """One turn. The null-only fields are those that clients copy from our own replies."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None  # only an assistant that calls tools may leave it out
@@ -504,7 +504,7 @@ def check_shape(data: bytes) -> None:
 
 
 def _no_such(path: str) -> str | None:
-    """Why an object of another type than those that are known is refused, where that can be said."""
+    """Why an object of an unknown type is refused, if known."""
     if not path.endswith(".type"):
         return None
     if path.startswith("tools["):

@@ -83,8 +83,7 @@ class Bridge:
             reading.deliver(index, event)
 
     def end_all(self, finish: FinishReason, error: str | None = None) -> None:
-        """The engine will say no more: end every request in its stead, so that nobody waits for it
-        forever."""
+        """The engine will send no more events: end every request here, so that no reader waits forever."""
         for reading in list(self.readings):
             reading.end_all(finish, error)
 
@@ -105,9 +104,9 @@ class Generations:
         self._live: dict[int, str] = {}  # index to request id: submitted, and not yet ended by the engine
         self._events: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
-        self._abandoned = False  # no more submits, and what was submitted is cancelled
-        self._closed = False  # nobody reads any more
-        self._seen: dict[int, int] = {}  # of choices in a session: generated tokens that the client was given
+        self._abandoned = False  # no more submits, and submitted requests are cancelled
+        self._closed = False  # no reader is left
+        self._seen: dict[int, int] = {}  # of choices in a session: generated tokens sent to the client
         bridge.readings.add(self)
 
     def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
@@ -284,18 +283,18 @@ class Service:
         self._bridge.end_all(FinishReason.ERROR, "the engine has failed; the server's log says why")
 
     def stop(self) -> asyncio.Future[None]:
-        """Begin to close the engine loop, once; what still runs ends by itself or at the deadline, and its
-        readers are told."""
+        """Begin to close the engine loop, once. Running requests end by themselves or at the deadline, and
+        their readers get that end."""
         if self._stop is None:
             self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
             self._stop = _in_thread(lambda: self.loop.close(self.config.shutdown_s), "penstock-stop")
-            # a request that slipped in while admission closed has nobody else to end it
+            # a request submitted while admission closed would not be ended otherwise
             if (bridge := self._bridge) is not None:
                 self._stop.add_done_callback(lambda _: bridge.end_all(FinishReason.CANCELLED))
         return self._stop
 
     def give_up(self) -> None:
-        """End everyone's wait now; the engine is told to drop what they waited for."""
+        """End all waits now, and cancel the requests in the engine."""
         assert self._bridge is not None
         for reading in list(self._bridge.readings):
             reading.abandon()
@@ -355,7 +354,7 @@ class Service:
         return body, len(data)
 
     def _note_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
-        """The client is told in a header of its answer, the log once."""
+        """Name them in a header of the answer, and log them once."""
         exchange.ignored = list(names)
         for name in names:
             if name not in self._ignored and len(self._ignored) < MAX_LOGGED:

@@ -38,7 +38,7 @@ Part = tuple[Literal["reasoning", "text", "call", "arguments"], str]
 
 
 class FedReading:
-    """A reading that somebody else feeds. What comes behind its end is dropped."""
+    """A reading that its caller feeds. Text after its end is dropped."""
 
     def __init__(self, reading: Reading[None]) -> None:
         self._reading = reading

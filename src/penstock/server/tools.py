@@ -1,7 +1,7 @@
-"""What a client says about its answer: the form that it is to have (OpenAI's `response_format`, vLLM's
-`structured_outputs` and its older spelling), and the tools that it may call. Owns those fields, the grammar
-that they stand for, what the model is told of tools, and how answers are read. The engine compiles grammars;
-the formats of calls are in `tool_parsers`."""
+"""The form of an answer that a client asks for (OpenAI's `response_format`, vLLM's `structured_outputs` and
+its older spelling), and the tools that the model may call. Owns these fields, their grammar, the description
+of tools in the prompt, and the parsing of answers. The engine compiles grammars; the formats of calls are in
+`tool_parsers`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def is_deep(value: Any) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """JSON. Raises ValueError where it is none, is nested too deeply, or has half a surrogate pair, which
-    nobody could write again."""
+    """JSON. Raises ValueError if it is invalid, nested too deeply, or has half a surrogate pair, which cannot
+    be encoded again."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError:
@@ -221,7 +221,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of those who put streams together
+    index: int | None = None  # for clients that assemble streams
 
     def as_dict(self) -> dict[str, Any]:
         """Templates write arguments as JSON themselves; what is no JSON is passed on as it is."""
@@ -245,7 +245,7 @@ class ToolRequest(NamedTuple):
 
     @property
     def shown(self) -> Sequence[Tool]:
-        """Those that the model is told of."""
+        """The tools that the prompt describes."""
         return () if self.choice == "none" else self.tools
 
     def check(self, given: ToolChoice | None) -> None:
@@ -387,8 +387,8 @@ To call a function, answer with a JSON object of its name and arguments between 
 def told(
     messages: Sequence[Fields], tools: Sequence[Tool], tokenizer: TextCodec
 ) -> tuple[list[Fields], list[Fields] | None]:
-    """Messages and tools as the model's template takes them. One that knows no tools is told of them in the
-    system message, in the words of the Hermes format, and of calls and their results as text."""
+    """Messages and tools as the model's template takes them. If the template knows no tools, the system
+    message describes them in the Hermes format, and calls and results become text."""
     as_dicts = [tool.as_dict() for tool in tools]
     template = tokenizer.chat_template
     if template is not None and template.of(tools).takes_tools:
@@ -481,8 +481,8 @@ def _template_of(asking: ToolRequest, tokenizer: TextCodec) -> str:
 
 
 def parser_name(chosen: str, template: str) -> str:
-    """The format that a template tells its model to write; of one that says nothing, the format that `told`
-    asks for."""
+    """The format that a template asks its model to write; if it asks for none, the format that `told` asks
+    for."""
     if chosen != "auto":
         return chosen
     marks = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>"))

@@ -47,7 +47,7 @@ class GuardedArena:
                 yield from range((start + first) // _TILE, -(-(start + end) // _TILE))
 
     def guarded_tiles(self) -> range:
-        """Those that have bytes of its slots only."""
+        """Tiles that hold bytes of its slots only."""
         return range(-(-self.address // _TILE), (self.address + self.num_slots * self.block_bytes) // _TILE)
 
 
@@ -102,8 +102,7 @@ class GuardedSanitizer(Sanitizer):
 
 
 class _Tiles:
-    """Who may touch which tile now. The system knows it by process, so a tile is open while anybody may touch
-    it."""
+    """The open tiles. Protection is per process, so a tile is open while any work may touch it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

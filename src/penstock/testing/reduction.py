@@ -21,7 +21,7 @@ from penstock.testing.sequencer import HOST, Decision, Failure, Program, Sequenc
 
 
 class _Pruned(BaseException):
-    """Whatever could come now was tried before, in another order that commutes with this one."""
+    """Every possible next step was tried before, in an order that commutes with this one."""
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ def explore_all(program: Program, max_runs: int = 20_000) -> tuple[int, Failure 
 
 
 def _extended(path: list[_Node], sequencer: _Guided) -> list[_Node]:
-    """The nodes of the run just made: those it followed, the last of them with its new choice, and those it
-    added."""
+    """The nodes of the last run: those that it followed, the last of them with its new choice, and those that
+    it added."""
     nodes = path[: len(sequencer.decisions)]
     for node, decision in zip(nodes, sequencer.decisions, strict=False):
         node.decision = decision

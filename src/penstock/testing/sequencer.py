@@ -88,11 +88,11 @@ class Sequencer:
     # ------------------------------------------------------------------------------------------- for programs
 
     def lane(self, name: str) -> SequencedLane:
-        """A lane whose work uses no lanes: each item runs at once."""
+        """A lane whose work uses no other lanes: each item runs at once."""
         return self._add(name, is_launcher=False)
 
     def launcher(self, name: str) -> SequencedLane:
-        """A lane whose work submits to others, waits or looks, as the program does."""
+        """A lane whose work submits to other lanes, waits or polls, like the program."""
         return self._add(name, is_launcher=True)
 
     def watch(self, observer: LaneObserver) -> None:
@@ -208,9 +208,9 @@ class _Stage:
 
     def __init__(self) -> None:
         self.acting = HOST
-        self.inline: str | None = None  # the plain lane whose item runs right now, on the thread that let it
+        self.inline: str | None = None  # the plain lane whose item runs now, on the thread that started it
         self.last = HOST
-        # of those who stand at a call: until when they are blocked
+        # by thread that stands at a call: the condition that ends its wait
         self.until: dict[str, Callable[[], bool] | None] = {}
         self.blocked: set[str] = set()  # at the last decision
         self._failure: BaseException | None = None  # why the run cannot go on; raised on the program's thread
@@ -344,8 +344,8 @@ def walk(program: Program, seed: int, num_runs: int = 1000) -> tuple[int, Failur
 
 
 def shrink(program: Program, failure: Failure) -> Failure:
-    """Leave out decisions as long as the program still fails, the last ones first: they depend on those
-    before them."""
+    """Leave out decisions, the last ones first, while the program still fails: later decisions depend on
+    earlier ones."""
     smallest = run(program, failure.schedule)[1] or failure
     shrunk = True
     while shrunk:

@@ -153,7 +153,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _optional_fields(config: ModelConfig) -> dict[str, Any]:
-    """Those that many configs do not have."""
+    """Fields that many configs lack."""
     fields: dict[str, Any] = {}
     if config.rope_scaling is not None:
         fields["rope_scaling"] = _rope_scaling(config.rope_scaling)

@@ -5,8 +5,8 @@ calls it, except `lease`.
     cold tiers asked -> host slots taken -> blocks read into them, group by group -> copied to the device in
     parts, the first while later ones are being read; or left in the host tier, if there is no table yet
 
-Blocks that host memory has need no reading: such a load is one copy. All host slots of a load are taken before
-the first byte moves, so no load waits for slots while it holds some.
+Blocks that host memory has need no reading: such a load is one copy. All host slots of a load are taken
+before the first byte moves, so no load waits for slots while it holds some.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class SharedStore:
         it."""
 
     def usage(self) -> StoreUsage:
-        """Others write and remove there, too: nobody counts but the place itself."""
+        """Other engines write and remove there, too; only the store itself can count."""
         return StoreUsage(0)
 
 

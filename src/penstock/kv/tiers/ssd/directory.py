@@ -30,7 +30,8 @@ from penstock.errors import ConfigError, StoreFailed
 
 SECTOR_BYTES = 4096  # what O_DIRECT wants of addresses, lengths and offsets, on every device in use
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# heads up to so far apart are read with what lies between them: one call costs more than these bytes
+# Heads up to this far apart are read in one call, with the bytes between them: a call costs more than these
+# bytes.
 READ_THROUGH_BYTES = 16 << 10
 _ROOM_BYTES = 64 << 10  # the least that a thread takes
 
@@ -107,7 +108,7 @@ def _move(
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """What lies behind the first `done` bytes."""
+    """The bytes after the first `done`."""
     rest = []
     for buffer in buffers:
         if done < len(buffer):
@@ -160,8 +161,8 @@ class Directory:
         return self.path / f"penstock-{number:06}.kv"
 
     def segment_files(self) -> dict[int, Path]:
-        """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain
-        file of ours."""
+        """Segment files by number, in order. Raises ConfigError if one of these names is not a plain file of
+        ours."""
         return {
             int(number): self.path / name for number, name in _names(self.path, self.fd, _SEGMENT).items()
         }
@@ -171,8 +172,7 @@ class Directory:
         return self.path / f"penstock-{id}.snapshot"
 
     def snapshot_files(self) -> dict[str, Path]:
-        """The manifests that are there, by id. Raises ConfigError where one of those names is no plain file
-        of ours."""
+        """Manifests by id. Raises ConfigError if one of these names is not a plain file of ours."""
         return {id: self.path / name for id, name in _names(self.path, self.fd, _SNAPSHOT).items()}
 
     def unfinished_files(self) -> list[Path]:
@@ -291,8 +291,8 @@ def check_file(path: Path, found: os.stat_result) -> None:
 
 
 def _warn_of_parents(path: Path) -> None:
-    """Those who can rename the directory cannot put anything into it: what they put in its place is not ours,
-    so it is not used. They can take it away, which costs its blocks. So that is said, not refused."""
+    """A user who can rename the directory cannot write into it, and a replacement is not ours, so it is not
+    used. But such a user can remove it, which loses its blocks. So this warns and does not refuse."""
     for parent in path.resolve().parents:
         found = os.stat(parent)
         can_rename = found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX

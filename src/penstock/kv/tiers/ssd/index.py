@@ -48,8 +48,8 @@ class Claim:
     """Blocks of one call that no other call writes at the same time, and the slots for them. Lands exactly
     once."""
 
-    outcomes: list[Outcome]  # of all blocks of the call; of those to be written, that of a failure
-    places: list[int] = field(default_factory=list)  # indices of those to be written
+    outcomes: list[Outcome]  # of all blocks of the call; a block to be written has the outcome of a failure
+    places: list[int] = field(default_factory=list)  # indices of the blocks to write
     slots: list[int] = field(default_factory=list)  # by place
     sequence: int = 0  # the first of as many numbers as the call has blocks
     reservation: Reservation | None = None
@@ -63,8 +63,8 @@ class Claim:
 
 
 class SlotIndex:
-    """A pool of slots that several threads share. `generation` says which generation the file of a slot has
-    now; `sequence` is above those of an earlier process, as far as anybody knows before the scan."""
+    """A pool of slots that several threads share. `generation` returns the generation of a slot's file;
+    `sequence` is above those of an earlier process, as far as known before the scan."""
 
     def __init__(self, pool: BlockPool, generation: Callable[[int], bytes], sequence: int = 0) -> None:
         self._pool = pool
@@ -96,7 +96,7 @@ class SlotIndex:
     # ------------------------------------------------------------------------------------------------ reading
 
     def pin_each(self, keys: Sequence[bytes]) -> tuple[list[int], Pin | None]:
-        """The slot of each key, ABSENT where it is not here, and a pin on those that are."""
+        """The slot of each key, or ABSENT, and a pin on the blocks that are here."""
         with self._lock:
             slots = self._pool.find_each(keys)
             here = dict.fromkeys(slot for slot in slots if slot != ABSENT)
@@ -349,7 +349,7 @@ class Scan:
     def _run(self) -> None:
         others: list[threading.Thread] = []
         try:
-            # no more threads can be had: those that are there read it all
+            # no more threads available: the existing ones read it all
             with contextlib.suppress(RuntimeError):
                 for i in range(min(_SCAN_THREADS - 1, len(self._left) // 2)):
                     thread = threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True)
@@ -404,7 +404,7 @@ class Scan:
         return found
 
     def _read_heads(self, segment: Segment, slots: range) -> dict[int, SlotHead]:
-        """Of those slots that hold a block, by their numbers among all slots."""
+        """Heads of the slots that hold a block, by slot number."""
         width = slot_bytes(segment.head.block_bytes)
         if width <= READ_THROUGH_BYTES:
             room = self._files.scratch.room(len(slots) * width)

@@ -451,7 +451,7 @@ class Segments:
                     )
                 self._grow_again_s = time.monotonic() + _GROW_AGAIN_S
                 return None
-            self._grow_again_s = 0.0  # there is room again: for the others, too, as far as anybody knows
+            self._grow_again_s = 0.0  # there is room again, perhaps for other segments, too
             self.note_unsynced(segment, names=True)
             return segment
 
@@ -461,7 +461,7 @@ class Segments:
             self._sync()
 
     def note_unsynced(self, *segments: Segment, names: bool = False) -> None:
-        """Called when a write is over, and before anybody is told that it succeeded."""
+        """Called when a write is over, before its success is reported."""
         with self._lock:
             self._unsynced.update(segments)
             self._unsynced_names |= names

@@ -117,7 +117,7 @@ class SlotIo:
                 return [Outcome.FAILED]
         else:
             self._strikes = 0
-            heads = heads[:num]  # of those blocks that were read in full
+            heads = heads[:num]  # of blocks that were read in full
             for i, copy in enumerate(copies[:num]):
                 into[i][:] = copy[: len(into[i])]
             return [self._judge(heads[i : i + 1], key, into[i]) for i, key in enumerate(keys)]

@@ -67,7 +67,7 @@ class SnapshotSurvey:
     space: str = ""  # digest, in hex
     num_tokens: int = 0
     num_blocks: int = 0
-    num_found: int = 0  # of its first blocks, those that are here
+    num_found: int = 0  # leading blocks that are here
     created_s: float = 0.0
     expires_s: float | None = None
     damage: str = ""
