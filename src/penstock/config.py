@@ -21,7 +21,7 @@ GenerationConfigName = Literal["auto", "none"]
 SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["returning", "lru", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "cost")  # the default first
-# cheap enough for the device: what they do is done for whole runs
+# cheap enough for the device: they work on whole runs
 DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")
 SchedulingName = Literal["cost", "fifo"]
 SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
@@ -41,7 +41,7 @@ _HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
 _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
-# of drafts, and how many of one request a step verifies at most
+# by proposer: most drafts of one request in one step
 PROPOSERS = {"ngram": 8, "mtp": 4, "draft": 4}
 MAX_DRAFTS = 16
 
@@ -52,8 +52,8 @@ def _need(condition: bool, message: str) -> None:
 
 
 def place_of(url: str) -> str:
-    """A store's URL as it may be shown: scheme and host. Where it is not certain which part is the host, not
-    even that."""
+    """A store's URL for display: scheme and host. Leaves out the host if it is not certain which part that
+    is."""
     scheme, colon, rest = url.partition("://")
     if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         return "..."
@@ -113,13 +113,8 @@ def wrong_spans(spans: Sequence[tuple[int, int]]) -> str:
     if len(spans) <= MAX_SPANS and all(0 <= first < end for first, end in spans):
         return ""
     return (
-        f"pinned spans are at most {MAX_SPANS} pairs of a first token and "
-        f"one "
-        f"behind "
-        f"the "
-        f"last, "
-        f"got "
-        f"{list(spans)[:3]}"
+        f"pinned spans are at most {MAX_SPANS} pairs of a first token and the token after the last, "
+        f"got {list(spans)[:3]}"
     )
 
 
@@ -164,13 +159,8 @@ class KvConfig:
         some = self.resident_tokens is None or self.resident_tokens >= fewest
         _need(
             some,
-            f"--kv-resident-tokens {self.resident_tokens}: what is "
-            f"computed "
-            f"and "
-            f"what "
-            f"is "
-            f"being "
-            f"saved take at least {fewest} tokens",
+            f"--kv-resident-tokens must be at least {fewest} ({FEWEST_RESIDENT} blocks), "
+            f"got {self.resident_tokens}",
         )
         _need(
             self.device_gib is None or 0 < self.device_gib < math.inf,
@@ -215,15 +205,10 @@ class OffloadConfig:
         on_device = self.enabled or self.eviction in DEVICE_EVICTIONS
         _need(
             on_device,
-            f"--eviction {self.eviction} needs "
-            f"--kv-offload: "
-            f"the "
-            f"device "
-            f"itself "
-            f"has "
-            f"{' or '.join(DEVICE_EVICTIONS)}",
+            f"--eviction {self.eviction} needs --kv-offload: "
+            f"the device supports {' or '.join(DEVICE_EVICTIONS)}",
         )
-        _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
+        _need(self.lease_s > 0 and self.load_deadline_s > 0, "lease_s and load_deadline_s must be positive")
         _need(self.ssd_dir is None or bool(self.ssd_dir), "--kv-offload-ssd-dir is empty")
         _need(self.ssd_dir is None or self.enabled, "--kv-offload-ssd-dir needs --kv-offload")
         _need(self.remote is None or self.enabled, "--kv-offload-remote needs --kv-offload")
@@ -282,8 +267,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Whether steps verify tokens that something cheaper has proposed. Changes how fast answers come, never
-    the answers."""
+    """Speculative decoding. Changes the speed of answers, never their tokens."""
 
     # "ngram", "mtp", "mtp:PATH", "draft:PATH"; None: every step decodes one token of a request
     proposer: str | None = None
@@ -322,12 +306,11 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class SanitizeConfig:
-    """Whether the race sanitizer listens, and what becomes of its findings."""
+    """The race sanitizer, and where its findings go."""
 
     mode: SanitizeMode = "off"  # report: log and count; strict: stop the engine at the first finding
     json_file: str | None = None  # where findings are written, the whole list each time
-    # also look at bytes: spoil slots before they are written, compare what leaves the device with what
-    # returns
+    # also check bytes: poison slots before they are written, compare blocks that leave the device and return
     check_bytes: bool = False
 
     def __post_init__(self) -> None:
@@ -344,7 +327,7 @@ class LoraConfig:
     """Adapters in PEFT's format."""
 
     adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each that is loaded at start
-    dir: str | None = None  # the directory that clients may load from, and nowhere else; None: they may not
+    dir: str | None = None  # the only directory that clients may load from; None: they may not
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.adapters]
@@ -375,9 +358,9 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20  # a larger body is refused with 413 before it is read to the end
     max_concurrent: int = 256  # generations admitted at once, running or waiting; one more is answered 429
     shutdown_s: float = 20.0  # how long running requests may take to finish when the server stops
-    # for a request's header, and again for its body: slower ones hold connection and seat for nothing
+    # for a request's header, and again for its body; slower clients would hold a connection and a seat
     read_timeout_s: float = 30.0
-    # in which a client takes some of its reply, else it is cut off and its request cancelled
+    # a client that reads nothing for this long is cut off, and its request cancelled
     write_timeout_s: float = 30.0
     # whether messages of a chat may spell special tokens and so open turns of their own
     allow_special_tokens_in_text: bool = False
@@ -390,7 +373,7 @@ class ServerConfig:
     tool_call_parser: ToolCallParser = "auto"
     # whether <think>...</think> is reasoning; auto: where the chat template has it
     reasoning_parser: ReasoningParser = "auto"
-    # that speak HTTP, beside the engine's; 0: one process does both; None: 1 on CPU, up to 4 on CUDA
+    # HTTP processes beside the engine's; 0: one process does both; None: 1 on CPU, up to 4 on CUDA
     api_processes: int | None = None
 
     def __post_init__(self) -> None:
@@ -457,7 +440,7 @@ class Config:
     speculation: SpeculationConfig = SpeculationConfig()
 
     def shown(self) -> dict[str, Any]:
-        """For reports that others read: everything, and of a store's URL only what may be shown."""
+        """All fields, for reports. A store's URL is reduced to its scheme and host."""
         fields = asdict(self)
         if self.offload.remote is not None:
             fields["offload"]["remote"] = place_of(self.offload.remote)

@@ -47,13 +47,8 @@ class ContextExceeded(InvalidRequest):
     def __init__(self, limit: int, asked: str, param: str = "prompt") -> None:
         reduce = "the prompt" if param == "prompt" else "the prompt or of the completion"
         message = (
-            f"This model's maximum context length is {limit} "
-            f"tokens. "
-            f"However, "
-            f"{asked}. "
-            f"Please "
-            f"reduce "
-            f"the length of {reduce}."
+            f"This model's maximum context length is {limit} tokens. However, {asked}. Please reduce the "
+            f"length of {reduce}."
         )
         super().__init__(message, param)
 

@@ -64,13 +64,8 @@ class AgentsBench:
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         if (longest := self.settings.longest(self._conversations)) > engine.max_model_len:
             raise ConfigError(
-                f"the longest request has {longest} "
-                f"tokens, "
-                f"but "
-                f"the "
-                f"context "
-                f"holds "
-                f"{engine.max_model_len}; lower --context"
+                f"the longest request has {longest} tokens, but the context holds {engine.max_model_len}; "
+                "lower --context"
             )
         driver = Driver(engine)
         driver.wait_ready(progress)

@@ -169,13 +169,8 @@ class Driver:
                 return
             if is_over:
                 raise ConfigError(
-                    f"{num_unready} of {host.num_slots} blocks "
-                    f"of "
-                    f"host "
-                    f"memory "
-                    f"cannot "
-                    f"be "
-                    f"pinned: ask for less of it"
+                    f"{num_unready} of {host.num_slots} blocks of host memory cannot be pinned: ask for "
+                    "less of it"
                 )
             progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
             self.engine.step()
@@ -231,25 +226,15 @@ def shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | No
         folder = config.offload.ssd_dir
         if folder is not None and num_bytes > (free := shutil.disk_usage(folder).free):
             return (
-                f"they need {num_bytes / GIB:.2f} GiB of the "
-                f"disk "
-                f"of "
-                f"{folder}, "
-                f"where "
-                f"{free / GIB:.2f} "
-                f"are free"
+                f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {free / GIB:.2f} are "
+                "free"
             )
     else:
         return None
     if needed <= there:
         return None
     return (
-        f"they need {needed} KV blocks "
-        f"{place}, "
-        f"which "
-        f"holds "
-        f"{there} "
-        f"({there * config.kv.block_tokens} "
+        f"they need {needed} KV blocks {place}, which holds {there} ({there * config.kv.block_tokens} "
         f"tokens); {would_do} would do"
     )
 
@@ -266,13 +251,8 @@ def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...])
     as a run's number."""
     if num_tokens * math.log(vocab) < math.log(2 * num):
         raise ConfigError(
-            f"there are not enough prompts of {num_tokens} tokens "
-            f"over "
-            f"{vocab} "
-            f"ids "
-            f"to "
-            f"make "
-            f"{num} different ones"
+            f"there are not enough prompts of {num_tokens} tokens over {vocab} ids to make {num} different "
+            "ones"
         )
     source = np.random.default_rng(np.random.SeedSequence([part % 2**63 for part in seed]))
     prompts: dict[tuple[int, ...], None] = {}

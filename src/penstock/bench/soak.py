@@ -283,12 +283,7 @@ class _Reference:
             f"{len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, {outcome.finish}, {outcome.source}"
         )
         return (
-            f"{len(found)} tokens differ from the {len(expected)} it gets "
-            f"alone, "
-            f"from "
-            f"number "
-            f"{at} "
-            f"on "
+            f"{len(found)} tokens differ from the {len(expected)} it gets alone, from number {at} on "
             f"({asked})"
         )
 

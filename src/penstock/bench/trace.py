@@ -162,12 +162,7 @@ class TraceReport:
             else ""
         )
         return (
-            f"penstock bench trace: "
-            f"{trace.name}, "
-            f"{trace.num_requests} "
-            f"requests{scan}, "
-            f"blocks "
-            f"of "
+            f"penstock bench trace: {trace.name}, {trace.num_requests} requests{scan}, blocks of "
             f"{BLOCK_TOKENS} tokens"
         )
 

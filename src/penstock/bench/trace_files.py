@@ -122,13 +122,8 @@ def _parsed(line: str, where: str) -> Any:
 def _require_blocks(prompts: Iterable[list[bytes]], path: Path) -> None:
     if not any(prompts):
         raise ConfigError(
-            f"the trace {path} has no prompt with a "
-            f"full "
-            f"block "
-            f"of "
-            f"{BLOCK_TOKENS} "
-            f"tokens: "
-            f"there is nothing to keep"
+            f"the trace {path} has no prompt with a full block of {BLOCK_TOKENS} tokens: there is nothing "
+            "to keep"
         )
 
 
@@ -167,13 +162,8 @@ def _mooncake_prompt(fields: Any, where: str) -> tuple[int, list[int]]:
         )
     if len(ids) != -(-length // BLOCK_TOKENS):
         raise ConfigError(
-            f"{where}: {len(ids)} hash_ids for an input_length "
-            f"of "
-            f"{length}; "
-            f"one "
-            f"stands "
-            f"for "
-            f"{BLOCK_TOKENS} tokens"
+            f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} "
+            "tokens"
         )
     if len(set(ids)) != len(ids):
         raise ConfigError(
@@ -247,13 +237,8 @@ def select(
     enough = [one for one in cut if len(one.requests) >= min(LEAST_REQUESTS, most)]
     if not enough:
         raise ConfigError(
-            f"the trace has no conversation with "
-            f"{LEAST_REQUESTS} "
-            f"requests "
-            f"of "
-            f"at "
-            f"most "
-            f"{context} tokens; raise --context"
+            f"the trace has no conversation with {LEAST_REQUESTS} requests of at most {context} tokens; "
+            "raise --context"
         )
     return [_again(enough[number % len(enough)], 1 + number // len(enough)) for number in range(users)]
 
@@ -290,13 +275,8 @@ def _recorded(one: Any, before: NDArray[np.int64], block_tokens: int, where: str
         raise ConfigError(f"{where}: t and think seconds must be numbers, none negative")
     if not _is_whole(num_tokens) or not _is_whole(num_output) or not _is_whole(shared) or num_tokens < 1:
         raise ConfigError(
-            f"{where}: tokens and blocks shared must be whole "
-            f"numbers, "
-            f"none "
-            f"negative, "
-            f"and "
-            f"a "
-            f"prompt has at least one token"
+            f"{where}: tokens and blocks shared must be whole numbers, none negative, and a prompt has at "
+            "least one token"
         )
     if not isinstance(new, list) or not all(map(_is_whole, new)) or max(new, default=0) >= 1 << 63:
         raise ConfigError(
@@ -338,13 +318,8 @@ def _keys(conversation: RecordedConversation) -> list[list[bytes]]:
     step, rest = divmod(BLOCK_TOKENS, conversation.block_tokens)
     if rest or not step:
         raise ConfigError(
-            f"{conversation.id}: blocks of {conversation.block_tokens} "
-            f"tokens "
-            f"do "
-            f"not "
-            f"make "
-            f"up "
-            f"blocks of {BLOCK_TOKENS}"
+            f"{conversation.id}: blocks of {conversation.block_tokens} tokens do not make up blocks of "
+            f"{BLOCK_TOKENS}"
         )
     width = step * np.dtype(np.int64).itemsize
     known: dict[tuple[bytes, bytes], bytes] = {}  # a prompt begins as the one before it does
@@ -436,13 +411,8 @@ class Asking:
         size, rest = divmod(conversation.block_tokens, self.scale)
         if rest:
             raise ConfigError(
-                f"--scale {self.scale} does not "
-                f"divide "
-                f"the "
-                f"trace's "
-                f"blocks "
-                f"of "
-                f"{conversation.block_tokens} tokens"
+                f"--scale {self.scale} does not divide the trace's blocks of {conversation.block_tokens} "
+                "tokens"
             )
         return size
 

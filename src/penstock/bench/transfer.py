@@ -123,13 +123,8 @@ def dimensions_of(model: str) -> tuple[str, ModelConfig]:
     directory = Path(os.path.expanduser(model))
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"no model {model!r}: bench transfer takes a "
-            f"built-in "
-            f"name "
-            f"({', '.join(BUILT_IN)}) "
-            f"or "
-            f"a "
-            f"directory with a config.json"
+            f"no model {model!r}: bench transfer takes a built-in name ({', '.join(BUILT_IN)}) or a "
+            "directory with a config.json"
         )
     return directory.resolve().name, read_config(directory)
 

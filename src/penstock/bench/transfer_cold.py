@@ -352,13 +352,8 @@ def _refusal(blocks: int, shape: TransferShape, folder: Path) -> str | None:
     one_way = blocks * shape.layout.block_bytes
     if shape.layout.block_bytes % SECTOR_BYTES:
         return (
-            f"blocks of {shape.layout.block_bytes} bytes are no "
-            f"whole "
-            f"sectors "
-            f"of "
-            f"{SECTOR_BYTES}, "
-            f"and "
-            f"raw O_DIRECT moves nothing else"
+            f"blocks of {shape.layout.block_bytes} bytes are no whole sectors of {SECTOR_BYTES}, and raw "
+            "O_DIRECT moves nothing else"
         )
     needs = {torch.device("cpu"): 2 * one_way}
     needs[shape.device] = needs.get(shape.device, 0) + one_way

@@ -220,13 +220,8 @@ class HostRig:
                     source[source_slot].to(self.device.device), dest[dest_slot].to(self.device.device)
                 ):
                     raise InvariantBroken(
-                        f"{way}, {case}: slot {dest_slot} "
-                        f"does "
-                        f"not "
-                        f"hold "
-                        f"what "
-                        f"slot "
-                        f"{source_slot} did ({direction})"
+                        f"{way}, {case}: slot {dest_slot} does not hold what slot {source_slot} did "
+                        f"({direction})"
                     )
 
     def __enter__(self) -> HostRig:

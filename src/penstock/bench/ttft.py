@@ -198,13 +198,8 @@ def sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Sampl
         )
     if source != KvSource(**{tier: expected, "computed": len(prompt) - expected}):
         raise InvariantBroken(
-            f"a prompt of {len(prompt)} "
-            f"tokens "
-            f"came "
-            f"from "
-            f"{source}; "
-            f"expected "
-            f"{expected or 'none'} from the {tier}"
+            f"a prompt of {len(prompt)} tokens came from {source}; expected {expected or 'none'} from the "
+            f"{tier}"
         )
     promoted = after.cache["promoted"] - before.cache["promoted"]
     if (promoted > 0) != (tier != "device" and expected > 0):

@@ -84,12 +84,7 @@ class Figures:
         )
         return (
             f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms; "
-            f"prompt {self.prompt_tokens} tokens, "
-            f"{self.kv_source.device} "
-            f"from "
-            f"the "
-            f"device "
-            f"cache{colder} "
+            f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache{colder} "
             f"({self.finish})"
         )
 

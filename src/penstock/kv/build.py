@@ -106,12 +106,7 @@ def num_host_blocks(config: Config, arena: DeviceArena) -> int:
         num_blocks = int(config.offload.host_gib * GIB) // block_bytes
         if num_blocks < 1:
             raise ConfigError(
-                f"--kv-offload-host-gib {config.offload.host_gib:g} "
-                f"holds "
-                f"no "
-                f"KV "
-                f"block "
-                f"of "
+                f"--kv-offload-host-gib {config.offload.host_gib:g} holds no KV block of "
                 f"{block_bytes / 1024:.0f} KiB"
             )
         return num_blocks

@@ -69,11 +69,7 @@ class BlockLayout:
         cache."""
         layers, _, tokens, heads, dim = self.shape
         return (
-            f"{NAME}/{VERSION} "
-            f"layers={layers} "
-            f"block_tokens={tokens} "
-            f"kv_heads={heads} "
-            f"head_dim={dim} "
+            f"{NAME}/{VERSION} layers={layers} block_tokens={tokens} kv_heads={heads} head_dim={dim} "
             f"dtype={self.dtype}"
         ).encode()
 

@@ -433,13 +433,8 @@ class Snapshots:
     def _commit(self, manifest: Manifest) -> Snapshot:
         if not self._num_kept(manifest):
             raise SnapshotRefused(
-                f"none of its {manifest.num_blocks} blocks is "
-                f"in "
-                f"a "
-                f"tier: "
-                f"compute "
-                f"it "
-                f"first, and take the snapshot then"
+                f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the "
+                "snapshot then"
             )
         self._known[manifest.id] = manifest, self._places.write(manifest, self._clock())
         self._due_s = min(self._due_s, manifest.expires_s or _NEVER)
@@ -455,11 +450,7 @@ class Snapshots:
         manifest = self._known[id][0] if id in self._known else self._places.read_shared(id)
         if manifest is None and (id in self._unread or not self._is_listed):
             raise StoreFailed(
-                f"snapshot "
-                f"{name!r} "
-                f"cannot "
-                f"be "
-                f"read: "
+                f"snapshot {name!r} cannot be read: "
                 f"{self._damaged.get(id, 'the disk does not say which it has')}"
             )
         if manifest is None or manifest.has_expired(self._clock()):
@@ -620,13 +611,8 @@ class Snapshots:
         )
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
             raise SnapshotSpace(
-                f"the manifest of this snapshot "
-                f"would "
-                f"have "
-                f"{num_bytes} "
-                f"bytes, "
-                f"and "
-                f"{MAX_MANIFEST_BYTES} is the most"
+                f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is "
+                "the most"
             )
         return manifest
 

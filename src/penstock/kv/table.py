@@ -88,13 +88,8 @@ class OpenTables:
         announcing = {table for table in self.open.values() if table.is_announcing}
         if announcing != self.announcing:
             raise InvariantBroken(
-                f"{len(self.announcing)} tables are "
-                f"booked "
-                f"as "
-                f"announcing "
-                f"keys, "
-                f"and "
-                f"{len(announcing)} open ones do"
+                f"{len(self.announcing)} tables are booked as announcing keys, and {len(announcing)} open "
+                "ones do"
             )
 
 
@@ -334,13 +329,8 @@ class BlockTable:
         pool, owner = self._tables.pool, self.owner
         if firsts and max(firsts) + num_blocks > self.num_paged:
             raise InvariantBroken(
-                f"{owner!r} fetches blocks "
-                f"up "
-                f"to "
-                f"{max(firsts) + num_blocks}, "
-                f"of "
-                f"which "
-                f"{self.num_paged} were paged out"
+                f"{owner!r} fetches blocks up to {max(firsts) + num_blocks}, of which {self.num_paged} were "
+                "paged out"
             )
         reservation = pool.try_reserve(len(firsts) * num_blocks, owner) if firsts else None
         if reservation is None:

@@ -460,13 +460,8 @@ class _Ends:
             ):
                 if unsigned.item(side, at) >= num_slots:
                     raise InvariantBroken(
-                        f"an arena of {num_slots} "
-                        f"slots "
-                        f"has "
-                        f"no "
-                        f"slots "
-                        f"{pairs[side].min()} "
-                        f"to {pairs[side].max()}"
+                        f"an arena of {num_slots} slots has no slots {pairs[side].min()} to "
+                        f"{pairs[side].max()}"
                     )
         return pairs
 

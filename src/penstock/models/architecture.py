@@ -252,13 +252,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("quantization_config") is not None:
         raise ModelError(
-            f"{where}: quantized weights (quantization_config) "
-            f"are "
-            f"not "
-            f"supported; "
-            f"use "
-            f"the "
-            f"original weights or a GGUF file"
+            f"{where}: quantized weights (quantization_config) are not supported; use the original weights "
+            "or a GGUF file"
         )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu")
@@ -281,13 +276,8 @@ def stated_windows(raw: Mapping[str, Any], num_layers: int, first: int, where: s
             or any(kind not in known for kind in kinds)
         ):
             raise ModelError(
-                f"{where}: layer_types must be "
-                f"{' or '.join(known)} "
-                f"for "
-                f"each "
-                f"of "
-                f"{num_layers} "
-                f"layers, got {kinds!r}"
+                f"{where}: layer_types must be {' or '.join(known)} for each of {num_layers} layers, got "
+                f"{kinds!r}"
             )
         layers = [known[kind] for kind in kinds]
     if not any(layers) or raw.get("sliding_window") is None:

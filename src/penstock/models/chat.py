@@ -143,13 +143,8 @@ class ChatTemplate:
         starts = {control[0] for control in controls}
         if bad := next((start for start in sorted(starts) if any(start in text for text in texts)), None):
             message = (
-                f"text in chat_template_kwargs cannot have the "
-                f"character "
-                f"{bad!r}: "
-                f"special "
-                f"tokens "
-                f"of "
-                f"this model begin with it"
+                f"text in chat_template_kwargs cannot have the character {bad!r}: special tokens of this "
+                "model begin with it"
             )
             raise InvalidRequest(message, "chat_template_kwargs")
 

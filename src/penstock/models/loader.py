@@ -209,13 +209,8 @@ def read_sampling(directory: Path) -> dict[str, Any]:
     ]
     if wrong:
         raise ModelError(
-            f"{file}: {wrong[0]} must "
-            f"be "
-            f"a "
-            f"number, "
-            f"got "
-            f"{given[wrong[0]]!r}; "
-            f"--generation-config none leaves the file out"
+            f"{file}: {wrong[0]} must be a number, got {given[wrong[0]]!r}; --generation-config none leaves "
+            "the file out"
         )
     try:
         SamplingParams(max_tokens=1, **given)
@@ -230,13 +225,8 @@ def _resolve(model: str) -> tuple[str, Path]:
         return model, embedded_file()
     if model in BUILT_IN:
         raise ModelError(
-            f"{model} has no weights of its own: add --load-format "
-            f"dummy "
-            f"for "
-            f"random "
-            f"ones, "
-            f"or "
-            f"give a path to real ones"
+            f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to "
+            "real ones"
         )
     path = _existing(model)
     if path.is_file():
@@ -252,12 +242,7 @@ def _existing(model: str) -> Path:
     path = Path(os.path.expanduser(model))
     if not path.exists():
         raise ModelError(
-            f"no model {model!r}: it is neither a path that "
-            f"exists "
-            f"nor "
-            f"a "
-            f"built-in "
-            f"name "
+            f"no model {model!r}: it is neither a path that exists nor a built-in name "
             f"({', '.join(BUILT_IN)})"
         )
     return path
@@ -298,13 +283,8 @@ def _dummy_parts(model: str) -> tuple[str, ModelConfig, TextCodec]:
     path = _existing(model)
     if not path.is_dir():
         raise ModelError(
-            f"--load-format dummy takes a "
-            f"built-in "
-            f"name "
-            f"({', '.join(BUILT_IN)}) "
-            f"or "
-            f"a "
-            f"directory with a config.json, not {path}"
+            f"--load-format dummy takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a "
+            f"config.json, not {path}"
         )
     config = read_config(path)
     if not (path / "tokenizer.json").is_file():

@@ -146,13 +146,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(
-            f"{where}: partial_rotary_factor {share} "
-            f"turns "
-            f"{rotary_dim} "
-            f"of "
-            f"{head_dim} "
-            f"values, "
-            f"which is not possible"
+            f"{where}: partial_rotary_factor {share} turns {rotary_dim} of {head_dim} values, which is not "
+            "possible"
         )
     stated = outer.count("max_position_embeddings", most=most)
     plain = {
@@ -169,13 +164,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
     lists = [name for name in ("short_factor", "long_factor") if fields.is_set(name)]
     if lists and kind != "longrope":
         raise ModelError(
-            f"{where}: rope scaling of type "
-            f"{kind!r} "
-            f"with "
-            f"{', '.join(lists)} "
-            f"is "
-            f"not "
-            f"supported, only longrope has them"
+            f"{where}: rope scaling of type {kind!r} with {', '.join(lists)} is not supported, only "
+            "longrope has them"
         )
     # Phi-3 has it outside, and there it counts; a scheme whose config does not say it was trained with the
     # context that it states.

@@ -468,13 +468,8 @@ class ByteTokenizer:
     def __init__(self, vocab: int) -> None:
         if vocab < 256:
             raise ModelError(
-                f"a model without a tokenizer needs a vocabulary of "
-                f"at "
-                f"least "
-                f"256 "
-                f"for "
-                f"bytes, "
-                f"this one has {vocab}"
+                "a model without a tokenizer needs a vocabulary of at least 256 for bytes, this one has "
+                f"{vocab}"
             )
         self.vocab_size = vocab
         self.chat_template = ChatTemplate(BYTE_CHAT_TEMPLATE, {})

@@ -57,13 +57,8 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     highest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids, 0)
     if highest >= config.vocab:
         raise ModelError(
-            f"the tokenizer in {directory} has ids up "
-            f"to "
-            f"{highest}, "
-            f"but "
-            f"the "
-            f"model's "
-            f"vocabulary ends at {config.vocab - 1}"
+            f"the tokenizer in {directory} has ids up to {highest}, but the model's vocabulary ends at "
+            f"{config.vocab - 1}"
         )
     return tokenizer
 
@@ -73,12 +68,7 @@ def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
     other = next((name for name in _OTHER_VOCABULARIES if (directory / name).is_file()), None)
     if other is not None and not path.is_file():
         convert = (
-            f"from "
-            f"transformers "
-            f"import "
-            f"AutoTokenizer "
-            f"as "
-            f"t; "
+            "from transformers import AutoTokenizer as t; "
             f"t.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
         )
         raise ModelError(

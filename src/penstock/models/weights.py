@@ -100,14 +100,8 @@ def _check_tied(stored: Mapping[str, StoredTensor], config: ModelConfig, directo
     head, embed = stored.get(f"{HEAD}.weight"), stored.get(f"{EMBED}.weight")
     if config.tied_embeddings and head is not None and embed is not None and not _same_values(head, embed):
         raise ModelError(
-            f"{directory}: tie_word_embeddings is true, but "
-            f"{HEAD}.weight "
-            f"is "
-            f"another "
-            f"matrix "
-            f"than "
-            f"{EMBED}.weight; "
-            f"set it to false in config.json to use both, or leave {HEAD}.weight out"
+            f"{directory}: tie_word_embeddings is true, but {HEAD}.weight is another matrix than "
+            f"{EMBED}.weight; set it to false in config.json to use both, or leave {HEAD}.weight out"
         )
 
 
@@ -221,13 +215,8 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         # file, that stays whole.
         if shards := [name for name in named if directory / name in files]:
             raise ModelError(
-                f"{directory} holds two models: "
-                f"{single.name}, "
-                f"and "
-                f"those "
-                f"of "
-                f"{INDEX}: "
-                f"{listed(shards)}; remove one of them"
+                f"{directory} holds two models: {single.name}, and those of {INDEX}: {listed(shards)}; "
+                "remove one of them"
             )
     if single in files:
         return (single,)

@@ -145,7 +145,7 @@ class ArenaWatch:
             self._misuse(deed, slots, f"touches {self.name}, whose pool is closed")
         elif any(standing.state in UNHELD for standing in standings):
             found = pool.unheld(slots)
-            self._misuse(deed, found, f"touches {slots_told(found)} of {self.name}, which nobody holds")
+            self._misuse(deed, found, f"touches {slots_told(found)} of {self.name}, which no handle covers")
         if deed.writes and (found := pool.sealed(slots)):
             self._misuse(
                 deed, found, f"changes {slots_told(found)} of {self.name}, which others may find under a key"
@@ -158,14 +158,9 @@ class ArenaWatch:
     def _race(self, deed: Deed, race: Race) -> None:
         earlier = race.earlier
         sentence = (
-            f"{deed.told()} is not ordered "
-            f"after "
-            f"{earlier.told()} "
-            f"in "
-            f"{slots_told(race.slots)} "
-            f"of "
-            f"{self.name}: "
-            f"nothing on lane {deed.lane}, and nothing that its submitter saw, waits for {earlier.place}"
+            f"{deed.told()} is not ordered after {earlier.told()} in {slots_told(race.slots)} "
+            f"of {self.name}: nothing on lane {deed.lane}, and "
+            f"nothing that its submitter saw, waits for {earlier.place}"
         )
         key = (self.name, deed.lane, deed.work, deed.writes, earlier.lane, earlier.work, earlier.writes)
         self._findings.tell(Report(Kind.RACE, self.name, race.slots, sentence, (earlier, deed)), *key)
@@ -184,13 +179,8 @@ class ArenaWatch:
         if wrong:
             slot, state = wrong[0]
             sentence = (
-                f"slot {slot} of {self.name} went from "
-                f"{states[0]} "
-                f"to "
-                f"{states[1]} "
-                f"for "
-                f"{owner!r}, "
-                f"but it was {state}"
+                f"slot {slot} of {self.name} went from {states[0]} to {states[1]} for {owner!r}, but it was "
+                f"{state}"
             )
             self._tell(Kind.ACCOUNTING, sentence, [slot for slot, _ in wrong], (), states)
         if states[1] in UNHELD and states[0] not in UNHELD:
@@ -217,7 +207,7 @@ class ArenaWatch:
             first = unseen[0]
             sentence = (
                 f"slot {slot} of {self.name} gets its key, and {first.told()} may not have landed: "
-                f"who gives the key has not seen {first.place} to be over"
+                f"the thread that gives the key has not seen {first.place} to be over"
             )
             self._tell(Kind.LIFETIME, sentence, (slot,), unseen, "landed", first.lane, first.work)
 
@@ -244,13 +234,8 @@ class ArenaWatch:
         booked = {state: num for state, num in pool.counts.items() if num}
         if told != booked:
             sentence = (
-                f"the pool of {self.name} says that it has {told} at "
-                f"a "
-                f"step "
-                f"boundary, "
-                f"and "
-                f"its "
-                f"changes add up to {booked}"
+                f"the pool of {self.name} says that it has {told} at a step boundary, and its changes add "
+                f"up to {booked}"
             )
             self._tell(Kind.ACCOUNTING, sentence, (), (), "balance")
 
@@ -289,20 +274,9 @@ class ArenaWatch:
         found = sorted(slot for slot, place in zip(slots, places, strict=True) if place in late)
         first = min(late.values(), key=lambda deed: (deed.lane, deed.number))
         sentence = (
-            f"{slots_told(found)} of "
-            f"{self.name} "
-            f"{'are' if len(found) > 1 else 'is'} "
-            f"given "
-            f"back "
-            f"for "
-            f"{owner!r} while {first.told()} may "
-            f"still be under way: none of those who had it has seen {first.place} to "
-            f"be "
-            f"over, "
-            f"and "
-            f"no "
-            f"fence "
-            f"behind that travels with it"
+            f"{slots_told(found)} of {self.name} {'are' if len(found) > 1 else 'is'} given back "
+            f"for {owner!r} while {first.told()} may still be under way: "
+            f"no holder has seen {first.place} to be over, and no fence behind that travels with it"
         )
         self._tell(Kind.LIFETIME, sentence, found, (first,), "given back", first.lane, first.work)
 

@@ -75,13 +75,8 @@ class Turns:
             return
         stack = self._findings.stacks.here()
         sentence = (
-            f"the engine thread waited {seconds * 1e3:.1f} ms for "
-            f"item "
-            f"{fence} "
-            f"of "
-            f"lane "
-            f"{on_lane}, "
-            f"where it may not wait"
+            f"the engine thread waited {seconds * 1e3:.1f} ms for item {fence} of lane {on_lane}, where it "
+            "may not wait"
         )
         self._findings.tell(Report(Kind.STALL, "", (), sentence, stack=stack), on_lane, stack[:3])
 

@@ -163,12 +163,7 @@ NOT_HERE = {
     ),
 }
 HERE = (
-    "/v1/chat/completions, /v1/completions, /v1/responses "
-    "and "
-    "/v1/messages "
-    "generate "
-    "text; "
-    "GET "
+    "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages generate text; GET "
     "/openapi.json lists every route"
 )
 

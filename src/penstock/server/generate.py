@@ -71,20 +71,15 @@ def prompts_of(
     before: SnapshotContent | None = None,
     reasons: bool = False,
 ) -> list[Prompt]:
-    """Prompts of a text body, one per item. `before`: a snapshot to continue. For a text: its tokens, then
-    the tokens of each prompt, tokenized separately. For a conversation: its messages, then the request's,
-    rendered by the template as one, as if the client had sent all of them."""
+    """The prompts of a body; a text body has one per item. `before`: a snapshot to continue. For a text: its
+    tokens, then the tokens of each prompt, tokenized separately. For a conversation: its messages, then the
+    request's, rendered by the template as one, as if the client had sent all of them."""
     if isinstance(body, ChatBody):
         said = body.messages
         if before is not None and not before.messages:
             message = (
-                "this snapshot was not taken of messages, so a "
-                "conversation "
-                "cannot "
-                "be "
-                "continued "
-                "from "
-                "it: use /v1/completions"
+                "this snapshot was not taken of messages, so a conversation cannot be continued from it: "
+                "use /v1/completions"
             )
             raise InvalidRequest(message, "snapshot")
         if before is not None:

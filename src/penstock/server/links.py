@@ -2,9 +2,9 @@
 fronts in the engine from submission to their last event, also where the front is gone, and the order in which
 all of it ends; the parent says when.
 
-Each front has a thread that reads and one that writes. The engine's thread only leaves a step's events as one
-list for each front: a front that does not read is cut off once too many have gathered, or once it has said
-nothing for too long, and holds up nobody.
+Each front has a reader thread and a writer thread. The engine's thread only leaves a step's events as one
+list for each front. A front that does not read is cut off when too many lists have gathered, or when it has
+been silent for too long. It never delays other fronts.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class FrontLink:
         except ProtocolBroken as error:
             self.cut(f"says what cannot be: {error}")
         except ConnectionResetError:
-            logger.debug("front process %d has ended without reading all that it was told", self.index)
+            logger.debug("front process %d has ended without reading all its messages", self.index)
         except OSError as error:
             logger.error("the connection to front process %d failed: %s", self.index, error)
         except Exception:

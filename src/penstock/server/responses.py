@@ -77,13 +77,8 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given = getattr(self, name) is not None
             if given != (name in needed) and not (given and name in allowed) and (given or name in needed):
                 raise ValueError(
-                    f"{name} "
-                    f"is "
-                    f"{'not a field of' if given else 'required for'} "
-                    f"an "
-                    f"item "
-                    f"of "
-                    f"the type {self.type}"
+                    f"{name} is {'not a field of' if given else 'required for'} an item of the type "
+                    f"{self.type}"
                 )
 
     @property

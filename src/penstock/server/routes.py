@@ -198,13 +198,8 @@ class Small:
             )
             if found is None:
                 message = (
-                    "no request of this session has ended here lately, or "
-                    "the "
-                    "cache_salt "
-                    "is "
-                    "not "
-                    "the "
-                    "one that it had"
+                    "no request of this session has ended here lately, or the cache_salt is not the one "
+                    "that it had"
                 )
                 raise Refused(404, message, param="session_id", code="session_not_found")
             return json_response({"blocks": found.num_blocks, "started": found.started})
@@ -352,13 +347,8 @@ class Adapters:
     def _check_allowed(self) -> None:
         if self._service.engine.adapters.root is None:
             message = (
-                "adapters cannot be loaded or unloaded over HTTP "
-                "here: "
-                "the "
-                "server "
-                "was "
-                "started "
-                "without --lora-dir"
+                "adapters cannot be loaded or unloaded over HTTP here: the server was started without "
+                "--lora-dir"
             )
             raise Refused(403, message, code="lora_loading_off")
 

@@ -360,12 +360,7 @@ class ChatBody(Generating, kw_only=True):
     def _check_continued(self) -> None:
         if self.add_generation_prompt:
             message = (
-                "continue_final_message and add_generation_prompt cannot both "
-                "be "
-                "true: "
-                "the "
-                "prompt "
-                "ends "
+                "continue_final_message and add_generation_prompt cannot both be true: the prompt ends "
                 "with the last message, or behind it"
             )
             raise InvalidRequest(message, "continue_final_message")

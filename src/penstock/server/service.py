@@ -382,13 +382,8 @@ class Service:
 
     def _no_model(self, name: str) -> Refused:
         message = (
-            f"there is no model {name!r} here; this "
-            f"server "
-            f"has "
-            f"{self.names[0]!r} "
-            f"(GET "
-            f"/v1/models "
-            f"lists its adapters)"
+            f"there is no model {name!r} here; this server has {self.names[0]!r} (GET /v1/models lists its "
+            "adapters)"
         )
         return Refused(404, message, param="model", code="model_not_found")
 

@@ -1,8 +1,8 @@
 """The parent of a server's processes: one for the engine, one or more that speak HTTP. Owns their start,
 their restart and their end; serves nothing itself.
 
-All sockets between them are made here and handed over: none has a name, so that nothing is left of them and
-nobody else can connect.
+All sockets between them are made here and handed over. None has a name, so that nothing is left of them and
+no other process can connect.
 """
 
 from __future__ import annotations
@@ -245,13 +245,8 @@ class Supervisor:
             self._restarts.append(now)
             if len(self._restarts) > MOST_RESTARTS:
                 self._failure = PenstockError(
-                    f"front "
-                    f"processes "
-                    f"ended "
-                    f"{len(self._restarts)} "
-                    f"times "
-                    f"within "
-                    f"{RESTARTS_S:g} s; the server ends"
+                    f"front processes ended {len(self._restarts)} times within {RESTARTS_S:g} s; the server "
+                    "ends"
                 )
                 self._stop(now=True)
                 return

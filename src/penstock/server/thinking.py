@@ -52,13 +52,8 @@ def variables_of(
             made["reasoning_effort"] = effort
         if other := next((name for name in made if name in given and given[name] != made[name]), None):
             message = (
-                f"reasoning_effort is {effort!r}, and "
-                f"chat_template_kwargs "
-                f"sets "
-                f"{other} "
-                f"to "
-                f"something "
-                f"else: give one of them"
+                f"reasoning_effort is {effort!r}, and chat_template_kwargs sets {other} to something else: "
+                "give one of them"
             )
             raise InvalidRequest(message, "reasoning_effort")
     is_unwanted = effort == "none" or is_off(given)

@@ -254,13 +254,8 @@ class ToolRequest(NamedTuple):
             raise InvalidRequest("two tools have the same name", "tools")
         if deep := next((tool for tool in self.tools if is_deep(tool.function.parameters)), None):
             message = (
-                f"the parameters of {deep.function.name!r} are "
-                f"nested "
-                f"deeper "
-                f"than "
-                f"{MAX_DEPTH} "
-                f"lists "
-                f"and objects"
+                f"the parameters of {deep.function.name!r} are nested deeper than {MAX_DEPTH} lists and "
+                "objects"
             )
             raise InvalidRequest(message, "tools")
         if not self.tools and given not in (None, "none", "auto"):
@@ -331,12 +326,7 @@ def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: Text
     match reader:
         case "hermes":
             rule = (
-                f"calls: "
-                f"{many('one', f'{line} one')}\none: "
-                f"{mark(HERMES[0])} "
-                f"{line} "
-                f"@call "
-                f"{line} "
+                f"calls: {many('one', f'{line} one')}\none: {mark(HERMES[0])} {line} @call {line} "
                 f"{mark(HERMES[1])}"
             )
         case "llama3":

@@ -233,13 +233,8 @@ class _Stage:
             self._batons[chosen].release()
         if not self._batons[me].acquire(timeout=_PATIENCE_S):
             raise Deadlock(
-                f"{self.acting} has not come back: it blocks on something "
-                f"that "
-                f"is "
-                f"no "
-                f"lane, "
-                f"a "
-                f"lock that another one holds?"
+                f"{self.acting} has not come back: it blocks on something that is no lane, a lock that "
+                "another one holds?"
             )
         if self._is_over:
             raise _Abandoned

@@ -15,7 +15,7 @@ _GARBAGE = 0xEE  # what stands in a buffer after any outcome but DONE
 
 
 class HandClock:
-    """Seconds that pass when somebody says so."""
+    """A clock that only the test moves."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -66,7 +66,7 @@ class StoreGate:
             if not self._changed.wait_for(
                 lambda: not self._holds(call) or self._num_allowed > 0, _DEADLINE_S
             ):
-                raise TimeoutError(f"nobody let this {call} pass")
+                raise TimeoutError(f"the test did not release this {call}")
             if self._holds(call):
                 self._num_allowed -= 1
 
@@ -102,7 +102,7 @@ class MemoryStore:
 
     # ----------------------------------------------------------------------------------------------- switches
 
-    def die(self, why: str = "nobody answers") -> None:
+    def die(self, why: str = "the store does not answer") -> None:
         """Every call raises, until `raises` is None again."""
         self.raises = StoreFailed(why)
 

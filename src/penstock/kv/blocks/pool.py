@@ -206,23 +206,13 @@ class KeyIndex:
         backwards = [(key, slot) for slot, key in enumerate(self.key_of) if key is not None]
         if len(backwards) != len(self.slot_of) or dict(backwards) != self.slot_of:
             raise InvariantBroken(
-                f"{len(backwards)} slots have a key "
-                f"and "
-                f"{len(self.slot_of)} "
-                f"keys "
-                f"have "
-                f"a "
-                f"slot, and they disagree"
+                f"{len(backwards)} slots have a key and {len(self.slot_of)} keys have a slot, and they "
+                "disagree"
             )
         if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed.at) if sealed]:
             raise InvariantBroken(
-                f"{len(backwards)} slots have a key, and they are "
-                f"not "
-                f"the "
-                f"{sum(self.sealed.at)} "
-                f"that "
-                f"are "
-                f"said to be sealed"
+                f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed.at)} that are "
+                "said to be sealed"
             )
 
 
@@ -605,13 +595,8 @@ class BlockPool:
             counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
             if noted != counted:
                 raise InvariantBroken(
-                    f"slot {slot} of pool "
-                    f"{self.name!r}: "
-                    f"booked "
-                    f"(state, "
-                    f"holds, "
-                    f"pins) "
-                    f"{noted}, counted {counted}"
+                    f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted "
+                    f"{counted}"
                 )
         in_state = {
             state: [slot for slot, found in enumerate(self._book.state.at) if found == state]

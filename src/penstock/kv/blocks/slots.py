@@ -204,13 +204,8 @@ class SlotBook:
         ordered = np.sort(slots) if isinstance(slots, np.ndarray) else sorted(slots)
         if ordered[0] < 0 or ordered[-1] >= len(self.state.at):
             raise InvariantBroken(
-                f"pool {self._pool!r} has "
-                f"slots "
-                f"0 "
-                f"to "
-                f"{len(self.state.at) - 1}, "
-                f"got "
-                f"{ordered[0]} to {ordered[-1]}"
+                f"pool {self._pool!r} has slots 0 to {len(self.state.at) - 1}, got {ordered[0]} to "
+                f"{ordered[-1]}"
             )
         twice = (
             (ordered[1:] == ordered[:-1]).any()

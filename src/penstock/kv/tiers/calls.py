@@ -457,13 +457,8 @@ class StoreCalls:
                 outcomes, entered = self._call(way.value, lambda: call(views))
                 if len(outcomes) != len(group.keys):
                     raise InvariantBroken(
-                        f"the {self.store.name} "
-                        f"store "
-                        f"said "
-                        f"{len(outcomes)} "
-                        f"things "
-                        f"about "
-                        f"{len(group.keys)} blocks"
+                        f"the {self.store.name} store said {len(outcomes)} things about {len(group.keys)} "
+                        "blocks"
                     )
             finally:
                 self.tally.ended(way, outcomes)

@@ -646,13 +646,8 @@ class Saves:
             one.sync = self.first.persist()
         if one.sync.settled:
             lost = StoreFailed(
-                f"{len(one.lost)} of {len(one.keys)} blocks could "
-                f"not "
-                f"be "
-                f"written "
-                f"to "
-                f"the "
-                f"{self.first.name} tier"
+                f"{len(one.lost)} of {len(one.keys)} blocks could not be written to the {self.first.name} "
+                "tier"
             )
             one.error = one.sync.error or (lost if one.lost else None)
             one.settled = True

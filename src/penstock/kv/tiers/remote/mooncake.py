@@ -3,15 +3,14 @@ and the processes in which the library runs (`mooncake_program`) with the memory
 
 `mooncake://host[:port][?metadata=URL&protocol=tcp|rdma&device=NAME&local=HOST&segment_gib=N&buffer_gib=N]`
 
-One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`, in the memory of
-whichever nodes lend some to the store. The master forgets blocks when that is full, and those of a node that
-is gone.
+One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`, in the memory of the
+nodes that lend some to the store. The master evicts blocks when that is full, and forgets blocks of lost
+nodes.
 
-Values pass through memory shared with that process: one copy more than into the host slot itself, for which
-host slots are never in the library's hands. It lets every machine that can reach its port read and write what
-is registered with it, and may touch a buffer after the call that named it has failed; so a block is checked
-where it lies in its slot, after that copy. A call that is overdue ends with the process: when it has raised,
-nothing writes into the shared memory any more.
+Values pass through memory shared with that process. This costs one more copy, but the library never gets
+access to host slots. The library lets every machine that can reach its port read and write registered memory,
+and may touch a buffer after a failed call; so a block is checked in its host slot, after the copy. An overdue
+call ends with the process: after it has raised, nothing writes into the shared memory.
 """
 
 from __future__ import annotations
@@ -73,13 +72,8 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     need(sys.platform == "linux", "mooncake:// works on Linux only")
     if importlib.util.find_spec("mooncake") is None:  # the library is never imported here
         raise ConfigError(
-            f"{FLAG} mooncake:// needs its "
-            f"client "
-            f"library: "
-            f"pip "
-            f"install "
-            f"'penstock[mooncake]'; "
-            f"it needs libibverbs1, too"
+            f"{FLAG} mooncake:// needs its client library: pip install 'penstock[mooncake]'; it needs "
+            "libibverbs1, too"
         )
     check_hosts([address.host])
     return MooncakeStore(address, space, timeout_s)

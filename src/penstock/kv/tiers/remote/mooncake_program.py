@@ -7,10 +7,10 @@ lock while it connects and disconnects, for a minute and more where the master d
 outlast any deadline, and its transfers may touch a buffer after the call that named it has failed; it ends
 the process when it finds itself broken. A process can be killed, and touches nothing then.
 
-Arguments are descriptors: of the memory, of the socket on which it is told the settings, and of one for each
-call that may be under way at once. One line of JSON is one message: settings, or `[what, names, offsets]`;
-each has one answer, `[codes, why]`, where `why` is empty unless something was wrong beside the codes. It ends
-when the engine closes the first socket, or ends.
+Arguments are descriptors: the memory, the socket for the settings, and one socket for each concurrent call.
+One line of JSON is one message: settings, or `[what, names, offsets]`; each has one answer, `[codes, why]`,
+where `why` is empty unless there was an error beside the codes. It ends when the engine closes the first
+socket, or ends.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ environment (AWS_*) or from the machine, never from the URL.
 One block is one object, its header before its bytes: `PREFIX/FORMAT/SPACE/KEY`. A manifest is one, too:
 `PREFIX/snapshots/SPACE/ID`.
 
-A host slot is touched by the calling thread only: what comes back lies in memory of its own until it is
-copied and checked, and what is sent was copied before. So a request that outlasts its deadline can harm
-nobody.
+Only the calling thread touches a host slot: received bytes stay in separate memory until they are copied and
+checked, and sent bytes were copied before. So a request that outlasts its deadline does no harm.
 """
 
 from __future__ import annotations
@@ -235,13 +234,8 @@ class BucketStore(SharedStore):
         honours = not self._requests.one(self._put_if, (path, b"", "create"))
         if not honours:
             log.warning(
-                "the bucket's server ignores conditions: two engines may "
-                "both "
-                "be "
-                "told "
-                "that "
-                "they "
-                "have taken one name"
+                "the bucket's server ignores conditions: two engines may both be told that they have taken "
+                "one name"
             )
         return honours
 

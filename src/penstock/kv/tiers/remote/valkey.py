@@ -755,12 +755,7 @@ class ValkeyConnection:
         if isinstance(error, TimeoutError):
             return StoreFailed(f"the shared store at {self.node} did not answer in time")
         return StoreFailed(
-            f"the connection to the "
-            f"shared "
-            f"store "
-            f"at "
-            f"{self.node} "
-            f"broke: "
+            f"the connection to the shared store at {self.node} broke: "
             f"{error.strerror or type(error).__name__}"
         )
 

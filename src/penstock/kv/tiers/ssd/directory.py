@@ -252,31 +252,14 @@ def check_trusted(path: Path, found: os.stat_result) -> None:
     mode = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_uid != me:
         raise ConfigError(
-            f"{path} belongs to another user ({mode}), who can put KV there, and "
-            f"this "
-            f"process "
-            f"runs "
-            f"as "
-            f"user "
-            f"{me}: run it as the owner,"
-            f" name a directory that does not exist yet, or, if you trust what is "
-            f"in "
-            f"it, "
-            f"chown "
-            f"-R "
-            f"{me} "
-            f"{shlex.quote(str(path))}"
+            f"{path} belongs to another user ({mode}), who can put KV there, and this process runs as user "
+            f"{me}: run it as the owner, name a directory that does not exist yet, or, if you trust what is "
+            f"in it, chown -R {me} {shlex.quote(str(path))}"
         )
     if found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
-            f"{path} can be written by other users ({mode}), who can put KV there: if "
-            f"you "
-            f"trust "
-            f"what "
-            f"is "
-            f"in "
-            f"it,"
-            f" chmod go-w {shlex.quote(str(path))}, else name another directory"
+            f"{path} can be written by other users ({mode}), who can put KV there: if you trust what is in "
+            f"it, chmod go-w {shlex.quote(str(path))}, else name another directory"
         )
 
 
@@ -368,13 +351,8 @@ def _check_names(path: Path, fd: int, must_be_ours: bool) -> None:
         raise ConfigError(f"{path} is not an SSD cache directory of penstock")
     if lock is not None and not is_ours:
         raise ConfigError(
-            f"{path} has a file named {_LOCK!r} that is not of "
-            f"penstock: "
-            f"give "
-            f"the "
-            f"SSD "
-            f"cache "
-            f"a directory of its own"
+            f"{path} has a file named {_LOCK!r} that is not of penstock: give the SSD cache a directory of "
+            "its own"
         )
 
 

@@ -343,13 +343,8 @@ class Segments:
         budget = max_bytes - LOCK_BYTES
         if budget < segment_bytes(1, space.block_bytes):
             raise ConfigError(
-                f"an SSD cache of {max_bytes} bytes has no room "
-                f"for "
-                f"one "
-                f"block "
-                f"of "
-                f"{space.block_bytes}: "
-                f"raise --kv-offload-ssd-gib"
+                f"an SSD cache of {max_bytes} bytes has no room for one block of {space.block_bytes}: raise "
+                "--kv-offload-ssd-gib"
             )
         try:
             self._plan(budget - self._adopt(budget), max_bytes)

@@ -444,13 +444,8 @@ class SsdStore:
                 raise StoreFailed(f"the SSD cache in {self._path} is closed")
             if self._num_calls:
                 raise StoreFailed(
-                    f"the SSD cache in {self._path} is still busy "
-                    f"with "
-                    f"files "
-                    f"that "
-                    f"have "
-                    f"been "
-                    f"removed or replaced"
+                    f"the SSD cache in {self._path} is still busy with files that have been removed or "
+                    "replaced"
                 )
             was_open, self._is_open = self._is_open, False
         if was_open:
@@ -460,13 +455,8 @@ class SsdStore:
         except (ConfigError, OSError) as error:
             raise StoreFailed(f"the SSD cache cannot be opened anew: {error}") from error
         log.warning(
-            "the SSD cache in %s was opened anew: its directory, its lock "
-            "or "
-            "a "
-            "file "
-            "had "
-            "been "
-            "removed or replaced",
+            "the SSD cache in %s was opened anew: its directory, its lock or a file had been removed or "
+            "replaced",
             self._path,
         )
 
