@@ -38,7 +38,7 @@ MAX_SHOWN = 512  # characters of a message or a name in an error: what a client 
 
 
 class Refused(UserError):
-    """An answer that HTTP has its own status for, such as 404 or 413."""
+    """An answer with an HTTP status of its own, such as 404 or 413."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -76,8 +76,7 @@ class Fault:
         }
 
     def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
-        """In Anthropic's shape, with the words that its clients look for before they shorten a
-        conversation."""
+        """In Anthropic's shape, with the words by which its clients decide to shorten a conversation."""
         kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         fields = self.body()["error"]
         if self.code == "context_length_exceeded":
@@ -99,15 +98,14 @@ _ANTHROPIC = {
 
 
 def shortened(text: str) -> str:
-    """Its beginning and its end: a message names the field first, and says last what is wrong with it."""
+    """The beginning and the end: a message names the field first, and the fault last."""
     half = MAX_SHOWN // 2
     return (
         text if len(text) <= MAX_SHOWN else (f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}")
     )
 
 
-# The first that an error is an instance of: its status, its code, and what is said where it says nothing
-# itself.
+# The first match counts: status, code, and the message if the error has none.
 _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (ContextExceeded, 400, "context_length_exceeded", ""),
     (SessionMissing, 404, "session_not_found", ""),
@@ -120,17 +118,17 @@ _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (Overloaded, 429, "overloaded", ""),
     (EngineClosed, 503, "unavailable", "the engine is closed"),
     (DeadlineExceeded, 504, "deadline_exceeded", ""),
-    # only of what was asked of a tier itself:
+    # only if a tier itself was asked:
     (StoreFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),
-    # a request computes instead
+    # otherwise the request computes instead
     (TransferFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),
     (StepFailed, 500, "step_failed", "the forward pass failed"),
 )
 
 
 def fault_of(error: BaseException, path: str = "") -> Fault:
-    """The message of an unexpected exception stays in our log: it may name paths or values that are not the
-    client's to see. `path`: that was asked."""
+    """The message of an unexpected exception stays in the log: it may contain paths or values that the client
+    must not see. `path`: the requested one."""
     text, param = str(error), getattr(error, "param", None)
     if isinstance(error, Refused):
         return Fault(error.status, text, _type_of(error.status), param, error.code)
@@ -147,7 +145,7 @@ def fault_of(error: BaseException, path: str = "") -> Fault:
     return Fault(500, "internal error; the server's log says more", _type_of(500), code="internal")
 
 
-# Routes of other servers, by how their paths begin, and why they are not here.
+# Routes of other servers, by prefix, and why they are missing.
 NOT_HERE = {
     "/v1/embeddings": "causal models are served for the text that they write, and make no embeddings",
     "/v1/chat/completions/": "answers are not stored",

@@ -39,9 +39,9 @@ from penstock.server.kept import KeptResponse
 
 logger = logging.getLogger("penstock.server")
 
-STATS_S = 10.0  # for the engine's process to say how it is doing
-SLOW_S = 600.0  # for what reads files or empties disks there
-CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadline that it was given
+STATS_S = 10.0  # for the engine's process to return its figures
+SLOW_S = 600.0  # for calls that read files or clear disks there
+CLOSE_MARGIN_S = 30.0  # the engine's loop may exceed its deadline by less than this
 RECEIVE_BYTES = 1 << 18
 _SHUTTING_DOWN = "the server is shutting down"
 
@@ -55,8 +55,8 @@ class _Asked(NamedTuple):
 
 
 def greeted(wire: Wire[FromEngine]) -> Hello:
-    """Block until the engine has said what it is. Raises EngineClosed where it never does, ProtocolBroken
-    where it is another version."""
+    """Block until the engine has introduced itself. Raises EngineClosed if it never does, ProtocolBroken if
+    it has another version."""
     hello = wire.receive()
     if hello is None:
         raise EngineClosed("the engine's process ended before it was ready")
@@ -109,7 +109,7 @@ class RemoteEngine:
     any thread may call."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Blocks until the engine has said what it is, see `greeted`."""
+        """Blocks until the engine has introduced itself, see `greeted`."""
         wire: Wire[FromEngine] = Wire(sock, FromEngine)
         hello = greeted(wire)
         self.name, self.max_model_len = hello.name, hello.limits.max_model_len
@@ -130,12 +130,12 @@ class RemoteEngine:
         self._figures_sent = b""
         self._limits, self._residency = hello.limits, hello.residency
         self._sock = sock
-        self._early = wire.left()  # what was read behind the greeting
+        self._early = wire.left()  # messages read after the greeting
         self._frames = wire.frames
         self.next_number = itertools.count(1).__next__
         self._asked: dict[int, _Asked] = {}
         self._number_of: dict[str, int] = {}
-        self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of what is called
+        self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of the method
         self.dropped: deque[int] = deque()  # grammars that this process no longer keeps
         self._lock = threading.Lock()  # guards writes
         self._unsent: deque[memoryview] = deque()
@@ -160,7 +160,7 @@ class RemoteEngine:
         return self._error
 
     def beat_age_s(self) -> float:
-        """Of the engine's loop, or since its process was last heard of."""
+        """Time since the engine's loop last turned, or since its process was last heard."""
         return time.monotonic() - self._beat_s + self._beat_age_s
 
     def close(self, deadline_s: float) -> None:
@@ -179,8 +179,8 @@ class RemoteEngine:
         request_id: str | None = None,
         **options: Any,
     ) -> str:
-        """What can be wrong with a request is said here; should the engine refuse it all the same, that is
-        its only event."""
+        """Invalid requests are refused here. If the engine refuses one anyway, the refusal is its only
+        event."""
         self._check_alive()
         _, known = self._limits.checked(prompt, sampling)
         self._residency.for_request(
@@ -237,7 +237,7 @@ class RemoteEngine:
         return self.stats_and_figures()[0]
 
     def stats_and_figures(self) -> tuple[EngineStats, list[RequestFigures]]:
-        """And the figures of all other front processes."""
+        """Also returns the figures of all other front processes."""
         answer: tuple[EngineStats, list[RequestFigures]] = _result(self.call("EngineClient.stats"), STATS_S)
         return answer
 
@@ -249,7 +249,7 @@ class RemoteEngine:
         self._calls[number] = future, name
         future.add_done_callback(lambda over: self._abandon(number) if over.cancelled() else None)
         self.send(boundary.Call(number, name, msgspec.msgpack.encode(arguments)))
-        if name == "GrammarCompiler.begin":  # goes on only while a caller waits
+        if name == "GrammarCompiler.begin":  # goes on only for those who wait
             future.add_done_callback(
                 lambda over: self.send(boundary.LetGo(number)) if over.cancelled() else None
             )
@@ -384,8 +384,8 @@ class RemoteEngine:
             future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
     def _send_figures(self) -> None:
-        """Where they have changed: what happened since the last beat is lost at most when this process is
-        killed."""
+        """Sends them if they have changed: if this process is killed, only the figures since the last beat
+        are lost."""
         if (
             self.own_figures is not None
             and (now := boundary.frame(boundary.FrontFigures(self.own_figures))) != self._figures_sent
@@ -423,8 +423,7 @@ class RemoteEngine:
 
 
 class RemoteAdapters:
-    """Names as the engine last said: it waits for every front to know of a change before that counts as
-    made."""
+    """Names as the engine last sent them. A change is complete only when every front knows of it."""
 
     def __init__(self, engine: RemoteEngine, loaded: Sequence[LoadedAdapter], may_load: bool) -> None:
         self.loaded = {one.adapter.name: one for one in loaded}
@@ -444,8 +443,7 @@ class RemoteAdapters:
 
     @contextmanager
     def _hold(self, adapter: Adapter) -> Iterator[Adapter]:
-        """Requests that are sent meanwhile find the adapter as it was: the engine reads one message after
-        another."""
+        """Requests sent meanwhile find the adapter as it was: the engine reads messages in order."""
         number = self.engine.next_number()
         self.engine.send(boundary.HoldAdapter(number, adapter))
         try:
@@ -458,7 +456,7 @@ class RemoteAdapters:
 
 
 class RemoteSnapshots:
-    """Each call is answered by the engine's process, which waits for its tiers."""
+    """The engine's process answers each call, and waits for its tiers."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.engine = engine
@@ -493,12 +491,12 @@ class RemoteGrammars:
 
 
 class _KeptGrammar:
-    """For as long as this lives, the engine keeps what it has compiled."""
+    """While this object lives, the engine keeps the compiled grammar."""
 
     def __init__(self, engine: RemoteEngine, call: int) -> None:
         self._engine = engine
         self._call = call
 
     def __del__(self) -> None:
-        # said with the next beat: this may run in the midst of anything
+        # sent with the next beat: this may run at any point
         self._engine.dropped.append(self._call)
