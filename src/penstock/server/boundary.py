@@ -219,7 +219,7 @@ class HoldAdapter(Sent, tag=3):
 
 
 class LetGo(Sent, tag=4):
-    """Releases a kept adapter or compiled grammar."""
+    """Of an adapter or a compiled grammar that was kept."""
 
     number: int
 

@@ -1,10 +1,10 @@
-"""Calls of one store, as they are made on lanes. Owns whether a store is talked to, what came of it, and the
-figures of both. Which slots, on which lane and in which order is the cold tier's business.
+"""Calls of one store, made on lanes. Owns the breaker, the outcomes and the figures. The cold tier chooses
+slots, lanes and order.
 
-Whatever a store raises ends here: blocks fail, the breaker hears of it, a counter tells. Only a defect of
-ours goes on, to the ticket. The breaker says whether a store is worth talking to:
+Every exception of a store ends here: blocks fail, the breaker and a counter record it. Only a defect in
+Penstock goes on, to the ticket. The breaker decides whether a store is called:
 
-    CLOSED  -- it fails -->  OPEN  -- time to look -->  HALF_OPEN  -- it answers -->  CLOSED
+    CLOSED  -- it fails -->  OPEN  -- probe is due -->  HALF_OPEN  -- it answers -->  CLOSED
                               ^------------ it does not ----'
 """
 

@@ -1,12 +1,12 @@
-"""What a snapshot is outside of any process: a manifest. Owns the value, its format and version, and why one
-is refused; where it is kept is the store's business.
+"""A manifest: a snapshot outside of any process. Owns the value, its format and version, and the reasons to
+refuse one; the store keeps it.
 
-A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and the tokens that they
-stand for, so that what a tier has lost can be computed again. Its KV ends with a block, the unit of identity
-and of movement: a longer chunk would only lose tokens.
+A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and their tokens, so that
+lost blocks can be computed again. Its KV ends with a block, the unit of identity and of movement: a longer
+chunk would only lose tokens.
 
-    head: magic, format, lengths, checksum    facts: JSON    keys: 16 bytes each    tokens: 4 bytes each
-                                              messages: JSON or nothing
+    head: magic, format, lengths, checksum
+    facts: JSON    keys: 16 bytes each    tokens: 4 bytes each    messages: JSON or nothing
 """
 
 from __future__ import annotations

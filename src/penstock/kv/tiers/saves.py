@@ -1,13 +1,13 @@
 """Blocks on their way down: from the device to host memory, and from there to cold tiers. Owns every save,
-and what is dirty: blocks of host memory that the first cold tier was not seen to have. The engine thread is
-its only caller.
+and the dirty blocks: blocks in host memory that the first cold tier is not known to have. Only the engine
+thread calls it.
 
-    sealed, retracted, or room is needed  ->  host slots taken  ->  copied, in parts  ->  found in host memory
-                                          ->  written to cold tiers
+    sealed, retracted, or room is needed -> host slots taken -> copied, in parts -> found in host memory
+    -> written to cold tiers
 
-A save protects both its ends until its end has been seen here, in `settle`. Writes go down from host memory:
-to the first cold tier as its admission says, to those after it always; `persist` writes whatever is dirty.
-Many blocks are handed over in slices, one in each turn of the engine.
+A save protects both its ends until `settle` has seen its end. Writes go from host memory to the first cold
+tier if its admission says so, and always to the tiers after it; `persist` writes all dirty blocks. Many blocks
+are submitted in slices, one in each turn of the engine.
 """
 
 from __future__ import annotations
