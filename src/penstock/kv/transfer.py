@@ -1,7 +1,8 @@
 """Moves blocks between two arenas: launches transfers off the engine thread, copies their bytes and reports
 when they are over. Owns their order and the copying, not their slots.
 
-    submit (engine thread, O(1)) -> prepare, waits, copies (launcher) -> bytes (lane) -> settle (engine thread)
+    submit (engine thread, O(1)) -> prepare, waits, copies (launcher) -> bytes (lane)
+    -> settle (engine thread polls)
 
 A transfer is in flight from `submit` on, launched or not: a drain sees both. Transfers of one mover are
 launched, and so end, in the order of their submission.

@@ -8,9 +8,9 @@ Rules, the same on CPU threads and CUDA streams:
 - `record` marks a point. `wait` orders later submissions behind such a point of another lane, on the device,
   without blocking the caller. Only `wait_*` and `drain` block a host thread.
 - The ticket keeps an exception raised by its work, and raises it where the ticket is waited on. Work given
-  `after=` a failed ticket is skipped and fails with the same error. The lane itself goes on. If it cannot (its
-  thread could not be set up, a wait failed), all later work is skipped and fails with the reason: every ticket
-  and every fence ends.
+  `after=` a failed ticket is skipped and fails with the same error. The lane itself goes on. If it cannot
+  (its thread could not be set up, a wait failed), all later work is skipped and fails with the reason: every
+  ticket and every fence ends.
 - `capture` records submissions instead of running them; `replay` runs the whole recording as one unit. Inside
   a recording no wait on an outside fence is honoured: it is reported to the observer and dropped, on both
   backends, since a captured graph cannot keep it. So the lane must wait for such fences before a replay is

@@ -1,9 +1,9 @@
 """A manifest: a snapshot outside of any process. Owns the value, its format and version, and the reasons to
 refuse one; the store keeps it.
 
-A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and their tokens, so that
-lost blocks can be computed again. Its KV ends with a block, the unit of identity and of movement: a longer
-chunk would only lose tokens.
+A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and their tokens, so
+that lost blocks can be computed again. Its KV ends with a block, the unit of identity and of movement: a
+longer chunk would only lose tokens.
 
     head: magic, format, lengths, checksum
     facts: JSON    keys: 16 bytes each    tokens: 4 bytes each    messages: JSON or nothing

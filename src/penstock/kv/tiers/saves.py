@@ -6,8 +6,8 @@ thread calls it.
     -> written to cold tiers
 
 A save protects both its ends until `settle` has seen its end. Writes go from host memory to the first cold
-tier if its admission says so, and always to the tiers after it; `persist` writes all dirty blocks. Many blocks
-are submitted in slices, one in each turn of the engine.
+tier if its admission says so, and always to the tiers after it; `persist` writes all dirty blocks. Many
+blocks are submitted in slices, one in each turn of the engine.
 """
 
 from __future__ import annotations
