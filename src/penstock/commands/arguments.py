@@ -1,4 +1,4 @@
-"""What commands' arguments have in common: types, groups of flags, and how they become a config. Owns no
+"""Shared parts of commands' arguments: types, groups of flags, and the conversion to a config. Owns no
 command.
 
 Nothing here needs torch, so that `--help` and argument errors do not either.
@@ -40,7 +40,7 @@ from penstock.kv.tiers.remote import KINDS
 
 _MOST_IN_USAGE = 8  # flags
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
-# a tier's settings to its place
+# by setting of a tier: the flag that it needs
 _BELONGS_TO = {"ssd_gib": "ssd_dir", "ssd_admission": "ssd_dir", "remote_timeout_s": "remote"}
 
 

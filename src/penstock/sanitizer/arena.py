@@ -23,7 +23,7 @@ _NOTHING: Known = {}
 
 
 class Standing:
-    """How slots stand that changed hands together. Never changes; equal only to itself."""
+    """The state of slots that changed hands together. Immutable; equal only to itself."""
 
     __slots__ = ("fenced", "known", "owner", "state")
 
@@ -35,7 +35,7 @@ class Standing:
 
 
 class PoolShadow:
-    """One pool. Slots behind its last, such as the padding block, are not its business."""
+    """One pool. Slots after its last, such as the padding block, are ignored."""
 
     def __init__(self, num_slots: int) -> None:
         self.is_closed = False
@@ -50,7 +50,7 @@ class PoolShadow:
         return found  # type: ignore[return-value]
 
     def each(self, slots: Iterable[int]) -> list[Standing]:
-        """In order; all of them the pool's."""
+        """In order; all slots must belong to the pool."""
         return list(map(self._standing.__getitem__, slots))
 
     def unheld(self, slots: Collection[int]) -> list[int]:
@@ -95,8 +95,8 @@ class PoolShadow:
     def _change(
         self, actor: Actor, slots: Sequence[int], change: Callable[[Standing, Known], Standing]
     ) -> None:
-        """The pool's calls come one after the other, so `actor` comes after the last actor that changed these
-        slots, and the next after it."""
+        """The pool's calls are serialized, so `actor` comes after the last actor that changed these slots,
+        and before the next."""
         olds = self.standings(slots)
         for old in olds:
             actor.learn(old.known)
@@ -109,18 +109,18 @@ class PoolShadow:
 
 
 def _joined(known: Known, more: Known) -> Known:
-    """One of the two where it covers the other, so that standings share what they can."""
+    """One of the two if it covers the other, so that standings share values."""
     if not known:
         return more
     both: Clock = dict(known)
     return both if join(both, more) else known
 
 
-_Place = tuple[History, History, Standing]  # writes and reads of a slot, and how it stands
+_Place = tuple[History, History, Standing]  # writes and reads of a slot, and its standing
 
 
 class ArenaWatch:
-    """Accesses to one arena, and its pool where it has one."""
+    """Accesses to one arena, and to its pool if it has one."""
 
     def __init__(self, name: str, findings: Findings) -> None:
         self.name = name
@@ -226,7 +226,7 @@ class ArenaWatch:
             self._tell(Kind.LIFETIME, sentence, (), (), "left", handle)
 
     def balance(self, counts: Mapping[str, int]) -> None:
-        """The pool says that so many of its slots are in each state."""
+        """The pool reports the number of its slots in each state."""
         pool = self.pool
         if pool is None:
             return
@@ -289,7 +289,7 @@ class ArenaWatch:
 
 
 class Arenas(dict[str, ArenaWatch]):
-    """All arenas by name; one that is asked for comes under watch."""
+    """All arenas by name; an unknown one is added."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__()

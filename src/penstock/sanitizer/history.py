@@ -19,7 +19,7 @@ _Old = TypeVar("_Old")  # a history, or None
 
 
 class History:
-    """Reads, or writes, of a slot that a later access could still race with. Never changes; equal only to
+    """Reads, or writes, of a slot that a later access could still race with. Immutable; equal only to
     itself."""
 
     __slots__ = ("narrow", "newest", "wide")
@@ -27,7 +27,7 @@ class History:
     def __init__(self, wide: tuple[Deed, ...], narrow: dict[int, tuple[Deed, ...]], newest: Known) -> None:
         self.wide = wide  # deeds that touch several layers
         self.narrow = narrow  # the others, by their layer
-        self.newest = newest  # by lane: none in here is newer
+        self.newest = newest  # by lane: number of the newest deed in here
 
     @property
     def deeds(self) -> list[Deed]:
@@ -144,7 +144,7 @@ class _Side:
 
 
 def _merged(news: dict[_Old, History]) -> dict[_Old, History]:
-    """Histories that came to be the same by different ways are made one."""
+    """Merge histories that became equal in different ways."""
     if len(news) < 3:
         return news
     made: dict[tuple[object, ...], History] = {}
@@ -161,8 +161,9 @@ class Histories:
     def take(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
         """Add `deed`, which happens after `clock`; returns earlier accesses that it races with.
 
-        What happens before `deed` and lies within its layers can be forgotten where `deed` conflicts with
-        everything that it conflicted with: a write covers all, a read covers reads of its own lane.
+        An earlier access within the layers of `deed` can be forgotten if it happens before `deed`, and `deed`
+        conflicts with everything that it conflicted with: a write covers all, a read covers reads of its own
+        lane.
         """
         lane, layers = deed.lane, deed.layers
         races = self.writes.races(deed, slots, clock)
