@@ -32,8 +32,8 @@ def _share(tier: str) -> Callable[[dict[str, Any]], str]:
 
 
 class AgentsBench:
-    """Every user sends the next recorded request when the last is answered, after a pause where pauses are
-    asked for. Prompts are the recorded ones, whatever the model has written."""
+    """Every user sends the next recorded request when the last is answered, optionally after a pause. Prompts
+    are the recorded ones, not the model's output."""
 
     name = "agents"
     panels = 3
@@ -136,7 +136,7 @@ class AgentsBench:
         return Results(rows if done else [], failed)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        """Over time: who waits and who runs, what was reused, time to first token."""
+        """Over time: waiting and running requests, reuse, time to first token."""
         records, seconds = rows[-1]["records"], rows[-1]["seconds"]
         crowd, reuse, ttft = axes
         for name, spans in (

@@ -79,8 +79,8 @@ class Trace:
 
 
 def read_any(path: Path, num_requests: int | None = None, interleave: str | None = None) -> Trace:
-    """A Mooncake trace in the order of its file, or conversations of agents, of which all begin at once.
-    `interleave` says in which order those have their requests: by recorded times, or taking turns."""
+    """A Mooncake trace in file order, or conversations of agents, which all begin at once. `interleave`
+    orders their requests: by recorded times, or in turns."""
     if is_agentic(path):
         return _agentic_trace(path, num_requests, interleave or INTERLEAVES[0])
     if interleave is not None:
@@ -91,8 +91,8 @@ def read_any(path: Path, num_requests: int | None = None, interleave: str | None
 
 
 def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
-    """The same with `num` documents of `num_blocks` blocks, none of which comes back, spread evenly over
-    it."""
+    """The same trace with `num` documents of `num_blocks` blocks, none of which comes back, spread evenly
+    over it."""
     prompts = list(trace.prompts)
     for number in reversed(range(num)):
         document = [_key(b"scan", number, depth) for depth in range(num_blocks)]
@@ -101,7 +101,7 @@ def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line is that is not empty, and what it says."""
+    """The position and content of each non-empty line."""
     try:
         with path.open("rb") as raw:
             packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
@@ -187,7 +187,7 @@ class RecordedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedConversation:
-    """What one agent, or sub-agent, asked."""
+    """The requests of one agent or sub-agent."""
 
     id: str
     parent: str | None  # whose sub-agent it is
@@ -210,8 +210,8 @@ class RecordedConversation:
 
 
 def is_agentic(path: Path) -> bool:
-    """Whether the file's first line looks like a conversation. Says no where it cannot be read: the reader
-    says why."""
+    """Whether the file's first line looks like a conversation. False if it cannot be read: the reader reports
+    why."""
     try:
         _, fields = next(_lines(path), ("", None))
     except ConfigError:
@@ -363,7 +363,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What is replayed, and how; lengths are in tokens of the trace."""
+    """The requests to replay, and how; lengths are in tokens of the trace."""
 
     trace: str
     users: int = 20

@@ -47,7 +47,7 @@ class TransferBench:
     )
 
     def measure(self, config: Config, progress: Progress) -> Results:
-        """The disk's directory, where there is one, is to be empty."""
+        """The disk's directory, if there is one, must be empty."""
         layout, device = layout_of(config), device_for(config)
         found, shape = (
             [self._measure_host(layout, device, progress)],

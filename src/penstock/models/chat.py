@@ -53,8 +53,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> None:
-        """`tool_source`: of the template that the model has for requests with tools, where it has one of its
-        own for them."""
+        """`tool_source`: the model's separate template for requests with tools, if it has one."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
@@ -98,7 +97,7 @@ class ChatTemplate:
         how: Rendering = ANSWERED,
     ) -> str:
         if how.continues:
-            # behind the last message's text: what a template strips ends before it
+            # after the last message's text: what a template strips ends before it
             mark = chr(secrets.choice(PRIVATE))
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
         given = {
@@ -127,8 +126,7 @@ class ChatTemplate:
         return before
 
     def check_variables(self, how: Rendering, controls: Sequence[str]) -> None:
-        """Of what a client gives: nothing that the server gives, and no text that could be a part of one of
-        `controls`."""
+        """Refuses variables that the server sets, and text that could be part of one of `controls`."""
         if own := sorted(self._own & how.variables.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs cannot set {own[0]}: the server does", "chat_template_kwargs"
@@ -156,11 +154,11 @@ class ChatTemplate:
         tools: Tools | None = None,
         how: Rendering = ANSWERED,
     ) -> Rendered:
-        """As `render`, but every spelling of one of `controls` in the result is the template's own.
+        """Like `render`, but every spelling of one of `controls` in the result is the template's own.
 
-        Where messages spell one, its first character is disguised before the template sees it. What a
-        template could still put together from pieces of text shows in the count: a conversation of the same
-        shape that says nothing must have as many.
+        If messages spell one, its first character is disguised before the template sees it. A template could
+        still assemble one from pieces of text. The count shows that: a conversation of the same shape without
+        text must have as many.
         """
         texts: list[str] = []
 
@@ -213,8 +211,7 @@ class Rendered(NamedTuple):
 
 Tools = Sequence[Mapping[str, Any]]
 
-# What templates look at: names of fields, and words that say what a value is. No control token can be spelled
-# with them.
+# Words that templates read: names of fields, and kinds of values. They cannot spell a control token.
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_$-]{1,64}")
 _KINDS = frozenset({"function", "object", "string", "number", "integer", "boolean", "array", "null"})
 
@@ -273,7 +270,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Characters in disguise are left for what they stand for, which is ASCII where it matters."""
+    """Disguised characters are left alone; the originals are ASCII where it matters."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     kept: str = context.get(_DISGUISES, "")
     return (

@@ -141,7 +141,7 @@ def _load_gguf(
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before any of its tensors is read."""
+    """Facts about a model before any of its tensors is read."""
 
     name: str
     config: ModelConfig
@@ -153,9 +153,8 @@ class ModelFacts:
 
 
 def inspect_model(source: ModelSource, max_model_len: int | None = None) -> ModelFacts:
-    """What a load of it would find in its config, its tokenizer and the headers of its weights. Raises
-    ModelError where these say that it would fail; but a built-in name without weights is known by its
-    dimensions."""
+    """What a load would find in its config, its tokenizer and the headers of its weights. Raises ModelError
+    if the load would fail. A built-in name without weights is known by its dimensions."""
     if source.load_format == "dummy" or (source.model in BUILT_IN and source.model != NAME):
         name, config, tokenizer = _dummy_parts(source.model)
         return _facts(name, config, 0, tokenizer.has_chat_template, max_model_len)

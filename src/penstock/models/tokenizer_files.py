@@ -21,7 +21,7 @@ from penstock.models.weights import read_json
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _CONTROLS = ("bos_token", "eos_token", "unk_token")
-_TOOL_TEMPLATE = "tool_use"  # the name of the template for requests with tools, where there are several
+_TOOL_TEMPLATE = "tool_use"  # the name of the template for requests with tools, if there are several
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 _OTHER_VOCABULARIES = {  # what transformers needs besides to convert each
@@ -135,8 +135,8 @@ def _add_declared(
 def _set_ends(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], where: Path
 ) -> None:
-    """Which tokens a text begins and ends with: the vocabulary's post-processor says so. Where it has none,
-    the settings do."""
+    """The tokens that a text begins and ends with: from the vocabulary's post-processor, or else from the
+    settings."""
     if backend.post_processor is None:
         first, last = (
             special.get(role) if settings.get(f"add_{role}") is True else None
@@ -146,7 +146,7 @@ def _set_ends(
 
 
 def _frame(backend: tokenizers.Tokenizer, first: str | None, last: str | None, where: str) -> None:
-    """Texts begin with `first` and end with `last`, where there is one."""
+    """Texts begin with `first` and end with `last`, if given."""
     ids = {token: backend.token_to_id(token) for token in (first, last) if token is not None}
     if missing := [token for token, id in ids.items() if id is None]:
         raise ModelError(
@@ -205,7 +205,7 @@ _TEKKEN_WORDS = (
 )
 _REGEXES = {"qwen2": _WORDS % "", "llama-bpe": _WORDS % "{1,3}", "tekken": _TEKKEN_WORDS}
 _PRE_TOKENIZERS = ("smollm", "gpt-2", *_REGEXES)
-# vocabularies whose words are taken whole where they are tokens, merged or not
+# vocabularies whose words are taken whole if they are tokens, merged or not
 _WHOLE_WORDS = ("llama-bpe", "tekken")
 # Tokens of Phi-3 swallow blanks behind them, all but these. Its GGUF files do not say so.
 _PHI3_UNTRIMMED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -338,8 +338,8 @@ def _sentencepiece(
     special: Mapping[str, str],
     where: str,
 ) -> tokenizers.Tokenizer:
-    """A BPE of SentencePiece: pairs are merged by the score of what they become, and characters that it lacks
-    are bytes."""
+    """A BPE of SentencePiece: pairs are merged by the score of the result, and missing characters become
+    bytes."""
     for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if metadata.get(f"tokenizer.ggml.{name}"):
             raise ModelError(f"{where}: tokenizer.ggml.{name} is not supported for tokenizer model 'llama'")

@@ -50,7 +50,7 @@ _NAMED = 6  # tensors listed in an error before the rest is only counted
 
 
 class LoadedWeights(NamedTuple):
-    """Weights on the device, and what they were read from."""
+    """Weights on the device, and their source."""
 
     tensors: dict[str, Weight]
     # digest of each tensor's name, dtype, shape and bytes, under its name in the file, in the model's order
@@ -65,8 +65,8 @@ def load_directory(
     progress: Progress,
     forms: Forms | None = None,
 ) -> LoadedWeights:
-    """The model's tensors on `device` in `dtype`, matrices in `forms` where they are given. Every byte is
-    read once, hashed, and copied from there to where it stays."""
+    """The model's tensors on `device` in `dtype`, matrices in `forms` if given. Every byte is read once,
+    hashed, and copied to its final place."""
     with ExitStack() as stack:
         files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
         stored = stored_tensors(files)
@@ -165,7 +165,7 @@ def _fill(room: Weight, source: StoredTensor, reading: Iterator[tuple[memoryview
 
 
 def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
-    """Round a stretch of a tensor's rows to where they stay; a vector is a matrix of one row."""
+    """Round a range of a tensor's rows into their final place; a vector is a matrix of one row."""
     if isinstance(room, Matrix):
         room.fill(rows, values.reshape(-1, room.shape[1]).float())
     else:
@@ -211,8 +211,8 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         named = _indexed_names(directory)
         if single not in files or single.name in named:
             return _present(directory, named)
-        # transformers leaves the index of shards that it saves one file over; where it saves shards over one
-        # file, that stays whole.
+        # transformers leaves the index of shards when it saves one file over them; when it saves shards over
+        # one file, that file stays whole.
         if shards := [name for name in named if directory / name in files]:
             raise ModelError(
                 f"{directory} holds two models: {single.name}, and those of {INDEX}: {listed(shards)}; "
@@ -305,8 +305,8 @@ def _check_places(tensors: dict[str, StoredTensor], at: int, num_bytes: int) -> 
 
 
 def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: ModelConfig, where: Path) -> None:
-    """`found` is what a file has: name -> (shape, dtype as safetensors spells it). All that is wrong with it
-    is one ModelError."""
+    """`found` is a file's content: name -> (shape, dtype as safetensors spells it). Reports all problems in
+    one ModelError."""
     expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
     redundant = architecture_of(config).is_redundant
     present = [name for name in expected if name in found]
@@ -327,14 +327,14 @@ def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: Mode
 
 
 def refuse_any(problems: Mapping[str, Sequence[str]], message: str) -> None:
-    """`problems`: by what is wrong, the names that it is wrong with."""
+    """`problems`: names by kind of problem."""
     if any(problems.values()):
         stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
         raise ModelError(f"{message}: {stated}")
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
-    """All tensors of a small safetensors file, and its bytes, of which they are made."""
+    """All tensors of a small safetensors file, and its bytes."""
     with WeightFile(path) as file:
         data = file.read(0, file.num_bytes)
         file.check_unchanged()
@@ -347,7 +347,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
 def unusable_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[str]]:
-    """For `refuse_any`: what is wrong with tensors that were read and whose shapes are known."""
+    """For `refuse_any`: problems of tensors that were read and whose shapes are known."""
     found = {name: tensor for name, tensor in tensors.items() if name in shapes}
     sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
     usable = DTYPES.values()
