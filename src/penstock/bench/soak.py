@@ -220,7 +220,7 @@ def _unbalanced(
     stats = engine.stats()
     counted = {tier: num for tier, num in stats.prompt_tokens.items() if num}
     if counted != {tier: num for tier, num in tally.source.items() if num}:
-        found.append(f"prompt tokens are counted as {counted}, and requests were told {dict(tally.source)}")
+        found.append(f"prompt tokens are counted as {counted}, and events report {dict(tally.source)}")
     found += [f"the sanitizer reports {num} times {kind}" for kind, num in stats.sanitizer.items() if num]
     left = [thread.name for thread in threading.enumerate() if thread not in before and thread.is_alive()]
     return found + ([f"threads are left: {', '.join(left)}"] if left else [])

@@ -155,7 +155,7 @@ class BlockTable:
         self.block_tokens = tables.block_tokens
         self.prefix = prefix  # None: its blocks never get a key
         self.sealed_keys = [] if prefix is None else list(prefix.keys[:num_matched])
-        self.num_alone = 0  # leading blocks that host memory has evicted, since the device has them
+        self.num_alone = 0  # leading blocks that host memory was asked to evict
         self.is_deep = False  # only its last blocks are on the device; earlier ones are in host memory
         self.paged_pins: list[Pin] = []  # of host memory, in token order
         self.fetched: set[FetchedRun] = set()

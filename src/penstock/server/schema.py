@@ -170,7 +170,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
         )
 
     def options(self) -> dict[str, Any]:
-        """Options of the engine's `submit`: session, tenant and priority."""
+        """Options of the engine's `submit`: tenant, priority, session and residency."""
         return {
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,

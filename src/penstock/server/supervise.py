@@ -232,7 +232,7 @@ class Supervisor:
         child.tell(boundary.FrontSetup(boundary.VERSION, server, self.logs, index, self._seats.num_fronts))
 
     def _restart_gone(self) -> None:
-        """Restart processes that have ended and are fully cleaned up: until then their seats are taken."""
+        """Restart fronts that have ended and are fully cleaned up: until then their seats are taken."""
         for index in sorted(self._detached) if not self._stopping else []:
             # it was cut off, or is about to end: this comes again when its connection has
             if not self._fronts[index].ended:

@@ -293,9 +293,8 @@ class Saves:
         if due:
             self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
         if offers:
-            # If a disk or store is to have every block, offers evict unwanted host blocks: the cold tiers
-            # have those. Otherwise, while host memory is full, blocks may stay on the device only and be
-            # saved when their slots are needed.
+            # With cold tiers, offers may evict any host block: the cold tiers have it. Otherwise, while host
+            # memory is full, blocks may stay on the device only and be saved when their slots are needed.
             displaces = (
                 Displaces.ANYTHING
                 if self.cold

@@ -234,8 +234,7 @@ class BucketStore(SharedStore):
         honours = not self._requests.one(self._put_if, (path, b"", "create"))
         if not honours:
             log.warning(
-                "the bucket's server ignores conditions: two engines may both be told that they have taken "
-                "one name"
+                "the bucket's server ignores conditions: two engines may both take one name, without an error"
             )
         return honours
 
