@@ -564,8 +564,8 @@ class HostTier:
             return self._pool.evict(self._pool.num_slots)
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """Evict these blocks. Returns how many were here. A block that a lease or transfer reads stays until
-        that ends; one that a snapshot pins can still be found."""
+        """Forget the keys of these blocks. Returns how many were here. A block that a lease or transfer reads
+        stays until that ends; one that a snapshot pins can still be found."""
         with self._lock:
             slots = self._pool.find_each([key for key in keys if key not in self._pinned])
             return self._pool.forget([slot for slot in slots if slot != ABSENT])

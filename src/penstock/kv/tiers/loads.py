@@ -145,7 +145,7 @@ class Fetch(Reads):
         return self.over
 
     def end(self) -> None:
-        """Stop, except for reads that a load shares. Idempotent. The next `settle` frees its slots."""
+        """Read no further. Reads in flight still land. Idempotent. The next `settle` frees unused slots."""
         self._ended = True
         self.asked = ()
 
@@ -211,7 +211,7 @@ class BlockLoad(Reads):
 
     @property
     def settled(self) -> bool:
-        """Seen by its request. Reads after the first missing block may go on."""
+        """Over for its request. Reads after the first missing block may still go on."""
         return self.num_sent == self.limit and all(copy.settled for copy in self.copies)
 
     def error(self) -> BaseException | None:
