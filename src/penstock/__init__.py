@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The engine, and torch with it, is loaded by whoever asks for it."""
+    """Loads the engine, and torch with it, on first use."""
     if name in ("LLM", "Completion"):
         from penstock import llm
 

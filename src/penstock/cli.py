@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("penstock: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _drop_output()  # whoever read it has left
+        _drop_output()  # the reader has closed the pipe
         return EXIT_FAILED
     except OSError as error:
         if error.errno is None:
@@ -91,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ready_streams() -> None:
-    """One that was closed before the start leads nowhere, and its number is nobody else's. Bytes that are no
-    text, and characters that the terminal does not have, show as replacements instead of ending the
+    """Replace a standard stream that was closed before the start, so that no other file gets its number.
+    Undecodable bytes, and characters that the terminal lacks, show as replacements instead of ending the
     program."""
-    # in the order of their numbers: the lowest free one is taken
+    # in this order: the system assigns the lowest free number
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process
@@ -104,11 +104,11 @@ def _ready_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Python flushes stdout once more at exit and must not trip over what could not be written."""
+    """Python flushes stdout once more at exit and must not fail on output that could not be written."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         return
-    with contextlib.suppress(io.UnsupportedOperation):  # no file of the system's
+    with contextlib.suppress(io.UnsupportedOperation):  # not a file of the system
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -187,47 +187,27 @@ def _add_serve(commands: Any) -> None:
     text = "text of chat messages may spell special tokens, and open turns by that"
     group.add_argument("--allow-special-tokens-in-text", action="store_true", help=text)
     text = (
-        "format in which the model writes calls of tools: hermes, llama3, "
-        "mistral, "
-        "json "
-        "or "
-        "none; "
-        "auto: "
-        "as its chat template says"
+        "format in which the model writes calls of tools: hermes, llama3, mistral, json or none; auto: as "
+        "its chat template says"
     )
     group.add_argument(
         "--tool-call-parser", choices=get_args(ToolCallParser), default="auto", metavar="NAME", help=text
     )
     text = (
-        "think: text in <think> is reasoning_content; none: it is content; "
-        "auto: "
-        "think "
-        "where "
-        "the "
-        "chat "
+        "think: text in <think> is reasoning_content; none: it is content; auto: think where the chat "
         "template has it"
     )
     group.add_argument(
         "--reasoning-parser", choices=get_args(ReasoningParser), default="auto", metavar="NAME", help=text
     )
     text = (
-        "auto: fields that a request leaves out are as "
-        "the "
-        "model's "
-        "generation_config.json "
-        "says; "
-        "none: "
-        "as docs/http-api.md says"
+        "auto: fields that a request leaves out are as the model's generation_config.json says; none: as "
+        "docs/http-api.md says"
     )
     group.add_argument("--generation-config", choices=("auto", "none"), default="auto", help=text)
     text = (
-        "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 "
-        "on "
-        "the "
-        "CPU, "
-        "on "
-        "CUDA "
-        "1 for 4 cores, up to 4)"
+        "processes that speak HTTP, beside the engine's; 0: one does both (unset: 1 on the CPU, on CUDA 1 "
+        "for 4 cores, up to 4)"
     )
     number(group, "--api-processes", text)
     group.add_argument(
@@ -248,13 +228,8 @@ def _serve(args: argparse.Namespace) -> int:
         raise ConfigError("--api-key (or $PENSTOCK_API_KEY) is empty: leave it out to serve without one")
     if args.otlp_endpoint is not None and not _has_opentelemetry():
         raise ConfigError(
-            "--otlp-endpoint needs OpenTelemetry's SDK, which "
-            "is "
-            "not "
-            "installed; "
-            "run: "
-            "pip "
-            "install 'penstock[otel]'"
+            "--otlp-endpoint needs OpenTelemetry's SDK, which is not installed; run: pip install "
+            "'penstock[otel]'"
         )
     args.api_key, args.served_names, args.cors_origins = (
         api_key,
@@ -340,12 +315,7 @@ def _cache(args: argparse.Namespace) -> int:
 
 def _add_doctor(commands: Any) -> None:
     about = (
-        "Check that this machine can run Penstock: packages, devices, "
-        "memory, "
-        "a "
-        "tiny "
-        "generation; "
-        "and "
+        "Check that this machine can run Penstock: packages, devices, memory, a tiny generation; and "
         "whether a model would load."
     )
     parser = commands.add_parser("doctor", help="check this machine, and a model", description=about)

@@ -21,7 +21,7 @@ GenerationConfigName = Literal["auto", "none"]
 SanitizeMode = Literal["off", "report", "strict"]
 EvictionName = Literal["returning", "lru", "cost"]
 EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru", "cost")  # the default first
-# cheap enough for the device: what they do is done for whole runs
+# cheap enough for the device: they work on whole runs
 DEVICE_EVICTIONS: tuple[EvictionName, ...] = ("returning", "lru")
 SchedulingName = Literal["cost", "fifo"]
 SCHEDULINGS: tuple[SchedulingName, ...] = ("cost", "fifo")
@@ -41,7 +41,7 @@ _HOSTS = re.compile(f"{_HOST}(?:,{_HOST})*")
 _ORIGIN = re.compile(rf"\*|[a-z][a-z0-9+.-]*://{_HOST}")
 
 GIB = 1 << 30
-# of drafts, and how many of one request a step verifies at most
+# by proposer: most drafts of one request in one step
 PROPOSERS = {"ngram": 8, "mtp": 4, "draft": 4}
 MAX_DRAFTS = 16
 
@@ -52,13 +52,13 @@ def _need(condition: bool, message: str) -> None:
 
 
 def place_of(url: str) -> str:
-    """A store's URL as it may be shown: scheme and host. Where it is not certain which part is the host, not
-    even that."""
+    """A store's URL for display: scheme and host. Leaves out the host if it is not certain which part that
+    is."""
     scheme, colon, rest = url.partition("://")
     if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         return "..."
     end = min((place for mark in "/?#" if (place := rest.find(mark)) >= 0), default=len(rest))
-    host = rest[:end].rpartition("@")[2]  # a password with one of those marks in it has its "@" behind them
+    host = rest[:end].rpartition("@")[2]  # a password with one of these marks has its "@" after them
     certain = "@" not in rest[end:] and _HOSTS.fullmatch(host) is not None
     return f"{scheme}://{host if certain else '...'}"
 
@@ -73,12 +73,12 @@ class ModelSource:
     device: DeviceName = "auto"
     dtype: DtypeName = "auto"  # auto: float32 on CPU (no bf16 units there), bfloat16 on CUDA
     seed: int = 0  # of dummy weights
-    # of dummy weights, where more tokens are wanted than the model's own config allows
+    # of dummy weights, if more tokens are needed than the model's config allows
     positions: int | None = None
-    # whether generation_config.json states defaults of requests that leave fields out
+    # whether generation_config.json sets defaults for fields that a request leaves out
     generation_config: GenerationConfigName = "auto"
     weights: WeightsName = "auto"  # form of matrices on the CPU; auto: the one measured as fastest
-    # on the CPU: a token's logits are the same bits, whatever was reused and whatever else a step computes
+    # on the CPU: a token's logits are bitwise the same, with any reuse and in any batch
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -109,39 +109,35 @@ MAX_SPANS = 64  # of pinned tokens
 
 
 def wrong_spans(spans: Sequence[tuple[int, int]]) -> str:
-    """What is wrong with them; empty: each is a first token and one behind the last."""
+    """What is wrong with the spans; empty: each is (first token, token after the last)."""
     if len(spans) <= MAX_SPANS and all(0 <= first < end for first, end in spans):
         return ""
     return (
-        f"pinned spans are at most {MAX_SPANS} pairs of a first token and "
-        f"one "
-        f"behind "
-        f"the "
-        f"last, "
-        f"got "
-        f"{list(spans)[:3]}"
+        f"pinned spans are at most {MAX_SPANS} pairs of a first token and the token after the last, "
+        f"got {list(spans)[:3]}"
     )
 
 
-# blocks of a deep sequence on the device: what is computed, and what is being saved meanwhile
+# Fewest blocks of a deep sequence on the device: blocks being computed, and blocks being saved.
 FEWEST_RESIDENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class KvConfig:
-    """The device arena and what is kept in it."""
+    """The device arena."""
 
     block_tokens: int = 16  # tokens per block; one block is the unit of identity and of movement
-    # GiB of device memory for KV; None: 1 on CPU, what is left after weights on CUDA
+    # GiB of device memory for KV; None: 1 on CPU, on CUDA the memory that weights leave
     device_gib: float | None = None
     device_blocks: int | None = None  # the same in blocks; at most one of the two
     prefix_cache: bool = True  # reuse blocks across requests
-    # of a sequence that are on the device at most; None: all, where they fit, else half of its memory
+    # Most tokens of a sequence on the device. None: all if they fit, else half of the device's KV memory.
     resident_tokens: int | None = None
-    # what a sequence that does not fit attends to while it decodes: all, or what is on the device
+    # what a sequence that does not fit attends to while it decodes: all, or the part on the device
     residency: ResidencyName = "exact"
-    pin_spans: tuple[tuple[int, int], ...] = ()  # with "scored": [first, end) of tokens that are always there
-    scorer: ScorerName = "qk"  # with "scored": what else is there
+    # with "scored": [first, end) of tokens that always stay on the device
+    pin_spans: tuple[tuple[int, int], ...] = ()
+    scorer: ScorerName = "qk"  # with "scored": how the other resident parts are chosen
 
     def __post_init__(self) -> None:
         _need(
@@ -163,13 +159,8 @@ class KvConfig:
         some = self.resident_tokens is None or self.resident_tokens >= fewest
         _need(
             some,
-            f"--kv-resident-tokens {self.resident_tokens}: what is "
-            f"computed "
-            f"and "
-            f"what "
-            f"is "
-            f"being "
-            f"saved take at least {fewest} tokens",
+            f"--kv-resident-tokens must be at least {fewest} ({FEWEST_RESIDENT} blocks), "
+            f"got {self.resident_tokens}",
         )
         _need(
             self.device_gib is None or 0 < self.device_gib < math.inf,
@@ -190,16 +181,16 @@ class OffloadConfig:
     eviction: EvictionName = EVICTIONS[0]  # which blocks a full tier forgets first
     # how long a request in line keeps its prefix from being evicted; a backstop, not a wait
     lease_s: float = 120.0
-    load_always: bool = False  # also where computing seems faster: for measuring a tier
-    # a promotion that takes longer is no longer waited for; the request computes instead
+    load_always: bool = False  # load even if computing seems faster, to measure a tier
+    # a slower promotion is abandoned; the request computes instead
     load_deadline_s: float = 30.0
-    ssd_dir: str | None = None  # where blocks outlive the process; None: nowhere
+    ssd_dir: str | None = None  # directory for blocks that outlive the process; None: none
     ssd_gib: float = 16.0  # GiB of disk at most, all files together
-    # what is written there: every block, those used twice, or those about to leave host memory
+    # which blocks are written to disk: all, those used twice, or those about to leave host memory
     ssd_admission: AdmissionName = "always"
     # URL of a store that several engines share; may contain a password
     remote: str | None = field(default=None, repr=False)
-    remote_timeout_s: float = 1.0  # for one call to it; longer means that it is down
+    remote_timeout_s: float = 1.0  # for one call; a slower store counts as down
 
     def __post_init__(self) -> None:
         _need(
@@ -214,15 +205,10 @@ class OffloadConfig:
         on_device = self.enabled or self.eviction in DEVICE_EVICTIONS
         _need(
             on_device,
-            f"--eviction {self.eviction} needs "
-            f"--kv-offload: "
-            f"the "
-            f"device "
-            f"itself "
-            f"has "
-            f"{' or '.join(DEVICE_EVICTIONS)}",
+            f"--eviction {self.eviction} needs --kv-offload: "
+            f"the device supports {' or '.join(DEVICE_EVICTIONS)}",
         )
-        _need(self.lease_s > 0 and self.load_deadline_s > 0, "a lease and a promotion need some time")
+        _need(self.lease_s > 0 and self.load_deadline_s > 0, "lease_s and load_deadline_s must be positive")
         _need(self.ssd_dir is None or bool(self.ssd_dir), "--kv-offload-ssd-dir is empty")
         _need(self.ssd_dir is None or self.enabled, "--kv-offload-ssd-dir needs --kv-offload")
         _need(self.remote is None or self.enabled, "--kv-offload-remote needs --kv-offload")
@@ -241,19 +227,20 @@ class OffloadConfig:
 class EngineConfig:
     """How requests share steps."""
 
-    # tokens of prompt plus output; None: the model's own limit, as far as KV memory goes
+    # tokens of prompt plus output; None: the model's own limit, or less if KV memory is short
     max_model_len: int | None = None
     max_batch: int = 256  # requests that run at once; one row of device state each
-    prefill_chunk: int = 0  # prompt tokens computed in one step at most; 0: 512 on CPU, 8192 on CUDA
-    overcommit: float = 1.0  # 1: what is promised to requests fits; 2: it may sum to twice the memory
-    # who in line runs next: whoever is cheapest to start, within a bound; or whoever came first
+    prefill_chunk: int = 0  # most prompt tokens computed in one step; 0: 512 on CPU, 8192 on CUDA
+    overcommit: float = 1.0  # 1: promised blocks fit; 2: promises may sum to twice the memory
+    # which waiting request runs next: the cheapest to start, within a bound, or the first that came
     scheduling: SchedulingName = "cost"
-    max_overtaken_s: float = 60.0  # with "cost": nobody is overtaken by a request that arrived so much later
+    max_overtaken_s: float = 60.0  # with "cost": no request is overtaken by one that arrived this much later
     capture: bool = True  # run decode steps as captured replays
-    seed: int = 0  # from which requests without a seed get theirs
-    # room is promised for what is likely to be written, or all that may be
+    seed: int = 0  # for requests without a seed
+    # room is promised for the likely length of an answer, or for its maximum
     admission: PromiseName = "expected"
-    # of a step for prompts, where others get tokens; 0: no limit; None: 150 on CUDA, 0 on CPU
+    # most milliseconds of a step for prompts while other requests decode; 0: no limit; None: 150 on CUDA, 0
+    # on CPU
     prefill_chunk_ms: float | None = None
 
     def __post_init__(self) -> None:
@@ -280,8 +267,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Whether steps verify tokens that something cheaper has proposed. Changes how fast answers come, never
-    the answers."""
+    """Speculative decoding. Changes the speed of answers, never their tokens."""
 
     # "ngram", "mtp", "mtp:PATH", "draft:PATH"; None: every step decodes one token of a request
     proposer: str | None = None
@@ -320,12 +306,11 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class SanitizeConfig:
-    """Whether the race sanitizer listens, and what becomes of its findings."""
+    """The race sanitizer, and where its findings go."""
 
     mode: SanitizeMode = "off"  # report: log and count; strict: stop the engine at the first finding
     json_file: str | None = None  # where findings are written, the whole list each time
-    # also look at bytes: spoil slots before they are written, compare what leaves the device with what
-    # returns
+    # also check bytes: poison slots before they are written, compare blocks that leave the device and return
     check_bytes: bool = False
 
     def __post_init__(self) -> None:
@@ -342,7 +327,7 @@ class LoraConfig:
     """Adapters in PEFT's format."""
 
     adapters: tuple[tuple[str, str], ...] = ()  # name and directory of each that is loaded at start
-    dir: str | None = None  # the directory that clients may load from, and nowhere else; None: they may not
+    dir: str | None = None  # the only directory that clients may load from; None: they may not
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.adapters]
@@ -373,9 +358,9 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20  # a larger body is refused with 413 before it is read to the end
     max_concurrent: int = 256  # generations admitted at once, running or waiting; one more is answered 429
     shutdown_s: float = 20.0  # how long running requests may take to finish when the server stops
-    # for a request's header, and again for its body: slower ones hold connection and seat for nothing
+    # for a request's header, and again for its body; slower clients would hold a connection and a seat
     read_timeout_s: float = 30.0
-    # in which a client takes some of its reply, else it is cut off and its request cancelled
+    # a client that reads nothing for this long is cut off, and its request cancelled
     write_timeout_s: float = 30.0
     # whether messages of a chat may spell special tokens and so open turns of their own
     allow_special_tokens_in_text: bool = False
@@ -388,7 +373,7 @@ class ServerConfig:
     tool_call_parser: ToolCallParser = "auto"
     # whether <think>...</think> is reasoning; auto: where the chat template has it
     reasoning_parser: ReasoningParser = "auto"
-    # that speak HTTP, beside the engine's; 0: one process does both; None: 1 on CPU, up to 4 on CUDA
+    # HTTP processes beside the engine's; 0: one process does both; None: 1 on CPU, up to 4 on CUDA
     api_processes: int | None = None
 
     def __post_init__(self) -> None:
@@ -455,7 +440,7 @@ class Config:
     speculation: SpeculationConfig = SpeculationConfig()
 
     def shown(self) -> dict[str, Any]:
-        """For reports that others read: everything, and of a store's URL only what may be shown."""
+        """All fields, for reports. A store's URL is reduced to its scheme and host."""
         fields = asdict(self)
         if self.offload.remote is not None:
             fields["offload"]["remote"] = place_of(self.offload.remote)

@@ -18,13 +18,13 @@ from penstock.errors import ContextExceeded, InvalidRequest, InvariantBroken, Pe
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
-MAX_STOP_CHARS = 1024  # of one stop string: text that may be one is held back that long
+MAX_STOP_CHARS = 1024  # of one stop string; text that may begin one is held back up to this length
 MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIAS = 512  # tokens: the device has room for so many in every row
-MAX_BIAS = 100.0  # and as much below zero; OpenAI's limit
+MAX_LOGIT_BIAS = 512  # tokens; the device allocates this many in every row
+MAX_BIAS = 100.0  # magnitude; OpenAI's limit
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1  # the device keeps it in 32 bits
-MAX_PRIORITY = 2**31 - 1  # and as much below zero
+MAX_PRIORITY = 2**31 - 1  # magnitude
 MAX_RETAIN_S = 86_400.0
 MAX_GRAMMAR_CHARS = 1 << 16
 
@@ -55,7 +55,7 @@ class Fence(Protocol):
 
     @property
     def number(self) -> int:
-        """How much was submitted to the lane before it: two fences of one lane with the same number are the
+        """Number of submissions to the lane before it. Two fences of one lane with the same number are the
         same point."""
 
     def passed(self) -> bool:
@@ -76,11 +76,10 @@ class FinishReason(enum.StrEnum):
 
 
 class Grammar(NamedTuple):
-    """What the text of an answer has to be. Whether it can be met is found out where it is compiled."""
+    """A constraint on the text of an answer. The compiler checks whether it can be satisfied."""
 
     kind: Literal["json_schema", "regex", "choice", "lark", "parts"]
-    # a schema and a list of choices as JSON; parts as JSON, too: a rule in Lark, and by name the grammars
-    # that it refers to
+    # schema, choices and parts are JSON; parts hold a rule in Lark and, by name, the grammars it refers to
     text: str
 
 
@@ -88,12 +87,12 @@ THINK_MARKS = ("<think>", "</think>")  # around reasoning
 
 
 class Thought(NamedTuple):
-    """Reasoning before an answer, and how much of it."""
+    """Reasoning before an answer, and its limit."""
 
-    most: int  # tokens; then it is ended
-    begun: bool  # the prompt has opened it
+    most: int  # tokens; reasoning is closed after this many
+    begun: bool  # the prompt already opens it
     opens: tuple[int, ...]  # tokens that open it
-    closes: tuple[int, ...]  # and that end it
+    closes: tuple[int, ...]  # tokens that close it
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +110,23 @@ class SamplingParams:
     seed: int | None = None  # None: drawn by the engine
     # alternatives to report beside each generated token; None: no logprobs at all
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for prompt tokens; such a request never reuses cached KV
+    prompt_logprobs: int | None = None  # the same for prompt tokens; disables reuse of cached KV
     stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()  # looked up for every token, on the engine's thread
+    stop_token_ids: frozenset[int] = frozenset()  # the engine thread looks up every token here
     ignore_eos: bool = False
-    min_tokens: int = 0  # nothing but a grammar ends the answer before
-    # token ids and what is added to their logits, behind penalties
+    min_tokens: int = 0  # only a grammar ends the answer earlier
+    # (token id, value added to its logit after penalties)
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: Grammar | None = None  # only tokens that it allows are chosen, and it ends the answer
-    thought: Thought | None = None  # the grammar is that of what follows it
+    grammar: Grammar | None = None  # masks the tokens that it forbids, and ends the answer
+    thought: Thought | None = None  # the grammar applies to the text after the reasoning
 
     def __post_init__(self) -> None:
         _range("max_tokens", self.max_tokens, 0, None)
         _range("min_tokens", self.min_tokens, 0, None)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens}, and there "
-                f"are "
-                f"at "
-                f"most "
-                f"{self.max_tokens} "
-                f"tokens "
-                f"(max_tokens)",
+                f"min_tokens is {self.min_tokens}, and there are at most "
+                f"{self.max_tokens} tokens (max_tokens)",
                 "min_tokens",
             )
         _range("temperature", self.temperature, 0.0, 100.0)
@@ -175,7 +169,7 @@ class SamplingParams:
 
     @property
     def masked_from(self) -> int | None:
-        """Generated tokens behind which the next one waits for a mask. None: none does."""
+        """Number of generated tokens after which sampling waits for a mask. None: it never waits."""
         return 0 if self.grammar is not None else None if self.thought is None else self.thought.most
 
 
@@ -188,7 +182,7 @@ def _range(name: str, value: float, low: float, high: float | None, low_open: bo
 
 
 class Prefix(NamedTuple):
-    """What a request's KV may be shared under: its scope's digest, and the content keys of its prompt's full
+    """Identity of a request's shareable KV: the digest of its scope, and the keys of the prompt's full
     blocks."""
 
     scope: bytes
@@ -196,7 +190,7 @@ class Prefix(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter as loaded: reloaded under the same name with other content, it is another one."""
+    """A LoRA adapter as loaded. Other content under the same name is another adapter."""
 
     name: str
     digest: str  # of its content
@@ -208,23 +202,23 @@ class LoadedAdapter(NamedTuple):
     adapter: Adapter
     root: str  # the directory, as it was given
     loaded_s: float  # time.time()
-    replaced: bool  # the name was another's before
+    replaced: bool  # the name belonged to another adapter before
 
 
 class Prefetched(NamedTuple):
-    """What came of asking for a prefetch."""
+    """Outcome of a prefetch call."""
 
-    num_blocks: int  # found in tiers behind host memory
+    num_blocks: int  # found in cold tiers
     started: bool
 
 
 class SnapshotRequest(NamedTuple):
-    """A snapshot that somebody wants to have taken: of a session, or of a prompt whose KV is cached."""
+    """Arguments for taking a snapshot of a session, or of a prompt whose KV is cached."""
 
     name: str
     session: str = ""
-    prompt: bytes = b""  # token ids, 32 bits each; where it is no session
-    num_tokens: int | None = None  # how much of it; None: all
+    prompt: bytes = b""  # token ids, 32 bits each; empty if a session is given
+    num_tokens: int | None = None  # length of the prefix to take; None: all
     ttl_s: float | None = None  # None: until it is deleted
     cache_salt: str = ""
     adapter: Adapter | None = None
@@ -236,36 +230,36 @@ class Snapshot(NamedTuple):
 
     name: str
     num_tokens: int
-    kept_tokens: int  # whose KV some tier has now; the others are computed again when it is continued
+    kept_tokens: int  # tokens whose KV some tier has now; the others are recomputed on continuation
     num_blocks: int
     pinned: bool  # its blocks are not evicted from the last tier
     created_s: float  # time.time()
     expires_s: float | None
     adapter: str  # empty: the model as it is
     is_chat: bool  # a conversation can be continued from it
-    tiers: tuple[str, ...]  # that have its manifest; empty: it ends with the process
+    tiers: tuple[str, ...]  # tiers that have its manifest; empty: it ends with the process
 
 
 class SnapshotList(NamedTuple):
-    """Those of one tenant, and what all tenants' pin."""
+    """The snapshots of one tenant, and the blocks that snapshots of all tenants pin."""
 
     snapshots: list[Snapshot]
     tier: str
     pinned_blocks: int
     pinned_blocks_max: int
     block_bytes: int
-    is_complete: bool = True  # False: a disk or a shared store did not answer, and may have more
+    is_complete: bool = True  # False: a disk or shared store did not answer; it may have more snapshots
 
 
 class SnapshotContent(NamedTuple):
-    """What a request continues from."""
+    """The content that a request continues from."""
 
     tokens: bytes  # ids, 32 bits each
-    messages: str  # JSON; empty: it was not taken of messages
+    messages: str  # JSON; empty: the snapshot was not made from messages
 
 
 class Weight(enum.IntEnum):
-    """How much a session's KV matters among those that are retained: the lightest are given up first."""
+    """Importance of a retained session's KV. The lightest sessions are given up first."""
 
     LOW = 0
     NORMAL = 1
@@ -274,11 +268,11 @@ class Weight(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheHint:
-    """What a client says about the KV of its session. None: as it was before."""
+    """A client's hint about the KV of its session. None leaves the earlier value."""
 
-    retain_s: float | None = None  # it is wanted for so long after the session's last request; 0: no longer
+    retain_s: float | None = None  # keep the KV wanted this long after the last request; 0: do not keep it
     weight: Weight | None = None
-    release: bool = False  # it is wanted no more once this request has ended
+    release: bool = False  # stop wanting the KV once this request has ended
 
     def __post_init__(self) -> None:
         if self.retain_s is not None:
@@ -288,8 +282,8 @@ class CacheHint:
 
 
 class Residency(NamedTuple):
-    """That a request which does not fit may decode over a part of its context: what is on the device, chosen
-    by scores."""
+    """Lets a request that does not fit decode over a part of its context. Scores choose the part that is on
+    the device."""
 
     pins: tuple[tuple[int, int], ...] = ()  # [first, end) of tokens that are always in that part
 
@@ -305,17 +299,17 @@ class Request:
     prefix: Prefix | None = None
     arrival_s: float = 0.0  # time.monotonic()
     adapter: Adapter | None = None  # None: the model as it is
-    # set ahead of `distinct`, which says what it is
+    # precomputed result of `distinct`
     distinct_prompt: NDArray[np.int32] | None = field(default=None, compare=False)
-    priority: int = 0  # lower ones run first, whatever else is in line
-    session: str = ""  # whose conversation it belongs to, as its client says; empty: it does not say
-    # None: where it does not fit, it attends to all of its context all the same
+    priority: int = 0  # lower values run first, before any other criterion
+    session: str = ""  # the client's name for the conversation; empty: none given
+    # None: it attends to all of its context, even if that does not fit
     residency: Residency | None = None
-    route: str = ""  # by which it came, such as "chat": requests of one route write about as much
+    route: str = ""  # such as "chat"; requests of one route produce similar numbers of tokens
 
     def distinct(self) -> NDArray[np.int32]:
-        """The prompt's tokens, each once. The caller of `submit` works it out where a penalty needs it: long
-        prompts take milliseconds."""
+        """The prompt's tokens, each once. If a penalty needs it, the caller of `submit` computes it: a long
+        prompt takes milliseconds."""
         return (
             np.unique(np.asarray(self.prompt, np.int32))
             if self.distinct_prompt is None
@@ -324,34 +318,28 @@ class Request:
 
     @property
     def may_match(self) -> bool:
-        """Echo with prompt logprobs needs every prompt token computed, so restored KV is of no use to it."""
+        """False with prompt logprobs: they need every prompt token computed, so cached KV does not help."""
         return self.prefix is not None and self.sampling.prompt_logprobs is None
 
 
 class PromptLimits(NamedTuple):
-    """What any prompt of an engine has to keep to: known wherever requests come in, so that a refusal needs
-    no engine."""
+    """Limits on the prompts of an engine. Front processes have them, too, and refuse by themselves."""
 
     max_model_len: int
     vocab: int
-    kv_tokens: int  # that fit into device memory, or into host memory where a sequence is paged out
+    kv_tokens: int  # that fit into device memory, or into host memory if sequences may be paged out
 
     def checked(
         self, prompt: Sequence[int], sampling: SamplingParams
     ) -> tuple[list[int], NDArray[np.uint32]]:
-        """Its tokens as a list of our own, and the same in an array."""
+        """The prompt's tokens as a new list, and the same as an array."""
         if len(prompt) == 0:
             raise InvalidRequest("the prompt is empty; it needs at least one token", "prompt")
         total = len(prompt) + sampling.max_tokens
         if total > self.max_model_len:
             asked = (
-                f"you requested {total} tokens ({len(prompt)} "
-                f"in "
-                f"the "
-                f"prompt, "
-                f"{sampling.max_tokens} "
-                f"in "
-                f"the completion)"
+                f"you requested {total} tokens "
+                f"({len(prompt)} in the prompt, {sampling.max_tokens} in the completion)"
             )
             raise ContextExceeded(
                 self.max_model_len, asked, "prompt" if len(prompt) >= self.max_model_len else "max_tokens"
@@ -362,7 +350,7 @@ class PromptLimits(NamedTuple):
             known = np.frombuffer(array("I", tokens), np.uint32)
         except TypeError as error:
             raise InvalidRequest(f"the prompt must be a list of token ids: {error}", "prompt") from None
-        except OverflowError:  # below zero, or above all that fits
+        except OverflowError:  # negative, or over 32 bits
             known = None
         if known is None or int(known.max()) >= self.vocab:
             raise InvalidRequest(f"token ids must lie between 0 and {self.vocab - 1}", "prompt")
@@ -387,7 +375,7 @@ class TokenLogprob(NamedTuple):
 
 
 def _same(one: tuple[object, ...], other: object) -> bool:
-    """Equality of named tuples that hold arrays, which do not say by themselves whether they are equal."""
+    """Equality of named tuples that hold arrays: `==` of two arrays is an array, not a bool."""
     if type(one) is not type(other) or not isinstance(other, tuple):
         return False
     pairs = zip(one, other, strict=True)
@@ -408,8 +396,8 @@ def _compares_arrays(cls: type[T]) -> type[T]:
 
 @_compares_arrays
 class TokenScores(NamedTuple):
-    """Logprobs of N consecutive tokens, with n alternatives to each, as arrays: what a step gives. Whoever
-    reads them makes the entries."""
+    """Logprobs of N consecutive tokens, with n alternatives to each, as a step returns them: arrays. The
+    reader calls `entries`."""
 
     tokens: NDArray[np.int32]  # [N]
     logprobs: NDArray[np.float32]  # [N]
@@ -418,7 +406,7 @@ class TokenScores(NamedTuple):
     top_logprobs: NDArray[np.float32]  # [N, n]
 
     def from_number(self, first: int) -> TokenScores:
-        """Without the first `first` of them."""
+        """All but the first `first` tokens."""
         tops = self.top_tokens[first:], self.top_logprobs[first:]
         return TokenScores(self.tokens[first:], self.logprobs[first:], self.ranks[first:], *tops)
 
@@ -430,21 +418,20 @@ class TokenScores(NamedTuple):
 
 
 class PromptLogprobs(Sequence["TokenLogprob | None"]):
-    """Logprobs of consecutive prompt tokens. The entries are made when the first of them is read, by the
-    reader's thread: for a long prompt they are hundreds of thousands of numbers, and the engine thread only
-    passes them on."""
+    """Logprobs of consecutive prompt tokens. The reader's thread makes all entries at the first read: a long
+    prompt has hundreds of thousands of numbers, too many for the engine thread to convert."""
 
     __slots__ = ("_made", "_num", "_parts")
 
     def __init__(self, parts: Sequence[TokenScores | None]) -> None:
-        """None is one token of which nothing is known."""
+        """A part that is None stands for one token without logprobs."""
         self._parts = parts
         self._num = sum(1 if part is None else len(part.tokens) for part in parts)
         self._made: tuple[TokenLogprob | None, ...] | None = None
 
     @property
     def parts(self) -> Sequence[TokenScores | None]:
-        """As the steps gave them."""
+        """As the steps returned them."""
         return self._parts
 
     def followed_by(self, scores: TokenScores, first: int = 0) -> PromptLogprobs:
@@ -492,26 +479,26 @@ class KvSource:
 
 
 class TokenEvent(NamedTuple):
-    """What a request's listener gets, in order; the last one has `finish` set, and nothing follows it."""
+    """One event for a request's listener. Events come in order, and the last one has `finish` set."""
 
     request_id: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None  # on the first event; entry 0 is None
     finish: FinishReason | None = None
-    stop_token: int | None = None  # the token that ended it, where one did (it is not among `tokens`)
+    stop_token: int | None = None  # the token that ended the answer, if any; not among `tokens`
     source: KvSource | None = None  # on the first event
     error: str | None = None
-    # on the first event: from its arrival to the first step that it took part in
+    # on the first event: time from arrival to the request's first step
     waited_s: float | None = None
-    # on the first event: of that, what it took to key its prompt and look it up in colder tiers
+    # on the first event: the part of `waited_s` for hashing the prompt and looking it up in colder tiers
     matched_s: float | None = None
-    loaded_s: float | None = None  # on the first event: of that, how long it waited for KV from colder tiers
-    # what the error is, where no step has failed: the request was refused, or its engine is gone
+    loaded_s: float | None = None  # on the first event: the part of `waited_s` for loading KV
+    # the error if no step failed: the request was refused, or its engine is gone
     failure: PenstockError | None = None
-    drafted: int = 0  # drafts that the step verified for it
-    accepted: int = 0  # and those of them that were kept
-    # on the first event: some of its tokens attend to a part of its context, or to KV that was computed so
+    drafted: int = 0  # drafts that the step verified for the request
+    accepted: int = 0  # drafts of these that were kept
+    # on the first event: some tokens attend to a part of the context only, or to KV computed that way
     scored: bool = False
 
 
@@ -528,105 +515,98 @@ class Arrival(NamedTuple):
 
 
 class Load(Protocol):
-    """Blocks on their way from a colder tier to the device: into the slots of a table, or ahead of one. Asked
-    from the engine thread; never blocks."""
+    """Blocks on their way from a colder tier to the device, for a table that is open or not open yet. For the
+    engine thread; never blocks."""
 
     @property
     def arrivals(self) -> tuple[Arrival, ...] | None:
-        """By layers, in order; None until all copies are on their lane (a fence that does not exist cannot be
-        waited for)."""
+        """By layers, in order. None until all copies are submitted: their fences do not exist before."""
 
     @property
     def settled(self) -> bool:
-        """Seen to be over, landed or failed."""
+        """The end was seen: it has landed or failed."""
 
     @property
     def overdue(self) -> bool:
-        """It has taken longer than anybody should wait for it. Its slots stay with it all the same."""
+        """The load takes longer than a request should wait. It keeps its slots."""
 
     def error(self) -> BaseException | None:
-        """Why nothing of it may be used; known at the latest when all arrivals have passed."""
+        """Why no block of the load may be used. Known at the latest when all arrivals have passed."""
 
     @property
     def layered(self) -> bool:
-        """It comes in small groups of layers, so that a step can compute the first while the others are on
-        their way."""
+        """It arrives in small groups of layers. A step can compute the first while the others arrive."""
 
     def nearly_landed(self) -> bool:
-        """At most its last arrival is still on its way."""
+        """At most the last arrival is missing."""
 
     @property
     def num_landed(self) -> int:
-        """How many of its blocks, from the first on, have come: what may be used even where the rest has
-        failed."""
+        """Number of leading blocks that have landed. They may be used even if the rest failed."""
 
 
 class Prefetch(Protocol):
-    """Blocks on their way from tiers behind host memory into it, before anybody has a table for them. Asked
-    from the engine thread; never blocks."""
+    """Blocks on their way from cold tiers into host memory, before a table exists for them. For the engine
+    thread; never blocks."""
 
     @property
     def settled(self) -> bool:
-        """Nothing of it is to come any more: what has come is in host memory, like any other block there."""
+        """No more blocks will arrive. Those that arrived are ordinary blocks in host memory."""
 
     @property
     def overdue(self) -> bool:
-        """It takes longer than anybody should wait for it."""
+        """The prefetch takes longer than a request should wait."""
 
     @property
     def ended(self) -> bool:
-        """Nothing more of it is read, whether it is there or not: by `end`, by a reset, or since somebody
-        else needs its room."""
+        """No further block is read: `end` was called, the cache was reset, or another request needs the
+        room."""
 
     @property
     def origins(self) -> Mapping[int, str]:
-        """By the number of a block: the tier that it is read from, by this or by another read that is under
-        way."""
+        """By block number: the tier that the block is read from, by this or by another read in flight."""
 
     def end(self) -> None:
-        """Nobody wants more of it. What is being read still lands. Idempotent."""
+        """Stop reading ahead. Reads in flight still land. Idempotent."""
 
 
 class Lease(Protocol):
-    """Copies of a request's blocks in colder tiers. They are wanted until it ends, that is forgotten last,
-    and stay from `claim` on. It is promoted from, or given up: it ends exactly once; its time-to-live is a
-    backstop, after which it covers nothing."""
+    """Copies of a request's blocks in colder tiers. Until the lease ends the blocks are wanted, that is,
+    evicted last. `claim` pins them. A lease ends exactly once, by a promotion or by `end`. Its time-to-live
+    is a backstop: an expired lease covers nothing."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is known what it covers: a retraction's copies are saved first, and a store far away
-        takes time to answer."""
+        """Whether its blocks are known. The save of a retraction, or a remote lookup, may be in flight."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in its blocks at most: less than a multiple of the block size where a retracted request's
-        unfinished block was saved."""
+        """Covered tokens. Not block-aligned after a retraction, which also saves the unfinished block."""
 
     @property
     def expired(self) -> bool:
-        """Its time-to-live is over, and it covers nothing any more."""
+        """The time-to-live is over; the lease covers nothing."""
 
     def num_from(self, block: int) -> int:
-        """How many consecutive blocks it has from number `block` on."""
+        """Number of consecutive blocks that it has from number `block` on."""
 
     def runs_from(self, block: int) -> Sequence[tuple[str, int]]:
-        """The same by tier: whose they are, and how many, in order."""
+        """The same blocks as (tier, number of blocks), in order."""
 
     def set_rank(self, rank: float) -> None:
-        """How late its request is going to run: where room is short, the blocks of whoever runs last are
-        forgotten first."""
+        """How late the request will run. If memory is short, blocks of the latest are evicted first."""
 
     def claim(self, first: int, num_blocks: int) -> bool:
-        """What it has of these blocks stays from now on. False: some of it has gone since the last match."""
+        """Pin its copies of these blocks. False: some were evicted since the last match."""
 
     def end(self) -> None:
-        """Give it up."""
+        """Give up the copies."""
 
 
 # ------------------------------------------------------------------------------------------------- step: plan
 
-# In a plan, tokens that the host does not know yet: the last one that the previous step emits for the
-# request, and behind it what was drafted on the device: -2 is the first draft, -3 the second.
+# Placeholders in a plan for tokens that the host does not know yet. -1 is the last token that the previous
+# step samples for the request; -2 is the first draft made on the device after it, -3 the second.
 TOKEN_IN_FLIGHT = -1
 
 
@@ -638,34 +618,34 @@ class FenceId(NamedTuple):
 
 
 class Echo(NamedTuple):
-    """Prompt tokens whose logprobs a chunk gives: its first position that of `tokens[0]`, and so on."""
+    """Prompt tokens whose logprobs a chunk returns: position i of the chunk scores `tokens[i]`."""
 
     tokens: tuple[int, ...]
     num_top: int  # alternatives to report beside each
 
 
 class KeptSums(NamedTuple):
-    """What is known of the keys of a context, in the room that there is for parts of all that were kept."""
+    """Key bounds of a kept context: rows [first, end) of the memory for the parts of all kept contexts."""
 
     first: int
     end: int
-    num_used: int  # the first so many parts of it
+    num_used: int  # number of leading parts to use
 
 
 @_compares_arrays
 class Scoring(NamedTuple):
-    """What a step does for the choice of what a scored request has on the device. Parts of a sequence are
-    numbered in units of `part_blocks` blocks."""
+    """Work of a step to choose which parts of a scored request stay on the device. A part is `part_blocks`
+    blocks."""
 
     part_blocks: int
-    most_parts: int  # of the whole life of the request
-    first: int  # the block that `slots` begin with
-    slots: NDArray[np.int32]  # of the device: blocks whose keys are summed up now
-    paged: bool  # so are the blocks that stream in from host memory, which are the first of the sequence
-    num_parts: int  # the first so many are scored against the queries of the chunk's last token; 0: none
-    # all of the context is read, and it is told how much of the attention is on what is on the device
+    most_parts: int  # over the request's whole life
+    first: int  # number of the block in `slots[0]`
+    slots: NDArray[np.int32]  # device slots of the blocks whose keys are summarised in this step
+    paged: bool  # also summarise the blocks streamed from host memory, the first ones of the sequence
+    num_parts: int  # leading parts to score against the queries of the chunk's last token; 0: none
+    # read the whole context, and report the share of attention that falls on the resident part
     recall: bool = False
-    kept: KeptSums | None = None  # by the turn before: what is known of its first parts
+    kept: KeptSums | None = None  # key bounds of the first parts, kept by the turn before
 
 
 @_compares_arrays
@@ -673,29 +653,28 @@ class Chunk(NamedTuple):
     """One request's share of a step: `num_tokens` tokens from position `start` on."""
 
     request_id: str
-    row: int  # fixed while the request runs; device state of the request lives under it
+    row: int  # index of the request's state on the device; fixed while the request runs
     start: int
-    # len(tokens) == num_tokens; of a decode: the request's last token, or TOKEN_IN_FLIGHT, and drafts behind
-    # it
+    # len(tokens) == num_tokens. A decode has the request's last token (or TOKEN_IN_FLIGHT), then drafts.
     tokens: tuple[int, ...]
-    # Of its first ceil((start + num_tokens + room) / block_tokens) blocks, without `num_elsewhere`, in token
-    # order.
+    # In token order: the first ceil((start + num_tokens + room) / block_tokens) blocks, without the first
+    # `num_elsewhere`.
     slots: NDArray[np.int32]
-    writes: bool  # False: the KV of these tokens is cached already and shared (a full match); do not write it
-    # of its last tokens so many have their logits computed, and a token sampled from each; of a decode all
+    writes: bool  # False: the KV of these tokens is cached and shared (a full match); do not write it
+    # trailing tokens whose logits are computed, with a token sampled from each; all tokens of a decode
     num_logits: int
-    # whose weights it is computed with; looked up by its digest where the step is launched
+    # None: the plain model. The launch looks up the weights by the adapter's digest.
     adapter: Adapter | None = None
-    echo: Echo | None = None  # None: no logprobs of its prompt are wanted
-    # slots of host memory that have the blocks which `slots` lack; None: there are none
+    echo: Echo | None = None  # None: no prompt logprobs
+    # host slots of the paged-out blocks; None: none
     paged: NDArray[np.int32] | None = None
-    # it starts up to so many tokens earlier: so many drafts of the step before may turn out to be rejected
+    # drafts of the previous step still being verified; the real start may be this many tokens earlier
     num_unsure: int = 0
-    next_token: int = 0  # the prompt's behind its last one, where it samples none
-    # blocks before its own that are neither in `slots` nor in `paged`: its tokens do not attend to them
+    next_token: int = 0  # the prompt token that follows the chunk, if the chunk samples none
+    # earlier blocks that are neither in `slots` nor in `paged`; the tokens do not attend to them
     num_left_out: int = 0
     scoring: Scoring | None = None
-    room: int = 0  # places behind its tokens that it has slots for: of drafts that are made behind the step
+    room: int = 0  # positions after the tokens that `slots` also covers, for drafts made after the step
 
     @property
     def num_tokens(self) -> int:
@@ -708,7 +687,7 @@ class Chunk(NamedTuple):
 
     @property
     def num_elsewhere(self) -> int:
-        """Blocks before its own that are not in `slots`."""
+        """Leading blocks that are not in `slots`."""
         return self.num_paged + self.num_left_out
 
     @property
@@ -724,13 +703,13 @@ class Start(NamedTuple):
     request_id: str
     sampling: SamplingParams
     output: tuple[int, ...] = ()  # generated before a retraction
-    prompt_tokens: NDArray[np.int32] | None = None  # the prompt's, each once, where a penalty looks at them
+    prompt_tokens: NDArray[np.int32] | None = None  # the prompt's tokens, each once, if a penalty needs them
     num_prompt: int = 0  # tokens
 
     @classmethod
     def of(cls, row: int, request: Request, output: Sequence[int] = ()) -> Start:
-        """What the device has to know of `request`."""
-        penalised = request.sampling.repetition_penalty != 1.0  # the only penalty that looks at the prompt
+        """The state of `request` that the device needs."""
+        penalised = request.sampling.repetition_penalty != 1.0  # the only penalty that reads the prompt
         return cls(
             row,
             request.id,
@@ -741,29 +720,28 @@ class Start(NamedTuple):
         )
 
 
-# of hundreds: at the speed of C
+# with `map`, faster than a loop over hundreds of chunks
 _TOKENS_OF, _ECHO_OF, _SCORING_OF = attrgetter("tokens"), attrgetter("echo"), attrgetter("scoring")
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one forward pass shall do. Plain data: it can be compared, printed, written down and sent to
-    another process. What its ids stand for is in `Waits`, and adapters are known by their digests."""
+    """The work of one forward pass. Plain data: it can be compared, printed, recorded and sent to another
+    process. `Waits` maps its ids to fences and loads; adapters go by their digests."""
 
     number: int
     chunks: tuple[Chunk, ...]
-    # the first so many chunks are decodes: one token and its drafts; the others have several tokens of a
-    # prompt
+    # the first `num_decodes` chunks are decodes: one token and its drafts; the others are prompt chunks
     num_decodes: int
     starts: tuple[Start, ...] = ()
-    # the step's lane waits for these first: earlier users of slots that it writes
+    # fences of the earlier uses of the slots that the step writes; its lane waits for them first
     after: tuple[FenceId, ...] = ()
-    # requests whose KV is still on its way into slots of this step: each layer waits for its share of it
+    # requests whose KV is still being loaded into slots of this step; each layer waits for its own part
     loads: tuple[str, ...] = ()
-    # drafts that the device makes for each request behind what it samples, for the next step
+    # drafts per request that the device makes after sampling, for the next step
     num_ahead: int = 0
-    is_followed: bool = True  # what makes drafts passes over its tokens, where there is such a thing
-    missed: tuple[Chunk, ...] = ()  # tokens of earlier steps that were not passed over: this comes first
+    is_followed: bool = True  # True if the draft model also runs over this step
+    missed: tuple[Chunk, ...] = ()  # tokens of earlier steps that the draft model skipped; it runs them first
 
     @property
     def num_tokens(self) -> int:
@@ -771,7 +749,7 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """What kernels see: every token of a decode is a row of its own, and so is every other chunk."""
+        """Rows as kernels count them: one per token of a decode, one per other chunk."""
         return (
             sum(map(len, map(_TOKENS_OF, self.chunks[: self.num_decodes])))
             + len(self.chunks)
@@ -785,29 +763,29 @@ class StepPlan:
 
     @property
     def reads_host(self) -> bool:
-        """Whether KV streams in from host memory for it."""
+        """Whether the step streams KV from host memory."""
         return any(c.paged is not None and len(c.paged) for c in self.chunks)
 
     @property
     def scores(self) -> bool:
-        """Whether something is done for the choice of what a request has on the device."""
+        """Whether a chunk has `scoring`."""
         return any(map(_SCORING_OF, self.chunks))
 
     @property
     def echoes(self) -> bool:
-        """Whether logprobs of prompts are wanted: they take the logits of every position."""
+        """Whether a chunk returns prompt logprobs, which need the logits of every position."""
         return any(map(_ECHO_OF, self.chunks))
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What the ids of one plan stand for where it is launched. It goes beside the plan, never inside it."""
+    """The fences and loads that the ids of one plan name. Passed beside the plan, never inside it."""
 
     fences: Mapping[FenceId, Fence] = field(default_factory=dict)
     loads: Mapping[str, Load] = field(default_factory=dict)  # by request
 
     def of(self, plan: StepPlan) -> tuple[tuple[Fence, ...], tuple[Load, ...]]:
-        """What `plan` is to wait for; raises InvariantBroken where some of it is not here."""
+        """The fences and loads that `plan` waits for. Raises InvariantBroken if one is missing."""
         try:
             return tuple(self.fences[one] for one in plan.after), tuple(self.loads[one] for one in plan.loads)
         except KeyError as error:
@@ -817,8 +795,7 @@ class Waits:
 
 
 class Sampled(NamedTuple):
-    """What a step chose for one chunk: one token now, several with speculation; fewer may be kept than were
-    computed."""
+    """The tokens that a step sampled for one chunk: one, or several with speculation. Fewer may be kept."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -827,11 +804,11 @@ class Sampled(NamedTuple):
 
 @_compares_arrays
 class PartScores(NamedTuple):
-    """What the `Scoring` of a chunk asked for."""
+    """Result of the `Scoring` of a chunk."""
 
     request_id: str
     scores: NDArray[np.float32]
-    recall: float | None = None  # share of the attention, over all layers and heads
+    recall: float | None = None  # share of attention on the resident part, over all layers and heads
 
 
 class StepFailure(NamedTuple):
@@ -839,7 +816,7 @@ class StepFailure(NamedTuple):
 
     kind: str  # the exception's class
     message: str
-    # what it was to wait for did not arrive: it has computed nothing, and its requests are none the worse
+    # KV that the step waits for did not arrive. The step computed nothing, and its requests can go on.
     lacked_kv: bool = False
 
     @classmethod
@@ -852,11 +829,11 @@ class StepFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one forward pass did. Plain data, as its plan is."""
+    """The outcome of one forward pass. Plain data, like its plan."""
 
     number: int
     sampled: tuple[Sampled, ...]
-    prompt_logprobs: tuple[tuple[str, TokenScores], ...] = ()  # by request, this chunk's share
+    prompt_logprobs: tuple[tuple[str, TokenScores], ...] = ()  # (request id, scores of its chunk)
     error: StepFailure | None = None
     part_scores: tuple[PartScores, ...] = ()
 
@@ -865,107 +842,106 @@ class StepResult:
 
 
 class Table(Protocol):
-    """A request's slots in token order, and what is done to them. Ends exactly once, by `release` or
-    `retract`; whatever is done to it after that raises HandleEnded."""
+    """A request's slots in token order, and the operations on them. Ends exactly once, by `release` or
+    `retract`; every later call raises HandleEnded."""
 
     @property
     def num_slots(self) -> int:
-        """Blocks that it has, those that were paged out included."""
+        """Number of its blocks, including paged-out ones."""
 
     @property
     def num_paged(self) -> int:
-        """How many of its first blocks are in host memory and not on the device."""
+        """Number of its leading blocks that are paged out."""
 
     @property
     def paged_slots(self) -> NDArray[np.int32]:
-        """Where they are there."""
+        """Host slots of the paged-out blocks."""
 
     @property
     def sealed_keys(self) -> Sequence[bytes]:
-        """Of its first blocks, as far as they have some."""
+        """Keys of its leading blocks that are sealed."""
 
     @property
     def num_fetched(self) -> int:
-        """How many of those have a copy on the device all the same."""
+        """Number of paged-out blocks that also have a copy on the device."""
 
     def slots(self, num_tokens: int) -> NDArray[np.int32]:
-        """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without those that were
-        paged out."""
+        """View of the slots of its first ceil(num_tokens / block_tokens) blocks, without the paged-out
+        ones."""
 
     def take_after(self) -> tuple[Fence, ...]:
-        """Fences that whoever writes into slots drawn since the last call must wait for; handed out once."""
+        """Fences to wait for before a write into slots drawn since the last call. Each is returned once."""
 
     def try_extend(self, num_blocks: int) -> bool:
-        """Draw `num_blocks` more slots, or change nothing and say False."""
+        """Draw `num_blocks` more slots, or change nothing and return False."""
 
     def promote(self, lease: Lease, num_blocks: int, num_next: int) -> Load:
-        """Draw slots for the next `num_blocks` blocks and have them filled from `lease`, which ends with the
-        load. `num_next` tokens are computed over them first: where that takes long, it can begin with the
-        first layers."""
+        """Draw slots for the next `num_blocks` blocks and fill them from `lease`, which ends with the load.
+        `num_next` tokens will be computed first over these blocks. If that takes long, the load comes by
+        layers, so that the step can begin early."""
 
     def seal(self, tokens: Sequence[int], num_computed: int, fence: Fence | None) -> None:
-        """Every block that lies fully inside the first `num_computed` of `tokens` is computed: give it its
-        key, and demote it. `fence` lies behind the step that computed it."""
+        """Seal and demote every block that lies fully inside the first `num_computed` of `tokens`. `fence`
+        lies behind the step that computed them."""
 
     def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
-        """Give back the slots of up to `num_blocks` of its first blocks on the device, as far as host memory
-        has them, in multiples of `unit`; returns how many. `fence` lies behind all steps launched."""
+        """Give back the device slots of up to `num_blocks` leading blocks that host memory has, in multiples
+        of `unit`. Returns how many. `fence` lies behind all launched steps."""
 
     def fetch(self, firsts: Sequence[int], num_blocks: int) -> Sequence[FetchedBlocks]:
-        """Have runs of its paged-out blocks, each of so many from one of `firsts` on, copied together into
-        slots that are drawn for it. Nothing is where there are not enough for all of them."""
+        """Copy runs of paged-out blocks back into newly drawn slots: `num_blocks` from each of `firsts` on.
+        Copies nothing if there are not enough slots for all runs."""
 
     def close_scope(self, num_tokens: int) -> None:
-        """What follows its first `num_tokens` is computed over a part of its context: nobody finds it who
-        does not know its keys, and it is forgotten with the table."""
+        """Blocks after the first `num_tokens` tokens are computed over a part of the context. They get keys
+        that no other request computes, and are forgotten when the table ends."""
 
     def keep_closed(self, name: bytes, first: int, end: int) -> None:
-        """Of that, blocks `first` to `end`, some of which an earlier table may have kept, stay in host
-        memory: somebody knows their keys. They are forgotten with the key `name`, which the last of them
-        would have otherwise, and with the block before them."""
+        """Keep blocks [first, end) of the closed scope in host memory after the table ends: the caller
+        records their keys. An earlier table may have kept some of them. They are forgotten together with the
+        block before them, or with key `name`, the last block's key in the open scope."""
 
     def retract(self, num_tokens: int, fence: Fence | None) -> Lease | None:
-        """End it, saving the KV of its first `num_tokens` tokens to a colder tier where there is one."""
+        """End the table. Save the KV of its first `num_tokens` tokens to a colder tier, if there is one."""
 
     def release(self, fence: Fence | None) -> None:
-        """End it. `fence` covers the last use of its slots and travels with them."""
+        """End the table. `fence` covers the last use of its slots and travels with them."""
 
 
 class FetchedBlocks(Protocol):
-    """A run of a table's paged-out blocks that was, or is being, copied back into slots of the device, beside
-    those that the table has there. It ends with its table, or before it."""
+    """A run of a table's paged-out blocks, copied back into extra device slots. The copy may be in flight. It
+    ends with its table or before."""
 
     @property
     def slots(self) -> NDArray[np.int32]: ...
 
     @property
     def settled(self) -> bool:
-        """The copy is over, landed or failed: no transfer uses the slots."""
+        """The copy has landed or failed; no transfer uses the slots."""
 
     @property
     def failed(self) -> bool: ...
 
     def end(self, fence: Fence | None) -> None:
-        """Give back its slots. Its copy is over; `fence` lies behind all steps launched."""
+        """Give back its slots. Only after the copy is over. `fence` lies behind all launched steps."""
 
 
 class Match(NamedTuple):
     """The longest usable prefix of a request's keys."""
 
     num_blocks: int  # leading keys that are on the device
-    num_idle: int  # of those, blocks that nobody holds: taking them uses up evictable room
-    # the first missing key is being computed by a running request or promoted for one right now
+    num_idle: int  # blocks of these that no table holds; holding them uses up evictable slots
+    # a running request is computing the first missing key, or it is being promoted
     pending: bool
-    num_colder: int = 0  # blocks behind those that are worth promoting from colder tiers
-    # of a deep request, whose matched blocks are either all on the device or all here: in host memory, where
-    # they stay
+    num_colder: int = 0  # blocks after these that are worth promoting from colder tiers
+    # Blocks in host memory, which stay there. Only for a deep request: its match is all device or all host.
     num_paged: int = 0
 
 
 class Want(Protocol):
-    """That a request in line will use blocks of the device, which are forgotten last for it."""
+    """Marks device blocks that a request in line will use; they are evicted last."""
 
-    rank: float  # among wanted blocks those of the greatest rank go first
+    rank: float  # of wanted blocks, the greatest rank is evicted first
 
     @property
     def num_blocks(self) -> int: ...
@@ -975,18 +951,18 @@ class Want(Protocol):
 
 
 class KvLedger(Protocol):
-    """What the scheduler asks of KV storage. All calls are from the engine thread and never block."""
+    """The scheduler's interface to KV storage. For the engine thread; never blocks."""
 
     @property
     def block_tokens(self) -> int: ...
 
     @property
     def num_blocks(self) -> int:
-        """Slots that requests can use in all."""
+        """Total slots for requests."""
 
     @property
     def num_pageable(self) -> int:
-        """Blocks that deep requests may have in host memory, all together."""
+        """Blocks that all deep requests together may have in host memory."""
 
     @property
     def num_available(self) -> int:
@@ -994,78 +970,77 @@ class KvLedger(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Slots that can be drawn now without anything being evicted."""
+        """Slots that can be drawn now without an eviction."""
 
     @property
     def num_settling(self) -> int:
-        """Slots that nobody but a transfer holds: they become available when it is over."""
+        """Slots that will be free soon: only a transfer holds them."""
 
     def match(self, keys: Sequence[bytes], lease: Lease | None = None, want: Want | None = None) -> Match:
-        """The longest run of leading `keys` on the device, and what of `lease` is worth promoting behind it.
-        With a `want` of the same keys only what has changed since it was made is looked up."""
+        """The longest run of leading `keys` on the device, and the blocks of `lease` worth promoting after
+        it. With a `want` for the same keys, only changes since it was made are looked up."""
 
     def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
-        """The same for a request that keeps at most so many blocks on the device."""
+        """The same for a request that keeps at most `most_resident` blocks on the device."""
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: Want | None = None) -> Want | None:
-        """What the device has of the leading `keys` is forgotten after all that nobody wants, in place of
-        `earlier`. None: nothing is kept for others here."""
+        """Mark the device blocks of the leading `keys` as wanted: they are evicted after all unwanted ones.
+        Replaces `earlier`. None: this device keeps no blocks for later requests."""
 
     def start_s(self, num_tokens: int, match: Match) -> float | None:
-        """How long a prompt of `num_tokens` takes to its first token when nothing else runs, by what was
-        measured: loading what is colder, computing the rest. None: nothing was measured."""
+        """Estimated time to first token of a prompt of `num_tokens` on an idle engine: loading the colder
+        blocks, computing the rest. None: nothing was measured."""
 
     def make_room(self, num_blocks: int, floor: int, num_more: int = 0) -> bool:
-        """Whether so many slots can be drawn without losing what only the device has. Where not, it is on its
-        way to a colder tier, with `num_more` that would be next, and `floor` slots stay available
+        """Whether `num_blocks` slots can be drawn without losing blocks that only the device has. If not,
+        such blocks are now being demoted, and `num_more` further ones; `floor` slots stay available
         meanwhile."""
 
     def free_up(self, num_blocks: int) -> None:
-        """Up to so many slots are free from now on: what colder tiers have is forgotten for it, and nothing
+        """Make up to `num_blocks` slots free by evicting blocks that colder tiers have. Evicts nothing
         else."""
 
     def is_pending(self, keys: Sequence[bytes], want: Want | None = None) -> bool:
-        """What `match` would say, for less: asked in every plan for every request that waits for others'
-        blocks."""
+        """`match(...).pending`, but cheaper: every plan asks it for every request that waits for another
+        request's blocks."""
 
     def lease(
         self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False
     ) -> Lease | None:
-        """Find, and want, what colder tiers have of `prefix` behind what the device has, or of the `whole`;
-        None where they have nothing. What a store far away has answered to an `earlier` lease of the same
-        request, which has ended, it is not asked again. The caller may be any thread."""
+        """Find and want the blocks of `prefix` in colder tiers, after those on the device, or all of them if
+        `whole`. None: there are none. The answers of a remote store to an `earlier`, ended lease of the same
+        request are reused. Callable from any thread."""
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether `prefetch` would look: not while as much is under way as may be. Costs nothing."""
+        """Whether `prefetch` would look: False while prefetches are at their limit. Costs nothing."""
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Prefetch | None:
-        """Have what tiers behind host memory have of `prefix` read into it, for a request that waits under
-        `lease`; None where nothing is to be read. It ends by itself, sooner or later."""
+        """Read blocks of `prefix` from cold tiers into host memory, for a request that waits under `lease`.
+        None: there is nothing to read. A prefetch ends by itself."""
 
     def prefetch_deep(
         self, prefix: Prefix, owner: str, lease: Lease | None, is_next: bool
     ) -> Prefetch | None:
-        """The same for a deep request, which needs all of it in host memory. One that `is_next` waits for no
-        other: it is looked for whatever is under way, and what others want makes room for it, as for a
+        """The same for a deep request, which needs all blocks in host memory. If it `is_next`, the limit on
+        prefetches does not apply, and blocks that other requests want may be evicted for it, as for a
         load."""
 
     def extend_prefix(self, prefix: Prefix, tokens: Sequence[int]) -> Prefix:
         """The same scope, with the keys of all full blocks of `tokens`."""
 
     def open(self, owner: str, prefix: Prefix | None, num_blocks: int) -> Table:
-        """A table that starts with the first `num_blocks` cached blocks of `prefix`; its other keys are
-        announced as pending."""
+        """A table that starts with the first `num_blocks` cached blocks of `prefix`. Announces its other keys
+        as pending."""
 
     def open_deep(self, owner: str, prefix: Prefix, match: Match) -> Table | None:
-        """A table whose first blocks may be paged out. It starts with what matched; None where that has gone
-        meanwhile."""
+        """A table whose first blocks may be paged out. It starts with the blocks of `match`; None if some
+        were evicted meanwhile."""
 
     def forget_closed(self, keys: Sequence[bytes]) -> None:
-        """Nobody knows these keys any more, of blocks that tables kept of a closed scope."""
+        """Forget these blocks, which tables kept of a closed scope: their keys are no longer recorded."""
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> Load | None:
-        """Have up to `num_blocks` blocks of `prefix` from number `first` on copied from host memory into free
-        slots, before `owner` has a table for them; None where host memory has none of them, or nothing is
-        shared on the device. Nothing is evicted for it, and no lease ends. When it has landed they are
-        matched like any other block."""
+        """Copy up to `num_blocks` blocks of `prefix`, from number `first` on, from host memory into free
+        slots before `owner` has a table. None: host memory has none of them, or the device shares no blocks.
+        Evicts nothing and ends no lease. Landed blocks are matched like any others."""

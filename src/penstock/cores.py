@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-THREADS = "OMP_NUM_THREADS"  # what a user sets counts, and is never changed
+THREADS = "OMP_NUM_THREADS"  # a user's setting is used and never changed
 _ROOT = Path("/")
 
 
@@ -21,7 +21,7 @@ class AllowedCores(NamedTuple):
 
     @property
     def num(self) -> int:
-        """Whole cores: a thread for a part of one would make all others wait for it."""
+        """Whole cores: a thread with part of a core would make all others wait for it."""
         return len(self.cores) if self.quota is None else max(1, min(len(self.cores), int(self.quota)))
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ def allowed_cores(root: Path = _ROOT) -> AllowedCores:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Of this process's group and all groups above it, as far as they can be seen from here."""
+    """Quotas of this process's group and all groups above it, if visible from here."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -69,16 +69,14 @@ def _quota(folder: Path) -> float | None:
 
 
 def busy_seconds(cores: Collection[int], root: Path = _ROOT) -> float | None:
-    """CPU time that `cores` have spent on anything since the machine started; None: this system does not
-    say."""
+    """CPU time that `cores` have spent since boot. None: this system does not report it."""
     names = {f"cpu{core}" for core in cores}
     try:
         lines = [line.split() for line in (root / "proc/stat").read_text().splitlines()]
         ticks = [list(map(int, counts)) for name, *counts in lines if name in names]
     except (OSError, ValueError):
         return None
-    # user, nice, system, idle, waiting for I/O, interrupts, soft interrupts, stolen; what guests take is part
-    # of user.
+    # user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user.
     return (
         sum(sum(counts[:3]) + sum(counts[5:8]) for counts in ticks) / os.sysconf("SC_CLK_TCK")
         if ticks
@@ -105,7 +103,7 @@ class Others:
         return self._clock() - self._at_s
 
     def look(self) -> float:
-        """Cores that others have used since the last look, on average; 0 where nothing is known."""
+        """Cores that other processes have used since the last look, on average; 0 if unknown."""
         before = self._last
         self._at_s, busy_s = self._clock(), self._busy_s()
         self._last = None if busy_s is None else (self._at_s, busy_s - self._own_s())
@@ -115,28 +113,28 @@ class Others:
 
 
 class ThreadsByLoad:
-    """How many threads compute: as many as others leave cores for.
+    """The number of compute threads: one per core that other processes leave free.
 
-    Threads that share an operation spin while they wait for each other, which is faster than to sleep on
-    cores of their own. Beside another busy process one of them has no core for milliseconds, and all others
-    spin for it: one thread less is many times faster.
+    Threads that share an operation spin while they wait for each other; with enough cores that is faster than
+    sleeping. Beside another busy process, one of them has no core for milliseconds, and all others spin for
+    it: one thread less is many times faster.
     """
 
     window_s = 0.25  # between two looks; /proc/stat counts in hundredths of a second
-    stale_s = 2.0  # an average over a longer time says little about now
+    stale_s = 2.0  # an average over a longer time says little about the present
     first_s = 0.1  # of the first look
 
     def __init__(
         self, most: int, why: str, others: Others | None, set_threads: Callable[[int], None]
     ) -> None:
-        """`others` is None where the number is fixed; `why` says what it follows from."""
+        """`others` is None if the number is fixed; `why` explains the number."""
         self.num = most
         self._most, self._why, self._set_threads = most, why, set_threads
         self._others = others if most > 1 else None
         self._used = 0.0
 
     def wait_first_look(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Set the number on the thread that calls, for what is done before any step."""
+        """Set the number on the calling thread, for work before any step."""
         if self._others is not None:
             self._others.look()
             sleep(self.first_s)
@@ -162,6 +160,6 @@ class ThreadsByLoad:
 
 
 def threads_beside(used: float, most: int) -> int:
-    """Threads for `most` cores of which others use so many. A core that others use for more than a fifth of
-    the time is left to them."""
+    """Threads for `most` cores of which other processes use `used`. A core that they use for more than a
+    fifth of the time is left to them."""
     return max(1, int(most - used + 0.2))

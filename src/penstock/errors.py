@@ -8,8 +8,7 @@ class PenstockError(Exception):
 
 
 class UserError(PenstockError):
-    """The person who configured or called us asked for something impossible; the message says what and how to
-    fix it."""
+    """The user or caller asked for something impossible; the message says what, and how to fix it."""
 
 
 class ConfigError(UserError):
@@ -21,8 +20,7 @@ class ModelError(UserError):
 
 
 class InvalidRequest(UserError):
-    """A request that can never be served as written. `param` names the offending field, where there is
-    one."""
+    """A request that can never be served as written. `param` names the offending field, if there is one."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,37 +47,32 @@ class ContextExceeded(InvalidRequest):
     def __init__(self, limit: int, asked: str, param: str = "prompt") -> None:
         reduce = "the prompt" if param == "prompt" else "the prompt or of the completion"
         message = (
-            f"This model's maximum context length is {limit} "
-            f"tokens. "
-            f"However, "
-            f"{asked}. "
-            f"Please "
-            f"reduce "
-            f"the length of {reduce}."
+            f"This model's maximum context length is {limit} tokens. However, {asked}. Please reduce the "
+            f"length of {reduce}."
         )
         super().__init__(message, param)
 
 
 class SessionMissing(UserError):
-    """No session of that name is known to whoever asks."""
+    """The caller has no session of that name."""
 
     param = "session_id"
 
 
 class ResponseMissing(UserError):
-    """No answer with that id is kept for whoever asks."""
+    """No answer with that id is kept for the caller."""
 
     param: str | None = None
 
 
 class SnapshotMissing(UserError):
-    """No snapshot of that name is known to whoever asks."""
+    """The caller has no snapshot of that name."""
 
     param = "snapshot"
 
 
 class SnapshotTaken(UserError):
-    """The name is another snapshot's."""
+    """Another snapshot has the name."""
 
     param = "name"
 
@@ -92,8 +85,7 @@ class SnapshotRefused(UserError):
 
 
 class SnapshotSpace(UserError):
-    """What a snapshot would pin does not fit beside what is pinned already; the message has the
-    arithmetic."""
+    """The snapshot's blocks do not fit beside those already pinned; the message has the numbers."""
 
 
 class Overloaded(PenstockError):
@@ -113,7 +105,7 @@ class StepFailed(PenstockError):
 
 
 class TransferFailed(PenstockError):
-    """A copy between tiers did not arrive; whoever wanted it computes instead."""
+    """A copy between tiers did not arrive; the request computes instead."""
 
 
 class StoreFailed(PenstockError):
@@ -126,7 +118,7 @@ class LaneClosed(PenstockError):
 
 
 class DeadlineExceeded(PenstockError):
-    """A wait ended before what it waited for; the work and its resources are still where they were."""
+    """A wait timed out; the work goes on and keeps its resources."""
 
 
 class InvariantBroken(PenstockError):
@@ -134,7 +126,7 @@ class InvariantBroken(PenstockError):
 
 
 class SanitizerStop(InvariantBroken):
-    """The race sanitizer found something and was told to stop the engine there."""
+    """The race sanitizer found something, and its mode is strict."""
 
 
 class IllegalTransition(InvariantBroken):

@@ -1,5 +1,4 @@
-"""Figures that the halves hand up to whoever reports them. Owns how they are kept; who counts what is the
-business of each part."""
+"""Figures that both halves report. Owns how they are kept; each part counts its own."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts by upper bound; the last count is for what lies above all bounds."""
+    """Counts by upper bound; the last count is for values above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -52,18 +51,18 @@ RECALL_BOUNDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class ResidencyFigures:
-    """A snapshot of what is done for requests that attend to a part of their context."""
+    """A snapshot of the work for requests that attend to a part of their context."""
 
     parts_fetched: int = 0  # of 64 tokens, from host memory to the device
     scorings: int = 0
-    scoring_s: float = 0.0  # that steps took longer for it
+    scoring_s: float = 0.0  # extra time of steps
     # share of attention that went to that part, in exact steps
     recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFigures:
-    """A snapshot of what is known of conversations. Numbers only: names may be secrets."""
+    """A snapshot of the known conversations. Numbers only: names may be secrets."""
 
     known: int = 0
     known_blocks: int = 0  # in their last requests
@@ -72,7 +71,7 @@ class SessionFigures:
     retained_blocks: int = 0
     retained_blocks_max: int = 0
     retaining_tenants: int = 0
-    retentions_cut: int = 0  # ended before their time, for want of room
+    retentions_cut: int = 0  # ended early for lack of memory
     releases: int = 0
     released_blocks: int = 0  # copies in memory that were forgotten
     prefetches_under_way: int = 0
@@ -83,15 +82,15 @@ class SessionFigures:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFigures:
-    """A snapshot of what is known of snapshots, over all tenants. Numbers only: names may be secrets."""
+    """A snapshot of the known snapshots of all tenants. Numbers only: names may be secrets."""
 
     known: int = 0
-    pinned_blocks: int = 0  # each once, however many snapshots it is in
+    pinned_blocks: int = 0  # each once, even if several snapshots have it
     pinned_blocks_max: int = 0
     damaged: int = 0  # manifests that could not be read at start
     taken: int = 0
     continued: int = 0
     deleted: int = 0
     expired: int = 0
-    refused: int = 0  # for want of room
+    refused: int = 0  # for lack of space
     waiting: int = 0  # calls about them that have not begun

@@ -45,9 +45,9 @@ from penstock.models.progress import Progress, silent
 Message = Mapping[str, Any]  # "role" and "content"
 Prompt = str | Sequence[int]  # text, or token ids
 Messages = Sequence[Message]
-Sampling = SamplingParams | None  # None: as the model states, as far as the context goes
+Sampling = SamplingParams | None  # None: the model's defaults, up to the length of the context
 
-_RETRY_S = 0.005  # between two tries where the engine has as many requests as it takes, none of them ours
+_RETRY_S = 0.005  # between two tries while the engine is full of other callers' requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,24 @@ class Completion:
     """One answer."""
 
     text: str
-    # one that ended the answer has no text and is not among them; nor is what came behind a stop string
+    # without the token that ended the answer, and without tokens after a stop string
     tokens: list[int]
     finish: str  # "stop", "length" or "cancelled"
     prompt_tokens: int
     kv_source: KvSource  # where the prompt's KV came from, in tokens
-    logprobs: list[TokenLogprob] | None  # of each token, where SamplingParams.logprobs asks for them
+    logprobs: list[TokenLogprob] | None  # of each token, if SamplingParams.logprobs is set
 
 
 class AnswerOptions(TypedDict, total=False):
-    """What an answer is made with, besides the model itself."""
+    """Options of an answer."""
 
     adapter: str | None
     snapshot: str | None
 
 
 class LLM:
-    """A loaded model. Every method may be called from any thread; `close`, or leaving the block, ends what is
-    under way."""
+    """A loaded model. Every method may be called from any thread. `close`, or leaving the block, ends running
+    requests."""
 
     def __init__(self, model: str = "", *, show_progress: bool = True, **options: Any) -> None:
         """`options` are the flags of `penstock serve` that concern the engine, with underscores:
@@ -101,12 +101,12 @@ class LLM:
             self.close()
 
     def close(self) -> None:
-        """What still runs is cancelled. Idempotent."""
+        """Cancels running requests. Idempotent."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
             self._loop.close(deadline_s=0.0)
-            gc.unfreeze()  # what it had can be collected
+            gc.unfreeze()  # the model's objects can be collected
 
     @property
     def name(self) -> str:
@@ -182,7 +182,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling: Sampling = None, **options: Unpack[AnswerOptions]
     ) -> Iterator[str]:
-        """Text as it becomes certain. Whoever stops reading cancels the rest."""
+        """Text as it becomes certain. Closing the iterator cancels the rest."""
         return _pieces(self._continued(prompt, sampling, **options))
 
     def stream_chat(
@@ -214,9 +214,8 @@ class LLM:
         ttl_s: float | None = None,
         adapter: str | None = None,
     ) -> Snapshot:
-        """Keep the KV of a prompt or conversation that was computed, of its first `tokens` where that is
-        given, until it is deleted or `ttl_s` are over. `generate` and `chat` go on from it by its name.
-        Blocks until it is saved."""
+        """Keep the computed KV of a prompt or conversation, or of its first `tokens`, until it is deleted or
+        `ttl_s` are over. `generate` and `chat` continue it by name. Blocks until it is saved."""
         messages = ""
         if isinstance(prompt, str):
             ids = self._engine.tokenizer.encode(prompt)
@@ -293,7 +292,7 @@ class LLM:
         return loaded[name]
 
     def _answer_all(self, answers: Sequence[Answer]) -> list[Completion]:
-        """All at once, as far as the engine takes them; the rest as others end. Where one fails, the others
+        """All at once, as far as the engine accepts them; the rest as others end. If one fails, the others
         are cancelled."""
         made: list[Completion] = []
         waiting, open_ = deque(answers), deque[Answer]()
@@ -315,8 +314,7 @@ class LLM:
 
 
 def _try_begin(answer: Answer, alone: bool) -> bool:
-    """False: the engine has as many requests as it takes, and some of them are ours. Raises what else is
-    wrong with it."""
+    """False: the engine is full, and some of its requests are ours. Raises any other error."""
     while True:
         try:
             answer.begin()
@@ -342,7 +340,7 @@ def _pieces(answer: Answer) -> Iterator[str]:
 
 
 async def _async_pieces(answer: Answer) -> AsyncIterator[str]:
-    """Read on a thread of its own, a piece ahead at most of whoever awaits them."""
+    """Reads on its own thread, at most one piece ahead of the consumer."""
     pieces = answer.pieces()
     try:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
@@ -352,7 +350,7 @@ async def _async_pieces(answer: Answer) -> AsyncIterator[str]:
 
 
 def _config(model: str, options: Mapping[str, Any]) -> Config:
-    """By way of the command line, so that names, defaults and refusals are the same."""
+    """Through the command-line parser, so that names, defaults and errors are the same."""
     arguments = ["--model", model] if model else []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")

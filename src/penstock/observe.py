@@ -1,7 +1,7 @@
-"""The observer protocol: what lanes and pools tell to listeners. Owns no state and costs one `is None` test
-without any.
+"""The observer protocol: events that lanes and pools report. Owns no state; without an observer it costs one
+`is None` test.
 
-An observer is passed to a lane or pool at construction; nothing that is observed imports its observer.
+An observer is passed to a lane or pool at construction; observed code never imports its observer.
 """
 
 from __future__ import annotations
@@ -24,23 +24,21 @@ class LaneObserver(Protocol):
         """Fence number `fence` was placed on `lane`; it covers everything submitted there before."""
 
     def waited(self, lane: str, on_lane: str, fence: int) -> None:
-        """What is submitted to `lane` from now on runs after that fence of `on_lane`. The wait takes a number
-        on `lane`, as work does."""
+        """Work submitted to `lane` from now on runs after that fence of `on_lane`. The wait takes a number on
+        `lane`, as work does."""
 
     def wait_ignored(self, lane: str, on_lane: str, fence: int) -> None:
         """A wait was placed inside a capture, where no wait on an outside fence is honoured."""
 
     def host_waited(self, on_lane: str, fence: int, seconds: float) -> None:
-        """The calling thread knows that this fence has passed: it blocked for `seconds`, or it looked and saw
-        (0)."""
+        """The calling thread knows that this fence has passed: it blocked for `seconds`, or polled (0)."""
 
     def touched(self, label: str, accesses: Sequence[Access]) -> None:
-        """The calling thread itself touches these bytes, between two calls of this observer: no lane does
-        it."""
+        """The calling thread itself touches these bytes, outside any lane."""
 
     def started(self, lane: str, ticket: int) -> None:
-        """The work begins, on the calling thread: what it submits happens after all that its lane knew (CPU
-        lanes only)."""
+        """The work begins, on the calling thread. Work that it submits happens after all that its lane knew
+        (CPU lanes only)."""
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
         """The work has run (CPU, from the lane's own thread) or has been launched (CUDA, from the submitting
@@ -58,12 +56,11 @@ class PoolObserver(Protocol):
         """`slots` went from state `old` to state `new` on behalf of `owner`."""
 
     def lent(self, pool: str, slots: Sequence[int], owner: str) -> None:
-        """`owner` got a handle over `slots` that others may have, too, so that their state need not
-        change."""
+        """`owner` got a handle over `slots` that other handles may share, so their state need not change."""
 
     def returned(self, pool: str, slots: Sequence[int], owner: str, fence: Fence | None) -> None:
-        """A handle over `slots` ends; states change after this call, if they do. `fence` covers its use of
-        them; None: that is over."""
+        """A handle over `slots` ends. Any state change comes after this call. `fence` covers its use of them;
+        None: that use is over."""
 
     def sealed(self, pool: str, slot: int, key: bytes) -> None:
         """`slot` became immutable under `key`."""
@@ -79,14 +76,14 @@ class EngineObserver(Protocol):
     """Sees the turns of the engine's loop, from its thread."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Around one turn: in it the thread waits for nothing, except where it says so."""
+        """Around one turn. Inside it the thread must not wait, except inside `may_wait`."""
 
     def may_wait(self, where: str) -> AbstractContextManager[None]:
-        """Around a wait that belongs there, such as that for a step's result."""
+        """Around an allowed wait, such as that for a step's result."""
 
     def balanced(self, pool: str, counts: Mapping[str, int]) -> None:
-        """Between two turns: so many slots of `pool` are in each state, it says. Under the pool's lock, where
-        several threads share it."""
+        """Between two turns: the pool's own count of slots by state. Under the pool's lock if several threads
+        share it."""
 
 
 class Unwatched:
@@ -105,24 +102,23 @@ class Unwatched:
 
 
 class ContentObserver(Protocol):
-    """Checked mode: sees what blocks hold when they leave the device and when they come back, from any
-    thread."""
+    """Checked mode: sees the content of blocks that leave the device and that come back, from any thread."""
 
     def demoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
-        """A block with these bytes on the device was copied to `slot` of `tier`; told before it can be found
-        there."""
+        """A block with these bytes on the device was copied to `slot` of `tier`. Called before it can be
+        found there."""
 
     def promoted(self, tier: str, slot: int, key: bytes, digest: int) -> None:
         """The copy of `key` in `slot` of `tier` was copied to the device, and these bytes landed there."""
 
 
 class ByteGuard(Protocol):
-    """Checked mode: spoils and reads bytes. Called inside ops, which have declared the access to `slots` of
+    """Checked mode: poisons and reads bytes. Called inside ops, which have declared the access to `slots` of
     `arena`."""
 
     def poison(self, arena: str, slots: Sequence[int]) -> None:
-        """Fill with what no computation survives. An op of the slots' new owner, on the lane that will write
-        them, behind its waits."""
+        """Fill with values that spoil any computation. An op of the slots' new owner, on the lane that will
+        write them, after its waits."""
 
     def digests(self, arena: str, slots: Sequence[int]) -> list[int]:
-        """A number per block that differs where bytes do."""
+        """A number per block that differs if the bytes differ."""

@@ -32,8 +32,8 @@ def _share(tier: str) -> Callable[[dict[str, Any]], str]:
 
 
 class AgentsBench:
-    """Every user sends the next recorded request when the last is answered, after a pause where pauses are
-    asked for. Prompts are the recorded ones, whatever the model has written."""
+    """Every user sends the next recorded request when the last is answered, optionally after a pause. Prompts
+    are the recorded ones, not the model's output."""
 
     name = "agents"
     panels = 3
@@ -64,13 +64,8 @@ class AgentsBench:
     def measure(self, engine: Engine, config: Config, progress: Progress) -> Results:
         if (longest := self.settings.longest(self._conversations)) > engine.max_model_len:
             raise ConfigError(
-                f"the longest request has {longest} "
-                f"tokens, "
-                f"but "
-                f"the "
-                f"context "
-                f"holds "
-                f"{engine.max_model_len}; lower --context"
+                f"the longest request has {longest} tokens, but the context holds {engine.max_model_len}; "
+                "lower --context"
             )
         driver = Driver(engine)
         driver.wait_ready(progress)
@@ -141,7 +136,7 @@ class AgentsBench:
         return Results(rows if done else [], failed)
 
     def draw(self, axes: Any, rows: list[dict[str, Any]]) -> None:
-        """Over time: who waits and who runs, what was reused, time to first token."""
+        """Over time: waiting and running requests, reuse, time to first token."""
         records, seconds = rows[-1]["records"], rows[-1]["seconds"]
         crowd, reuse, ttft = axes
         for name, spans in (
@@ -175,7 +170,7 @@ class AgentsBench:
 
 
 def _figures(records: Sequence[Record], possible: dict[Record, int]) -> dict[str, Any]:
-    """Of those that are done."""
+    """Of finished requests."""
     done = [record for record in records if record.done]
     source: Counter[str] = Counter()
     for record in done:
@@ -218,12 +213,11 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def overtaken(records: Sequence[Record]) -> dict[Record, float]:
-    """By how many seconds each was overtaken at worst: how much later than it a request came that got its
-    first token sooner. Those that have none yet were overtaken, too; those that got it in the same step were
-    not."""
+    """The worst overtaking of each request, in seconds: how much later a request arrived that got its first
+    token sooner. Requests without a first token count as overtaken; requests of the same step do not."""
     never = float("inf")
     found: dict[Record, float] = {}
-    latest = 0.0  # arrival among those that got their first token at an earlier time
+    latest = 0.0  # latest arrival among requests with an earlier first token
     in_order = sorted(records, key=lambda one: never if one.first_s is None else one.first_s)
     for _, together in groupby(in_order, key=lambda one: one.first_s):
         some = list(together)

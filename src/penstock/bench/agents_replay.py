@@ -127,8 +127,8 @@ class EngineReplay:
         return time.perf_counter() - self._start_s
 
     def run(self, limit_s: float | None, progress: Progress) -> float:
-        """Until all are answered, or for `limit_s`; returns the seconds that it took. What is open then is
-        left to the engine's close."""
+        """Until all requests are answered, or for `limit_s`; returns the seconds. The engine's close ends
+        open requests."""
         self._start_s = time.perf_counter()
         thread = threading.Thread(target=self._submit_all, name="bench-users", daemon=True)
         thread.start()
@@ -337,8 +337,8 @@ class UrlReplay:
 
 
 def source_of(usage: dict[str, Any], num_prompt: int) -> dict[str, int] | None:
-    """By tier where the server says so, as `penstock serve` does; else what it had and what not. None: it
-    does not say."""
+    """By tier if the server reports that, as `penstock serve` does; else cached and computed. None: it
+    reports nothing."""
     details = usage.get("prompt_tokens_details")
     if not isinstance(details, dict):
         return None

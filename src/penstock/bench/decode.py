@@ -53,12 +53,7 @@ class DecodeBench:
                     results.rows.append(_row(batch, taken))
                     continue
                 refusal = (
-                    "the first request finished before the last prompt "
-                    "was "
-                    "done; "
-                    "raise "
-                    "--tokens "
-                    "or "
+                    "the first request finished before the last prompt was done; raise --tokens or "
                     "--prefill-chunk"
                 )
             results.skipped.append(f"batch {batch}: {refusal}")
@@ -218,13 +213,8 @@ class RestoreBench:
             turn = driver.turn()
             if turn.num_finished:
                 raise ConfigError(
-                    f"a request ended before {batch} had written "
-                    f"together "
-                    f"for "
-                    f"{STEADY} "
-                    f"steps; "
-                    f"raise "
-                    f"--tokens or --prefill-chunk"
+                    f"a request ended before {batch} had written together for {STEADY} steps; raise "
+                    "--tokens or --prefill-chunk"
                 )
             turns = [*turns, turn] if turn.num_tokens == batch else []
         # As in a server: prompts are hashed and looked up by threads that are not the engine's.

@@ -26,9 +26,9 @@ STAGE = "deep"
 
 @dataclass(frozen=True, slots=True)
 class DeepBench:
-    """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, a short second turn,
-    and where tokens may attend to what is on the device alone, two further ones in which they do. The latter
-    goes on from what the former has left."""
+    """One conversation at a time: a prompt of `lengths` tokens, an answer of `tokens`, and a short second
+    turn. With scored residency, two further turns attend only to the part on the device; the second continues
+    what the first left."""
 
     lengths: tuple[int, ...]
     tokens: int

@@ -45,7 +45,7 @@ class Column(NamedTuple):
 
 
 def figure(title: str, path: str, digits: int = 0, factor: float = 1.0) -> Column:
-    """A column with the number at `path` of a row, such as `step_ms.median`; "-" where there is none."""
+    """A column with the number at `path` of a row, such as `step_ms.median`; "-" if there is none."""
 
     def cell(row: dict[str, Any]) -> str:
         found: Any = row
@@ -77,7 +77,7 @@ class BenchReport:
     model: str
     config: Config
     results: Results
-    # where a server elsewhere was measured: neither this machine nor `config` says what it is
+    # set if a remote server was measured: then this machine and `config` do not describe it
     server: str | None = None
 
     @property
@@ -171,8 +171,7 @@ def require_matplotlib() -> None:
 
 
 def save_picture(path: Path, title: str, draw: Callable[[Any], None], panels: int = 1) -> None:
-    """`draw` gets matplotlib's axes; a list of them, one above the other with the same x axis, where there
-    are several."""
+    """`draw` gets matplotlib's axes: a list of them, stacked with the same x axis, if `panels` is over 1."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,5 +1,5 @@
-"""What measurements are made with: random prompts, an engine driven from the calling thread, a directory for
-the time of one. Owns the clock of a measurement, not what is measured."""
+"""Tools for measurements: random prompts, an engine driven from the calling thread, a temporary directory.
+Owns the clock of a measurement, not the measurement."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRANSFER_WAIT_S = 0.1  # at most, before a turn looks again
 FLUSH_S = 60.0
 READY_POLL_S = 0.01
 _REMOVE_S = 5.0  # for a directory that is still being written to
-# the tier that others use as well: it is never emptied, and what they put there is never found
+# The tier that other engines share: it is never emptied, and their blocks are never found.
 SHARED = "remote"
 
 WARM_UP = 0  # number of the run that is not measured
@@ -86,7 +86,7 @@ class Reader:
 
 
 class Stepped(NamedTuple):
-    """What one call of `engine.step()` brought."""
+    """The result of one call of `engine.step()`."""
 
     end_s: float
     num_tokens: int
@@ -141,13 +141,13 @@ class Driver:
         return turns
 
     def reset_cache(self, *tiers: str) -> int:
-        """Forget what is in `tiers`, in all but a shared store where none is named."""
+        """Forget all blocks in `tiers`; by default in all tiers but a shared store."""
         own = tuple(tier for tier in self.engine.tiers if tier != SHARED)
         evicted = self._ask(lambda: self.engine.reset_cache(tiers or own))
         return sum(evicted.values())
 
     def flush(self, level: FlushLevel = "visible") -> None:
-        """Until what was computed can be found in colder tiers; at `persisted` in all of them."""
+        """Block until computed blocks can be found in colder tiers; at `persisted`, in all of them."""
         self._ask(lambda: self.engine.wait_flushed(level, FLUSH_S))
         by_s = time.monotonic() + FLUSH_S
         # tiers behind the first are written as well
@@ -158,24 +158,19 @@ class Driver:
             self.engine.wait_work(RESET_POLL_S)
 
     def wait_ready(self, progress: Progress) -> None:
-        """Until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the first
-        requests. Raises ConfigError where some of it cannot be pinned: what is measured then would not be
-        what was asked for."""
+        """Block until the host tier has all its memory: pinning takes seconds per GiB and goes on beside the
+        first requests. Raises ConfigError if some of it cannot be pinned: the measurement would not be the
+        requested one."""
         host = self.engine.cache.host
         while True:
-            # asked first: what it prepared last is counted below
+            # read first: slots that it prepared last are counted below
             is_over = host.memory is None or host.memory.is_over
             if not (num_unready := host.num_unready):
                 return
             if is_over:
                 raise ConfigError(
-                    f"{num_unready} of {host.num_slots} blocks "
-                    f"of "
-                    f"host "
-                    f"memory "
-                    f"cannot "
-                    f"be "
-                    f"pinned: ask for less of it"
+                    f"{num_unready} of {host.num_slots} blocks of host memory cannot be pinned: ask for "
+                    "less of it"
                 )
             progress("preparing host memory", host.num_slots - num_unready, host.num_slots)
             self.engine.step()
@@ -212,8 +207,8 @@ def blocks_for(num_tokens: int, config: Config) -> int:
 
 
 def shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | None:
-    """Why so many KV blocks do not fit into an empty tier together, and what would do. A shared store is
-    taken to have room."""
+    """Why `needed` KV blocks do not fit together into an empty tier, and what would help. A shared store is
+    assumed to have room."""
     there = sum(engine.stats().kv_blocks.get(tier, {}).values())
     block_bytes = engine.arena.layout.block_bytes
     num_bytes = needed * block_bytes
@@ -231,25 +226,15 @@ def shortage(tier: str, needed: int, engine: Engine, config: Config) -> str | No
         folder = config.offload.ssd_dir
         if folder is not None and num_bytes > (free := shutil.disk_usage(folder).free):
             return (
-                f"they need {num_bytes / GIB:.2f} GiB of the "
-                f"disk "
-                f"of "
-                f"{folder}, "
-                f"where "
-                f"{free / GIB:.2f} "
-                f"are free"
+                f"they need {num_bytes / GIB:.2f} GiB of the disk of {folder}, where {free / GIB:.2f} are "
+                "free"
             )
     else:
         return None
     if needed <= there:
         return None
     return (
-        f"they need {needed} KV blocks "
-        f"{place}, "
-        f"which "
-        f"holds "
-        f"{there} "
-        f"({there * config.kv.block_tokens} "
+        f"they need {needed} KV blocks {place}, which holds {there} ({there * config.kv.block_tokens} "
         f"tokens); {would_do} would do"
     )
 
@@ -266,13 +251,8 @@ def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...])
     as a run's number."""
     if num_tokens * math.log(vocab) < math.log(2 * num):
         raise ConfigError(
-            f"there are not enough prompts of {num_tokens} tokens "
-            f"over "
-            f"{vocab} "
-            f"ids "
-            f"to "
-            f"make "
-            f"{num} different ones"
+            f"there are not enough prompts of {num_tokens} tokens over {vocab} ids to make {num} different "
+            "ones"
         )
     source = np.random.default_rng(np.random.SeedSequence([part % 2**63 for part in seed]))
     prompts: dict[tuple[int, ...], None] = {}
@@ -284,9 +264,8 @@ def random_prompts(num: int, num_tokens: int, vocab: int, seed: tuple[int, ...])
 
 @contextmanager
 def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
-    """`config` with an empty directory in place of the one that it names, inside that or as near as there is
-    a folder: on the same file system. Where it names none, and one is `needed`, wherever temporary files
-    are."""
+    """`config` with an empty directory in place of its own, inside that or in its nearest existing parent: on
+    the same file system. If it has none and one is `needed`, among temporary files."""
     if config.offload.ssd_dir is None and not needed:
         yield config
         return

@@ -40,7 +40,7 @@ from penstock.models.progress import Progress
 LEASE_S = 0.3  # short enough to run out while a request is in line
 LOAD_DEADLINE_S = 0.05
 STALL_S = 3 * LOAD_DEADLINE_S
-END_S = 120.0  # for what is open when the time is over
+END_S = 120.0  # for open requests at the end
 POLL_S = 0.05
 AT_REST = ("free", "idle", "used")  # the last: of disks and stores, which have no other
 MOST_TOLD = 20  # violations of one kind that are spelled out
@@ -68,7 +68,7 @@ class SoakBench:
     def measure(
         self, config: Config, progress: Progress, seen: Callable[[Engine], bool] = lambda engine: True
     ) -> Verdict:
-        """`seen`: the soak goes on, even when its time is over, until the engine shows what is looked for."""
+        """`seen`: the soak goes on past its time until the engine shows this."""
         with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
             adapters: list[Path] = []
             if self.adapters:
@@ -101,7 +101,7 @@ class SoakBench:
         counts = _counts(engine, submitters, disturber, mischief, tally) | _cold_counts(
             engine, disturber, mischief
         )
-        # where it did not fit, an answer need not be that of the request alone
+        # if it did not fit, its answer may differ from that of the request alone
         if config.kv.residency == "scored":
             approximate = [
                 one
@@ -125,7 +125,7 @@ class SoakBench:
 
 @contextmanager
 def _running(jobs: list[Callable[[threading.Event], None]], seconds: float) -> Iterator[None]:
-    """Each job on a thread of its own until the block is left; what one raises is raised here."""
+    """Each job on its own thread until the block is left; an exception of a job is raised here."""
     stop = threading.Event()
     raised: list[BaseException] = []
 
@@ -180,7 +180,7 @@ def _unended(submitters: list[Submitter]) -> list[str]:
 
 
 def _unsettled(engine: Engine) -> list[str]:
-    """Nothing is asked any more; what is on its way ends, and then every slot is free or idle."""
+    """No more requests come; transfers end, and then every slot must be free or idle."""
     try:
         engine.wait_flushed("visible", END_S)
     except PenstockError as error:
@@ -220,7 +220,7 @@ def _unbalanced(
     stats = engine.stats()
     counted = {tier: num for tier, num in stats.prompt_tokens.items() if num}
     if counted != {tier: num for tier, num in tally.source.items() if num}:
-        found.append(f"prompt tokens are counted as {counted}, and requests were told {dict(tally.source)}")
+        found.append(f"prompt tokens are counted as {counted}, and events report {dict(tally.source)}")
     found += [f"the sanitizer reports {num} times {kind}" for kind, num in stats.sanitizer.items() if num]
     left = [thread.name for thread in threading.enumerate() if thread not in before and thread.is_alive()]
     return found + ([f"threads are left: {', '.join(left)}"] if left else [])
@@ -271,7 +271,7 @@ class _Reference:
         self._engine.close(timeout_s=60.0)
 
     def difference(self, ask: Ask, outcome: Ending) -> str | None:
-        """None: there is none. A cancelled request has the beginning of what it would have got."""
+        """None: no difference. A cancelled request has the beginning of the full answer."""
         expected, found = self._tokens(ask, outcome), outcome.tokens
         if found == (expected[: len(found)] if outcome.finish is FinishReason.CANCELLED else expected):
             return None
@@ -283,12 +283,7 @@ class _Reference:
             f"{len(ask.prompt)} prompt tokens, adapter {outcome.adapter}, {outcome.finish}, {outcome.source}"
         )
         return (
-            f"{len(found)} tokens differ from the {len(expected)} it gets "
-            f"alone, "
-            f"from "
-            f"number "
-            f"{at} "
-            f"on "
+            f"{len(found)} tokens differ from the {len(expected)} it gets alone, from number {at} on "
             f"({asked})"
         )
 
@@ -345,7 +340,7 @@ def _counts(
 
 
 def _cold_counts(engine: Engine, disturber: Disturber, mischief: Counter[str]) -> dict[str, Any]:
-    """Of tiers behind host memory, where there are some."""
+    """Of cold tiers, if there are any."""
     traffic = engine.stats().traffic
     if traffic is None or not engine.tiers[2:]:
         return {}

@@ -1,6 +1,5 @@
-"""What happens to an engine during a soak: a crowd of threads that ask, and whatever goes wrong meanwhile, in
-memory, on disks and in stores. Owns the requests and the mischief; checks nothing itself, and is used by the
-soak alone."""
+"""The load and the faults of a soak: many threads that submit requests, and failures in memory, on disks and
+in stores. Owns the requests and the faults; checks nothing itself, and is used by the soak only."""
 
 from __future__ import annotations
 
@@ -35,14 +34,14 @@ NAME = "soak"  # of the adapter whose content changes all the time
 NUM_ASKS = 96  # different requests: few enough to come back often, and to be run alone afterwards
 NUM_STEMS = 5
 CANCELLED = 0.25  # share of requests that are cancelled
-ADAPTED = 0.4  # share of requests for the adapter, where there is one
+ADAPTED = 0.4  # share of requests for the adapter, if there is one
 PAUSE_S = 0.02  # at most, between two requests of a thread
 OPEN_PER_THREAD = 8
 
 COPY_FAILED = 0.03  # share of copies that fail halfway
-COPY_STALLED = 0.01  # share of copies that take longer than anybody waits for them
+COPY_STALLED = 0.01  # share of copies that take longer than requests wait
 FAILED = 0.02  # share of the disk's calls that end with an error, and of a store's blocks
-STALLED = 0.005  # share of calls that take longer than anybody waits for them
+STALLED = 0.005  # share of calls that take longer than requests wait
 # share of the disk's reads that bring a wrong bit, and of its writes that do not happen or only by half
 SPOILED = 0.02
 DOWN = 0.003  # share of a store's calls for which all of it is down
@@ -101,7 +100,7 @@ def random_asks(rng: random.Random, num: int, vocab: int, most_tokens: int) -> l
 
 
 class Ending(NamedTuple):
-    """What came of one request; equal ones are counted, so that days of them fit into memory."""
+    """Outcome of one request; equal ones are counted, so that days of them fit into memory."""
 
     ask: int
     adapter: str | None  # digest of its content
@@ -117,11 +116,11 @@ class SoakTally:
 
     outcomes: Counter[Ending] = field(default_factory=Counter)
     source: Counter[str] = field(default_factory=Counter)  # prompt tokens
-    faults: list[str] = field(default_factory=list)  # what is wrong with an event itself
+    faults: list[str] = field(default_factory=list)  # faults of single events
 
 
 class Listening:
-    """Listens to one request, and cancels it after `cancel_at` tokens where that is said."""
+    """Listens to one request, and cancels it after `cancel_at` tokens, if set."""
 
     def __init__(self, tally: SoakTally, ask: int, length: int, adapter: str | None) -> None:
         self.ended = threading.Event()
@@ -151,7 +150,7 @@ class Listening:
 
 
 class Submitter:
-    """One thread that asks until it is told to stop. It never has more than a few requests open."""
+    """One thread that submits requests until it is stopped. It never has more than a few requests open."""
 
     def __init__(self, engine: Engine, asks: list[Ask], tally: SoakTally, rng: random.Random) -> None:
         self.num_submitted = 0
@@ -284,7 +283,8 @@ class UnreliableDisk(DiskIo):
 
 
 class UnreliableStore:
-    """A `BlockStore` as `inner` is one, most of the time. What it calls done was checked by `inner`."""
+    """A `BlockStore` that mostly works like `inner`. `inner` has checked every block that it reports as
+    done."""
 
     def __init__(self, inner: BlockStore, mischief: Mischief) -> None:
         self.name = inner.name
@@ -352,7 +352,7 @@ class UnreliableStore:
 
 
 def make_unreliable(engine: Engine, rng: random.Random, stall_s: float) -> Counter[str]:
-    """Before the engine's first step: nothing may be in flight. Returns what is counted from then on."""
+    """Call before the engine's first step: nothing may be in flight. Returns the counters of faults."""
     counts: Counter[str] = Counter({COPIES_FAILED: 0, COPIES_STALLED: 0})
     for mover in (engine.cache.loads.mover, engine.cache.saves.mover) if "host" in engine.tiers else ():
         mover.copier = UnreliableCopier(mover.copier, Mischief(counts, random.Random(rng.random()), stall_s))

@@ -35,7 +35,7 @@ _REPORT_EVERY = 256  # requests or, for the optimum, as many blocks times a hund
 
 
 class Hits(NamedTuple):
-    """What a cache had when it was asked."""
+    """Blocks found by requests."""
 
     blocks: int
     prefill: float | None  # work that they saved, in units of a prompt's first token; None: not known
@@ -110,7 +110,7 @@ def _use(pool: BlockPool, keys: Sequence[bytes]) -> int:
 
 
 def next_uses(trace: Trace) -> list[int]:
-    """For each use of a block, in order, when it is used next; their number where it is not."""
+    """For each use of a block, in order, the index of its next use; the number of uses if there is none."""
     keys = [key for prompt in trace.prompts for key in prompt]
     never = len(keys)
     following: dict[bytes, int] = {}
@@ -148,7 +148,7 @@ def best_hits(uses: Sequence[int], capacity: int, progress: Progress) -> Hits:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """The rows of `measure`, and what they were measured on."""
+    """The rows of `measure`, and their setting."""
 
     trace: Trace
     rows: list[dict[str, Any]]
@@ -162,12 +162,7 @@ class TraceReport:
             else ""
         )
         return (
-            f"penstock bench trace: "
-            f"{trace.name}, "
-            f"{trace.num_requests} "
-            f"requests{scan}, "
-            f"blocks "
-            f"of "
+            f"penstock bench trace: {trace.name}, {trace.num_requests} requests{scan}, blocks of "
             f"{BLOCK_TOKENS} tokens"
         )
 

@@ -79,8 +79,8 @@ class Trace:
 
 
 def read_any(path: Path, num_requests: int | None = None, interleave: str | None = None) -> Trace:
-    """A Mooncake trace in the order of its file, or conversations of agents, of which all begin at once.
-    `interleave` says in which order those have their requests: by recorded times, or taking turns."""
+    """A Mooncake trace in file order, or conversations of agents, which all begin at once. `interleave`
+    orders their requests: by recorded times, or in turns."""
     if is_agentic(path):
         return _agentic_trace(path, num_requests, interleave or INTERLEAVES[0])
     if interleave is not None:
@@ -91,8 +91,8 @@ def read_any(path: Path, num_requests: int | None = None, interleave: str | None
 
 
 def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
-    """The same with `num` documents of `num_blocks` blocks, none of which comes back, spread evenly over
-    it."""
+    """The same trace with `num` documents of `num_blocks` blocks, none of which comes back, spread evenly
+    over it."""
     prompts = list(trace.prompts)
     for number in reversed(range(num)):
         document = [_key(b"scan", number, depth) for depth in range(num_blocks)]
@@ -101,7 +101,7 @@ def with_scan(trace: Trace, num: int, num_blocks: int) -> Trace:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line is that is not empty, and what it says."""
+    """The position and content of each non-empty line."""
     try:
         with path.open("rb") as raw:
             packed = raw.peek(len(_GZIP))[: len(_GZIP)] == _GZIP
@@ -122,13 +122,8 @@ def _parsed(line: str, where: str) -> Any:
 def _require_blocks(prompts: Iterable[list[bytes]], path: Path) -> None:
     if not any(prompts):
         raise ConfigError(
-            f"the trace {path} has no prompt with a "
-            f"full "
-            f"block "
-            f"of "
-            f"{BLOCK_TOKENS} "
-            f"tokens: "
-            f"there is nothing to keep"
+            f"the trace {path} has no prompt with a full block of {BLOCK_TOKENS} tokens: there is nothing "
+            "to keep"
         )
 
 
@@ -167,13 +162,8 @@ def _mooncake_prompt(fields: Any, where: str) -> tuple[int, list[int]]:
         )
     if len(ids) != -(-length // BLOCK_TOKENS):
         raise ConfigError(
-            f"{where}: {len(ids)} hash_ids for an input_length "
-            f"of "
-            f"{length}; "
-            f"one "
-            f"stands "
-            f"for "
-            f"{BLOCK_TOKENS} tokens"
+            f"{where}: {len(ids)} hash_ids for an input_length of {length}; one stands for {BLOCK_TOKENS} "
+            "tokens"
         )
     if len(set(ids)) != len(ids):
         raise ConfigError(
@@ -197,7 +187,7 @@ class RecordedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecordedConversation:
-    """What one agent, or sub-agent, asked."""
+    """The requests of one agent or sub-agent."""
 
     id: str
     parent: str | None  # whose sub-agent it is
@@ -220,8 +210,8 @@ class RecordedConversation:
 
 
 def is_agentic(path: Path) -> bool:
-    """Whether the file's first line looks like a conversation. Says no where it cannot be read: the reader
-    says why."""
+    """Whether the file's first line looks like a conversation. False if it cannot be read: the reader reports
+    why."""
     try:
         _, fields = next(_lines(path), ("", None))
     except ConfigError:
@@ -247,13 +237,8 @@ def select(
     enough = [one for one in cut if len(one.requests) >= min(LEAST_REQUESTS, most)]
     if not enough:
         raise ConfigError(
-            f"the trace has no conversation with "
-            f"{LEAST_REQUESTS} "
-            f"requests "
-            f"of "
-            f"at "
-            f"most "
-            f"{context} tokens; raise --context"
+            f"the trace has no conversation with {LEAST_REQUESTS} requests of at most {context} tokens; "
+            "raise --context"
         )
     return [_again(enough[number % len(enough)], 1 + number // len(enough)) for number in range(users)]
 
@@ -290,13 +275,8 @@ def _recorded(one: Any, before: NDArray[np.int64], block_tokens: int, where: str
         raise ConfigError(f"{where}: t and think seconds must be numbers, none negative")
     if not _is_whole(num_tokens) or not _is_whole(num_output) or not _is_whole(shared) or num_tokens < 1:
         raise ConfigError(
-            f"{where}: tokens and blocks shared must be whole "
-            f"numbers, "
-            f"none "
-            f"negative, "
-            f"and "
-            f"a "
-            f"prompt has at least one token"
+            f"{where}: tokens and blocks shared must be whole numbers, none negative, and a prompt has at "
+            "least one token"
         )
     if not isinstance(new, list) or not all(map(_is_whole, new)) or max(new, default=0) >= 1 << 63:
         raise ConfigError(
@@ -338,13 +318,8 @@ def _keys(conversation: RecordedConversation) -> list[list[bytes]]:
     step, rest = divmod(BLOCK_TOKENS, conversation.block_tokens)
     if rest or not step:
         raise ConfigError(
-            f"{conversation.id}: blocks of {conversation.block_tokens} "
-            f"tokens "
-            f"do "
-            f"not "
-            f"make "
-            f"up "
-            f"blocks of {BLOCK_TOKENS}"
+            f"{conversation.id}: blocks of {conversation.block_tokens} tokens do not make up blocks of "
+            f"{BLOCK_TOKENS}"
         )
     width = step * np.dtype(np.int64).itemsize
     known: dict[tuple[bytes, bytes], bytes] = {}  # a prompt begins as the one before it does
@@ -388,7 +363,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What is replayed, and how; lengths are in tokens of the trace."""
+    """The requests to replay, and how; lengths are in tokens of the trace."""
 
     trace: str
     users: int = 20
@@ -436,13 +411,8 @@ class Asking:
         size, rest = divmod(conversation.block_tokens, self.scale)
         if rest:
             raise ConfigError(
-                f"--scale {self.scale} does not "
-                f"divide "
-                f"the "
-                f"trace's "
-                f"blocks "
-                f"of "
-                f"{conversation.block_tokens} tokens"
+                f"--scale {self.scale} does not divide the trace's blocks of {conversation.block_tokens} "
+                "tokens"
             )
         return size
 

@@ -47,7 +47,7 @@ class TransferBench:
     )
 
     def measure(self, config: Config, progress: Progress) -> Results:
-        """The disk's directory, where there is one, is to be empty."""
+        """The disk's directory, if there is one, must be empty."""
         layout, device = layout_of(config), device_for(config)
         found, shape = (
             [self._measure_host(layout, device, progress)],
@@ -123,13 +123,8 @@ def dimensions_of(model: str) -> tuple[str, ModelConfig]:
     directory = Path(os.path.expanduser(model))
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"no model {model!r}: bench transfer takes a "
-            f"built-in "
-            f"name "
-            f"({', '.join(BUILT_IN)}) "
-            f"or "
-            f"a "
-            f"directory with a config.json"
+            f"no model {model!r}: bench transfer takes a built-in name ({', '.join(BUILT_IN)}) or a "
+            "directory with a config.json"
         )
     return directory.resolve().name, read_config(directory)
 

@@ -63,7 +63,7 @@ _WAIT_S = 600.0
 
 
 class TransferShape(NamedTuple):
-    """Of what is moved, and how often."""
+    """Size and number of transfers."""
 
     layout: BlockLayout
     device: torch.device
@@ -128,8 +128,7 @@ class ColdRig:
         self.slots.land(taken)
 
     def spoil(self) -> None:
-        """Nothing of what is to come is in host memory or on the device; over when this returns, on a GPU,
-        too."""
+        """Clear the blocks in host memory and on the device. Done when this returns, also on a GPU."""
         self.host.tensor.zero_()
         self.device.tensor.zero_()[0, 0, 0, 0, 0, 0].item()
 
@@ -141,7 +140,7 @@ class ColdRig:
 
     @contextmanager
     def pinned(self) -> Iterator[list[memoryview]]:
-        """The blocks where they are in host memory."""
+        """The blocks in host memory."""
         slots, pin = self.slots.pin_each(self.keys, OWNER)
         yield [self.host.view(slot) for slot in slots]
         self.slots.end_handles([pin])
@@ -336,7 +335,7 @@ def measure_ssd(folder: Path, sizes: Sequence[int], shape: TransferShape, progre
 
 
 def _disk_ways(rig: ColdRig, file: RawFile) -> list[TransferWay]:
-    """What comes across is compared with the raw file; promotions with reading it."""
+    """Transfers are compared with the raw file; promotions with reading it."""
     return [
         TransferWay(WRITE, RAW, file.write, ()),
         TransferWay(WRITE, TIER, partial(write_tier, rig, WRITE), ((WRITE, RAW),)),
@@ -352,13 +351,8 @@ def _refusal(blocks: int, shape: TransferShape, folder: Path) -> str | None:
     one_way = blocks * shape.layout.block_bytes
     if shape.layout.block_bytes % SECTOR_BYTES:
         return (
-            f"blocks of {shape.layout.block_bytes} bytes are no "
-            f"whole "
-            f"sectors "
-            f"of "
-            f"{SECTOR_BYTES}, "
-            f"and "
-            f"raw O_DIRECT moves nothing else"
+            f"blocks of {shape.layout.block_bytes} bytes are no whole sectors of {SECTOR_BYTES}, and raw "
+            "O_DIRECT moves nothing else"
         )
     needs = {torch.device("cpu"): 2 * one_way}
     needs[shape.device] = needs.get(shape.device, 0) + one_way
@@ -454,7 +448,7 @@ class RawFile:
 def measure_remote(
     offload: OffloadConfig, sizes: Sequence[int], shape: TransferShape, progress: Progress
 ) -> Results:
-    """What others have in the store is left alone, and what this puts there is removed."""
+    """Leaves other engines' blocks in the store alone, and removes its own."""
     results = Results([], [])
     if (url := offload.remote) is None:
         return results

@@ -37,21 +37,20 @@ PROMOTE, DEMOTE = "promote", "demote"
 DIRECTIONS = {PROMOTE: (PROMOTE,), DEMOTE: (DEMOTE,), "both": (PROMOTE, DEMOTE)}
 CLOSE_S = 60.0
 
-Wait = Callable[[], None]  # blocks until what was launched is over, and raises what went wrong
+Wait = Callable[[], None]  # blocks until the launched work is over, and raises its error
 Launch = Callable[[], Wait]  # submits all of it
 Beside = tuple[tuple[str, str], ...]  # directions and names of ways that come before it
 
 
 @dataclass(frozen=True, slots=True)
 class TransferWay:
-    """One way of getting blocks across. `turn` is asked whether it is checked that nothing of what is to
-    arrive was there before, and that every byte is afterwards. What it does before the launch and after its
-    end is not timed."""
+    """One way of moving blocks. The argument of `turn` asks for a check that no byte was there before, and
+    that every byte is afterwards. Its work before the launch and after the end is not timed."""
 
     direction: str
     name: str
     turn: Callable[[bool], AbstractContextManager[Launch]]
-    # what it is compared with, the fastest of them; (): with nothing; None: with the first way of all
+    # the ways to compare with, the fastest of them; (): none; None: the first way of all
     beside: Beside | None = None
     layers: int | None = None  # that it moves at a time; None: all
 
@@ -132,7 +131,7 @@ def _compare(row: dict[str, Any], way: TransferWay, rows: list[dict[str, Any]]) 
 
 
 def too_large(needs: dict[torch.device, int]) -> str | None:
-    """Why so many bytes by device cannot be had; None: they can."""
+    """Why this much memory per device is not available; None: it is."""
     for where, needed in needs.items():
         if needed > (free := free_bytes(where)):
             return f"they need {needed / 1e9:.1f} GB on {where}, where {free / 1e9:.1f} are free"
@@ -143,7 +142,7 @@ def too_large(needs: dict[torch.device, int]) -> str | None:
 
 
 class Case(NamedTuple):
-    """What is moved: so many blocks each way, so many layers at a time."""
+    """The work: blocks each way, layers at a time."""
 
     direction: str
     blocks: int
@@ -197,13 +196,13 @@ class HostRig:
         return [(first, min(first + case.layers, num_layers)) for first in range(0, num_layers, case.layers)]
 
     def spoil(self, case: Case) -> None:
-        """Nothing of what is to arrive is there yet."""
+        """Clear the destinations."""
         for direction in DIRECTIONS[case.direction]:
             dest = self.arenas(direction)[1].tensor
             for slot in self.slots(direction, case.blocks)[1].tolist():
                 dest[slot].zero_()
         if self.device.device.type == "cuda":
-            self.device.tensor[0, 0, 0, 0, 0, 0].item()  # what was launched outside the lanes is over, too
+            self.device.tensor[0, 0, 0, 0, 0, 0].item()  # work launched outside the lanes is over, too
         for mover in self.movers.values():
             mover.lane.drain()
 
@@ -220,13 +219,8 @@ class HostRig:
                     source[source_slot].to(self.device.device), dest[dest_slot].to(self.device.device)
                 ):
                     raise InvariantBroken(
-                        f"{way}, {case}: slot {dest_slot} "
-                        f"does "
-                        f"not "
-                        f"hold "
-                        f"what "
-                        f"slot "
-                        f"{source_slot} did ({direction})"
+                        f"{way}, {case}: slot {dest_slot} does not hold what slot {source_slot} did "
+                        f"({direction})"
                     )
 
     def __enter__(self) -> HostRig:

@@ -1,5 +1,5 @@
-"""Time to first token: cold, with the prefix in one tier alone, and from the disk after a restart. Owns the
-proof that a tier served what it is said to have served, and the processes of a restart."""
+"""Time to first token: cold, with the prefix in one tier only, and from the disk after a restart. Owns the
+proof that the named tier served the prefix, and the processes of a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StepFailed
 from penstock.models.progress import Progress
 
-NEW_TOKENS = 16  # of the follow-up: the cached prompt, then so many new ones
+NEW_TOKENS = 16  # new tokens of the follow-up, after the cached prompt
 PLACES = {
     "device": "on the device",
     "host": "in host memory",
@@ -35,7 +35,7 @@ PLACES = {
 NAMES = {"cold": "nothing cached"}
 for _tier, _place in PLACES.items():
     NAMES |= {_tier: f"prefix {_place}", f"{_tier}_new": f"prefix {_place}, {NEW_TOKENS} new tokens"}
-SCAN_S = 120.0  # for the index of what was there before
+SCAN_S = 120.0  # for the index of existing blocks
 SCAN_POLL_S = 0.005
 FRESH = 1 << 16  # added to a run's number: prompts that are new
 CLOSE_S = 60.0
@@ -160,14 +160,14 @@ def refusal_of(length: int, engine: Engine, config: Config, colder: dict[str, in
 
 
 def cases_of(engine: Engine, config: Config) -> list[str]:
-    """Those that this engine can show; with the device's prefix cache off, everything comes from colder
+    """Cases that this engine can show. Without the device's prefix cache, everything comes from colder
     tiers."""
     tiers = [tier for tier in engine.tiers if tier != "device" or config.kv.prefix_cache]
     return [case for tier in tiers for case in (tier, f"{tier}_new")]
 
 
 def only_in(driver: Driver, tier: str) -> None:
-    """What was computed is in `tier`, and nowhere hotter."""
+    """Leave the computed blocks in `tier`, and in no hotter one."""
     tiers = driver.engine.tiers
     # the case before is over, its saves included
     driver.flush("persisted" if tiers.index(tier) > 1 else "visible")
@@ -177,7 +177,7 @@ def only_in(driver: Driver, tier: str) -> None:
 
 def reusable(length: int, asked: int, block_tokens: int) -> int:
     """Tokens of a prompt of `asked` tokens, of which `length` were seen before, that must come from a tier:
-    the full blocks of those, but never the last token."""
+    their full blocks, but never the last token."""
     return min(length // block_tokens * block_tokens, asked - 1)
 
 
@@ -198,13 +198,8 @@ def sample(driver: Driver, prompt: list[int], tier: str, expected: int) -> Sampl
         )
     if source != KvSource(**{tier: expected, "computed": len(prompt) - expected}):
         raise InvariantBroken(
-            f"a prompt of {len(prompt)} "
-            f"tokens "
-            f"came "
-            f"from "
-            f"{source}; "
-            f"expected "
-            f"{expected or 'none'} from the {tier}"
+            f"a prompt of {len(prompt)} tokens came from {source}; expected {expected or 'none'} from the "
+            f"{tier}"
         )
     promoted = after.cache["promoted"] - before.cache["promoted"]
     if (promoted > 0) != (tier != "device" and expected > 0):
@@ -245,8 +240,8 @@ class AfterRestart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RestartBench:
-    """For each length: so many prompts computed and flushed by a process that ends; then each asked for
-    again, and a fresh one of the same length computed, taking turns, in a process that has only the disk."""
+    """For each length: prompts are computed and flushed by a process that ends. Then, in a process that has
+    only the disk, each is requested again, in turn with a fresh one of the same length."""
 
     lengths: tuple[int, ...]
     repeat: int
@@ -405,7 +400,7 @@ def _serve(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) ->
 
 
 def _as_error(name: str, message: str) -> BaseException:
-    """The same kind where that can be made of a message alone."""
+    """The same kind, if it can be made from a message alone."""
     kind: Callable[[str], BaseException] = getattr(errors, name, StepFailed)
     try:
         return kind(message)

@@ -19,7 +19,7 @@ from penstock.errors import InvariantBroken
 from penstock.models.progress import Progress
 
 ALL = "all"  # the row that sums the turns
-SOURCES = ("device", "host", "computed")  # those that have a column
+SOURCES = ("device", "host", "computed")  # sources with a column
 
 
 class TakenTurn(NamedTuple):
@@ -77,13 +77,8 @@ class TurnsBench:
         if longest <= engine.max_model_len:
             return None
         return (
-            f"each ends with {longest} tokens, and the context "
-            f"holds "
-            f"{engine.max_model_len}, "
-            f"as "
-            f"far "
-            f"as "
-            f"the device's KV memory goes"
+            f"each ends with {longest} tokens, and the context holds {engine.max_model_len}, as far as the "
+            "device's KV memory goes"
         )
 
     def _run(self, driver: Driver, run: int, progress: Progress) -> list[TakenTurn]:

@@ -1,2 +1,2 @@
-"""What each command does once its arguments are known, one file per command. Owns terminals and files, no
+"""The work of each command once its arguments are known, one file per command. Owns terminals and files, no
 engine parts."""

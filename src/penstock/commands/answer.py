@@ -1,5 +1,5 @@
-"""An engine for one command, and one generation as the person at the terminal sees it: pieces of text, then
-figures. Owns the engine's thread and one request at a time."""
+"""An engine for one command, and one generation as shown on a terminal: pieces of text, then figures. Owns
+the engine's thread and one request at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import StepFailed
 
-LOOK_S = 1.0  # between two looks whether the engine can still say anything
-CANCEL_S = 30.0  # for the engine to end a request that nobody wants any more; a step takes seconds at most
+LOOK_S = 1.0  # between two checks whether the engine is alive
+CANCEL_S = 30.0  # for the engine to end a cancelled request; a step takes seconds at most
 
 COLDER = {"host": "host memory", "ssd": "disk", "remote": "the shared store"}
 
 
 def load_engine(config: Config) -> Engine:
-    """A model on the hub is fetched first, unless its files are here."""
+    """Downloads a model from the hub first, unless its files are here."""
     config = fetched(config)
     with ProgressBar() as bar:
         return build(config, bar)
@@ -35,7 +35,7 @@ def load_engine(config: Config) -> Engine:
 
 @contextmanager
 def running_engine(config: Config) -> Iterator[Engine]:
-    """What still runs when the block is left is cancelled."""
+    """Running requests are cancelled when the block is left."""
     engine = load_engine(config)
     loop = EngineLoop(engine)
     start_loop(loop)
@@ -51,25 +51,25 @@ def start_loop(loop: EngineLoop) -> None:
 
 
 def given_adapter(engine: Engine) -> Adapter | None:
-    """What answers come from where a command was given an adapter; None: the model as it is."""
+    """The adapter that a command was given; None: the plain model."""
     loaded = engine.adapters.all()
     return loaded[0].adapter if loaded else None
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one answer took."""
+    """The cost of one answer."""
 
     prompt_tokens: int
     kv_source: KvSource  # where the prompt's KV came from
-    generated_tokens: int  # a token that ended the answer counts, though it has no text
-    first_token_s: float  # from submit; 0 where no token came
+    generated_tokens: int  # includes a token that ended the answer, though it has no text
+    first_token_s: float  # from submit; 0 if no token came
     total_s: float
     finish: str
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """After the first token, whose time is the prompt's."""
+        """After the first token, whose time counts for the prompt."""
         decode_s = self.total_s - self.first_token_s
         return (self.generated_tokens - 1) / decode_s if self.generated_tokens > 1 and decode_s > 0 else 0.0
 
@@ -84,12 +84,7 @@ class Figures:
         )
         return (
             f"{self.generated_tokens} token{plural}{speed}, first after {self.first_token_s * 1000:.0f} ms; "
-            f"prompt {self.prompt_tokens} tokens, "
-            f"{self.kv_source.device} "
-            f"from "
-            f"the "
-            f"device "
-            f"cache{colder} "
+            f"prompt {self.prompt_tokens} tokens, {self.kv_source.device} from the device cache{colder} "
             f"({self.finish})"
         )
 
@@ -106,15 +101,15 @@ class Answer:
         adapter: Adapter | None = None,
         begins: bool = True,
     ) -> None:
-        """It `begins` a text, as in a chat, or goes on with the prompt's."""
+        """`begins`: it starts a text, as in a chat; otherwise it continues the prompt's."""
         self._engine = engine
         self._prompt = prompt
         self._submit = functools.partial(engine.submit, prompt, sampling, adapter=adapter)
         self._stream = TextStream(
             engine.tokenizer, tuple(map(StopString, sampling.stop)), begins, sampling.min_tokens
         )
-        self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader wants no more
-        self.tokens: list[int] = []  # whose text is part of the answer
+        self._events: queue.Queue[TokenEvent | None] = queue.Queue()  # None: the reader has stopped
+        self.tokens: list[int] = []  # tokens of the answer's text
         self.logprobs: list[TokenLogprob] | None = None if sampling.logprobs is None else []
         self._source = KvSource(computed=len(prompt))
         self._num_generated = 0
@@ -127,18 +122,18 @@ class Answer:
         self._events.put(None)
 
     def begin(self) -> None:
-        """Raises where the engine does not take it; then it may be begun again."""
+        """Raises if the engine refuses it; then `begin` may be called again."""
         self._submitted_s = time.monotonic()
         self._request_id = self._submit(self._events.put)
 
     def cancel(self) -> None:
-        """Nobody reads it any more."""
+        """The reader has stopped."""
         if self._request_id and not self._last_s:
             self._engine.cancel(self._request_id)
 
     def pieces(self) -> Iterator[str]:
-        """Text as it becomes certain. Ends when the engine has let go of the request; raises StepFailed where
-        it gave it up, or where it can no longer say so."""
+        """Text as it becomes certain. Ends when the engine has released the request. Raises StepFailed if the
+        engine gave it up, or can no longer answer."""
         if not self._request_id:
             self.begin()
         while True:
@@ -161,7 +156,7 @@ class Answer:
                 why = self._engine.ended
                 if why is None and time.monotonic() > self._cancel_by_s:
                     why = f"the engine did not end the request within {CANCEL_S:g} s"
-                if why is not None and self._events.empty():  # what it said before it ended counts
+                if why is not None and self._events.empty():  # events from before its end count
                     raise StepFailed(why) from None
 
     def figures(self) -> Figures:
@@ -196,8 +191,8 @@ class Answer:
         return delta.text
 
     def _end(self, finish: str) -> None:
-        """No more text is wanted; the engine is asked to end the request, and the event that says so is
-        waited for."""
+        """No more text is needed: ask the engine to end the request, and wait for the event that confirms
+        it."""
         if self._finish is None:
             self._finish = finish
             self._cancel_by_s = time.monotonic() + CANCEL_S

@@ -1,4 +1,4 @@
-"""What commands' arguments have in common: types, groups of flags, and how they become a config. Owns no
+"""Shared parts of commands' arguments: types, groups of flags, and the conversion to a config. Owns no
 command.
 
 Nothing here needs torch, so that `--help` and argument errors do not either.
@@ -40,13 +40,13 @@ from penstock.kv.tiers.remote import KINDS
 
 _MOST_IN_USAGE = 8  # flags
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
-# a tier's settings to its place
+# by setting of a tier: the flag that it needs
 _BELONGS_TO = {"ssd_gib": "ssd_dir", "ssd_admission": "ssd_dir", "remote_timeout_s": "remote"}
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults that say something: not None, nor a switch that is off, nor an empty list. Where flags
-    are many, the usage leaves out those that are not required: each has a line of its own below."""
+    """Hides defaults that say nothing: None, a switch that is off, an empty list. With many flags, the usage
+    line shows only required ones: each flag has its own line below."""
 
     def add_usage(self, usage: str | None, actions: Any, groups: Any, prefix: str | None = None) -> None:
         needed = [action for action in actions if action.required or not action.option_strings]
@@ -103,8 +103,8 @@ def number(group: Any, flag: str, help: str, default: Any = None, kind: Callable
 
 
 def engine_flags() -> argparse.ArgumentParser:
-    """A parent for every command that runs the engine; parents share their actions, so each command gets one
-    of its own."""
+    """A parent parser for commands that run the engine. Parents share their actions, so each command gets its
+    own."""
     parent = Parser(add_help=False)
     _model_flags(parent.add_argument_group("model"))
     _memory_flags(parent.add_argument_group("KV memory"))
@@ -124,20 +124,9 @@ def engine_flags() -> argparse.ArgumentParser:
 
 def _speculation_flags(group: Any) -> None:
     text = (
-        "verify several proposed tokens in one step: ngram looks for what "
-        "followed "
-        "the "
-        "same "
-        "tokens "
-        "before, "
-        "mtp[:PATH] has a head "
-        "that was trained for the model, draft:PATH a smaller model with the "
-        "same "
-        "tokens "
-        "(unset: "
-        "one "
-        "token "
-        "at a time)"
+        "verify several proposed tokens in one step: ngram looks for what followed the same tokens before, "
+        "mtp[:PATH] has a head that was trained for the model, draft:PATH a smaller model with the same "
+        "tokens (unset: one token at a time)"
     )
     group.add_argument("--speculate", metavar="PROPOSER", help=text)
     number(
@@ -156,13 +145,8 @@ def _model_flags(group: Any) -> None:
     dtype_flag(group)
     weights_flag(group)
     text = (
-        "on the CPU: the same bits for the same tokens, whether they are "
-        "computed "
-        "or "
-        "reused, "
-        "alone "
-        "or "
-        "in a batch; prompts take longer"
+        "on the CPU: the same bits for the same tokens, whether they are computed or reused, alone or in a "
+        "batch; prompts take longer"
     )
     group.add_argument("--deterministic", action="store_true", help=text)
     number(group, "--seed", "of dummy weights, and of requests that bring no seed of their own", 0)
@@ -180,13 +164,8 @@ def _memory_flags(group: Any) -> None:
     )
     number(group, "--kv-resident-tokens", text)
     text = (
-        "what a sequence that does not fit attends to while it decodes: all of "
-        "its "
-        "context, "
-        "or "
-        "what "
-        "is "
-        "on the device"
+        "what a sequence that does not fit attends to while it decodes: all of its context, or what is on "
+        "the device"
     )
     group.add_argument("--kv-residency", choices=RESIDENCIES, default=KvConfig().residency, help=text)
     text = "with scored residency: tokens A to B-1 are always on the device"
@@ -211,15 +190,10 @@ def _offload_flags(group: Any) -> None:
         "--eviction", choices=EVICTIONS, default=offload.eviction, help="what a full tier forgets first"
     )
     ssd_dir_flag(group, required=False)
-    # No defaults in these: given without what they belong to, they are refused.
+    # No defaults here: given without their tier, these flags are refused.
     number(group, "--kv-offload-ssd-gib", f"GiB of disk at most (unset: {offload.ssd_gib:g})", kind=float)
     text = (
-        f"which blocks are written to disk: all, those used twice, those "
-        f"that "
-        f"leave "
-        f"host "
-        f"memory "
-        f"(unset: "
+        "which blocks are written to disk: all, those used twice, those that leave host memory (unset: "
         f"{offload.ssd_admission})"
     )
     group.add_argument("--kv-offload-ssd-admission", choices=ADMISSIONS, help=text)
@@ -255,13 +229,8 @@ def _step_flags(group: Any) -> None:
     number(group, "--max-batch", "requests that run at once", engine.max_batch)
     number(group, "--prefill-chunk", "prompt tokens in one step at most; 0: 512 on the CPU, 8192 on CUDA", 0)
     text = (
-        "milliseconds that prompts may take of a step while others get tokens "
-        "from "
-        "it; "
-        "0: "
-        "no "
-        "limit "
-        "(unset: 150 on CUDA, 0 on the CPU)"
+        "milliseconds that prompts may take of a step while others get tokens from it; 0: no limit (unset: "
+        "150 on CUDA, 0 on the CPU)"
     )
     number(group, "--prefill-chunk-ms", text, kind=float)
     text = "promise X times the KV memory; over 1 may retract requests"
@@ -269,13 +238,8 @@ def _step_flags(group: Any) -> None:
     text = "a request needs room for what it is likely to write (expected), or for all that it may (lifetime)"
     group.add_argument("--admission", choices=PROMISES, default=engine.admission, help=text)
     text = (
-        "which waiting request runs next: cost: the one that is cheapest "
-        "to "
-        "start, "
-        "within "
-        "a "
-        "bound; "
-        "fifo: the oldest"
+        "which waiting request runs next: cost: the one that is cheapest to start, within a bound; fifo: "
+        "the oldest"
     )
     group.add_argument("--scheduling", choices=SCHEDULINGS, default=engine.scheduling, help=text)
     text = "with --scheduling cost: no request is overtaken by one that arrived more than S seconds later"
@@ -290,13 +254,8 @@ def _step_flags(group: Any) -> None:
 def model_flag(group: Any) -> None:
     names = "smollm2-135m; for dummy weights also qwen3-4b, qwen3-0.6b, tiny-qwen3, tiny-llama"
     text = (
-        f"a built-in name ({names}), a GGUF file, a directory with "
-        f"safetensors "
-        f"and "
-        f"a "
-        f"config, "
-        f"or "
-        f"ORG/NAME on the Hugging Face hub"
+        f"a built-in name ({names}), a GGUF file, a directory with safetensors and a config, or ORG/NAME on "
+        "the Hugging Face hub"
     )
     group.add_argument("--model", default=ModelSource().model, metavar="NAME|PATH", help=text)
 
@@ -322,13 +281,8 @@ def dtype_flag(group: Any) -> None:
 
 def weights_flag(group: Any) -> None:
     text = (
-        "form of matrices on the CPU; auto: what this CPU runs fastest, measured "
-        "once: "
-        "8 "
-        "bits, "
-        "or "
-        "4 "
-        "where the file has 4; float32: exact"
+        "form of matrices on the CPU; auto: what this CPU runs fastest, measured once: 8 bits, or 4 where "
+        "the file has 4; float32: exact"
     )
     group.add_argument("--weights", choices=WEIGHT_FORMS, default=ModelSource().weights, help=text)
 
@@ -344,13 +298,8 @@ def kv_gib_flag(group: Any) -> None:
 
 def max_model_len_flag(group: Any) -> None:
     text = (
-        "tokens of prompt and output together (unset: all the model "
-        "and "
-        "memory "
-        "allow; "
-        "dummy "
-        "weights "
-        "allow any)"
+        "tokens of prompt and output together (unset: all the model and memory allow; dummy weights allow "
+        "any)"
     )
     number(group, "--max-model-len", text)
 
@@ -393,7 +342,7 @@ def lora_flag(several: bool) -> argparse.ArgumentParser:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    # random weights know no longest context
+    # random weights have no longest context
     positions = args.max_model_len if args.load_format == "dummy" else None
     # other commands have defaults of their own
     generation_config: GenerationConfigName = getattr(args, "generation_config", "none")
@@ -440,7 +389,7 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def _offload_of(args: argparse.Namespace) -> OffloadConfig:
-    """A flag of a tier that is not there would change nothing, so it is refused."""
+    """A flag of a missing tier would do nothing, so it is refused."""
     given: dict[str, Any] = {}
     for name, tier in _BELONGS_TO.items():
         if (value := getattr(args, f"kv_offload_{name}")) is None:
@@ -466,13 +415,8 @@ def config_with_one_lora(args: argparse.Namespace) -> Config:
     if len(config.lora.adapters) > 1:
         names = ", ".join(name for name, _ in config.lora.adapters)
         raise ConfigError(
-            f"argument --lora: answers can "
-            f"come "
-            f"from "
-            f"one "
-            f"adapter, "
-            f"and "
-            f"{len(config.lora.adapters)} are given: {names}"
+            f"argument --lora: answers can come from one adapter, and {len(config.lora.adapters)} are "
+            f"given: {names}"
         )
     return config
 

@@ -33,7 +33,7 @@ from penstock.config import Config
 from penstock.engine.loop import settle_process
 from penstock.errors import PenstockError
 
-# they warn of whatever fails in a tier, and in a soak that is on purpose
+# they warn about every failure in a tier, and a soak causes failures on purpose
 DISTURBED = ("penstock.kv.tiers", "penstock.engine.engine")
 
 
@@ -55,7 +55,8 @@ def run_bench(config: Config, bench: Bench) -> BenchReport:
 
 
 def run_restart(config: Config, bench: RestartBench) -> BenchReport:
-    """No engine in this process: what is measured is that nothing but the disk connects one with the next."""
+    """No engine in this process: the measurement is valid only if nothing but the disk connects the two
+    runs."""
     with scratch_ssd(config, needed=True) as config, ProgressBar() as bar:
         model, results = bench.measure(config, bar)
     return BenchReport(bench, model, config, results)
@@ -97,7 +98,7 @@ def run_agents_url(bench: AgentsBench, server: ServerAddress, vocab: int, block_
 
 
 def show(measure: Callable[[], BenchReport], json_file: Path | None, plot_file: Path | None) -> int:
-    """What is measured, wherever it is wanted. 1 where there is nothing, or a server has failed."""
+    """Print the measurement, and write the files. Returns 1 if there is no measurement or a server failed."""
     if plot_file is not None:
         require_matplotlib()
     report = measure()
@@ -105,7 +106,8 @@ def show(measure: Callable[[], BenchReport], json_file: Path | None, plot_file: 
     notes = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for skipped in results.skipped:
         notes.print(f"skipped: {skipped}")
-    try:  # files first: whoever reads stdout may have left; figures are shown where a file cannot be written
+    # files first: the reader of stdout may have left; figures are shown even if a file cannot be written
+    try:
         if json_file is not None:
             report.write(json_file)
         if plot_file is not None:

@@ -121,12 +121,7 @@ def _ttft(args: argparse.Namespace) -> int:
     config = config_of(args)
     if not config.kv.prefix_cache and not config.offload.enabled:
         raise ConfigError(
-            "--no-prefix-cache without offload leaves bench ttft nothing to "
-            "compare "
-            "with: "
-            "it "
-            "measures "
-            "how "
+            "--no-prefix-cache without offload leaves bench ttft nothing to compare with: it measures how "
             "much a cached prefix saves"
         )
     if args.restart and not config.offload.enabled:
@@ -147,13 +142,8 @@ def _ttft(args: argparse.Namespace) -> int:
 
 def _add_turns(kinds: Any) -> None:
     about = (
-        "Many conversations at once, turn after turn: how long each turn takes, "
-        "and "
-        "where "
-        "the "
-        "KV "
-        "of "
-        "what was said before comes from."
+        "Many conversations at once, turn after turn: how long each turn takes, and where the KV of what "
+        "was said before comes from."
     )
     parents = [engine_flags(), _measurement_flags(1)]
     parser = kinds.add_parser(
@@ -179,14 +169,9 @@ def _turns(args: argparse.Namespace) -> int:
 
 def _add_agents(kinds: Any) -> None:
     about = (
-        "Replay recorded conversations of coding agents, many users at "
-        "once: "
-        "when "
-        "each "
-        "request "
-        "is "
-        "answered, and where its KV comes from. "
-        "In this process, or with --url against a server. Lengths are in tokens of the trace."
+        "Replay recorded conversations of coding agents, many users at once: when each request is "
+        "answered, and where its KV comes from. In this process, or with --url against a server. Lengths "
+        "are in tokens of the trace."
     )
     parser = kinds.add_parser(
         "agents", help="recorded agents, many users", description=about, parents=[engine_flags()]
@@ -289,12 +274,7 @@ def _not_negative(text: str) -> float:
 
 def _add_restore(kinds: Any) -> None:
     about = (
-        "Time between tokens of running requests while prefixes come back "
-        "from "
-        "host "
-        "memory, "
-        "beside "
-        "the "
+        "Time between tokens of running requests while prefixes come back from host memory, beside the "
         "same without."
     )
     parents = [engine_flags(), _measurement_flags(3)]
@@ -319,21 +299,10 @@ def _restore(args: argparse.Namespace) -> int:
 
 def _add_deep(kinds: Any) -> None:
     about = (
-        "Long sequences with all of their KV on the device, and "
-        "with "
-        "--kv-resident-tokens "
-        "there "
-        "and "
-        "the "
-        "rest in host memory: prefill, "
-        "time per token, and the first token of a second turn, beside the "
-        "rate "
-        "of "
-        "the "
-        "link; "
-        "with "
-        "--kv-residency scored also a turn whose "
-        "tokens attend to what is on the device alone. One request at a time."
+        "Long sequences with all of their KV on the device, and with --kv-resident-tokens there and the "
+        "rest in host memory: prefill, time per token, and the first token of a second turn, beside the "
+        "rate of the link; with --kv-residency scored also a turn whose tokens attend to what is on the "
+        "device alone. One request at a time."
     )
     parser = kinds.add_parser(
         "deep", help="sequences larger than device memory", description=about, parents=[engine_flags()]
@@ -364,34 +333,12 @@ def _deep(args: argparse.Namespace) -> int:
 
 def _add_soak(kinds: Any) -> None:
     about = (
-        "Random requests from several threads, cancels, retractions, cache "
-        "resets, "
-        "copies "
-        "that "
-        "fail "
-        "or "
-        "stall, adapters that change; then "
-        "every answer is compared with the same request alone, and every balance has "
-        "to "
-        "be "
-        "zero. "
-        "Exit "
-        "code "
-        "1 where anything is wrong. "
-        "Unless sizes are given, 48 KV blocks on the device and 4 MiB of host "
-        "memory, "
-        "so "
-        "that "
-        "there "
-        "is "
-        "always too little. A disk or "
-        "store that is named fails, stalls and damages blocks as well; then 1 MiB "
-        "of "
-        "host "
-        "memory, "
-        "and "
-        "16 "
-        "of disk in a temporary directory."
+        "Random requests from several threads, cancels, retractions, cache resets, copies that fail or "
+        "stall, adapters that change; then every answer is compared with the same request alone, and every "
+        "balance has to be zero. Exit code 1 where anything is wrong. Unless sizes are given, 48 KV blocks "
+        "on the device and 4 MiB of host memory, so that there is always too little. A disk or store that "
+        "is named fails, stalls and damages blocks as well; then 1 MiB of host memory, and 16 of disk in a "
+        "temporary directory."
     )
     parser = kinds.add_parser(
         "soak", help="minutes of trouble, and a verdict", description=about, parents=[engine_flags()]
@@ -434,14 +381,9 @@ def _soak(args: argparse.Namespace) -> int:
 def _add_transfer(kinds: Any) -> None:
     """Only the shape of a block counts: most flags of an engine would change nothing."""
     about = (
-        "Rate of KV blocks between device and host memory, beside one plain copy of "
-        "as "
-        "many "
-        "bytes; "
-        "also "
-        "to "
-        "and from a disk, beside raw "
-        "O_DIRECT, and a shared store, where they are named. No weights are read."
+        "Rate of KV blocks between device and host memory, beside one plain copy of as many bytes; also to "
+        "and from a disk, beside raw O_DIRECT, and a shared store, where they are named. No weights are "
+        "read."
     )
     parents = [_measurement_flags(5)]
     parser = kinds.add_parser("transfer", help="rate between tiers", description=about, parents=parents)
@@ -489,14 +431,9 @@ def _transfer(args: argparse.Namespace) -> int:
 
 def _add_trace(kinds: Any) -> None:
     about = (
-        "Replay a trace against policies of eviction: how many blocks each finds, "
-        "beside "
-        "the "
-        "best "
-        "that "
-        "any "
-        "could. Mooncake's form and that "
-        "of recorded agents are known; blocks have 512 tokens either way. Needs no model."
+        "Replay a trace against policies of eviction: how many blocks each finds, beside the best that any "
+        "could. Mooncake's form and that of recorded agents are known; blocks have 512 tokens either way. "
+        "Needs no model."
     )
     parser = kinds.add_parser("trace", help="hit rates of eviction policies", description=about)
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""`penstock cache`: what is in the directory of a disk tier, whether it is whole, and away with it. Owns how
-that is asked and shown; the files are read in `penstock.kv`."""
+"""`penstock cache`: inspects, verifies and clears the directory of a disk tier. Owns the questions and the
+output; `penstock.kv` reads the files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_cache(
 
 
 def _confirmed(directory: Path) -> bool:
-    """Whoever is not there to be asked has to say so beforehand."""
+    """Asks the user. Without a terminal that is impossible, so `--yes` is required."""
     if not sys.stdin.isatty():
         raise ConfigError(
             "cache clear asks before it removes anything: give --yes where there is no terminal"
@@ -68,9 +68,7 @@ def _files(found: Survey) -> str:
         else ""
     )
     return (
-        f"{found.num_segments} "
-        f"file{'' if found.num_segments == 1 else 's'}{snapshots} "
-        f"of "
+        f"{found.num_segments} file{'' if found.num_segments == 1 else 's'}{snapshots} of "
         f"{_size(found.file_bytes)} in all"
     )
 
@@ -100,12 +98,7 @@ def _show(found: Survey, verified: bool) -> int:
         _say("nothing is damaged")
         return 0
     _say(
-        "what is damaged counts as missing and is used again; a crash in the middle "
-        "of "
-        "a "
-        "write "
-        "leaves "
-        "such "
+        "what is damaged counts as missing and is used again; a crash in the middle of a write leaves such "
         "a block, and so does a bad disk"
     )
     return 1

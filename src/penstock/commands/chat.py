@@ -99,8 +99,8 @@ class Conversation:
         self._turns: list[tuple[str, str]] = []
 
     def ask(self, question: str) -> Turn:
-        """The prompt for `question`. Changes nothing but what is forgotten, and not even that where the
-        question cannot fit."""
+        """The prompt for `question`. Forgets the oldest turns if needed, but none if the question cannot
+        fit."""
         reserve = max(1, min(self._max_tokens, self._context // ANSWER_SHARE))
         for num_forgotten in range(len(self._turns) + 1):
             prompt = self._render(self._turns[num_forgotten:], question)
@@ -188,13 +188,8 @@ class Chat:
             return
         if turn.num_forgotten:
             self._note(
-                f"the context is full: the oldest "
-                f"{turn.num_forgotten} "
-                f"of "
-                f"the "
-                f"conversation's "
-                f"turns "
-                f"no longer count"
+                f"the context is full: the oldest {turn.num_forgotten} of the conversation's turns no "
+                "longer count"
             )
         answer = Answer(
             self._engine,

@@ -1,4 +1,4 @@
-"""`penstock doctor`: can this machine run Penstock, and if not, what is to be done? Owns the checks; changes
+"""`penstock doctor`: can this machine run Penstock, and if not, what to do? Owns the checks; changes
 nothing."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _checks(config: Config) -> Iterator[Check]:
 
 
 def _attempt(name: str, check: Callable[[], Check]) -> Check:
-    """Whatever breaks is what was to be found out."""
+    """Runs one check; any exception is its result."""
     try:
         return check()
     except Exception as error:
@@ -169,13 +169,8 @@ def _model(config: Config) -> Iterator[Check]:
     dims = facts.config
     chat = "" if facts.has_chat_template else ", no chat template"
     kind = (
-        f"{dims.architecture}, "
-        f"{dims.num_layers} "
-        f"layers, "
-        f"{dims.num_heads} "
-        f"heads "
-        f"over "
-        f"{dims.num_kv_heads} for KV, width {dims.hidden}"
+        f"{dims.architecture}, {dims.num_layers} layers, {dims.num_heads} heads over {dims.num_kv_heads} "
+        f"for KV, width {dims.hidden}"
     )
     yield Check(
         "model", Status.OK, f"{facts.name}: {kind}, {_positions(dims)}, vocabulary {dims.vocab}{chat}"
@@ -260,20 +255,9 @@ def _kv(config: Config, dims: ModelConfig, layout: BlockLayout, left_gib: float)
     held = int(gib * GIB) // layout.block_bytes * layout.block_tokens
     wanted = config.engine.max_model_len or dims.default_len
     detail = (
-        f"{token_bytes} "
-        f"bytes "
-        f"per "
-        f"token "
-        f"in "
-        f"{layout.dtype}, "
-        f"{GIB // layout.block_bytes * layout.block_tokens} tokens per GiB; "
-        f"{gib:.2f} GiB ({source}) hold {held} tokens; "
-        f"one "
-        f"context "
-        f"of "
-        f"{wanted} "
-        f"takes "
-        f"{wanted * token_bytes / GIB:.2f} GiB"
+        f"{token_bytes} bytes per token in {layout.dtype}, "
+        f"{GIB // layout.block_bytes * layout.block_tokens} tokens per GiB; {gib:.2f} GiB ({source}) hold "
+        f"{held} tokens; one context of {wanted} takes {wanted * token_bytes / GIB:.2f} GiB"
     )
     if wanted > dims.max_position:
         return Check(

@@ -1,5 +1,5 @@
-"""Models that are not here: by their name on the Hugging Face hub, and the embedded one where its package is
-not installed. Owns fetching; what is fetched is a directory or a file like any other."""
+"""Models that are not local: by name on the Hugging Face hub, and the embedded one if its package is not
+installed. Owns downloading; the result is a normal directory or file."""
 
 from __future__ import annotations
 
@@ -41,40 +41,25 @@ def fetched(config: Config) -> Config:
 
 def _fetch(name: str) -> Path:
     by_hand = (
-        f"on a machine with a network run: hf download {name} --local-dir "
-        f"DIR, "
-        f"copy "
-        f"DIR "
-        f"here, "
-        f"and "
-        f"give --model DIR"
+        f"on a machine with a network run: hf download {name} --local-dir DIR, copy DIR here, and give "
+        "--model DIR"
     )
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
         message = (
-            f"no path {name!r} is here, and to fetch it from the "
-            f"hub "
-            f"the "
-            f"package "
-            f"huggingface_hub "
-            f"is "
-            f"missing: pip install huggingface_hub"
+            f"no path {name!r} is here, and to fetch it from the hub the package huggingface_hub is "
+            "missing: pip install huggingface_hub"
         )
         raise ModelError(f"{message}; or {by_hand}") from None
     logger.info("fetching %s from the hub, unless its files are here", name)
     try:
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except Exception as error:  # its own errors, those of three HTTP libraries, and of the disk
+    except Exception as error:  # its own errors, errors of three HTTP libraries, and of the disk
         said = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"no path {name!r} is here, and the hub "
-            f"did "
-            f"not "
-            f"give "
-            f"it "
-            f"({type(error).__name__}: "
-            f"{said}); {by_hand}"
+            f"no path {name!r} is here, and the hub did not give it ({type(error).__name__}: {said}); "
+            f"{by_hand}"
         ) from error
 
 
@@ -116,11 +101,6 @@ def _fetch_embedded() -> None:
         part.replace(target)
     except OSError as error:
         raise ModelError(
-            f"{by_hand}; what was fetched cannot be kept ({error}): give "
-            f"$PENSTOCK_CACHE "
-            f"a "
-            f"folder "
-            f"that "
-            f"can "
-            f"be written to"
+            f"{by_hand}; what was fetched cannot be kept ({error}): give $PENSTOCK_CACHE a folder that can "
+            "be written to"
         ) from None

@@ -68,7 +68,7 @@ def _serve_here(config: Config, server: ServerConfig, listener: socket, run: Mod
         start_loop(loop)  # what takes long before the first request
         http.run()
     except ConfigError:
-        engine.close(timeout_s=20.0)  # nobody else has started or ended anything
+        engine.close(timeout_s=20.0)  # nothing else was started
         raise
     return 0
 
@@ -100,7 +100,7 @@ def _log_summary(engine: Engine, config: Config, server: ServerConfig, url: str)
 
 
 def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> Mapping[str, Any]:
-    """What runs here, for whoever reads the log later. No secrets."""
+    """A summary of the configuration for the log. No secrets."""
     arena = engine.arena
     kv = {tier: sum(states.values()) for tier, states in engine.stats().kv_blocks.items() if states}
     sizes = ", ".join(
@@ -127,7 +127,7 @@ def summary(engine: Engine, config: Config, server: ServerConfig, url: str) -> M
 
 
 def _server() -> ModuleType:
-    """Before the weights are loaded: what is missing is said at once."""
+    """Before the weights are loaded, so that a missing package is reported at once."""
     try:
         from penstock.server import run
     except ModuleNotFoundError as error:
@@ -189,13 +189,8 @@ def run_child(argv: Sequence[str]) -> int:
         if isinstance(setup, boundary.EngineSetup | boundary.FrontSetup):
             if setup.version != boundary.VERSION:
                 raise ProtocolBroken(
-                    f"the parent speaks version {setup.version} "
-                    f"of "
-                    f"the "
-                    f"protocol, "
-                    f"and "
-                    f"this "
-                    f"process {boundary.VERSION}"
+                    f"the parent speaks version {setup.version} of the protocol, and this process "
+                    f"{boundary.VERSION}"
                 )
             set_up_logs(LogSettings(*setup.logs))  # type: ignore[arg-type]
         if kind == "engine" and isinstance(setup, boundary.EngineSetup):
@@ -205,7 +200,7 @@ def run_child(argv: Sequence[str]) -> int:
 
             run_front(setup, parent, socket(fileno=sockets[1]), socket(fileno=sockets[2]), sockets[3])
             return 0
-        raise ProtocolBroken(f"a process of kind {kind} was told {type(setup).__name__} first")
+        raise ProtocolBroken(f"a process of kind {kind} got {type(setup).__name__} as its first message")
     except PenstockError as error:
         parent.send(boundary.Broken(boundary.fault_from(error)))
         return 1

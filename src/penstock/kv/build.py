@@ -32,17 +32,17 @@ from penstock.lanes.lane import Lane
 from penstock.observe import ContentObserver, LaneObserver, PoolObserver
 
 _HOST_KV_GIB = 4.0
-_HOST_FREE_SHARE = 0.25  # of free host memory, where that is less
-_LOAD_PRIORITY = -1  # of the stream that promotions come on: requests wait for them
-# shorter steps are over sooner as a replay behind the whole load than launched layer by layer
+_HOST_FREE_SHARE = 0.25  # of free host memory, if that is less
+_LOAD_PRIORITY = -1  # of the stream for promotions: requests wait for them
+# A shorter step ends sooner as a replay after the whole load than launched layer by layer.
 _CUDA_OVERLAP_TOKENS = 1024
 _CPU_OVERLAP_TOKENS = 64  # a copy beside a short step takes a core from it
-# Lanes for one cold tier: a disk wants several requests in its queue, also while some of the lanes compute
+# Lanes for one cold tier: a disk needs several requests in its queue, also while some lanes compute
 # checksums.
 COLD_READERS = 6
 COLD_WRITERS = 6
 _WRITE_QUEUE_BYTES = 512 << 20
-_STUCK = 1.5  # times as long as a call to a shared store may take: then it does not keep to that
+_STUCK = 1.5  # a call to a shared store that takes this many times its timeout counts as stuck
 
 
 class StorageObserver(LaneObserver, PoolObserver, Protocol):
@@ -58,8 +58,8 @@ class Opened:
 
     cache: KvCache
     arena: DeviceArena
-    guard: ArenaGuard | None  # where bytes are checked
-    host_arena: HostArena | None = None  # where blocks may be paged out to
+    guard: ArenaGuard | None  # set if bytes are checked
+    host_arena: HostArena | None = None  # set if blocks may be paged out
 
 
 def open_cache(
@@ -84,7 +84,8 @@ def open_cache(
     checks = None
     if guard is not None and observer is not None:
         checks = ByteChecks(guard, observer.checksums, (0, layout.num_layers), host_arena.name, arena.name)
-    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes))  # raises: before anything runs
+    # may raise; before anything runs
+    stores = _open_stores(config, Space(scope.digest(), layout.block_bytes))
     host = _open_host(config, host_arena, device, observer)
     loader, saver = make_movers(arena, host_arena, observer, checks)
     queue = ColdLimits(queue_bytes=min(_WRITE_QUEUE_BYTES, host_arena.num_bytes // 4))
@@ -105,23 +106,17 @@ def num_host_blocks(config: Config, arena: DeviceArena) -> int:
         num_blocks = int(config.offload.host_gib * GIB) // block_bytes
         if num_blocks < 1:
             raise ConfigError(
-                f"--kv-offload-host-gib {config.offload.host_gib:g} "
-                f"holds "
-                f"no "
-                f"KV "
-                f"block "
-                f"of "
+                f"--kv-offload-host-gib {config.offload.host_gib:g} holds no KV block of "
                 f"{block_bytes / 1024:.0f} KiB"
             )
         return num_blocks
     num_bytes = min(_HOST_KV_GIB * GIB, free_bytes(torch.device("cpu")) * _HOST_FREE_SHARE)
-    # A tiny model's blocks would number millions; sixteen times the device's is more than it can forget in a
-    # while.
+    # A tiny model would have millions of blocks; sixteen times the device's number is enough.
     return max(1, min(int(num_bytes) // block_bytes, 16 * arena.num_slots))
 
 
 def _device_order(config: Config, num_blocks: int) -> EvictionOrder:
-    """As the tiers behind it, or by recency where that would cost the engine thread too much for each
+    """The policy of the colder tiers, or by recency if that policy costs the engine thread too much per
     block."""
     name = config.offload.eviction
     return make_order(name if name in DEVICE_EVICTIONS else "lru", num_blocks, config.kv.block_tokens)
@@ -172,9 +167,10 @@ def make_movers(
 
 
 def _open_stores(config: Config, space: Space) -> Sequence[BlockStore]:
-    """Those colder than host memory, hottest first: adding one is a line here and a file with its store."""
+    """Stores colder than host memory, hottest first. To add one, write a line here and a file with its
+    store."""
     offload, stores = config.offload, list[BlockStore]()
-    with contextlib.ExitStack() as undo:  # a directory stays locked for as long as its store is open
+    with contextlib.ExitStack() as undo:  # a directory stays locked while its store is open
         if offload.ssd_dir is not None:
             stores.append(open_ssd(offload.ssd_dir, int(offload.ssd_gib * GIB), space, offload.eviction))
             undo.callback(stores[-1].close)
@@ -190,7 +186,7 @@ def open_cold(
     limits: ColdLimits | None = None,
     observer: LaneObserver | None = None,
 ) -> ColdTier:
-    """`store` on lanes of its own, behind the host memory of `arena`."""
+    """`store` on its own lanes, behind the host memory of `arena`."""
 
     def lanes(what: str, num: int) -> list[Lane]:
         return [CpuLane(f"{store.name}-{what}-{number}", observer) for number in range(num)]

@@ -1,9 +1,9 @@
-"""The door to KV storage: matches what requests need, opens their tables, and takes in what has moved, over
-the device and what is colder. Owns the device pool and what is on its way into it, no bytes. What is done to
-an open table is in `kv/table.py`.
+"""The door to KV storage: matches prefixes, opens tables, and settles transfers, over the device and colder
+tiers. Owns the device pool and the transfers into it, no bytes. Operations on an open table are in
+`kv/table.py`.
 
-All calls come from the engine thread and none blocks but `drain` and `close`; `prefix_of`, `lease` and
-`stats` may be called from anywhere.
+All calls come from the engine thread, and only `drain` and `close` block; `prefix_of`, `lease` and `stats`
+may be called from any thread.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from penstock.observe import EngineObserver
 
 __all__ = ["CacheStats", "KvCache", "Persisting", "Resetting", "Retention", "Settling"]
 
-_CLOSE_S = 60.0  # for transfers in flight, where the caller names no time
-_GRACE_S = 1.0  # for lanes that have nothing to do any more to end
-_HOST_SPARE_SHARE = 8  # one in so many host slots is never promised to deep requests
+_CLOSE_S = 60.0  # for transfers in flight, if the caller gives no timeout
+_GRACE_S = 1.0  # for idle lanes to end
+_HOST_SPARE_SHARE = 8  # 1 / this of the host slots is never promised to deep requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CacheStats:
     """Counts at one moment, in blocks; the totals never fall."""
 
     slots: dict[str, SlotCounts]  # by tier
-    cold: dict[str, dict[str, int]]  # by cold tier: used, and free where that is known
+    cold: dict[str, dict[str, int]]  # by cold tier: used, and free if known
     num_tables: int
     num_keys: int
     hits_total: int  # blocks that tables were opened with
@@ -48,12 +48,11 @@ class CacheStats:
     evictions_total: int
     duplicate_seals_total: int
     promoted_total: int
-    traffic: Traffic | None  # what moves between tiers; None where there is only the device
+    traffic: Traffic | None  # between tiers; None if there is only the device
 
 
 class Retention:
-    """Blocks that a session wants to stay, wherever in memory they are. Ends by `end`, which is
-    idempotent."""
+    """Blocks of a session that are to stay, in device or host memory. Ends by `end`, which is idempotent."""
 
     def __init__(self, cache: KvCache, prefix: Prefix, rank: float) -> None:
         self._cache = cache
@@ -64,7 +63,7 @@ class Retention:
         self.look_again()
 
     def look_again(self) -> None:
-        """Blocks move between device and host memory, and are wanted where they are."""
+        """Blocks move between device and host memory; want them where they are now."""
         cache = self._cache
         self._on_device = cache.want(self._keys, self._rank, self._on_device)
         self._in_host = cache.host.want(self._keys, self._rank, self._in_host)
@@ -77,12 +76,12 @@ class Retention:
 
 
 class KvCache:
-    """Implements `contract.KvLedger`, which says what its calls mean, over one device pool and the tiers that
-    `loads` loads from; without those the device is alone. `host` and `cold_tiers` are the tiers themselves,
-    for snapshots, which have more in them than blocks; `loads` and `saves` are for tests and measurements.
+    """Implements `contract.KvLedger`, which documents its calls, over one device pool and the tiers that
+    `loads` loads from, if any. `host` and `cold_tiers` are the tiers themselves, for snapshots, which store
+    manifests there; `loads` and `saves` are for tests and measurements.
 
-    `prefix_cache` off: no block of the device gets a key, so that none is found there, and every prefix comes
-    from a colder tier. Where there is none, nothing is reused.
+    `prefix_cache` off: no device block gets a key, so none is found there, and every prefix comes from a
+    colder tier. Without one, nothing is reused.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class KvCache:
         self.loads = no_tiers(pool, scope.block_tokens) if loads is None else loads
         self.saves = self.loads.saves
         self.host = self.loads.host
-        self.cold_tiers = self.saves.cold  # those colder than host memory, hottest first
-        # what computing prompts takes: loading is weighed against it, and chunks are sized by it
+        self.cold_tiers = self.saves.cold  # tiers colder than host memory, hottest first
+        # speed of prompt computation: loading is weighed against it, and chunks are sized by it
         self.prefill = self.loads.prefill
         self.num_blocks = pool.num_slots
-        # Some of host memory stays for what others leave there.
+        # The rest of host memory is left to other requests.
         self.num_pageable = (
             self.host.num_slots - self.host.num_slots // _HOST_SPARE_SHARE if prefix_cache else 0
         )
-        self._plain_digest = scope.of().digest()  # of requests without a salt and an adapter
+        self._plain_digest = scope.of().digest()  # of requests without salt and adapter
         self._tables = OpenTables(pool, self.loads, scope.block_tokens, prefix_cache)
         self._num_promoted = 0
         self._closed = False
@@ -128,9 +127,8 @@ class KvCache:
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers between device and host memory that have not been seen to be over, reads, writes and
-        questions of cold tiers that are not, and what is yet to be handed to those. Their waiters are
-        woken."""
+        """Transfers between device and host memory that are not settled; reads, writes and lookups of cold
+        tiers that are not over, or not submitted yet. Their waiters are woken."""
         return self._num_flying + self._num_cold
 
     @property
@@ -146,14 +144,14 @@ class KvCache:
 
     @property
     def look_again_s(self) -> float:
-        """How long transfers in flight need no look, unless one has reported progress. While a load from cold
-        tiers is under way, looking more often would take the interpreter from their lanes."""
+        """How long transfers in flight need no look, unless one reports progress. More frequent looks would
+        take the interpreter from the lanes of cold tiers."""
         if any(load.is_cold for load in self.loads.in_flight.values()):
             return POLL_MOST_S
         return min(self.loads.mover.look_again_s(), self.saves.mover.look_again_s())
 
     def prefix_of(self, tokens: Tokens, salt: str = "", adapter: Adapter | None = None) -> Prefix | None:
-        """What KV of `tokens` may be shared under; None where nothing is shared."""
+        """The identity under which the KV of `tokens` is shared. None if nothing is shared."""
         if not self._tables.shares:
             return None
         digest = self.scope.of(salt, adapter).digest() if salt or adapter is not None else self._plain_digest
@@ -162,7 +160,7 @@ class KvCache:
     def lease(
         self, owner: str, prefix: Prefix, earlier: Lease | None = None, whole: bool = False
     ) -> Lease | None:
-        """What the device has is only looked at, and may be gone when the request is planned."""
+        """Only looks at the device; its blocks may be evicted before the request is planned."""
         if not self.host.num_slots:
             return None
         num = 0 if whole else len(self._pool.find(prefix.keys))
@@ -175,7 +173,7 @@ class KvCache:
         return self.loads.may_fetch
 
     def prefetch(self, prefix: Prefix, owner: str, lease: Lease | None = None) -> Fetch | None:
-        """It ends when all has come, when something does not, by a reset, at its deadline."""
+        """It ends when all blocks have landed, when one fails, by a reset, or at its deadline."""
         if not self.may_prefetch or _has_nothing_cold(lease):
             return None
         num = len(self._pool.find(prefix.keys))
@@ -203,8 +201,8 @@ class KvCache:
     def match(
         self, keys: Sequence[bytes], lease: Lease | None = None, want: contract.Want | None = None
     ) -> Match:
-        """Holds nothing, so it is good until the next call that draws. What `lease` has may go at any time,
-        until it is claimed."""
+        """Holds nothing, so it is valid until the next call that draws slots. Blocks of `lease` may be
+        evicted until they are claimed."""
         slots = self._pool.find(keys, want if isinstance(want, PoolWant) else None)
         num, pending, num_colder = len(slots), self.is_pending(keys, want), 0
         if isinstance(lease, HostLease) and not pending:
@@ -214,7 +212,7 @@ class KvCache:
         return Match(num, self._pool.num_idle_of(slots) if num else 0, pending, num_colder)
 
     def match_deep(self, keys: Sequence[bytes], most_resident: int) -> Match:
-        """Its first blocks where they are in host memory, or on the device where that has more of them."""
+        """Its leading blocks in host memory, or on the device if that has more of them."""
         num, num_paged = len(slots := self._pool.find(keys)), self.host.num_leading(keys)
         if num > num_paged and num <= most_resident:
             return Match(num, self._pool.num_idle_of(slots), False)
@@ -230,7 +228,7 @@ class KvCache:
     def start_s(self, num_tokens: int, match: Match) -> float | None:
         if not self.host.num_slots:
             return None
-        # what stays in host memory is read over the same link
+        # paged-out blocks are read over the same link
         num_colder = match.num_colder + match.num_paged
         num_found = (match.num_blocks + num_colder) * self.block_tokens
         num_left = max(1, num_tokens - num_found)
@@ -242,14 +240,13 @@ class KvCache:
         return self.saves.make_room(num_blocks, floor, self._tables.give_way, num_more)
 
     def free_up(self, num_blocks: int) -> None:
-        """As far as host memory has what is forgotten: what can be drawn now without losing anything can be
-        drawn later, too."""
+        """Evicts only blocks that host memory has."""
         num_short = num_blocks - self._pool.num_free
         if num_short > 0:
             self._pool.evict(self.saves.num_safe(num_short))
 
     def is_pending(self, keys: Sequence[bytes], want: contract.Want | None = None) -> bool:
-        """Costs no more for a long prefix that was asked for before than for a short one."""
+        """Cheap also for a long prefix that was asked for before."""
         num = (
             len(self._pool.find(keys, want if isinstance(want, PoolWant) else None))
             if self._tables.reuses
@@ -257,8 +254,8 @@ class KvCache:
         )
         if num == len(keys):
             return False
-        # It pays to wait where another request computes the next key, or it is promoted and not late. A key
-        # covers all before it, so it has the same number in whatever prefix it belongs to.
+        # Waiting pays if another request computes the next key, or if it is being promoted and is not late. A
+        # key covers all tokens before it, so its block number is the same in every prefix.
         if any(table.announces(num, keys[num]) for table in self._tables.announcing):
             return True
         return bool(self.loads.in_flight) and self.loads.is_coming(num, keys[num])
@@ -300,7 +297,7 @@ class KvCache:
         return traffic
 
     def call_when_launched(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from another thread, when a transfer has got further."""
+        """`wake` is called, from another thread, when a transfer makes progress."""
         self.loads.mover.wake = self.saves.mover.wake = wake
         for tier in self.cold_tiers.values():
             tier.wake = wake
@@ -334,7 +331,7 @@ class KvCache:
         self._tables.unname(keys)
 
     def promote_ahead(self, owner: str, prefix: Prefix, first: int, num_blocks: int) -> BlockLoad | None:
-        """They are idle blocks when they have landed, whatever has become of `owner`."""
+        """When they have landed they are idle blocks, even if `owner` has ended."""
         if not self._tables.reuses:
             return None
         keys = prefix.keys[first : first + min(num_blocks, self._pool.num_free)]
@@ -350,13 +347,14 @@ class KvCache:
         try:
             return self.loads.begin_whole([hold], kept, reservation.after, first, keys[:num_blocks])
         finally:
-            hold.end()  # from here on the copy alone has the slots
+            hold.end()  # from here on only the copy holds the slots
 
     # ------------------------------------------------------------------------------------------- colder tiers
 
     def settle(self) -> bool:
-        """Take in transfers that are over; says whether there were any. Those between device and host memory
-        come first: what has landed is written to cold tiers, and what was read from them is sent on."""
+        """Take in transfers that are over. Returns whether there were any. Transfers between device and host
+        memory come first: landed blocks are then written to cold tiers, and blocks read from those are sent
+        on."""
         if not self.host.num_slots:
             return False  # nothing is ever in flight
         before = self._num_flying
@@ -374,9 +372,8 @@ class KvCache:
         return has_more or self._num_cold != cold_before or self._num_flying != before
 
     def _land(self, copy: Copy) -> None:
-        """The bytes are there: they get their keys. The table may have ended meanwhile; then they stay as
-        idle blocks. So they do where what belongs before them has not come: the table computes it, and goes
-        on from there."""
+        """The bytes have landed: seal the blocks. If the table has ended, or an earlier block is missing,
+        they stay as idle blocks; the table computes the missing one and goes on from there."""
         table = self._tables.open.get(copy.load.hold)
         if table is not None and table.num_keyed == copy.first:
             table.give_keys(copy.keys)
@@ -385,26 +382,26 @@ class KvCache:
             self._pool.seal(slots, copy.keys, range(copy.first, copy.first + len(slots)))
 
     def submit_saves(self) -> Settling | None:
-        """Demote what was sealed since the last call. When what is returned has settled, everything sealed so
-        far is in the host tier or was skipped; None: nothing is on its way there."""
+        """Demote blocks sealed since the last call. When the returned value has settled, every block sealed
+        so far is in the host tier or was skipped. None: nothing is in flight."""
         return self.saves.submit()
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Have those of `keys` that only the device has copied to host memory, and see to it that the next
-        `persist` writes all that the first cold tier lacks. `fence` covers all that was launched."""
+        """Copy those of `keys` that only the device has to host memory, so that the next `persist` writes all
+        that the first cold tier lacks. `fence` covers all launched work."""
         self.saves.save(keys, fence)
 
     def persist(self) -> Persisting | None:
-        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is
+        """Write every block sealed so far to the first cold tier, and make it durable there. None: there is
         no such tier."""
         return self.saves.persist()
 
     # ----------------------------------------------------------------------------------------------- sessions
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """Forget these blocks in device and host memory, but for those that a table holds, and what scored
-        requests have kept that goes on from them; returns how many copies. What a lease or a transfer still
-        reads stays until it is done."""
+        """Forget these blocks in device and host memory, except blocks that a table holds. Also forget what
+        scored requests kept after them. Returns the number of copies. Blocks that a lease or transfer reads
+        stay until it ends."""
         num_closed = self.saves.end_unshared(self._tables.take_kept(keys))
         placed = zip(keys, self._pool.find_each(keys), strict=True)
         unheld = [(key, slot) for key, slot in placed if slot == ABSENT or not self._pool.is_held(slot)]
@@ -412,21 +409,21 @@ class KvCache:
         return num_device + self.host.forget([key for key, _ in unheld]) + num_closed
 
     def retain(self, prefix: Prefix, rank: float) -> Retention:
-        """Blocks of `prefix` in memory are forgotten after all unwanted ones, of wanted ones those of the
-        greatest rank first."""
+        """Want the blocks of `prefix` in memory: they are evicted after unwanted ones. Of wanted blocks, the
+        greatest rank goes first."""
         return Retention(self, prefix, rank)
 
     # ---------------------------------------------------------------------------------------------------- end
 
     def reset(self, tiers: Iterable[str] = ("device", HOST)) -> Resetting:
-        """Forget every unused block in memory, and have disks and stores forget everything, in order with
-        what is written to them."""
+        """Forget every unused block in memory, and clear disks and stores, in order with the writes to
+        them."""
         forgotten, wanted = dict[str, int](), frozenset(tiers)
         if not wanted.isdisjoint((HOST, *self.cold_tiers)):
-            self.loads.end_fetches(keeps=False)  # what is forgotten does not come back by itself
+            self.loads.end_fetches(keeps=False)  # forgotten blocks must not come back by a read in flight
         if "device" in wanted:
             for load in self.loads.in_flight.values():
-                if load.ended:  # no request has its slots: what is forgotten does not come back by itself
+                if load.ended:  # no table has its slots; forgotten blocks must not come back
                     load.forget_keys()
             forgotten["device"] = self._pool.evict(self._pool.num_slots)
         if HOST in wanted and self.host.num_slots:
@@ -436,7 +433,7 @@ class KvCache:
         )
 
     def check(self) -> None:
-        """Recount; raises where the books do not add up."""
+        """Recount; raises if the books do not add up."""
         self._pool.check()
         self._tables.check()
         known = self.loads.pins() | self.saves.pins()
@@ -452,23 +449,22 @@ class KvCache:
             self.host.tell_balance(observer)
 
     def drain(self, timeout_s: float, slots: Sequence[int] | None = None) -> None:
-        """Block until nothing that was taken on touches one of the device's `slots` any more, launched or
-        not, and settle; without `slots` until nothing is under way in any tier. Raises DeadlineExceeded where
-        that takes longer."""
+        """Block until no accepted work, launched or not, touches one of the device's `slots` any more, and
+        settle. Without `slots`: until every tier is idle. Raises DeadlineExceeded."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._wait_transfers(deadline_s, slots)
             self.settle()
             if not self._is_touched(slots) and (slots is not None or not self._num_cold):
                 return
-            # what was read is sent on, and what has landed may have set off a write
+            # reads are sent on, and landed blocks may start a write
             if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(f"transfers are still under way after {timeout_s:g} s")
 
     def _wait_transfers(self, deadline_s: float, slots: Sequence[int] | None) -> None:
-        """Block until every transfer under way that touches one of the device's `slots` (None: any) is over,
-        and so is what loads into them are reading: the next `settle` sends that on. Without `slots` also
-        until the lanes of cold tiers have nothing to do: fetches touch host memory alone."""
+        """Block until every transfer in flight that touches one of the device's `slots` (None: any) is over,
+        and so are the reads of loads into them; the next `settle` sends these on. Without `slots`, also until
+        the lanes of cold tiers are idle: fetches touch host memory only."""
         wanted = None if slots is None else frozenset(slots)
         self.saves.submit()
         for mover in (self.saves.mover, self.loads.mover):
@@ -481,8 +477,7 @@ class KvCache:
                 tier.drain(max(0.0, deadline_s - time.monotonic()))
 
     def _is_touched(self, slots: Sequence[int] | None = None) -> bool:
-        """Whether anything that was taken on, launched or not, may still touch one of the device's `slots`
-        (None: any)."""
+        """Whether accepted work, launched or not, may still touch one of the device's `slots` (None: any)."""
         wanted = None if slots is None else frozenset(slots)
         flying: list[Transfer | Reads] = [
             *self.saves.mover.flying,
@@ -492,8 +487,8 @@ class KvCache:
         return any(one.touches(wanted) for one in flying)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Idempotent. Transfers end first: raises DeadlineExceeded where they do not, and Leaked while a
-        table, pin or lease is out."""
+        """Idempotent. Waits for transfers first: raises DeadlineExceeded if they do not end, and Leaked while
+        a table, pin or lease is out."""
         if not self._closed:
             by_s = time.monotonic() + (_CLOSE_S if timeout_s is None else timeout_s)
             self.loads.end_fetches()
@@ -503,7 +498,7 @@ class KvCache:
                 self.loads.mover.close,
                 *(tier.close for tier in self.cold_tiers.values()),
             )
-            for close in closers:  # those that come later have what is left
+            for close in closers:  # each gets the time that is left
                 close(max(_GRACE_S, by_s - time.monotonic()))
             self.host.close()
         self._closed = True
@@ -511,10 +506,10 @@ class KvCache:
 
 
 def _parts_of(lease: Lease | None) -> Sequence[Part]:
-    """What cold tiers have said about it."""
+    """The findings of cold tiers about its blocks."""
     return lease.parts if isinstance(lease, HostLease) else ()
 
 
 def _has_nothing_cold(lease: Lease | None) -> bool:
-    """Whether cold tiers have said lately that they have nothing of it."""
+    """Whether cold tiers answered recently that they have none of its blocks."""
     return lease is not None and not lease.expired and not any(part.finding.num for part in _parts_of(lease))

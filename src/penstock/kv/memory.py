@@ -27,7 +27,7 @@ from penstock.config import GIB
 from penstock.errors import ConfigError, InvariantBroken
 
 NAME = "block-major"
-VERSION = 1  # of the meaning of the bytes: changes when the same dimensions are laid out in another way
+VERSION = 1  # of the bytes' meaning; changes when the same dimensions are laid out differently
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -65,39 +65,33 @@ class BlockLayout:
         return first * self.layer_bytes, (end - first) * self.layer_bytes
 
     def fingerprint(self) -> bytes:
-        """Equal exactly where pages are interchangeable byte by byte. Readable, for tools that look into a
-        stored cache."""
+        """Equal exactly if pages are interchangeable byte by byte. Readable, for tools that inspect a stored
+        cache."""
         layers, _, tokens, heads, dim = self.shape
         return (
-            f"{NAME}/{VERSION} "
-            f"layers={layers} "
-            f"block_tokens={tokens} "
-            f"kv_heads={heads} "
-            f"head_dim={dim} "
+            f"{NAME}/{VERSION} layers={layers} block_tokens={tokens} kv_heads={heads} head_dim={dim} "
             f"dtype={self.dtype}"
         ).encode()
 
 
 _LOG = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
-# Pinning keeps every other thread from launching: 1 ms for 32 MiB whose memory is there, 170 ms for 256 MiB
-# that is yet to be found (H200).
+# Pinning blocks launches on every other thread: 1 ms for 32 MiB of faulted-in memory, 170 ms for 256 MiB that
+# is not faulted in yet (H200).
 _PIECE_BYTES = 32 << 20
-# Finding memory on first use costs a copy between five and thirty times its own time, and takes a core from
-# compute meanwhile. So a little is found in advance where nothing is pinned; all of it at once would take it
-# from a laptop for good.
+# A page fault on first use makes a copy five to thirty times slower and takes a core from compute. So some
+# memory is faulted in ahead if nothing is pinned. All of it at once would take it from a laptop for good.
 _AHEAD_BYTES = 256 << 20
 _CLOSE_S = 60.0  # one piece is pinned in a fraction of a second
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; find memory and leave what is in it as it is
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; fault in memory, keeping its content
 
 
 class DeviceArena:
     """`tensor` is [num_slots + 1, layers, k|v, block_tokens, kv_heads, head_dim]; the last slot is the
     padding block.
 
-    Rows of a step that stand for nothing read and write the padding block, so that they need no branch in a
-    kernel. Everything starts as zero, hence finite: a masked weight of 0 times what an unused token holds
-    stays 0.
+    Padding rows of a step read and write the padding block, so kernels need no branch. Everything starts as
+    zero, hence finite: a masked weight of 0 times the content of an unused token stays 0.
     """
 
     def __init__(
@@ -133,21 +127,20 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, nam
 
 
 def _untouched(num_bytes: int, name: str, where: str, lower: str) -> mmap.mmap:
-    """Zeros that take no memory before they are used, on whole pages: start-up does not pay for what is never
-    used."""
+    """Zeros on whole pages that take no memory before they are used: start-up does not pay for unused
+    memory."""
     with _must_fit(num_bytes, _CPU, name, where, lower):
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Found in large steps where the system can: half the faults' time on first use, and fewer addresses to
-    # look up in every gather.
+    # Huge pages: half the fault time on first use, and fewer TLB misses in every gather.
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without it: only slower
+        with contextlib.suppress(OSError):  # a kernel without it is only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 @contextlib.contextmanager
 def _must_fit(num_bytes: int, device: torch.device, name: str, where: str, lower: str) -> Iterator[None]:
-    """Raises ConfigError where that much is not free, or cannot be had by what is done inside."""
+    """Raises ConfigError if that much memory is not free, or if the block cannot allocate it."""
     available = free_bytes(device)
     try:
         if num_bytes > available:
@@ -161,16 +154,16 @@ def _must_fit(num_bytes: int, device: torch.device, name: str, where: str, lower
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be allocated on `device` now."""
+    """Bytes that can be allocated on `device` now."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for later would otherwise count as taken
+        torch.cuda.empty_cache()  # else torch's cached memory would count as used
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
 def piece_slots(layout: BlockLayout) -> int:
-    """How many slots are pinned together: whole slots on whole pages of memory. CUDA refuses a copy that lies
-    across two registrations, and a registration that shares a page with another."""
+    """How many slots are pinned together: whole slots on whole pages. CUDA refuses a copy across two
+    registrations, and a registration that shares a page with another."""
     step = mmap.PAGESIZE // math.gcd(layout.block_bytes, mmap.PAGESIZE)
     return step * max(1, _PIECE_BYTES // (step * layout.block_bytes))
 
@@ -179,8 +172,8 @@ class HostArena:
     """`tensor` is [num_slots, layers, k|v, block_tokens, kv_heads, head_dim], zero at first. It has no
     padding block: no step reads it.
 
-    Beside a GPU a slot may be used only when `prepare` has said so: copies from and to memory that is not
-    pinned would block the thread that launches them. `device` is where the other end of the copies is.
+    With a GPU, a slot may be used only after `prepare` has reported it: copies from and to unpinned memory
+    would block the launching thread. `device` is the other end of the copies.
     """
 
     def __init__(
@@ -198,8 +191,8 @@ class HostArena:
         )
         self._lock = threading.Lock()  # a piece is pinned before `close`, or not at all
         self._pinned: list[int] = []  # addresses of registered pieces
-        # One that is dropped without `close` takes its registrations along: the next one may be mapped to the
-        # same addresses.
+        # An arena dropped without `close` must unregister, too: the next one may be mapped to the same
+        # addresses.
         weakref.finalize(self, _unregister_all, self._pinned, self._device).atexit = False
         self._closed = False
 
@@ -215,15 +208,15 @@ class HostArena:
     def prepare(
         self, ready: Callable[[range], None], progress: Callable[[int, int], None], stop: Callable[[], bool]
     ) -> None:
-        """Make the memory usable, piece by piece and in order; `ready` gets each piece's slots, `progress`
-        bytes done and in all.
+        """Make the memory usable, piece by piece and in order. `ready` gets the slots of each piece,
+        `progress` the bytes done and in total.
 
         Takes seconds, so its owner calls it once, on a thread of its own (a failed registration also leaves
         its error with the thread). Memory that cannot be pinned ends it with a warning: the slots before are
-        there, the others never become ready.
+        usable, the others never become ready.
         """
         if self._device.type == "cpu":
-            ready(range(self.num_slots))  # it can be used all the same, only slower
+            ready(range(self.num_slots))  # usable anyway, only slower
             self._find_ahead(stop)
             return
         step = piece_slots(self.layout)
@@ -239,7 +232,7 @@ class HostArena:
         for first in range(0, total, _PIECE_BYTES):
             size = min(_PIECE_BYTES, total - first)
             if stop() or free_bytes(_CPU) < 4 * size or not _find(self.tensor.data_ptr() + first, size):
-                return  # each slot of the rest is found when it is first used
+                return  # the other slots are faulted in on first use
 
     def close(self) -> None:
         """Unpin; idempotent. No copy may be in flight. A `prepare` that still runs ends before its next
@@ -253,8 +246,8 @@ class HostArena:
         num_bytes = len(slots) * self.layout.block_bytes
         if free_bytes(_CPU) < num_bytes:
             return self._give_up(slots, "no memory is left")
-        # Found before it is registered, outside the driver's lock. No request has the slots yet, so zeros
-        # stay zeros.
+        # Fault it in before the registration, outside the driver's lock. No request has the slots yet, so
+        # zeros stay zeros.
         ctypes.memset(address, 0, num_bytes)
         with self._lock:
             if self._closed:
@@ -285,13 +278,13 @@ class HostMemory:
         self._stop = threading.Event()
         self._told = 0  # tenths that have been logged
         self._thread = threading.Thread(target=self._prepare, name="host-memory", daemon=True)
-        # at exit too: pinning is not to be stopped in the middle
+        # also at exit: pinning must not be interrupted
         self._end = weakref.finalize(self, _end, self._stop, self._thread)
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
-        """What is not ready by now never is."""
+        """Slots that are not ready now never will be."""
         return not self._thread.is_alive()
 
     def close(self) -> None:
@@ -314,13 +307,13 @@ class HostMemory:
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
-    if thread is not threading.current_thread():  # which may be the last that had a reference
+    if thread is not threading.current_thread():  # which may hold the last reference
         thread.join(_CLOSE_S)
 
 
 def _find(address: int, num_bytes: int) -> bool:
-    """Memory for what is mapped there, now; what is in it stays. False: this system cannot. Not by
-    `mmap.madvise`, which lets no other thread run meanwhile."""
+    """Fault in the mapped memory now, keeping its content. False: this system cannot. `mmap.madvise` would
+    keep the GIL meanwhile."""
     return bool(
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
         == 0
@@ -362,8 +355,8 @@ class ArenaGuard:
             tensor[int(slot)].fill_(math.nan)
 
     def digests(self, arena: str, slots: Sequence[int]) -> list[int]:
-        """The words of a block, each times an odd number of its own, summed: no single change, and hardly any
-        other, goes unseen."""
+        """Checksum: the words of a block, each times its own odd number, summed. Detects every single change
+        and almost every other."""
         tensor = self._tensors[arena]
         weights = self._weights_for(tensor)
         return [int((_words(tensor[int(slot)]) * weights).sum()) for slot in slots]

@@ -1,7 +1,7 @@
-"""Questions to a lane, with futures for their answers. Owns the line of those that wait: it is bounded, equal
-questions share an answer, and one that is cancelled leaves at once. No thread waits for an answer.
+"""Questions to a lane, with futures for their answers. Owns the queue of waiting questions: it is bounded,
+equal questions share an answer, and a cancelled one leaves at once. No thread waits for an answer.
 
-`run_steps` puts several futures in a row behind one, which can be cancelled in every state.
+`run_steps` chains several futures behind one, which can be cancelled in every state.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 class _Question(NamedTuple):
     work: Callable[[], Any]
-    asked: list[Future[Any]]  # who waits for the answer
+    asked: list[Future[Any]]  # futures that wait for the answer
 
 
 class Questions:
-    """From any thread. The lane is told of one question at a time."""
+    """For any thread. The lane gets one question at a time."""
 
     def __init__(self, lane: CpuLane, most: int) -> None:
         self._lane = lane
         self._most = most
         self._lock = threading.Lock()
         self._waiting: dict[Hashable, _Question] = {}  # in order
-        self._is_next = False  # the lane is told to take the first of them
+        self._is_next = False  # the lane has been asked to take the first one
         self._is_closed = False
 
     @property
@@ -41,9 +41,8 @@ class Questions:
             return sum(len(question.asked) for question in self._waiting.values())
 
     def begin(self, work: Callable[[], T], same: Hashable = None, goes_on: bool = False) -> Future[T]:
-        """Have `work` done on the lane. What waits already under the same name answers this one, too. Raises
-        Overloaded where too many wait and this one does not go on with one that was let in; raises
-        EngineClosed."""
+        """Run `work` on the lane. A waiting question of the same name answers this one, too. Raises
+        Overloaded if too many wait and this one does not continue an accepted one; raises EngineClosed."""
         future: Future[T] = Future()
         name = object() if same is None else same
         with self._lock:
@@ -57,7 +56,7 @@ class Questions:
         return future
 
     def close(self) -> None:
-        """None waits any more, and none is taken. What the lane is at ends there."""
+        """Fail all waiting questions and accept no more. The one that runs ends normally."""
         with self._lock:
             self._is_closed = True
             left, self._waiting = list(self._waiting.values()), {}
@@ -112,9 +111,9 @@ def _answer(asked: list[Future[Any]], work: Callable[[], Any]) -> None:
 
 
 def run_steps(steps: Generator[Future[Any], Any, T]) -> Future[T]:
-    """A future of what `steps` returns. It goes on each time that a future which it has yielded is over, on
-    the thread that ends that one. Cancelling it cancels the future that it waits for, and CancelledError is
-    raised in it."""
+    """A future of the value that `steps` returns. The generator resumes each time a future that it yielded is
+    over, on the thread that ended it. A cancel cancels the awaited future and raises CancelledError in the
+    generator."""
     run = _Run(steps)
     run.go_on(None)
     return run.done
@@ -146,7 +145,7 @@ class _Run:
             self._end(None, error)
         else:
             self._awaited = awaited
-            if self.done.cancelled():  # by a thread that has seen the one before
+            if self.done.cancelled():  # by a thread that has seen the previous future
                 awaited.cancel()
             awaited.add_done_callback(self.go_on)
 

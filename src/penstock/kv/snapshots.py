@@ -1,13 +1,13 @@
-"""Snapshots of conversations by name: who has which, what they pin and for how long. Owns the manifests that
-this process knows, and the bound on what they pin; blocks and files are the tiers'.
+"""Snapshots of conversations by name: their manifests, their pins, and when they expire. Owns the manifests
+that this process knows, and the limit on pinned blocks; blocks and files belong to the tiers.
 
-A snapshot moves nothing. Its blocks are in the tiers under their keys; those in the last tier that evicts by
-itself stay there until it is deleted or its time is over. What a tier has lost all the same is computed again
-from the manifest's tokens.
+A snapshot moves nothing. Its blocks are in the tiers under their keys. In the last tier with its own eviction
+they stay until the snapshot is deleted or expires. A block that is lost anyway is computed again from the
+manifest's tokens.
 
-Everything that may block happens on a lane of its own, one after the other, so the books need no lock. `step`
-is the engine thread's and never blocks. What others ask waits in a bounded line for the lane: `begin_x`
-returns a future, and its cancel leaves the line.
+Everything that may block runs on one lane, in order, so the books need no lock. `step` is for the engine
+thread and never blocks. Calls wait in a bounded queue for the lane: `begin_x` returns a future, and
+cancelling it leaves the queue.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ from penstock.lanes.cpu import CpuLane
 
 log = logging.getLogger(__name__)
 
-PINNED_SHARE = 0.5  # of the last tier's blocks: what all snapshots may pin
+PINNED_SHARE = 0.5  # share of the last tier's blocks that all snapshots may pin
 MAX_SNAPSHOTS = 4096
 MAX_MANIFEST_BYTES = 64 << 20
-_WRITE_TRIES = 3  # of a manifest: others may remove or replace what is found under its name
-_LIST_AT_ONCE = 16  # snapshots of a list that are read while others wait
-MOST_WAITING = 64  # questions that wait for the lane; equal ones count once
-ANSWER_S = 60.0  # for the lane to come round
+_WRITE_TRIES = 3  # of a manifest: another engine may remove or replace the one under its name
+_LIST_AT_ONCE = 16  # snapshots of a list that are read before other calls get a turn
+MOST_WAITING = 64  # calls that wait for the lane; equal ones count once
+ANSWER_S = 60.0  # timeout for the lane's answer
 _NEVER = float("inf")
 
 T = TypeVar("T")
 
 
 class PinnedBlocks:
-    """What snapshots pin in the last tier that evicts by itself, each block counted once, and the bound on
-    it."""
+    """Blocks that snapshots pin in the last tier with its own eviction, each counted once, and their
+    limit."""
 
     def __init__(self, cache: KvCache, tier: str, last: PinningStore, most_in_host: int | None) -> None:
         self.tier = tier
         self.last = last
         self._cache = cache
         self._most_in_host = most_in_host
-        self._pins: Counter[bytes] = Counter()  # by block: how many of the snapshots that pin it
-        self._pinning: dict[str, Manifest] = {}  # those that do, by id
+        self._pins: Counter[bytes] = Counter()  # by block: number of snapshots that pin it
+        self._pinning: dict[str, Manifest] = {}  # snapshots that pin blocks, by id
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -85,11 +85,11 @@ class PinnedBlocks:
 
     @property
     def ids(self) -> Set[str]:
-        """Of those that pin, be they taken or being taken."""
+        """Ids of snapshots that pin blocks, including those being taken."""
         return self._pinning.keys()
 
     def pinned_by(self, manifest: Manifest) -> bool:
-        """Whether this very one pins, and not another of its name."""
+        """Whether this manifest pins blocks, not another one of the same name."""
         return self._pinning.get(manifest.id) is manifest
 
     @property
@@ -104,25 +104,14 @@ class PinnedBlocks:
         return int(self.num_slots * PINNED_SHARE)
 
     def pin(self, manifest: Manifest) -> None:
-        """Its blocks stay from now on, those of them that are there or come there. Raises SnapshotSpace."""
+        """Pin its blocks, those that are there and those that come later. Raises SnapshotSpace."""
         keys = manifest.block_keys
         num_new, most = sum(key not in self._pins for key in keys), self.most
         if len(self._pins) + num_new > most:
             raise SnapshotSpace(
-                f"this snapshot would pin {num_new} more "
-                f"blocks: "
-                f"{len(self._pins)} "
-                f"of "
-                f"the "
-                f"{self.num_slots} "
-                f"in the {self.tier} tier"
-                f" are pinned, and {most} may be; delete snapshots, take one of "
-                f"fewer "
-                f"tokens, "
-                f"or "
-                f"give "
-                f"the "
-                f"tier more room"
+                f"this snapshot would pin {num_new} more blocks: {len(self._pins)} of the {self.num_slots} "
+                f"in the {self.tier} tier are pinned, and {most} may be; delete snapshots, take one of fewer "
+                f"tokens, or give the tier more room"
             )
         self.last.pin_keys(manifest.id, keys)
         self._pins.update(keys)
@@ -141,8 +130,8 @@ class PinnedBlocks:
 
 
 class ManifestPlaces:
-    """The stores behind an engine that have manifests. Everything may block, and raises StoreFailed where
-    nothing else is said."""
+    """The stores of an engine that keep manifests. Every call may block, and raises StoreFailed unless its
+    docstring says otherwise."""
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
@@ -153,12 +142,12 @@ class ManifestPlaces:
                 yield tier, tier.calls.store
 
     def shared(self) -> Iterator[tuple[ColdTier, ManifestStore]]:
-        """Those that other engines use, too."""
+        """Stores that other engines use, too."""
         return ((tier, store) for tier, store in self if not tier.local)
 
     def write(self, manifest: Manifest, now_s: float) -> tuple[str, ...]:
-        """Into every one that takes it; raises where there are some, and none has. Raises SnapshotTaken where
-        another engine has the name: the store decides that, and is asked first."""
+        """Write to every store that accepts it. Raises if there are stores and none did. Raises SnapshotTaken
+        if another engine has the name: the shared store decides that, and is asked first."""
         written, failures = list[str](), list[StoreFailed]()
         for tier, store in reversed([*self]):
             try:
@@ -175,8 +164,8 @@ class ManifestPlaces:
         return tuple(written)
 
     def remove(self, id: str, own: Manifest) -> None:
-        """Not what another engine, or an earlier process, has put there under the same name. Never raises:
-        what stays is told, and is removed when it is found to have expired."""
+        """Remove our own manifest, not one that another engine or an earlier process wrote under the same
+        name. Never raises: failures are logged, and the manifest is removed when it is found expired."""
         for tier, store in self:
             try:
                 tier.calls.say("remove a snapshot", partial(store.remove_manifest, id, pack(own)))
@@ -184,13 +173,13 @@ class ManifestPlaces:
                 log.warning("the manifest of snapshot %s stays in the %s tier: %s", id, tier.name, error)
 
     def delete(self, id: str) -> None:
-        """Whoever put it there. Raises where one does not answer. The coldest is asked first: what others
-        find is still known here."""
+        """Delete it, even if another engine wrote it. Raises if a store does not answer. The coldest store
+        goes first: if that fails, this process still knows the snapshot."""
         for tier, store in reversed([*self]):
             tier.calls.say("remove a snapshot", partial(store.remove_manifest, id))
 
     def local(self) -> Iterator[tuple[ColdTier, ManifestStore]]:
-        """Those of this machine, which an earlier process may have left some in."""
+        """Stores on this machine, in which an earlier process may have left manifests."""
         return ((tier, store) for tier, store in self if tier.local)
 
     def shared_ids(self, tenant: bytes) -> list[str]:
@@ -201,14 +190,14 @@ class ManifestPlaces:
         ]
 
     def read_shared(self, id: str) -> Manifest | None:
-        """One that another engine has put into a store. Raises SnapshotRefused as well."""
+        """A manifest that another engine wrote. Also raises SnapshotRefused."""
         for tier, store in self.shared():
             if (manifest := self.read(tier, store, id)) is not None:
                 return manifest
         return None
 
     def read(self, tier: ColdTier, store: ManifestStore, id: str) -> Manifest | None:
-        """Checked: it is whole, its own, and of this model. Raises SnapshotRefused as well."""
+        """Checked: it is complete, has this id, and is of this model. Also raises SnapshotRefused."""
         data = tier.calls.say("read a snapshot", partial(store.read_manifest, id))
         if data is None:
             return None
@@ -220,8 +209,8 @@ class ManifestPlaces:
 
 
 class Snapshots:
-    """See the module. `most_in_host`: blocks that may be pinned where host memory is the last tier; None: the
-    usual share."""
+    """See the module. `most_in_host`: limit of pinned blocks if host memory is the last tier; None: the usual
+    share."""
 
     def __init__(
         self, cache: KvCache, most_in_host: int | None = None, clock: Callable[[], float] = time.time
@@ -231,8 +220,8 @@ class Snapshots:
         self._places = ManifestPlaces(cache)
         self._known: dict[str, tuple[Manifest, tuple[str, ...]]] = {}  # by id, with the tiers that have it
         self._damaged: dict[str, str] = {}  # by id: why its manifest cannot be used
-        self._unread: set[str] = set()  # ids of those that the disk did not give out: it may by now
-        self._is_listed = False  # what the disk has is known
+        self._unread: set[str] = set()  # ids that the disk did not return; it may by now
+        self._is_listed = False  # the disk's snapshots are known
         self._due_s = _NEVER  # when the next one expires
         self._counts: Counter[str] = Counter()
         last = _last_evicting(cache)
@@ -247,9 +236,9 @@ class Snapshots:
     def begin_take_of(
         self, asked: SnapshotRequest, tokens: Tokens, save: Callable[[Sequence[bytes]], Future[None]]
     ) -> Future[Snapshot]:
-        """Of the KV of `tokens`, as far as it is cached. `save` is called on the lane with the keys of its
-        blocks; its future ends when what was computed of them has reached the tiers. All of it is there then,
-        or nothing is."""
+        """Take a snapshot of the cached KV of `tokens`. `save` is called on the lane with the keys of its
+        blocks; its future ends when the computed blocks have reached the tiers. The snapshot is taken as a
+        whole, or not at all."""
         return run_steps(self.taking(asked, tokens, save))
 
     def taking(
@@ -261,7 +250,7 @@ class Snapshots:
         def reserve() -> Manifest:
             manifest = self._manifest(asked, tokens)
             self._reserve(manifest)
-            reserved.append(manifest)  # also where the caller has gone meanwhile
+            reserved.append(manifest)  # also if the caller has gone meanwhile
             return manifest
 
         try:
@@ -275,7 +264,7 @@ class Snapshots:
             raise
 
     def begin_all(self, cache_salt: str = "") -> Future[SnapshotList]:
-        """Those of one tenant. Read some at a time, so that others are answered meanwhile."""
+        """The snapshots of one tenant, read a few at a time, so that other calls are answered meanwhile."""
         return run_steps(self._listing(tenant_of(cache_salt)))
 
     def begin_find(self, name: str, cache_salt: str = "") -> Future[Snapshot]:
@@ -285,18 +274,18 @@ class Snapshots:
     def begin_open(
         self, name: str, cache_salt: str = "", adapter: Adapter | None = None
     ) -> Future[SnapshotContent]:
-        """What a request of that adapter goes on from. Raises SnapshotMissing; SnapshotRefused where it is
-        not of the same model."""
+        """The content that a request with that adapter continues. Raises SnapshotMissing, or SnapshotRefused
+        if it is of another model."""
         future = self._begin(partial(self._open, name, cache_salt, adapter), same=(name, cache_salt, adapter))
         future.add_done_callback(self._count_continued)
         return future
 
     def begin_delete(self, name: str, cache_salt: str = "") -> Future[None]:
-        """Also one that cannot be used. Raises SnapshotMissing."""
+        """Also deletes one that cannot be used. Raises SnapshotMissing."""
         return self._begin(partial(self._delete, name, cache_salt))
 
     def all(self, cache_salt: str = "") -> SnapshotList:
-        """Blocks, as do the next three."""
+        """Blocks, like the next three."""
         return wait_answered(self.begin_all(cache_salt), ANSWER_S)
 
     def find(self, name: str, cache_salt: str = "") -> Snapshot:
@@ -338,20 +327,20 @@ class Snapshots:
             log.debug("a snapshot was given up after the engine had closed")
 
     def _count_continued(self, opened: Future[SnapshotContent]) -> None:
-        """On the lane, where it was opened."""
+        """On the lane, after it was opened."""
         if not opened.cancelled() and opened.exception() is None:
             self._counts["continued"] += 1
 
     # -------------------------------------------------------------------------------------- the engine thread
 
     def step(self) -> None:
-        """Have what has expired let go. Never blocks."""
+        """Let expired snapshots go. Never blocks."""
         if self._clock() >= self._due_s and self._lane is not None:
-            self._due_s = _NEVER  # once: the lane says when the next is due
+            self._due_s = _NEVER  # once: the lane sets the next time
             self._lane.submit(self._expire, label="expire snapshots")
 
     def close(self, timeout_s: float | None) -> None:
-        """What the lane is at ends first, what waits is told; nothing is pinned then. Idempotent. Raises
+        """Finishes the call that runs, and fails the waiting ones; then nothing is pinned. Idempotent. Raises
         DeadlineExceeded."""
         if self._questions is not None:
             self._questions.close()
@@ -363,8 +352,8 @@ class Snapshots:
     # -------------------------------------------------------------------------------------------- on the lane
 
     def _load(self) -> None:
-        """What an earlier process has left on the local disk, as far as it answers; what is in shared stores
-        is looked up when somebody asks for it."""
+        """Snapshots that an earlier process left on the local disk, if it answers. Shared stores are searched
+        when a caller asks for a snapshot."""
         found: list[tuple[Manifest, str]] = []
         try:
             listed = [
@@ -381,13 +370,13 @@ class Snapshots:
                 found.append((manifest, tier.name))
         found.sort(key=lambda one: one[0].created_s)
         self._known.update((manifest.id, (manifest, (name,))) for manifest, name in found)
-        self._expire()  # before any pins: what is over takes no room from what is not
+        self._expire()  # before any pins: expired snapshots take no room
         for manifest, _ in found:
             if manifest.id in self._known:
                 self._try_pin(manifest)
 
     def _try_read(self, tier: ColdTier, store: ManifestStore, id: str) -> Manifest | None:
-        """None: it cannot be used, or could not be read, which is noted."""
+        """None: it cannot be used or could not be read, which is noted."""
         self._unread.discard(id)
         self._damaged.pop(id, None)
         try:
@@ -407,7 +396,7 @@ class Snapshots:
             self._own_pins.unpin(manifest.id)
 
     def _look_again(self, id: str = "") -> None:
-        """Somebody asks for that one, or for all: a disk that did not answer before may do so now."""
+        """A caller asks for that one, or for all: a disk that did not answer before may do so now."""
         if all(tier.usable for tier, _ in self._places.local()):
             if not self._is_listed:
                 self._load()
@@ -424,7 +413,7 @@ class Snapshots:
         if id in pins or id in self._known or id in self._damaged or self._is_shared(id):
             raise _taken(manifest)
         try:
-            if len(self._known.keys() | pins.ids) >= MAX_SNAPSHOTS:  # with those that are being taken
+            if len(self._known.keys() | pins.ids) >= MAX_SNAPSHOTS:  # including those being taken
                 raise SnapshotSpace(
                     f"there are {MAX_SNAPSHOTS} snapshots already, which is the most: delete some"
                 )
@@ -444,13 +433,8 @@ class Snapshots:
     def _commit(self, manifest: Manifest) -> Snapshot:
         if not self._num_kept(manifest):
             raise SnapshotRefused(
-                f"none of its {manifest.num_blocks} blocks is "
-                f"in "
-                f"a "
-                f"tier: "
-                f"compute "
-                f"it "
-                f"first, and take the snapshot then"
+                f"none of its {manifest.num_blocks} blocks is in a tier: compute it first, and take the "
+                "snapshot then"
             )
         self._known[manifest.id] = manifest, self._places.write(manifest, self._clock())
         self._due_s = min(self._due_s, manifest.expires_s or _NEVER)
@@ -466,11 +450,7 @@ class Snapshots:
         manifest = self._known[id][0] if id in self._known else self._places.read_shared(id)
         if manifest is None and (id in self._unread or not self._is_listed):
             raise StoreFailed(
-                f"snapshot "
-                f"{name!r} "
-                f"cannot "
-                f"be "
-                f"read: "
+                f"snapshot {name!r} cannot be read: "
                 f"{self._damaged.get(id, 'the disk does not say which it has')}"
             )
         if manifest is None or manifest.has_expired(self._clock()):
@@ -500,7 +480,7 @@ class Snapshots:
         )
 
     def _ids(self, tenant: bytes) -> tuple[list[str], bool]:
-        """Of all that there are, and whether every tier has said which it has."""
+        """Ids of all snapshots, and whether every tier answered."""
         self._expire_due()
         self._look_again()
         ids = [id for id, (manifest, _) in self._known.items() if manifest.tenant == tenant]
@@ -514,7 +494,7 @@ class Snapshots:
             return ids, False
 
     def _shown_of(self, ids: Sequence[str]) -> tuple[list[Snapshot], bool]:
-        """Those of `ids` that can be used, and whether all could be read."""
+        """The usable snapshots of `ids`, and whether all could be read."""
         shown, is_complete, now = list[Snapshot](), True, self._clock()
         for id in ids:
             try:
@@ -531,16 +511,16 @@ class Snapshots:
     def _delete(self, name: str, salt: str) -> None:
         id = snapshot_id(tenant_of(salt), name)
         is_unreadable = (StoreFailed,) if id in self._unread else ()
-        # it is there, be it damaged, here or in a shared store
+        # it exists, though damaged, here or in a shared store
         with contextlib.suppress(SnapshotRefused, *is_unreadable):
             self._find(name, salt)
-        # before anything is let go: where a tier does not answer, it can be deleted later
+        # first: if a tier does not answer, the snapshot can be deleted later
         self._places.delete(id)
         self._forget(id)
         self._counts["deleted"] += 1
 
     def _let_go(self, id: str, own: Manifest) -> None:
-        """Its blocks may go, and its manifest does, as `ManifestPlaces.remove` says."""
+        """Unpin its blocks and remove its manifest, as `ManifestPlaces.remove` does."""
         self._forget(id)
         self._places.remove(id, own)
 
@@ -551,13 +531,13 @@ class Snapshots:
         self._own_pins.unpin(id)
 
     def _give_up(self, manifest: Manifest) -> None:
-        """What its taking has left, which may be nothing; one of the same name that is somebody else's
+        """Undo an unfinished take, if it left anything. A snapshot of the same name from another engine
         stays."""
         if self._own_pins.pinned_by(manifest):
             self._let_go(manifest.id, manifest)
 
     def _expire_due(self) -> None:
-        """Nobody who asks finds one whose time is over in place of another engine's of the same name."""
+        """An expired snapshot must not hide another engine's of the same name."""
         if self._clock() >= self._due_s:
             self._expire()
 
@@ -586,8 +566,8 @@ class Snapshots:
         )
 
     def _num_kept(self, manifest: Manifest) -> int:
-        """How many of its first blocks one tier has that keeps them, as far as they say. Host memory in front
-        of a disk does not."""
+        """Number of its leading blocks that one lasting tier has. Host memory in front of a disk does not
+        count."""
         keys = manifest.block_keys
         num = self._own_pins.last.num_leading(keys)
         for tier in self._cache.cold_tiers.values() if num < len(keys) else ():
@@ -596,7 +576,7 @@ class Snapshots:
 
     @property
     def _own_pins(self) -> PinnedBlocks:
-        """On the lane, which is there where they are."""
+        """On the lane, which exists if there are pins."""
         assert self._pinned is not None
         return self._pinned
 
@@ -631,23 +611,18 @@ class Snapshots:
         )
         if (num_bytes := len(pack(manifest))) > MAX_MANIFEST_BYTES:
             raise SnapshotSpace(
-                f"the manifest of this snapshot "
-                f"would "
-                f"have "
-                f"{num_bytes} "
-                f"bytes, "
-                f"and "
-                f"{MAX_MANIFEST_BYTES} is the most"
+                f"the manifest of this snapshot would have {num_bytes} bytes, and {MAX_MANIFEST_BYTES} is "
+                "the most"
             )
         return manifest
 
 
 def wait_answered(future: Future[T], timeout_s: float) -> T:
-    """Block until it is over. Raises DeadlineExceeded, and cancels it."""
+    """Block until it is over. On timeout, cancels it and raises DeadlineExceeded."""
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        if future.done():  # it has ended so
+        if future.done():  # the call itself raised it
             raise
         future.cancel()
         raise DeadlineExceeded(
@@ -662,8 +637,8 @@ def _taken(manifest: Manifest) -> SnapshotTaken:
 
 
 def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:
-    """The coldest tier whose evictions are ours: there blocks can be pinned for good. None: there is only the
-    device, which requests need for themselves. A shared store forgets by rules of its own."""
+    """The coldest tier whose evictions Penstock decides: blocks can be pinned there for good. None: there is
+    only the device, which requests need. A shared store evicts by its own rules."""
     for name, tier in reversed(cache.cold_tiers.items()):
         if isinstance(tier.calls.store, PinningStore):
             return name, tier.calls.store
@@ -671,7 +646,7 @@ def _last_evicting(cache: KvCache) -> tuple[str, PinningStore] | None:
 
 
 def _write(store: ManifestStore, manifest: Manifest, now_s: float) -> Written:
-    """TAKEN: another one of that name is there. One whose time is over is replaced."""
+    """TAKEN: another manifest of that name is there. An expired one is replaced."""
     data, left_s = pack(manifest), None if manifest.expires_s is None else manifest.expires_s - now_s
     instead_of = None
     for _ in range(_WRITE_TRIES):
@@ -687,7 +662,7 @@ def _write(store: ManifestStore, manifest: Manifest, now_s: float) -> Written:
 
 
 def _is_over(data: bytes, now_s: float) -> bool:
-    """A damaged one keeps its name until it is deleted."""
+    """A damaged manifest keeps its name until it is deleted."""
     try:
         return unpack(data).has_expired(now_s)
     except SnapshotRefused:

@@ -1,10 +1,10 @@
-"""The table of a request: what is done to its blocks while it is open, and how it ends. Owns which tables of
-a cache are open, and what is kept of those that have ended; the slots are the pool's, and what is under way
-belongs to loads and saves.
+"""The table of a request: the operations on its blocks while it is open, and how it ends. Owns the set of a
+cache's open tables, and the kept blocks of ended ones. Slots belong to the pool, transfers to loads and
+saves.
 
-A table's slots are active from the moment they are drawn: "active" says that a table holds them. That their
-content can be trusted is said by the key, which `seal` gives after the block is computed and `KvCache.settle`
-after it is promoted; without one no other request ever sees it.
+A table's slots are active from the moment they are drawn: "active" means that a table holds them. The key
+says that the content can be trusted: `seal` gives it after the block is computed, `KvCache.settle` after it
+is promoted. Without a key no other request sees the block.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class KeptClosed(NamedTuple):
     """Blocks of a closed scope that outlive their table."""
 
     keys: Sequence[bytes]
-    # the key of the block before them, which anybody may find: without it they are of no use
+    # The key of the block before them, in the shared scope. Without that block they are useless.
     root: bytes | None
 
 
 class OpenTables:
-    """Those of one cache, with what they all draw from. `reuses`: blocks of the device are found under their
-    keys."""
+    """The open tables of one cache, and the pools that they draw from. `reuses`: blocks of the device are
+    found by their keys."""
 
     def __init__(self, pool: BlockPool, loads: Loads, block_tokens: int, reuses: bool) -> None:
         self.pool = pool
@@ -43,15 +43,15 @@ class OpenTables:
         self.host = loads.host
         self.block_tokens = block_tokens
         self.reuses = reuses
-        self.shares = reuses or self.host.num_slots > 0  # blocks of one request are of use to another
+        self.shares = reuses or self.host.num_slots > 0  # one request's blocks can serve another
         self.num_hits = 0  # blocks that tables were opened with
-        self.num_misses = 0  # prompt blocks with a key that they were opened without
+        self.num_misses = 0  # prompt blocks with a key that were missing at opening
         self.open: dict[Hold, BlockTable] = {}
-        self.announcing: set[BlockTable] = set()  # those of them that are going to seal keys of their prompts
-        self.kept: dict[bytes, KeptClosed] = {}  # what was kept of tables with a scope of their own, by name
+        self.announcing: set[BlockTable] = set()  # tables that will still seal keys of their prompts
+        self.kept: dict[bytes, KeptClosed] = {}  # kept blocks of tables with a closed scope, by name
 
     def add(self, hold: Hold, prefix: Prefix | None, num_matched: int) -> BlockTable:
-        """A new one, which begins with the first `num_matched` blocks of its prompt."""
+        """A new table, which begins with the first `num_matched` blocks of its prompt."""
         self.num_hits += num_matched
         self.num_misses += 0 if prefix is None else len(prefix.keys) - num_matched
         table = self.open[hold] = BlockTable(self, hold, prefix if self.shares else None, num_matched)
@@ -60,19 +60,19 @@ class OpenTables:
         return table
 
     def unname(self, keys: Sequence[bytes]) -> None:
-        """Nothing that ends with one of `keys` is kept under its name any more."""
+        """Drop the names of kept runs that end with one of `keys`."""
         gone = set(keys)
         self.kept = {name: kept for name, kept in self.kept.items() if kept.keys[-1] not in gone}
 
     def take_kept(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Of what was kept under one of `keys`, or goes on from one of them: its keys. It is kept no more."""
+        """Keys of blocks kept under one of `keys`, or following one of them. They are kept no longer."""
         gone = set(keys)
         names = [name for name, kept in self.kept.items() if name in gone or kept.root in gone]
         return [key for name in names for key in self.kept.pop(name).keys]
 
     def give_way(self, num_blocks: int) -> None:
-        """Have host memory forget up to `num_blocks` that requests hold on the device: they are saved again
-        when they have to leave it."""
+        """Evict up to `num_blocks` blocks from host memory that tables hold on the device. They are saved
+        again when they leave the device."""
         for table in self.open.values():
             if num_blocks <= 0:
                 return
@@ -84,23 +84,18 @@ class OpenTables:
                 table.num_alone = table.num_keyed
 
     def check(self) -> None:
-        """Raises where the books do not add up."""
+        """Raises if the books do not add up."""
         announcing = {table for table in self.open.values() if table.is_announcing}
         if announcing != self.announcing:
             raise InvariantBroken(
-                f"{len(self.announcing)} tables are "
-                f"booked "
-                f"as "
-                f"announcing "
-                f"keys, "
-                f"and "
-                f"{len(announcing)} open ones do"
+                f"{len(self.announcing)} tables are booked as announcing keys, and {len(announcing)} open "
+                "ones do"
             )
 
 
 class FetchedRun:
-    """Implements `contract.FetchedBlocks`: slots of its own, which no other request sees, and the copy that
-    fills them."""
+    """Implements `contract.FetchedBlocks`: slots that only this request reads, and the copy that fills
+    them."""
 
     __slots__ = ("_table", "hold", "load")
 
@@ -134,8 +129,8 @@ class FetchedRun:
 
 
 class BlockTable:
-    """Implements `contract.Table`, which says what its calls mean. Grows while the request runs; blocks
-    `0..num_keyed` have been sealed, by this request or by the one that computed them first."""
+    """Implements `contract.Table`, which documents its calls. Grows while the request runs. Blocks
+    `0..num_keyed` are sealed, by this request or by the one that computed them."""
 
     __slots__ = (
         *(
@@ -160,18 +155,17 @@ class BlockTable:
         self.block_tokens = tables.block_tokens
         self.prefix = prefix  # None: its blocks never get a key
         self.sealed_keys = [] if prefix is None else list(prefix.keys[:num_matched])
-        self.num_alone = 0  # of its first blocks, those that host memory was told to forget
-        self.is_deep = False  # only its last blocks are on the device, and those before them in host memory
+        self.num_alone = 0  # leading blocks that host memory was asked to evict
+        self.is_deep = False  # only its last blocks are on the device; earlier ones are in host memory
         self.paged_pins: list[Pin] = []  # of host memory, in token order
         self.fetched: set[FetchedRun] = set()
         self.num_fetched = 0  # blocks in those
-        # under which its blocks from number `num_shared` on get their keys; None: there are none
+        # scope of the keys from block `num_shared` on; None: the shared scope
         self.own_scope: bytes | None = None
         self.num_shared = 0
-        # of its first blocks, those that are not forgotten with it though they are under that scope
+        # leading blocks that outlive the table though they are in its own scope
         self.num_kept = 0
-        # Where in host memory its first blocks are, which it does not have on the device. Replaced as a
-        # whole, never changed.
+        # Host slots of its leading blocks that are not on the device. Replaced as a whole, never changed.
         self.paged_slots: NDArray[np.int32] = np.empty(0, np.int32)
 
     # ---------------------------------------------------------------------------------------------- questions
@@ -190,11 +184,11 @@ class BlockTable:
 
     @property
     def is_announcing(self) -> bool:
-        """Whether it is going to seal keys of its prompt."""
+        """Whether it will still seal keys of its prompt."""
         return self.prefix is not None and self.num_keyed < len(self.prefix.keys)
 
     def announces(self, number: int, key: bytes) -> bool:
-        """Whether block `number` of its prompt has `key`, and is yet to be sealed."""
+        """Whether block `number` of its prompt has `key` and is not sealed yet."""
         return (
             self.prefix is not None
             and self.num_keyed <= number < len(self.prefix.keys)
@@ -233,7 +227,7 @@ class BlockTable:
         if reservation is None:
             raise InvariantBroken(f"{self.owner!r} promotes {num_blocks} blocks without room for them")
         reservation.commit(hold)
-        # a tail that was saved half full gets no key
+        # an unfinished block that was saved gets no key
         num_whole = min(first + num_blocks, lease.num_tokens // self.block_tokens)
         keys = () if self.prefix is None else self.prefix.keys[first:num_whole]
         return self._tables.loads.begin(hold, first, lease, keys, reservation.after, num_next)
@@ -258,8 +252,8 @@ class BlockTable:
         tables.saves.offer(hold, first, keys, fence, self.is_deep)
 
     def next_keys(self, tokens: Sequence[int], num_full: int) -> list[bytes]:
-        """Keys of blocks `num_keyed..num_full`: the prompt's are known, those of generated tokens continue
-        the chain."""
+        """Keys of blocks `num_keyed..num_full`. The prompt's keys are known; generated tokens continue the
+        chain."""
         if self.prefix is None or len(tokens) < num_full * self.block_tokens:
             raise InvariantBroken(
                 f"table of {self.owner!r} has no keys for {num_full} blocks of {len(tokens)} tokens"
@@ -273,8 +267,7 @@ class BlockTable:
         return keys
 
     def give_keys(self, keys: Sequence[bytes]) -> None:
-        """Its next blocks are whole. In a cache that reuses nothing on the device the keys are only for
-        colder tiers."""
+        """Its next blocks are full. If the device reuses nothing, the keys serve colder tiers only."""
         first, end = self.num_keyed, self.num_keyed + len(keys)
         if self._tables.reuses:
             self._tables.pool.seal(self.hold.first(end)[first:], keys, range(first, end))
@@ -283,7 +276,8 @@ class BlockTable:
             self._tables.announcing.discard(self)
 
     def close_scope(self, num_tokens: int) -> None:
-        """Its blocks get keys of a scope that no other request can have, and are forgotten with the table."""
+        """Its later blocks get keys of a scope that no other request has, and are forgotten with the
+        table."""
         self.hold.require_open()
         if self.own_scope is None:
             self.own_scope, self.num_shared = private_scope(), num_tokens // self.block_tokens
@@ -291,19 +285,20 @@ class BlockTable:
     def keep_closed(self, name: bytes, first: int, end: int) -> None:
         self.hold.require_open()
         self.num_kept, keys = end, self.sealed_keys[first:end]
-        self._tables.unname(keys)  # what this table went on from is now a part of it
+        self._tables.unname(keys)  # the kept run that this table continued is now part of this one
         if keys:
             self._tables.kept[name] = KeptClosed(keys, self.sealed_keys[first - 1] if first else None)
 
     # ---------------------------------------------------------------------------------------------- paged out
 
     def add_paged(self, pin: Pin) -> None:
-        """The next of its first blocks are in host memory, under `pin`."""
+        """The next leading blocks are in host memory, under `pin`."""
         self.paged_pins.append(pin)
         self.paged_slots = np.concatenate((self.paged_slots, pin.array))
 
     def page_out(self, num_blocks: int, fence: Fence | None, unit: int = 1) -> int:
-        """Not those that a transfer uses. What host memory lacks is on its way there when this returns."""
+        """Skips blocks that a transfer uses. Blocks that host memory lacks are being saved when this
+        returns."""
         hold, host, saves = self.hold, self._tables.host, self._tables.saves
         hold.require_open()
         first = self.num_paged
@@ -318,29 +313,24 @@ class BlockTable:
         if pin is not None:
             self.add_paged(pin)
             hold.drop_first(num, fence)
-        if num < len(keys):  # its copy has failed, or was not made: once more
+        if num < len(keys):  # a save failed or was not made; save again
             num_here = num + host.num_leading(keys[num:])
             absent = host.absent(keys[num_here:])
             missing = next((place for place, is_absent in enumerate(absent) if not is_absent), len(absent))
             if missing:
                 saves.offer(hold, first + num_here, keys[num_here : num_here + missing], fence, due=True)
-                saves.submit()  # there may be no step before it is needed
+                saves.submit()  # the next step may come too late
         return num
 
     def fetch(self, firsts: Sequence[int], num_blocks: int) -> list[FetchedRun]:
-        """In one copy: how long each takes to be launched and seen to be over counts more than its bytes.
-        What comes has no key on the device: it is this table's alone."""
+        """One copy for all runs: launch and completion cost more than the bytes. The blocks get no key on the
+        device; only this table uses them."""
         self.hold.require_open()
         pool, owner = self._tables.pool, self.owner
         if firsts and max(firsts) + num_blocks > self.num_paged:
             raise InvariantBroken(
-                f"{owner!r} fetches blocks "
-                f"up "
-                f"to "
-                f"{max(firsts) + num_blocks}, "
-                f"of "
-                f"which "
-                f"{self.num_paged} were paged out"
+                f"{owner!r} fetches blocks up to {max(firsts) + num_blocks}, of which {self.num_paged} were "
+                "paged out"
             )
         reservation = pool.try_reserve(len(firsts) * num_blocks, owner) if firsts else None
         if reservation is None:
@@ -369,10 +359,10 @@ class BlockTable:
         hold, tables = self.hold, self._tables
         hold.require_open()
         lease: Lease | None = None
-        # a full match is there to its end, though its last token is due
+        # after a full match all KV is there, though the last token is still due
         num_tokens = max(num_tokens, self.num_keyed * self.block_tokens)
-        # What is still being promoted into the table is in the colder tier, whose lease has ended: it is
-        # matched again. So is what a deep request has there.
+        # Blocks still being promoted are in the colder tier, and their lease has ended: they are matched
+        # again. So are a deep request's paged-out blocks.
         if num_tokens and not self.is_deep and not tables.loads.is_loading(hold):
             lease = tables.saves.retract(
                 hold, -(-num_tokens // self.block_tokens), self.sealed_keys, num_tokens, fence
@@ -394,8 +384,8 @@ class BlockTable:
         tables.announcing.discard(self)
 
     def _forget_own(self) -> None:
-        """No request could find what it has under a scope of its own. What is kept of it is in host memory,
-        or on its way there."""
+        """No request can find the blocks of its own scope. Kept ones are in host memory, or on their way
+        there."""
         first = max(self.num_shared, self.num_paged)
         self._tables.pool.forget(self.hold.first(max(first, self.num_keyed))[first:].tolist())
         self._tables.saves.end_unshared(self.sealed_keys[max(self.num_shared, self.num_kept) :])

@@ -1,8 +1,8 @@
-"""Moves blocks between two arenas: launches transfers off the engine thread, copies their bytes and says when
-they are over. Owns their order and how bytes get across, not their slots.
+"""Moves blocks between two arenas: launches transfers off the engine thread, copies their bytes and reports
+when they are over. Owns their order and the copying, not their slots.
 
-    submit (engine thread, O(1))  ->  prepare, waits, copies (launcher)  ->  bytes (lane)  ->  settle (engine
-                                  thread polls)
+    submit (engine thread, O(1)) -> prepare, waits, copies (launcher) -> bytes (lane)
+    -> settle (engine thread polls)
 
 A transfer is in flight from `submit` on, launched or not: a drain sees both. Transfers of one mover are
 launched, and so end, in the order of their submission.
@@ -45,7 +45,7 @@ class Group(NamedTuple):
 
 
 class Settling(Protocol):
-    """Something under way, as far as it concerns who waits for it."""
+    """An operation in flight, as its waiter sees it."""
 
     @property
     def settled(self) -> bool: ...
@@ -55,31 +55,31 @@ class Copier(Protocol):
     """Copies blocks from one arena to another; called as an op of the transfer's lane."""
 
     def copy(self, source_slots: Slots, dest_slots: Slots, layers: Layers) -> None:
-        """Copy `layers` of each source slot into the same layers of the destination slot in the same
-        place."""
+        """Copy `layers` of each source slot into the same layers of the destination slot at the same
+        index."""
 
 
 class Transfer:
     """Blocks on their way from one arena to the other.
 
-    Its maker keeps both ends protected until `settled`, whatever becomes of the request it was made for. The
-    launcher sets `arrivals` last, so that who sees them sees everything before.
+    Its creator protects both ends until `settled`, even if the request has ended. The launcher sets
+    `arrivals` last, so a thread that sees them sees everything before.
     """
 
     def __init__(self, label: str, groups: Sequence[Group], after: Sequence[Fence] = ()) -> None:
         self.label = label
-        # what lands together, in order; between them they cover every layer of every block once
+        # groups land one by one, in order; together they cover every layer of every block once
         self.groups = groups
         self.after = after  # the lane waits for these before it touches either end
         self.source_slots = self.dest_slots = _NO_SLOTS
-        # on its slots of the device, from before it is submitted until its end was seen
+        # on its device slots, from before submission until its end was seen
         self.pins: Sequence[Pin] = ()
-        self.keys: Sequence[bytes] = ()  # of its first blocks, those that have one
+        self.keys: Sequence[bytes] = ()  # of its leading blocks that have one
         self.arrivals: tuple[Arrival, ...] | None = None
         self.settled = False
         self.submitted_s = 0.0
-        self.first_s = 0.0  # when it was the next to end
-        self.seen_s = 0.0  # when it was last seen not to be over
+        self.first_s = 0.0  # when it became the next to end
+        self.seen_s = 0.0  # when it was last seen unfinished
         self.settled_s = 0.0
         self.deadline_s = float("inf")
         self.ticket: Ticket | None = None  # of the launch, set by the mover
@@ -90,12 +90,12 @@ class Transfer:
         self._error: BaseException | None = None
 
     def prepare(self) -> bool:
-        """On the launcher, before anything is enqueued: the last moment to choose slots. False: there is
-        nothing to copy."""
+        """On the launcher, before any copy is enqueued: the last moment to choose slots. False: nothing to
+        copy."""
         return True
 
     def touches(self, slots: frozenset[int] | None) -> bool:
-        """Whether it may still touch one of these slots of the device; None: any."""
+        """Whether it may still touch one of these device slots; None: any."""
         return slots is None or any(not slots.isdisjoint(pin.slots) for pin in self.pins)
 
     @property
@@ -107,7 +107,7 @@ class Transfer:
         return not self.settled and time.monotonic() > self.deadline_s
 
     def take_arrived(self) -> Iterator[BaseException | None]:
-        """For each group that is over and was not yet given out, in order: what went wrong with it."""
+        """For each finished group not returned before, in order: its error or None."""
         arrivals = self.arrivals or ()
         while self._num_taken < len(arrivals) and arrivals[self._num_taken].fence.passed():
             self._num_taken += 1
@@ -131,29 +131,29 @@ class Transfer:
         self.arrivals = tuple(arrivals)
 
     def over(self) -> bool:
-        """Raises where its launch ended and left nothing to wait for."""
+        """Raises if its launch ended without anything to wait for."""
         if not self._launched and self.ticket is not None and self.ticket.done():
             self._require_launched()
         return self._launched and (self._end is None or self._end.passed())
 
     def wait_over(self, deadline_s: float) -> None:
-        """Block until it is launched, then until it is over. Raises DeadlineExceeded, or what `over` raises;
-        never gives up quietly."""
+        """Block until it is launched, then until it is over. Raises DeadlineExceeded, or what `over`
+        raises."""
         if self.ticket is None:
             raise InvariantBroken(f"{self.label!r} was never submitted")
         try:
             self.ticket.wait_done(max(0.0, deadline_s - time.monotonic()))
         except DeadlineExceeded:
             raise
-        except BaseException as error:  # of the launch: what it had enqueued, if anything, is behind `_end`
+        except BaseException as error:  # of the launch: anything that it enqueued is covered by `_end`
             self.fail(error)
         self._require_launched()
         if self._end is not None:
             self._end.wait_passed(max(0.0, deadline_s - time.monotonic()))
 
     def _require_launched(self) -> None:
-        """Its launch is over. One that could not even say what lies on the lane is no failed copy: when its
-        slots are free is unknown."""
+        """Its launch is over. If the launch could not record a fence, this is not a failed copy: it is
+        unknown when its slots are free."""
         if not self._launched:
             cause = None if self.ticket is None else self.ticket.error()
             raise InvariantBroken(
@@ -162,12 +162,12 @@ class Transfer:
 
 
 class ByteChecks:
-    """What checked mode adds to the transfers between the device and one colder tier, on their lanes:
-    destinations are spoiled before they are written, blocks get a number that tells their bytes, and what
-    leaves the device is compared with what comes back.
+    """Checked mode for transfers between the device and one colder tier, on their lanes: poisons destinations
+    before they are written, hashes blocks, and compares the bytes that leave the device with those that come
+    back.
 
-    A slot is spoiled when its new owner is about to write it, on the owner's lane, and not when it is given
-    back: only the owner knows, and has waited for, the fences of those who had it before.
+    A slot is poisoned when its new owner is about to write it, on the owner's lane, not when it is given
+    back: only the new owner has waited for the fences of the former ones.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class ByteChecks:
         lane.submit(
             lambda: self._guard.poison(dest, slots.tolist()), [access], label=f"poison for {transfer.label}"
         )
-        if dest == self._tier:  # told before the copy can be found
+        if dest == self._tier:  # reported before the copy can be found
             self._compare(transfer, lane, demotes=True)
 
     def after(self, transfer: Transfer, lane: Lane, dest: str) -> None:
@@ -214,26 +214,24 @@ class ByteChecks:
                 for slot, key, digest in zip(in_tier.tolist(), keys, digests, strict=False):
                     tell(self._tier, slot, key, digest)
 
-        # Not the rest: in a block without a key its request may be writing again, layer by layer as they
-        # come.
+        # Only blocks with keys: the request may already be writing into the others again, layer by layer.
         access = Access(self._device, on_device[: len(keys)], self._layers, Mode.READ)
         lane.submit(compare, [access], label=f"digests of {transfer.label}")
 
 
 class Mover:
-    """One direction between two arenas. `submit` and `settle` are the engine thread's; launching happens on
-    `launcher`, a CPU lane, because a long run of launches behind an unresolved fence blocks the launching
-    thread."""
+    """One direction between two arenas. `submit` and `settle` are for the engine thread. Launching happens on
+    `launcher`, a CPU lane: a long run of launches behind an unresolved fence blocks the launching thread."""
 
     def __init__(self, arenas: tuple[str, str], copier: Copier, lane: Lane, launcher: Lane) -> None:
-        # called on the launcher when a transfer can be waited for on the device
+        # called on the launcher when the device can wait for a transfer
         self.wake: Callable[[], None] = lambda: None
         self.checks: ByteChecks | None = None  # in checked mode
         self.lane = lane
         self._source, self._dest = arenas
         self.copier = copier
         self._launcher = launcher
-        self.flying: deque[Transfer] = deque()  # not seen to be over; the first is next to end
+        self.flying: deque[Transfer] = deque()  # not seen to end yet; the first is next
         self._last_settled_s = 0.0
 
     @property
@@ -245,7 +243,7 @@ class Mover:
         return bool(self.flying) and self.flying[0].overdue
 
     def submit(self, transfer: Transfer) -> None:
-        """Hand it over; returns at once. If this raises, nothing of it will ever run."""
+        """Hand it over; returns at once. If this raises, no part of it will run."""
         transfer.submitted_s = time.monotonic()
         transfer.ticket = self._launcher.submit(
             lambda: self._launch(transfer), label=f"launch {transfer.label}"
@@ -253,7 +251,7 @@ class Mover:
         self.flying.append(transfer)
 
     def settle(self) -> list[Transfer]:
-        """Those that are over since the last call, oldest first; never blocks."""
+        """Transfers that ended since the last call, oldest first; never blocks."""
         over: list[Transfer] = []
         if not self.flying:
             return over
@@ -269,16 +267,16 @@ class Mover:
         return over
 
     def look_again_s(self) -> float:
-        """How long `settle` need not be called, unless `wake` was: while the launcher is at work, looking
-        would only take the interpreter from it."""
+        """How long `settle` need not be called, unless `wake` was. Polling would only take the interpreter
+        from the launcher."""
         first = self.flying[0] if self.flying else None
         if first is None or first.arrivals is None:
             return POLL_MOST_S
         return look_again_s(time.monotonic() - max(first.submitted_s, self._last_settled_s))
 
     def drain(self, timeout_s: float, concerned: Callable[[Transfer], bool] = lambda transfer: True) -> None:
-        """Block until every transfer in flight that is `concerned` is over: also those that are not launched
-        yet. The next `settle` finds them."""
+        """Block until every transfer in flight that is `concerned` is over, launched or not. The next
+        `settle` finds them."""
         deadline_s = time.monotonic() + timeout_s
         for transfer in tuple(self.flying):
             if concerned(transfer):
@@ -295,10 +293,10 @@ class Mover:
         try:
             if transfer.prepare():
                 self._enqueue(transfer, arrivals)
-        except BaseException as error:  # of any kind: what was not copied has not landed
+        except BaseException as error:  # of any kind: blocks that were not copied have not landed
             transfer.fail(error)
         finally:
-            # Whatever went wrong, what is on the lane already ends before either side is given back.
+            # After any error, work already on the lane ends before either end is given back.
             transfer.launched(self.lane.record() if transfer.num_blocks else None, arrivals)
             self.wake()
 
@@ -323,7 +321,7 @@ class Mover:
                 partial(self._copy, transfer, group), accesses, label=transfer.label, after=last
             )
             transfer.copied.append(last)
-            # before the last arrival: who waits for that finds all of it over
+            # before the last arrival, so that its waiters find this over, too
             if self.checks is not None and group is transfer.groups[-1]:
                 self.checks.after(transfer, self.lane, self._dest)
             arrivals.append(Arrival(layers, self.lane.record()))
@@ -340,7 +338,7 @@ class Mover:
 
 
 class NoMover(Mover):
-    """To or from a tier that holds nothing: nothing is ever in flight, and there are no lanes."""
+    """For a tier without slots: nothing is ever in flight, and there are no lanes."""
 
     def __init__(self) -> None:
         self.flying = deque()
@@ -355,15 +353,15 @@ class NoMover(Mover):
 
 # ----------------------------------------------------------------------------------------------------- copies
 
-_BATCH_SINCE = 12080  # version of CUDA that brought copies in batches
-# 0.45 ms at 55 GB/s, in which the next part is worked out and the driver takes some hundred entries
+_BATCH_SINCE = 12080  # first CUDA version with batched copies
+# 0.45 ms at 55 GB/s; meanwhile the next part is prepared, and the driver takes some hundred entries
 _FIRST_PART_BYTES = 24 << 20
 _PART_GROWTH = 8
-# up to which one entry per block is worked out sooner than it could be seen which are neighbours
+# up to this number, one entry per block is faster than a search for neighbours
 _FEW_BLOCKS = 32
 
-Pairs = NDArray[np.int64]  # two rows: slots of the source, and where their blocks go
-Entries = NDArray[np.int64]  # three rows: addresses of both ends and bytes, of each contiguous piece
+Pairs = NDArray[np.int64]  # two rows: source slots and destination slots
+Entries = NDArray[np.int64]  # three rows: source address, destination address and bytes, per contiguous piece
 Extent = tuple[int, int]  # first byte and number of bytes within a block
 
 _NO_ENTRIES: Entries = np.empty((3, 0), np.int64)
@@ -376,8 +374,8 @@ def make_copier(source: Tensor, dest: Tensor, layout: BlockLayout) -> Copier:
 
 
 class CpuCopier:
-    """One memmove per run of neighbouring blocks, without the GIL. The lane's thread does all of it: torch
-    would fetch as many threads again as compute has, and they would fight for its cores."""
+    """One memmove per run of neighbouring blocks, without the GIL, all on the lane's thread: torch would
+    start as many threads again as compute has, and they would compete for its cores."""
 
     def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
         self._ends = _Ends(source, dest, layout)
@@ -389,13 +387,12 @@ class CpuCopier:
 
 
 class CudaCopier:
-    """Calls of the driver for many blocks at once, on the current stream; copy engines do the rest, and
-    compute keeps its multiprocessors.
+    """Batched driver calls on the current stream; copy engines do the work, and compute keeps its
+    multiprocessors.
 
     A call takes up to a microsecond per entry, without the GIL. Behind an unresolved fence a stream takes
-    some 25,000 entries before it blocks its caller (as single copies, a thousand), so calls are still made
-    from a thread that may wait. Where the CUDA runtime has no copies in batches, each block is a copy of its
-    own.
+    some 25,000 entries before it blocks its caller (as single copies, a thousand), so the calling thread must
+    be one that may wait. If the CUDA runtime has no batched copies, each block is a copy of its own.
     """
 
     def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
@@ -411,8 +408,8 @@ class CudaCopier:
             return
         pairs, extent = self._ends.checked(source_slots, dest_slots), self._ends.extent(layers)
         stream, num = _current_stream(self._device), pairs.shape[1]
-        # A batch starts when all of it has been worked out and handed over: what a transfer begins with
-        # starts with a little, and the rest follows while that is on its way.
+        # A batch starts when all of it is submitted. So a transfer begins with a small batch, and the rest
+        # follows while that is being copied.
         for part in _growing_parts(num, extent[1]) if layers[0] == 0 else (slice(0, num),):
             if part.stop - part.start <= _FEW_BLOCKS:
                 entries = self._ends.entry_each(pairs[:, part], extent)
@@ -433,7 +430,7 @@ class CudaCopier:
 
 
 class _Ends:
-    """Two arenas of one layout as addresses. Raw addresses forgive nothing, so slots are checked against the
+    """Two arenas of one layout as addresses. Raw addresses are unchecked, so slots are checked against the
     arenas each time."""
 
     def __init__(self, source: Tensor, dest: Tensor, layout: BlockLayout) -> None:
@@ -457,25 +454,19 @@ class _Ends:
             raise InvariantBroken(f"{len(source_slots)} blocks cannot be copied into {len(dest_slots)} slots")
         pairs = np.array((source_slots, dest_slots), np.int64)
         if pairs.size:
-            unsigned = pairs.view(np.uint64)  # a negative one is very large there
+            unsigned = pairs.view(np.uint64)  # a negative slot becomes very large
             for side, (at, num_slots) in enumerate(
                 zip(unsigned.argmax(axis=1).tolist(), self._num_slots, strict=True)
             ):
                 if unsigned.item(side, at) >= num_slots:
                     raise InvariantBroken(
-                        f"an arena of {num_slots} "
-                        f"slots "
-                        f"has "
-                        f"no "
-                        f"slots "
-                        f"{pairs[side].min()} "
-                        f"to {pairs[side].max()}"
+                        f"an arena of {num_slots} slots has no slots {pairs[side].min()} to "
+                        f"{pairs[side].max()}"
                     )
         return pairs
 
     def entry_each(self, pairs: Pairs, extent: Extent) -> Entries:
-        """No piece is more than a block. After a pause numpy's arithmetic takes longer than a few numbers by
-        themselves."""
+        """One piece per block. After a pause, numpy arithmetic takes longer than a few scalar operations."""
         first, num_bytes = extent
         if num_bytes == 0:
             return _NO_ENTRIES
@@ -487,8 +478,8 @@ class _Ends:
         return np.array((*ends, [num_bytes] * pairs.shape[1]), np.int64)
 
     def entries(self, pairs: Pairs, extent: Extent, seams: tuple[int, int] | None = None) -> Entries:
-        """Whole blocks that are neighbours on both sides become one piece. `seams`: none goes on into a slot,
-        on that side (0: source, 1: dest), that is a multiple of so many."""
+        """Whole blocks that are neighbours on both sides become one piece. `seams`: on that side (0: source,
+        1: dest) no piece crosses a multiple of that many slots."""
         first, num_bytes = extent
         if num_bytes == 0:
             return _NO_ENTRIES
@@ -510,11 +501,11 @@ class _Ends:
 
 
 def _growing_parts(num_blocks: int, num_bytes: int) -> Iterator[slice]:
-    """Of blocks of so many bytes each. A part is on its way while the next, several times as large, is handed
-    over."""
+    """Slices of blocks of `num_bytes` each. One part is copied while the next, several times as large, is
+    submitted."""
     start, part_bytes = 0, _FIRST_PART_BYTES
     while start < num_blocks:
-        # Too little left over for a call of its own is a part of this one.
+        # A rest too small for a call of its own joins this part.
         is_last = (num_blocks - start) * num_bytes < 2 * part_bytes
         end = num_blocks if is_last else start + max(1, part_bytes // num_bytes)
         yield slice(start, end)

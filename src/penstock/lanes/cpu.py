@@ -21,7 +21,7 @@ from penstock.observe import LaneObserver
 
 log = logging.getLogger(__name__)
 
-_EXIT_S = 5.0  # for what lanes have to do when the process ends
+_EXIT_S = 5.0  # for unfinished work of lanes at exit
 
 
 class CpuFence:
@@ -90,8 +90,7 @@ class _Item:
 
 class CpuLane:
     """One worker thread that runs items in order. `around` is entered once on that thread:
-    torch.inference_mode, for one, is per thread. A lane without references ends when it has run what was
-    submitted."""
+    torch.inference_mode, for example, is per thread. An unreferenced lane ends after its submitted work."""
 
     def __init__(
         self,
@@ -109,8 +108,8 @@ class CpuLane:
         self._num_submitted = 0
         self._closed = False
         self._recording: Capture | None = None
-        self._over = threading.Condition()  # told of every item that is
-        # why its thread cannot run anything: whatever is submitted fails with it
+        self._over = threading.Condition()  # notified after every item
+        # why its thread cannot run anything; all submitted work fails with it
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
             target=_work, args=(name, self._queue, around), name=f"lane-{name}", daemon=True
@@ -195,7 +194,7 @@ class CpuLane:
             raise DeadlineExceeded(f"lane {self.name} did not finish its work within {timeout_s} s")
 
     def wait_finished(self, number: int, timeout_s: float | None, reported: bool = True) -> None:
-        """Block until `number` items are over. `reported`: a host thread waits, and knows so afterwards."""
+        """Block until `number` items are over. `reported`: a host thread waits; tell the observer."""
         seconds = 0.0
         if self.num_finished < number:
             started = time.monotonic()
@@ -227,7 +226,7 @@ class CpuLane:
                     self._observer.waited(self.name, fence.lane, getattr(fence, "number", 0))
                 else:
                     self._observer.submitted(self.name, ticket.number, label, accesses)
-            # not before the observer agreed: a number without an item would never be over
+            # only after the observer agreed: a number without an item would never be over
             self._num_submitted += 1
             self._queue.put(_Item(op, ticket, after, fence))
         return ticket
@@ -235,7 +234,7 @@ class CpuLane:
     # -------------------------------------------------------------------------------------------- worker side
 
     def run_item(self, item: _Item, failure: BaseException | None) -> None:
-        """`failure`: why its thread can run nothing."""
+        """`failure`: why its thread cannot run anything."""
         self._failure = self._failure or failure
         error = self._failure
         try:
@@ -253,12 +252,12 @@ class CpuLane:
         except BaseException as raised:
             error = raised
             if item.op is None:
-                # what comes behind a wait that failed may not run: its inputs are undefined
+                # work after a failed wait must not run: its inputs are undefined
                 self._failure = raised
         try:
             if self._observer is not None and item.op is not None:
                 self._observer.finished(self.name, item.ticket.number, error)
-        except BaseException as raised:  # this thread must live on: others wait for it
+        except BaseException as raised:  # this thread must live on: other threads wait for it
             error = error or raised
         item.ticket.failure = error
         with self._over:
@@ -269,13 +268,13 @@ class CpuLane:
 def _work(
     name: str, queue: SimpleQueue[_Item | None], around: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """The worker thread. Between items it refers to its queue alone."""
+    """The worker thread. Between items it refers to its queue only."""
     ended = False
     try:
         with around():
             _run_all(queue, None)
             ended = True
-    except BaseException as error:  # the thread lives on: others wait for what was submitted to it
+    except BaseException as error:  # the thread lives on: other threads wait for submitted work
         log.exception(
             "lane %s: what is put around its work failed, and so does all that is submitted from now on", name
         )
@@ -286,7 +285,7 @@ def _work(
 def _run_all(queue: SimpleQueue[_Item | None], failure: BaseException | None) -> None:
     while (item := queue.get()) is not None:
         item.ticket.lane.run_item(item, failure)
-        del item  # or the lane would live as long as this thread waits
+        del item  # otherwise the lane would live as long as this thread waits
 
 
 _lanes: weakref.WeakSet[CpuLane] = weakref.WeakSet()
@@ -294,8 +293,7 @@ _lanes: weakref.WeakSet[CpuLane] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """The interpreter stops threads wherever they are, and one that is inside a library of C++ takes the
-    process down with it."""
+    """At exit the interpreter stops threads anywhere; one inside a C++ library would crash the process."""
     lanes = list(_lanes)
     by_s = time.monotonic() + _EXIT_S
     for lane in lanes:

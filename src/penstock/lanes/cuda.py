@@ -25,8 +25,8 @@ def is_usable() -> bool:
 
 
 def wait_set_up(device: torch.device) -> None:
-    """Block until what the calling thread has set up outside lanes is there: their streams do not wait for
-    the one it came on."""
+    """Block until the calling thread's setup outside lanes is done: lanes' streams do not wait for the stream
+    that it used."""
     torch.cuda.current_stream(device).synchronize()
 
 
@@ -85,7 +85,7 @@ class CudaFence:
 
 
 class CudaTicket:
-    """Launched work. Its end is asked for rarely, so the event is recorded on the first poll: later than the
+    """Launched work. Its end is rarely polled, so the event is recorded on the first poll: later than the
     work, never earlier."""
 
     __slots__ = ("_error", "_fence", "_lane", "label", "number")
@@ -158,8 +158,8 @@ class CudaLane:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Around many submissions of one thread, for its whole life even: each by itself would take tens of
-        microseconds to switch to the stream and back."""
+        """Around many submissions of one thread, even for its whole life: switching the stream for each would
+        take tens of microseconds."""
         if self.is_current():
             yield
             return
@@ -207,11 +207,11 @@ class CudaLane:
         graph = torch.cuda.CUDAGraph()
         recording = self._recording = Capture(self.name, label)
         collects = gc.isenabled()
-        # what the collector finds may be a graph or pinned memory, and freeing those is an error while a
-        # stream captures
+        # The collector may find a graph or pinned memory, and freeing those is an error while a stream
+        # captures.
         gc.disable()
         try:
-            # thread_local: other lanes go on allocating and copying from their threads meanwhile
+            # thread_local: other lanes keep allocating and copying on their threads
             with (
                 torch.inference_mode(),
                 torch.cuda.graph(graph, self._graph_memory, self.stream, capture_error_mode="thread_local"),
@@ -239,7 +239,7 @@ class CudaLane:
             self._observer.touched(label, accesses)
 
     def is_current(self) -> bool:
-        """Whether the calling thread is as an op wants it."""
+        """Whether the calling thread has the stream and mode that ops need."""
         index = self.stream.device_index
         if not torch.is_inference_mode_enabled() or torch.cuda.current_device() != index:
             return False
@@ -287,12 +287,12 @@ def make_lane(
 
 
 def as_current(lane: Lane) -> AbstractContextManager[None]:
-    """Around what a thread submits to `lane`: it need not switch to it for each op. A lane with a thread of
-    its own needs nothing."""
+    """Around a thread's submissions to `lane`, so that it need not switch streams for each op. A lane with
+    its own thread needs nothing."""
     return lane.current() if isinstance(lane, CudaLane) else nullcontext()
 
 
 def make_launcher(lane: Lane, observer: LaneObserver | None = None) -> CpuLane:
-    """Where transfers on `lane` are launched; a stream is its thread's for life."""
+    """The lane that launches transfers on `lane`; its thread keeps the stream for life."""
     around = lane.current if isinstance(lane, CudaLane) else torch.inference_mode
     return CpuLane(f"launch-{lane.name}", observer, around=around)

@@ -1,23 +1,20 @@
-"""What a lane is: an ordered queue of work with fences on it. Owns the words and rules that both backends
-keep, and how long a host thread sleeps between two looks whether something is over.
+"""A lane: an ordered queue of work with fences on it. Owns the rules that both backends keep, and how long a
+host thread sleeps between two polls.
 
 Rules, the same on CPU threads and CUDA streams:
 
-- `submit` returns at once; work on one lane runs in submission order, work on two lanes in any order unless a
-  `wait` says otherwise.
-- `record` marks a point; `wait` orders what is submitted afterwards behind such a point of another lane, on
-  the device, without
-  blocking the caller. Only `wait_*` and `drain` block a host thread.
-- An exception raised by work is kept in its ticket and raised where the ticket is waited on; work given
-  `after=` a failed ticket is
-  skipped and fails with the same error. The lane itself goes on. Where it cannot (its thread could not be set
-  up, a wait failed), all that
-  is submitted from then on is skipped and fails with the reason: every ticket and every fence ends.
+- `submit` returns at once. Work on one lane runs in submission order; work on two lanes in any order, unless
+  a `wait` orders it.
+- `record` marks a point. `wait` orders later submissions behind such a point of another lane, on the device,
+  without blocking the caller. Only `wait_*` and `drain` block a host thread.
+- The ticket keeps an exception raised by its work, and raises it where the ticket is waited on. Work given
+  `after=` a failed ticket is skipped and fails with the same error. The lane itself goes on. If it cannot
+  (its thread could not be set up, a wait failed), all later work is skipped and fails with the reason: every
+  ticket and every fence ends.
 - `capture` records submissions instead of running them; `replay` runs the whole recording as one unit. Inside
-  a recording no wait on
-  an outside fence is honoured: it is reported to the observer and dropped, on both backends, since a captured
-  graph cannot keep it.
-  So whatever a replay must wait for is waited on before it is submitted.
+  a recording no wait on an outside fence is honoured: it is reported to the observer and dropped, on both
+  backends, since a captured graph cannot keep it. So the lane must wait for such fences before a replay is
+  submitted.
 """
 
 from __future__ import annotations
@@ -104,8 +101,7 @@ class Lane(Protocol):
     ) -> Ticket: ...
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
-        """The calling thread itself reads or writes these bytes, here and now. Nothing is done; an observer
-        is told."""
+        """The calling thread itself reads or writes these bytes now. Does nothing but notify an observer."""
 
     def is_current(self) -> bool:
         """Whether the calling code is work of this lane: what only the lane's work may touch asks this."""

@@ -359,24 +359,14 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     init = raw.get("init_lora_weights")
     if not (init is None or isinstance(init, bool) or init in _NEUTRAL_INITS):
         raise ModelError(
-            f"{where}: init_lora_weights {init!r} goes with "
-            f"changed "
-            f"weights "
-            f"of "
-            f"the "
-            f"base "
-            f"model; convert it to plain LoRA first"
+            f"{where}: init_lora_weights {init!r} goes with changed weights of the base model; convert it "
+            "to plain LoRA first"
         )
     known = {*_WITHOUT_EFFECT, *_UNDERSTOOD, *_UNSUPPORTED}
     unknown = [field for field, value in raw.items() if field not in known and value]
     if unknown:
         raise ModelError(
-            f"{where}: unknown fields that may "
-            f"change "
-            f"what "
-            f"the "
-            f"adapter "
-            f"computes: "
+            f"{where}: unknown fields that may change what the adapter computes: "
             f"{', '.join(map(repr, unknown))}"
         )
 
@@ -405,13 +395,8 @@ def _pattern(raw: Mapping[str, Any], field: str, where: str) -> list[tuple[str, 
     regular = [key for key in value if not _PLAIN_KEY.fullmatch(key)]
     if regular:
         raise ModelError(
-            f"{where}: {field} takes names of modules or "
-            f"endings "
-            f"of "
-            f"them, "
-            f"no "
-            f"regular "
-            f"expressions such as {regular[0]!r}"
+            f"{where}: {field} takes names of modules or endings of them, no regular expressions such as "
+            f"{regular[0]!r}"
         )
     return [(key.replace("\\.", ".").removesuffix("$"), number) for key, number in value.items()]
 

@@ -1,6 +1,5 @@
-"""What an architecture is to the rest: which tensors it has and how files call them, what its config may say,
-how it runs. Owns what architectures have in common, refusals included; a file of its own has what is
-different in one."""
+"""The interface of an architecture: its tensors and their names in files, the allowed values of its config,
+how it runs. Owns what architectures share, including refusals; each has a file with its differences."""
 
 from __future__ import annotations
 
@@ -108,15 +107,15 @@ class Architecture:
             yield stack("head", (f"{HEAD}.weight", config.vocab, config.hidden))
 
     def is_redundant(self, tensor: str, config: ModelConfig) -> bool:
-        """Old checkpoints store the rotary frequencies, and some repeat a tied output matrix; both follow
-        from what is read."""
+        """Old files store the rotary frequencies, and some repeat a tied output matrix; both can be
+        derived."""
         return tensor.endswith(".rotary_emb.inv_freq") or (
             tensor == f"{HEAD}.weight" and config.tied_embeddings
         )
 
     def parse_config(self, raw: Mapping[str, Any], where: str) -> ModelConfig:
-        """The dimensions in a parsed config.json; `where` names it in errors. Whatever would change the
-        mathematics is refused."""
+        """The dimensions in a parsed config.json; `where` names it in errors. Refuses fields that would
+        change the mathematics."""
         _refuse_unsupported(raw, where)
         fields = Fields(raw, where)
         heads = fields.count("num_attention_heads")
@@ -226,8 +225,8 @@ def token_ids(value: Any, what: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-# Fields of other architectures and of derived ones that would change what a layer computes, with the values
-# that change nothing.
+# Fields of other and derived architectures that would change a layer's computation, with the values that
+# change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
@@ -252,13 +251,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("quantization_config") is not None:
         raise ModelError(
-            f"{where}: quantized weights (quantization_config) "
-            f"are "
-            f"not "
-            f"supported; "
-            f"use "
-            f"the "
-            f"original weights or a GGUF file"
+            f"{where}: quantized weights (quantization_config) are not supported; use the original weights "
+            "or a GGUF file"
         )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only silu")
@@ -281,13 +275,8 @@ def stated_windows(raw: Mapping[str, Any], num_layers: int, first: int, where: s
             or any(kind not in known for kind in kinds)
         ):
             raise ModelError(
-                f"{where}: layer_types must be "
-                f"{' or '.join(known)} "
-                f"for "
-                f"each "
-                f"of "
-                f"{num_layers} "
-                f"layers, got {kinds!r}"
+                f"{where}: layer_types must be {' or '.join(known)} for each of {num_layers} layers, got "
+                f"{kinds!r}"
             )
         layers = [known[kind] for kind in kinds]
     if not any(layers) or raw.get("sliding_window") is None:

@@ -47,14 +47,13 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A model's own template. It comes with the weights, so it is compiled once; messages come from anyone,
-    so a failure is theirs."""
+    """A model's own template. It comes with the weights, so it is compiled once. Messages come from clients,
+    so a failure is the client's."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> None:
-        """`tool_source`: of the template that the model has for requests with tools, where it has one of its
-        own for them."""
+        """`tool_source`: the model's separate template for requests with tools, if it has one."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
         )
@@ -63,7 +62,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now
         self.source = source
         try:
-            # those that it looks at
+            # variables that it reads
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -98,7 +97,7 @@ class ChatTemplate:
         how: Rendering = ANSWERED,
     ) -> str:
         if how.continues:
-            # behind the last message's text: what a template strips ends before it
+            # after the last message's text: what a template strips ends before it
             mark = chr(secrets.choice(PRIVATE))
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + mark}]
         given = {
@@ -127,8 +126,7 @@ class ChatTemplate:
         return before
 
     def check_variables(self, how: Rendering, controls: Sequence[str]) -> None:
-        """Of what a client gives: nothing that the server gives, and no text that could be a part of one of
-        `controls`."""
+        """Refuses variables that the server sets, and text that could be part of one of `controls`."""
         if own := sorted(self._own & how.variables.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs cannot set {own[0]}: the server does", "chat_template_kwargs"
@@ -143,13 +141,8 @@ class ChatTemplate:
         starts = {control[0] for control in controls}
         if bad := next((start for start in sorted(starts) if any(start in text for text in texts)), None):
             message = (
-                f"text in chat_template_kwargs cannot have the "
-                f"character "
-                f"{bad!r}: "
-                f"special "
-                f"tokens "
-                f"of "
-                f"this model begin with it"
+                f"text in chat_template_kwargs cannot have the character {bad!r}: special tokens of this "
+                "model begin with it"
             )
             raise InvalidRequest(message, "chat_template_kwargs")
 
@@ -161,11 +154,11 @@ class ChatTemplate:
         tools: Tools | None = None,
         how: Rendering = ANSWERED,
     ) -> Rendered:
-        """As `render`, but every spelling of one of `controls` in the result is the template's own.
+        """Like `render`, but every spelling of one of `controls` in the result is the template's own.
 
-        Where messages spell one, its first character is disguised before the template sees it. What a
-        template could still put together from pieces of text shows in the count: a conversation of the same
-        shape that says nothing must have as many.
+        If messages spell one, its first character is disguised before the template sees it. A template could
+        still assemble one from pieces of text. The count shows that: a conversation of the same shape without
+        text must have as many.
         """
         texts: list[str] = []
 
@@ -218,15 +211,14 @@ class Rendered(NamedTuple):
 
 Tools = Sequence[Mapping[str, Any]]
 
-# What templates look at: names of fields, and words that say what a value is. No control token can be spelled
-# with them.
+# Words that templates read: names of fields, and kinds of values. They cannot spell a control token.
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_$-]{1,64}")
 _KINDS = frozenset({"function", "object", "string", "number", "integer", "boolean", "array", "null"})
 
 
 def _changed(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A message or tool with every string changed that its writer chose; a message's role is one of few.
-    Names inside it are their writer's, too, but for those that templates look at."""
+    """A message or tool with every string changed that its writer chose; a message's role is one of few. Keys
+    inside it are the writer's, too, except those that templates read."""
     if isinstance(value, str):
         return value if value in _KINDS else change(value)
     if isinstance(value, Mapping):
@@ -278,7 +270,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Characters in disguise are left for what they stand for, which is ASCII where it matters."""
+    """Disguised characters are left alone; the originals are ASCII where it matters."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     kept: str = context.get(_DISGUISES, "")
     return (

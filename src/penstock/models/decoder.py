@@ -16,8 +16,8 @@ from penstock.models.model import LayerOps, ModelConfig, PagedKv, Weight
 
 
 class DecoderLayer(NamedTuple):
-    """Weights of one layer, under the names of `Architecture.layer`; matrices are [out, in]. What an
-    architecture does not have is None."""
+    """Weights of one layer, under the names of `Architecture.layer`; matrices are [out, in]. None: the
+    architecture does not have it."""
 
     attn_norm: Tensor
     qkv: Weight  # q rows, then k rows, then v rows

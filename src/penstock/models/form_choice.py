@@ -85,13 +85,8 @@ def pinned_forms(weights: WeightsName, in_4_bits: Collection[str] = ()) -> Forms
     float32."""
     if weights == "int4" and not in_4_bits:
         raise ConfigError(
-            "--weights int4 needs a GGUF file with matrices in Q4_0, "
-            "Q4_1 "
-            "or "
-            "Q4_K: "
-            "no "
-            "others "
-            "are rounded to 4 bits"
+            "--weights int4 needs a GGUF file with matrices in Q4_0, Q4_1 or Q4_K: no others are rounded "
+            "to 4 bits"
         )
     named = {
         "int4": Forms(torch.bfloat16, FEW_ROWS, FEW_ROWS),
@@ -107,13 +102,8 @@ def wanted(weights: WeightsName, device: str, dtype: torch.dtype) -> WeightsName
     if device != "cpu" or dtype != torch.float32:
         if weights != "auto":
             raise ConfigError(
-                f"--weights {weights} needs --device "
-                f"cpu "
-                f"and "
-                f"--dtype "
-                f"float32: "
-                f"elsewhere "
-                f"--dtype says how weights are held"
+                f"--weights {weights} needs --device cpu and --dtype float32: elsewhere --dtype says how "
+                "weights are held"
             )
         return "float32"
     named = os.environ.get(PINNED) or "auto"

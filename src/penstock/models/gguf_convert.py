@@ -98,8 +98,8 @@ class GgufModel:
         )
 
     def read(self, forms: Forms, progress: Progress) -> dict[str, Weight]:
-        """The weights in `forms`, nothing is written. Those in 4 bits are taken as they are, where `forms`
-        has 4 bits; all others are decoded a piece at a time and rounded to where they stay."""
+        """The weights in `forms`; nothing is written. Weights in 4 bits are taken unchanged if `forms` has 4
+        bits; all others are decoded a piece at a time and rounded in place."""
         in_4_bits = self.in_4_bits() if forms.few_rows_of_4 else ()
         weights: dict[str, Weight] = {}
         for weight in each_weight(self.config, "loading weights", progress):
@@ -178,9 +178,9 @@ def _names(config: ModelConfig) -> dict[str, str]:
 
 
 def load_converted(file: HashedFile, load: Load[Loaded], progress: Progress) -> Loaded:
-    """What `load` makes of the GGUF file as a model directory: of the cached copy, or of one made now if
-    there is none or it is not what was written. `load` says what it has read, and that is compared: whatever
-    happens to a copy, it is not served."""
+    """The result of `load` for the GGUF file as a model directory: from the cached copy, or from a new one if
+    there is none or it is damaged. `load` reports what it has read, and that is compared, so a damaged copy
+    is never served."""
     target = cache_dir() / "gguf" / f"{file.digest.hex()[:32]}-v{CONVERTER_VERSION}"
     loaded = _load_cached(target, file.digest, load) if target.is_dir() else None
     return _make(file, target, load, progress) if loaded is None else loaded
@@ -269,7 +269,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _convert(source: HashedFile, directory: Path, progress: Progress) -> None:
-    """Write the model directory, and the manifest that says what was written and from what."""
+    """Write the model directory, and a manifest of its content and its source."""
     model = GgufModel(source)
     files = {"config.json": json.dumps(model.config_json).encode(), **model.tokenizer_files()}
     with _synced(directory / WEIGHTS) as file:

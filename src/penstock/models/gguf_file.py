@@ -76,13 +76,8 @@ class GgufFile:
         version = cursor.number("I")
         if version not in _VERSIONS:
             raise ModelError(
-                f"{self.path} has "
-                f"GGUF "
-                f"version "
-                f"{version}; "
-                f"supported "
-                f"are "
-                f"{', '.join(map(str, _VERSIONS))} (little-endian)"
+                f"{self.path} has GGUF version {version}; supported are {', '.join(map(str, _VERSIONS))} "
+                "(little-endian)"
             )
         num_tensors = cursor.count(_LEAST_TENSOR_BYTES)
         num_entries = cursor.count(_LEAST_ENTRY_BYTES)
@@ -111,13 +106,8 @@ class GgufFile:
             ) from error
         if tensor.shape[-1] % block:
             raise ModelError(
-                f"{self.path} is damaged: rows "
-                f"of "
-                f"{tensor.name} "
-                f"are "
-                f"{tensor.shape[-1]} "
-                f"long, "
-                f"not a multiple of {block}"
+                f"{self.path} is damaged: rows of {tensor.name} are {tensor.shape[-1]} long, not a multiple "
+                f"of {block}"
             )
         plain = kind.name in ("F32", "F16", "BF16")
         return GgufEncoding(tensor.shape[-1] // block * block_bytes, kind.name if plain else "F32", plain)
@@ -132,13 +122,8 @@ class GgufFile:
         )
         if short > 0:
             raise ModelError(
-                f"{self.path} is truncated: tensor "
-                f"{tensor.name} "
-                f"ends "
-                f"{short} "
-                f"bytes "
-                f"behind "
-                f"the end of the file"
+                f"{self.path} is truncated: tensor {tensor.name} ends {short} bytes behind the end of the "
+                "file"
             )
 
     def decoded(self, tensor: GgufTensor, interleaved: int | None) -> Iterator[tuple[slice, memoryview]]:

@@ -71,8 +71,8 @@ class WeightFile:
             raise self._unreadable(error) from error
 
     def check_unchanged(self) -> None:
-        """Raises where the file was written to since it was opened. Digests do not rest on this: it is for
-        those who would otherwise run half of two models."""
+        """Raises if the file was written to since it was opened. Digests do not depend on this: it prevents
+        running a mix of two models."""
         now = os.fstat(self._file.fileno())
         if (now.st_size, now.st_mtime_ns) != (self._found.st_size, self._found.st_mtime_ns):
             raise ModelError(

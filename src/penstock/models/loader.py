@@ -141,7 +141,7 @@ def _load_gguf(
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before any of its tensors is read."""
+    """Facts about a model before any of its tensors is read."""
 
     name: str
     config: ModelConfig
@@ -153,9 +153,8 @@ class ModelFacts:
 
 
 def inspect_model(source: ModelSource, max_model_len: int | None = None) -> ModelFacts:
-    """What a load of it would find in its config, its tokenizer and the headers of its weights. Raises
-    ModelError where these say that it would fail; but a built-in name without weights is known by its
-    dimensions."""
+    """What a load would find in its config, its tokenizer and the headers of its weights. Raises ModelError
+    if the load would fail. A built-in name without weights is known by its dimensions."""
     if source.load_format == "dummy" or (source.model in BUILT_IN and source.model != NAME):
         name, config, tokenizer = _dummy_parts(source.model)
         return _facts(name, config, 0, tokenizer.has_chat_template, max_model_len)
@@ -209,13 +208,8 @@ def read_sampling(directory: Path) -> dict[str, Any]:
     ]
     if wrong:
         raise ModelError(
-            f"{file}: {wrong[0]} must "
-            f"be "
-            f"a "
-            f"number, "
-            f"got "
-            f"{given[wrong[0]]!r}; "
-            f"--generation-config none leaves the file out"
+            f"{file}: {wrong[0]} must be a number, got {given[wrong[0]]!r}; --generation-config none leaves "
+            "the file out"
         )
     try:
         SamplingParams(max_tokens=1, **given)
@@ -230,13 +224,8 @@ def _resolve(model: str) -> tuple[str, Path]:
         return model, embedded_file()
     if model in BUILT_IN:
         raise ModelError(
-            f"{model} has no weights of its own: add --load-format "
-            f"dummy "
-            f"for "
-            f"random "
-            f"ones, "
-            f"or "
-            f"give a path to real ones"
+            f"{model} has no weights of its own: add --load-format dummy for random ones, or give a path to "
+            "real ones"
         )
     path = _existing(model)
     if path.is_file():
@@ -252,12 +241,7 @@ def _existing(model: str) -> Path:
     path = Path(os.path.expanduser(model))
     if not path.exists():
         raise ModelError(
-            f"no model {model!r}: it is neither a path that "
-            f"exists "
-            f"nor "
-            f"a "
-            f"built-in "
-            f"name "
+            f"no model {model!r}: it is neither a path that exists nor a built-in name "
             f"({', '.join(BUILT_IN)})"
         )
     return path
@@ -298,13 +282,8 @@ def _dummy_parts(model: str) -> tuple[str, ModelConfig, TextCodec]:
     path = _existing(model)
     if not path.is_dir():
         raise ModelError(
-            f"--load-format dummy takes a "
-            f"built-in "
-            f"name "
-            f"({', '.join(BUILT_IN)}) "
-            f"or "
-            f"a "
-            f"directory with a config.json, not {path}"
+            f"--load-format dummy takes a built-in name ({', '.join(BUILT_IN)}) or a directory with a "
+            f"config.json, not {path}"
         )
     config = read_config(path)
     if not (path / "tokenizer.json").is_file():

@@ -31,7 +31,7 @@ class LoraPart(NamedTuple):
 
 
 class LoraWeight(NamedTuple):
-    """What an adapter adds to one stack of modules of one layer."""
+    """The update of an adapter to one stack of modules of one layer."""
 
     a: Tensor  # [sum of ranks, in]
     parts: tuple[LoraPart, ...]
@@ -67,7 +67,7 @@ class LoraRun(NamedTuple):
 
 
 class LoraRuns(NamedTuple):
-    """The adapters of one step. Keeps their weights alive, whatever becomes of the adapters meanwhile."""
+    """The adapters of one step. Keeps their weights alive, even if an adapter is unloaded meanwhile."""
 
     runs: Sequence[LoraRun]
 

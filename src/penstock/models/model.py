@@ -1,5 +1,4 @@
-"""What a model is made with: its dimensions, and the protocols of what its forward pass calls. Owns no
-weights and no KV."""
+"""Dimensions of a model, and the protocols that its forward pass calls. Owns no weights and no KV."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
 
     def settled(self, max_model_len: int | None) -> ModelConfig:
-        """For a run of sequences with at most so many tokens. None: as many as the model has by default."""
+        """For sequences of at most `max_model_len` tokens. None: the model's default."""
         if self.rope_scaling is None:
             return self
         return dataclasses.replace(
@@ -84,17 +83,17 @@ class PagedKv(Protocol):
         num_kv_heads, head_dim]."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of each request's tokens over its own cached KV, as far as the layer's window
-        reaches. Returns [T, num_heads * head_dim]. `k` and `v` are this step's own, as returned by
-        `rotate_and_write`; a backend may read them from there instead of the cache."""
+        """Causal attention of each request's tokens over its own cached KV, within the layer's window.
+        Returns [T, num_heads * head_dim]. `k` and `v` are this step's own, as returned by `rotate_and_write`;
+        a backend may read them from there instead of the cache."""
 
 
 class LayerOps(Protocol):
     """The pieces of a layer that are not attention, one implementation per device."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """[T, in] by [out, in], plus [out] where there is a bias -> [T, out]. How `weight` lies in memory is
-        the loader's choice for the device."""
+        """[T, in] by [out, in], plus an optional bias [out] -> [T, out]. The loader chooses the memory layout
+        of `weight` for the device."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 

@@ -51,12 +51,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         if isinstance(name, str) and name in known:
             return known[name].parse_config(raw, where)
     raise ModelError(
-        f"{where}: architecture {', '.join(map(str, names))} "
-        f"is "
-        f"not "
-        f"supported; "
-        f"supported "
-        f"are "
+        f"{where}: architecture {', '.join(map(str, names))} is not supported; supported are "
         f"{', '.join(known)}"
     )
 

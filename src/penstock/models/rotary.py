@@ -58,15 +58,14 @@ _RENAMED = {"su": "longrope"}  # as the first Phi-3 files call it
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """One scheme, and all numbers that its table follows from. Those that it does not use are as they are by
-    default."""
+    """One scheme, and all numbers that define its table. Unused ones have their defaults."""
 
     kind: str
     factor: float = 1.0
     trained_len: int = 0  # tokens of the context before it was stretched
     attention_factor: float = 1.0  # multiplies cos and sin
-    beta_fast: float = 0.0  # yarn: pairs with at least so many turns in the trained context stay as they are
-    beta_slow: float = 0.0  # yarn: pairs with at most so many are stretched in full
+    beta_fast: float = 0.0  # yarn: pairs with at least this many turns in the trained context stay unchanged
+    beta_slow: float = 0.0  # yarn: pairs with at most this many turns are stretched in full
     truncate: bool = True  # yarn: those bounds are whole pairs
     low_freq_factor: float = 0.0  # llama3: the same bounds, in waves per trained context
     high_freq_factor: float = 0.0
@@ -137,8 +136,8 @@ def plain_frequencies(theta: float, dim: int) -> Tensor:
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> dict[str, Any]:
-    """What a config.json says about positions, as fields of ModelConfig. `most`: positions that can be right.
-    `rope_parameters` is the newer spelling of `rope_scaling`, with the base inside."""
+    """A config.json's fields about positions, as fields of ModelConfig. `most`: the largest plausible number
+    of positions. `rope_parameters` is the newer spelling of `rope_scaling`, with the base inside."""
     outer = Fields(raw, where)
     rope = _merged(outer.section("rope_scaling"), outer.section("rope_parameters"), where)
     fields = Fields(rope, where)
@@ -147,13 +146,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(
-            f"{where}: partial_rotary_factor {share} "
-            f"turns "
-            f"{rotary_dim} "
-            f"of "
-            f"{head_dim} "
-            f"values, "
-            f"which is not possible"
+            f"{where}: partial_rotary_factor {share} turns {rotary_dim} of {head_dim} values, which is not "
+            "possible"
         )
     stated = outer.count("max_position_embeddings", most=most)
     plain = {
@@ -170,13 +164,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
     lists = [name for name in ("short_factor", "long_factor") if fields.is_set(name)]
     if lists and kind != "longrope":
         raise ModelError(
-            f"{where}: rope scaling of type "
-            f"{kind!r} "
-            f"with "
-            f"{', '.join(lists)} "
-            f"is "
-            f"not "
-            f"supported, only longrope has them"
+            f"{where}: rope scaling of type {kind!r} with {', '.join(lists)} is not supported, only "
+            "longrope has them"
         )
     # Phi-3 has it outside, and there it counts; a scheme whose config does not say it was trained with the
     # context that it states.
@@ -195,8 +184,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, most: int, where: str) -> 
 
 
 def _reach(scaling: RopeScaling, stated: int) -> int:
-    """Positions that a scheme is for: linear and dynamic stretch what is stated, the others state what they
-    reach or what they stretch."""
+    """Positions that a scheme reaches. linear and dynamic stretch the stated number; the others state the
+    reach or the number that they stretch."""
     if scaling.kind in ("linear", "dynamic"):
         return max(stated, int(stated * scaling.factor))
     return max(stated, int(scaling.trained_len * scaling.factor)) if scaling.kind == "yarn" else stated

@@ -25,7 +25,7 @@ BYTE_CHAT_TEMPLATE = (
 
 
 NFC_SHRINKS = 4  # composing characters makes a text shorter by this factor at most, counted in bytes
-# pre-tokenizers that only cut, unless a Split removes what it finds
+# pre-tokenizers that only split, unless a Split removes its matches
 KEEPS_TEXT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})
 
 
@@ -44,7 +44,7 @@ BYTE_OF = _byte_characters()
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # what byte fallback calls a byte
 REPLACE_EACH = "penstock.replace_each"
 _BY_TOKEN = frozenset({"Replace", "Metaspace", "WordPiece", "Strip", "ByteFallback", "Fuse"})
-_BEFORE = "x"  # any text: what a token is behind another
+_BEFORE = "x"  # any text, to decode a token after another one
 
 
 def _replace_each(error: UnicodeError) -> tuple[str, int]:
@@ -99,8 +99,8 @@ class TokenSpelling:
 
 
 def flat_parts(part: Any, inside: str) -> list[dict[str, Any]]:
-    """What a decoder, normalizer or pre-tokenizer of the library is made of, in order. `inside` names the
-    parts of a Sequence."""
+    """The parts of a decoder, normalizer or pre-tokenizer of the library, in order. `inside` names the parts
+    of a Sequence."""
     if part is None:
         return []
 
@@ -231,7 +231,7 @@ class Tokenizer:
         return self._ids(self._backend, text, add_special, most)
 
     def _check_bytes(self, data: bytes, most: int | None) -> None:
-        """Refuses what is too long however it is cut into tokens: that is known before any work is done."""
+        """Refuses a text that is too long for any tokenization, before any work is done."""
         if most is not None and self._bound is not None and self._bound.num_tokens(data) > most:
             raise PromptTooLong(f"{len(data)} bytes, which are more than {most} tokens", most)
 
@@ -290,7 +290,7 @@ class Tokenizer:
 
 
 class _TokenBound(NamedTuple):
-    """How few tokens a text can have, told from its bytes alone."""
+    """A lower bound on the number of tokens of a text, from its bytes alone."""
 
     longest: int  # bytes of text that one token can stand for
     lost: bytes  # bytes that the vocabulary does not have: they become no token at all
@@ -349,9 +349,8 @@ def _spells_bytes(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) 
 
 
 class _SecretNames:
-    """The same vocabulary, whose special tokens have secret names: text spells none of them, whatever a
-    normalizer makes of it. A text is cut in one call, so that what stands beside a special token is cut as it
-    always is."""
+    """The same vocabulary with secret names for special tokens: no text spells them, with any normalizer. A
+    text is tokenized in one call, so that text beside a special token is split as always."""
 
     def __init__(self, of: tokenizers.Tokenizer) -> None:
         self._of = of
@@ -402,7 +401,7 @@ class _SecretNames:
 
     def _renamed(self, token: AddedToken) -> AddedToken:
         name, normalizer = self._names[token.content], self._of.normalizer
-        # some remove private characters, and what is left is text
+        # some remove private characters and leave the rest as text
         lasts = normalizer is None or name in normalizer.normalize_str(name)
         flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip")}
         return AddedToken(name, normalized=token.normalized and lasts, special=True, **flags)
@@ -441,8 +440,8 @@ def _renamed_model(of: tokenizers.Tokenizer, names: Mapping[str, str]) -> Any:
 
 
 def _only_added(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A vocabulary of nothing but the added tokens: it finds them as `backend` does, and makes one unknown
-    word of what is between."""
+    """A vocabulary of the added tokens only: it finds them as `backend` does, and makes the text between them
+    one unknown word."""
     unknown = "\0"
     finder = tokenizers.Tokenizer(models.WordLevel({unknown: 0}, unk_token=unknown))
     added = [token for _, token in sorted(backend.get_added_tokens_decoder().items())]
@@ -468,13 +467,8 @@ class ByteTokenizer:
     def __init__(self, vocab: int) -> None:
         if vocab < 256:
             raise ModelError(
-                f"a model without a tokenizer needs a vocabulary of "
-                f"at "
-                f"least "
-                f"256 "
-                f"for "
-                f"bytes, "
-                f"this one has {vocab}"
+                "a model without a tokenizer needs a vocabulary of at least 256 for bytes, this one has "
+                f"{vocab}"
             )
         self.vocab_size = vocab
         self.chat_template = ChatTemplate(BYTE_CHAT_TEMPLATE, {})

@@ -21,7 +21,7 @@ from penstock.models.weights import read_json
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _CONTROLS = ("bos_token", "eos_token", "unk_token")
-_TOOL_TEMPLATE = "tool_use"  # the name of the template for requests with tools, where there are several
+_TOOL_TEMPLATE = "tool_use"  # the name of the template for requests with tools, if there are several
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens")
 _OTHER_VOCABULARIES = {  # what transformers needs besides to convert each
@@ -57,13 +57,8 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     highest = max(tokenizer.vocab_size - 1, *tokenizer.eos_ids, 0)
     if highest >= config.vocab:
         raise ModelError(
-            f"the tokenizer in {directory} has ids up "
-            f"to "
-            f"{highest}, "
-            f"but "
-            f"the "
-            f"model's "
-            f"vocabulary ends at {config.vocab - 1}"
+            f"the tokenizer in {directory} has ids up to {highest}, but the model's vocabulary ends at "
+            f"{config.vocab - 1}"
         )
     return tokenizer
 
@@ -73,12 +68,7 @@ def _open_vocabulary(directory: Path) -> tokenizers.Tokenizer:
     other = next((name for name in _OTHER_VOCABULARIES if (directory / name).is_file()), None)
     if other is not None and not path.is_file():
         convert = (
-            f"from "
-            f"transformers "
-            f"import "
-            f"AutoTokenizer "
-            f"as "
-            f"t; "
+            "from transformers import AutoTokenizer as t; "
             f"t.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
         )
         raise ModelError(
@@ -107,9 +97,9 @@ def _add_declared(
     vocab: int,
     where: Path,
 ) -> None:
-    """Added tokens that are declared beside the vocabulary, but for those that the model has no row for.
-    Those that begin or end a text are special even where nothing else says so. Padding is not: it may be any
-    word, and no prompt has any."""
+    """Added tokens that are declared beside the vocabulary, except those without a row in the model. Tokens
+    that begin or end a text are special even if no flag says so. Padding is not: it may be any word, and no
+    prompt has any."""
     declared = settings.get("added_tokens_decoder") or {}
     try:
         tokens = {
@@ -145,8 +135,8 @@ def _add_declared(
 def _set_ends(
     backend: tokenizers.Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], where: Path
 ) -> None:
-    """Which tokens a text begins and ends with: the vocabulary's post-processor says so. Where it has none,
-    the settings do."""
+    """The tokens that a text begins and ends with: from the vocabulary's post-processor, or else from the
+    settings."""
     if backend.post_processor is None:
         first, last = (
             special.get(role) if settings.get(f"add_{role}") is True else None
@@ -156,7 +146,7 @@ def _set_ends(
 
 
 def _frame(backend: tokenizers.Tokenizer, first: str | None, last: str | None, where: str) -> None:
-    """Texts begin with `first` and end with `last`, where there is one."""
+    """Texts begin with `first` and end with `last`, if given."""
     ids = {token: backend.token_to_id(token) for token in (first, last) if token is not None}
     if missing := [token for token, id in ids.items() if id is None]:
         raise ModelError(
@@ -186,7 +176,7 @@ def _template_text(path: Path) -> str:
 
 
 def _named_templates(settings: Mapping[str, Any], where: Path) -> dict[str, str]:
-    """By name those that are known here."""
+    """The templates that are known here, by name."""
     template = settings.get("chat_template")
     named: dict[str, Any] = {"default": template}
     if isinstance(template, list):
@@ -215,7 +205,7 @@ _TEKKEN_WORDS = (
 )
 _REGEXES = {"qwen2": _WORDS % "", "llama-bpe": _WORDS % "{1,3}", "tekken": _TEKKEN_WORDS}
 _PRE_TOKENIZERS = ("smollm", "gpt-2", *_REGEXES)
-# vocabularies whose words are taken whole where they are tokens, merged or not
+# vocabularies whose words are taken whole if they are tokens, merged or not
 _WHOLE_WORDS = ("llama-bpe", "tekken")
 # Tokens of Phi-3 swallow blanks behind them, all but these. Its GGUF files do not say so.
 _PHI3_UNTRIMMED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
@@ -289,8 +279,8 @@ def _vocabulary(
 def _mark_added(
     backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[tuple[str, int]]
 ) -> None:
-    """Control tokens are special, and so is the unknown one; those that users of the trainer defined are
-    words that are never cut."""
+    """Control tokens are special, and so is the unknown one. User-defined tokens are words that are never
+    split."""
     trims = metadata.get("tokenizer.ggml.model") == "llama" and metadata.get("general.architecture") == "phi3"
     for kinds, add in (
         ((_UNKNOWN, _CONTROL), backend.add_special_tokens),
@@ -348,8 +338,8 @@ def _sentencepiece(
     special: Mapping[str, str],
     where: str,
 ) -> tokenizers.Tokenizer:
-    """A BPE of SentencePiece: pairs are merged by the score of what they become, and characters that it lacks
-    are bytes."""
+    """A BPE of SentencePiece: pairs are merged by the score of the result, and missing characters become
+    bytes."""
     for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if metadata.get(f"tokenizer.ggml.{name}"):
             raise ModelError(f"{where}: tokenizer.ggml.{name} is not supported for tokenizer model 'llama'")

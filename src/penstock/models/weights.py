@@ -50,7 +50,7 @@ _NAMED = 6  # tensors listed in an error before the rest is only counted
 
 
 class LoadedWeights(NamedTuple):
-    """Weights on the device, and what they were read from."""
+    """Weights on the device, and their source."""
 
     tensors: dict[str, Weight]
     # digest of each tensor's name, dtype, shape and bytes, under its name in the file, in the model's order
@@ -65,8 +65,8 @@ def load_directory(
     progress: Progress,
     forms: Forms | None = None,
 ) -> LoadedWeights:
-    """The model's tensors on `device` in `dtype`, matrices in `forms` where they are given. Every byte is
-    read once, hashed, and copied from there to where it stays."""
+    """The model's tensors on `device` in `dtype`, matrices in `forms` if given. Every byte is read once,
+    hashed, and copied to its final place."""
     with ExitStack() as stack:
         files = [stack.enter_context(WeightFile(path)) for path in weight_files(directory)]
         stored = stored_tensors(files)
@@ -100,14 +100,8 @@ def _check_tied(stored: Mapping[str, StoredTensor], config: ModelConfig, directo
     head, embed = stored.get(f"{HEAD}.weight"), stored.get(f"{EMBED}.weight")
     if config.tied_embeddings and head is not None and embed is not None and not _same_values(head, embed):
         raise ModelError(
-            f"{directory}: tie_word_embeddings is true, but "
-            f"{HEAD}.weight "
-            f"is "
-            f"another "
-            f"matrix "
-            f"than "
-            f"{EMBED}.weight; "
-            f"set it to false in config.json to use both, or leave {HEAD}.weight out"
+            f"{directory}: tie_word_embeddings is true, but {HEAD}.weight is another matrix than "
+            f"{EMBED}.weight; set it to false in config.json to use both, or leave {HEAD}.weight out"
         )
 
 
@@ -171,7 +165,7 @@ def _fill(room: Weight, source: StoredTensor, reading: Iterator[tuple[memoryview
 
 
 def put_rows(room: Weight, rows: slice, values: Tensor) -> None:
-    """Round a stretch of a tensor's rows to where they stay; a vector is a matrix of one row."""
+    """Round a range of a tensor's rows into their final place; a vector is a matrix of one row."""
     if isinstance(room, Matrix):
         room.fill(rows, values.reshape(-1, room.shape[1]).float())
     else:
@@ -217,17 +211,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         named = _indexed_names(directory)
         if single not in files or single.name in named:
             return _present(directory, named)
-        # transformers leaves the index of shards that it saves one file over; where it saves shards over one
-        # file, that stays whole.
+        # transformers leaves the index of shards when it saves one file over them; when it saves shards over
+        # one file, that file stays whole.
         if shards := [name for name in named if directory / name in files]:
             raise ModelError(
-                f"{directory} holds two models: "
-                f"{single.name}, "
-                f"and "
-                f"those "
-                f"of "
-                f"{INDEX}: "
-                f"{listed(shards)}; remove one of them"
+                f"{directory} holds two models: {single.name}, and those of {INDEX}: {listed(shards)}; "
+                "remove one of them"
             )
     if single in files:
         return (single,)
@@ -316,8 +305,8 @@ def _check_places(tensors: dict[str, StoredTensor], at: int, num_bytes: int) -> 
 
 
 def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: ModelConfig, where: Path) -> None:
-    """`found` is what a file has: name -> (shape, dtype as safetensors spells it). All that is wrong with it
-    is one ModelError."""
+    """`found` is a file's content: name -> (shape, dtype as safetensors spells it). Reports all problems in
+    one ModelError."""
     expected = {part.name: part.shape for weight in layout(config) for part in weight.parts}
     redundant = architecture_of(config).is_redundant
     present = [name for name in expected if name in found]
@@ -338,14 +327,14 @@ def check_tensors(found: Mapping[str, tuple[tuple[int, ...], str]], config: Mode
 
 
 def refuse_any(problems: Mapping[str, Sequence[str]], message: str) -> None:
-    """`problems`: by what is wrong, the names that it is wrong with."""
+    """`problems`: names by kind of problem."""
     if any(problems.values()):
         stated = "; ".join(f"{what}: {listed(names)}" for what, names in problems.items() if names)
         raise ModelError(f"{message}: {stated}")
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
-    """All tensors of a small safetensors file, and its bytes, of which they are made."""
+    """All tensors of a small safetensors file, and its bytes."""
     with WeightFile(path) as file:
         data = file.read(0, file.num_bytes)
         file.check_unchanged()
@@ -358,7 +347,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], bytes]:
 def unusable_tensors(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[str]]:
-    """For `refuse_any`: what is wrong with tensors that were read and whose shapes are known."""
+    """For `refuse_any`: problems of tensors that were read and whose shapes are known."""
     found = {name: tensor for name, tensor in tensors.items() if name in shapes}
     sized = ((name, list(tensor.shape), list(shapes[name])) for name, tensor in found.items())
     usable = DTYPES.values()
@@ -421,9 +410,9 @@ def tensor_digest(part: TensorSpec, dtype: str, pieces: Iterable[bytes]) -> byte
 def weights_digest(
     config: ModelConfig, dtype: torch.dtype, content: Iterable[bytes], forms: Forms | None = None
 ) -> bytes:
-    """Identity of the function that the weights compute: their `content`, the dtype and forms they run in and
-    the numbers of the config. Those that are as they are by default are left out, so that a new one changes
-    no model that does without it."""
+    """Identity of the function that the weights compute: their `content`, the dtype and forms they run in,
+    and the numbers of the config. Fields with default values are left out, so that a new field changes no
+    model that does not use it."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     numbers = {name: value for name, value in dataclasses.asdict(config).items() if value != defaults[name]}
     # when to stop, and how long a sequence may be, change no KV

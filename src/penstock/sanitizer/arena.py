@@ -23,19 +23,19 @@ _NOTHING: Known = {}
 
 
 class Standing:
-    """How slots stand that changed hands together. Never changes; equal only to itself."""
+    """The state of slots that changed hands together. Immutable; equal only to itself."""
 
     __slots__ = ("fenced", "known", "owner", "state")
 
     def __init__(self, state: str, owner: str, known: Known, fenced: Known) -> None:
         self.state = state
         self.owner = owner
-        self.known = known  # to the actor that changed it last: the next one comes after that
-        self.fenced = fenced  # what is over once the fences have passed that were given back with the slots
+        self.known = known  # to the actor of the last change; the next change happens after that
+        self.fenced = fenced  # all that is over once the fences given back with the slots have passed
 
 
 class PoolShadow:
-    """One pool. Slots behind its last, such as the padding block, are not its business."""
+    """One pool. Slots after its last, such as the padding block, are ignored."""
 
     def __init__(self, num_slots: int) -> None:
         self.is_closed = False
@@ -50,7 +50,7 @@ class PoolShadow:
         return found  # type: ignore[return-value]
 
     def each(self, slots: Iterable[int]) -> list[Standing]:
-        """In order; all of them the pool's."""
+        """In order; all slots must belong to the pool."""
         return list(map(self._standing.__getitem__, slots))
 
     def unheld(self, slots: Collection[int]) -> list[int]:
@@ -64,8 +64,8 @@ class PoolShadow:
     def move(
         self, actor: Actor, slots: Sequence[int], states: tuple[str, str], owner: str
     ) -> list[tuple[int, str]]:
-        """`slots` go from one of `states` to the other. Returns those that were in another state than the
-        first, with that."""
+        """Move `slots` from one of `states` to the other. Returns (slot, state) for slots in an unexpected
+        state."""
         old, new = states
         wrong = []
         if any(standing.state != old for standing in self.standings(slots)):
@@ -84,8 +84,8 @@ class PoolShadow:
         return wrong
 
     def hand_over(self, actor: Actor, slots: Sequence[int], fenced: Known = _NOTHING) -> None:
-        """A handle over `slots` begins or ends on `actor`, its fence, where there is one, covering `fenced`;
-        states change by `move`."""
+        """A handle over `slots` begins or ends on `actor`. Its fence, if any, covers `fenced`. States change
+        by `move`."""
         self._change(
             actor,
             slots,
@@ -95,8 +95,8 @@ class PoolShadow:
     def _change(
         self, actor: Actor, slots: Sequence[int], change: Callable[[Standing, Known], Standing]
     ) -> None:
-        """The pool's calls come one after the other, so `actor` comes after the last actor that changed these
-        slots, and the next after it."""
+        """The pool's calls are serialized, so `actor` comes after the last actor that changed these slots,
+        and before the next."""
         olds = self.standings(slots)
         for old in olds:
             actor.learn(old.known)
@@ -109,18 +109,18 @@ class PoolShadow:
 
 
 def _joined(known: Known, more: Known) -> Known:
-    """One of the two where it covers the other, so that standings share what they can."""
+    """One of the two if it covers the other, so that standings share values."""
     if not known:
         return more
     both: Clock = dict(known)
     return both if join(both, more) else known
 
 
-_Place = tuple[History, History, Standing]  # writes and reads of a slot, and how it stands
+_Place = tuple[History, History, Standing]  # writes and reads of a slot, and its standing
 
 
 class ArenaWatch:
-    """Accesses to one arena, and its pool where it has one."""
+    """Accesses to one arena, and to its pool if it has one."""
 
     def __init__(self, name: str, findings: Findings) -> None:
         self.name = name
@@ -145,7 +145,7 @@ class ArenaWatch:
             self._misuse(deed, slots, f"touches {self.name}, whose pool is closed")
         elif any(standing.state in UNHELD for standing in standings):
             found = pool.unheld(slots)
-            self._misuse(deed, found, f"touches {slots_told(found)} of {self.name}, which nobody holds")
+            self._misuse(deed, found, f"touches {slots_told(found)} of {self.name}, which no handle covers")
         if deed.writes and (found := pool.sealed(slots)):
             self._misuse(
                 deed, found, f"changes {slots_told(found)} of {self.name}, which others may find under a key"
@@ -158,14 +158,9 @@ class ArenaWatch:
     def _race(self, deed: Deed, race: Race) -> None:
         earlier = race.earlier
         sentence = (
-            f"{deed.told()} is not ordered "
-            f"after "
-            f"{earlier.told()} "
-            f"in "
-            f"{slots_told(race.slots)} "
-            f"of "
-            f"{self.name}: "
-            f"nothing on lane {deed.lane}, and nothing that its submitter saw, waits for {earlier.place}"
+            f"{deed.told()} is not ordered after {earlier.told()} in {slots_told(race.slots)} "
+            f"of {self.name}: nothing on lane {deed.lane}, and "
+            f"nothing that its submitter saw, waits for {earlier.place}"
         )
         key = (self.name, deed.lane, deed.work, deed.writes, earlier.lane, earlier.work, earlier.writes)
         self._findings.tell(Report(Kind.RACE, self.name, race.slots, sentence, (earlier, deed)), *key)
@@ -184,13 +179,8 @@ class ArenaWatch:
         if wrong:
             slot, state = wrong[0]
             sentence = (
-                f"slot {slot} of {self.name} went from "
-                f"{states[0]} "
-                f"to "
-                f"{states[1]} "
-                f"for "
-                f"{owner!r}, "
-                f"but it was {state}"
+                f"slot {slot} of {self.name} went from {states[0]} to {states[1]} for {owner!r}, but it was "
+                f"{state}"
             )
             self._tell(Kind.ACCOUNTING, sentence, [slot for slot, _ in wrong], (), states)
         if states[1] in UNHELD and states[0] not in UNHELD:
@@ -217,7 +207,7 @@ class ArenaWatch:
             first = unseen[0]
             sentence = (
                 f"slot {slot} of {self.name} gets its key, and {first.told()} may not have landed: "
-                f"who gives the key has not seen {first.place} to be over"
+                f"the thread that gives the key has not seen {first.place} to be over"
             )
             self._tell(Kind.LIFETIME, sentence, (slot,), unseen, "landed", first.lane, first.work)
 
@@ -236,7 +226,7 @@ class ArenaWatch:
             self._tell(Kind.LIFETIME, sentence, (), (), "left", handle)
 
     def balance(self, counts: Mapping[str, int]) -> None:
-        """The pool says that so many of its slots are in each state."""
+        """The pool reports the number of its slots in each state."""
         pool = self.pool
         if pool is None:
             return
@@ -244,13 +234,8 @@ class ArenaWatch:
         booked = {state: num for state, num in pool.counts.items() if num}
         if told != booked:
             sentence = (
-                f"the pool of {self.name} says that it has {told} at "
-                f"a "
-                f"step "
-                f"boundary, "
-                f"and "
-                f"its "
-                f"changes add up to {booked}"
+                f"the pool of {self.name} says that it has {told} at a step boundary, and its changes add "
+                f"up to {booked}"
             )
             self._tell(Kind.ACCOUNTING, sentence, (), (), "balance")
 
@@ -268,7 +253,7 @@ class ArenaWatch:
         return self.pool
 
     def _check_over(self, pool: PoolShadow, actor: Actor, slots: Sequence[int], owner: str) -> None:
-        """`slots` are not held any more: is all work on them over, as far as those know who had them, or
+        """`slots` are no longer held: is all work on them known by their former holders to be over, or
         fenced?"""
         places = list(
             zip(
@@ -289,33 +274,22 @@ class ArenaWatch:
         found = sorted(slot for slot, place in zip(slots, places, strict=True) if place in late)
         first = min(late.values(), key=lambda deed: (deed.lane, deed.number))
         sentence = (
-            f"{slots_told(found)} of "
-            f"{self.name} "
-            f"{'are' if len(found) > 1 else 'is'} "
-            f"given "
-            f"back "
-            f"for "
-            f"{owner!r} while {first.told()} may "
-            f"still be under way: none of those who had it has seen {first.place} to "
-            f"be "
-            f"over, "
-            f"and "
-            f"no "
-            f"fence "
-            f"behind that travels with it"
+            f"{slots_told(found)} of {self.name} {'are' if len(found) > 1 else 'is'} given back "
+            f"for {owner!r} while {first.told()} may still be under way: "
+            f"no holder has seen {first.place} to be over, and no fence behind that travels with it"
         )
         self._tell(Kind.LIFETIME, sentence, found, (first,), "given back", first.lane, first.work)
 
     def _tell(
         self, kind: Kind, sentence: str, slots: Sequence[int], deeds: tuple[Deed, ...], *key: object
     ) -> None:
-        """What is wrong here and now, without regard to earlier submissions."""
+        """A finding about the present state, independent of earlier submissions."""
         report = Report(kind, self.name, tuple(slots), sentence, deeds, self._findings.stacks.here())
         self._findings.tell(report, self.name, *key)
 
 
 class Arenas(dict[str, ArenaWatch]):
-    """All arenas by name; one that is asked for comes under watch."""
+    """All arenas by name; an unknown one is added."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__()

@@ -23,16 +23,15 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 Clock = dict[str, int]
-Known = Mapping[str, int]  # a clock that does not change any more
+Known = Mapping[str, int]  # an immutable clock
 
-# changes of one lane's knowledge that are remembered; fences older than that are taken to know a little more
-# than they did
+# Remembered changes of one lane's knowledge; older fences are taken to know slightly more than they did.
 _KEPT = 4096
 _NOTHING: Known = {}
 
 
 def join(clock: Clock, other: Known) -> bool:
-    """Grow `clock` by `other`; says whether it grew."""
+    """Grow `clock` by `other`; returns whether it grew."""
     grew = False
     for lane, number in other.items():
         if clock.get(lane, 0) < number:
@@ -42,14 +41,15 @@ def join(clock: Clock, other: Known) -> bool:
 
 
 class Actor:
-    """Who submits, sees and hands over: a host thread, or the item of a lane that runs on it."""
+    """The origin of a submission, a poll or a change of hands: a host thread, or the lane's item that runs on
+    it."""
 
     __slots__ = ("_shown", "clock", "item", "learned")
 
     def __init__(self, clock: Clock, item: tuple[str, int] | None = None) -> None:
         self.clock = clock
         self.item = item  # None: the thread itself
-        self.learned = False  # whether it has seen anything that it did not know from the start
+        self.learned = False  # whether it has seen anything new since its start
         self._shown: Known | None = None
 
     def learn(self, known: Known) -> None:
@@ -58,22 +58,22 @@ class Actor:
             self.learned = True
 
     def shown(self) -> Known:
-        """What it knows now; the same object until it learns more."""
+        """Its present knowledge; the same object until it learns more."""
         if self._shown is None:
             self._shown = dict(self.clock)
         return self._shown
 
 
 class _Actors(threading.local):
-    """Who acts on the calling thread, innermost last. Gone with the thread, so that no thread inherits what
-    another one saw."""
+    """The actors on the calling thread, innermost last. Thread-local, so that no thread inherits another
+    one's knowledge."""
 
     def __init__(self) -> None:
         self.stack = [Actor({})]
 
 
 class _Changes:
-    """How a lane's knowledge grew: from which item on it knew how much."""
+    """How a lane's knowledge grew: (item, knowledge from that item on)."""
 
     __slots__ = ("_entries",)
 
@@ -106,9 +106,9 @@ class Clocks:
     def __init__(self) -> None:
         self._actors = _Actors()
         self._lanes: defaultdict[str, Clock] = defaultdict(dict)
-        # by lane: what its items were submitted with
+        # by lane: knowledge with which its items were submitted
         self._changes: defaultdict[str, _Changes] = defaultdict(_Changes)
-        # by lane: what its items saw while they ran, where that is more
+        # by lane: additional knowledge that its items gained while they ran
         self._seen: defaultdict[str, _Changes] = defaultdict(_Changes)
         self._newest: Clock = {}  # work submitted, by lane
 
@@ -119,8 +119,8 @@ class Clocks:
     # -------------------------------------------------------------------------------------------------- edges
 
     def submit(self, lane: str, number: int) -> Known:
-        """Work `number` comes on `lane`, from the acting one. Returns what happens before it; good until the
-        next call."""
+        """The actor submits work `number` to `lane`. Returns what happens before it; valid until the next
+        call."""
         clock = self._lanes[lane]
         if join(clock, self.actor.clock):
             self._changes[lane].note(number, dict(clock))
@@ -128,8 +128,8 @@ class Clocks:
         return clock
 
     def act(self) -> tuple[str, int, Known]:
-        """The acting one does something itself. A thread's own deeds are numbered as a lane's work is, and it
-        knows them to be over. Returns the thread, the number and what happens before it."""
+        """The actor itself touches bytes. A thread's own deeds are numbered like a lane's work, and it knows
+        them to be over. Returns the thread, the number and what happens before it."""
         thread = threading.current_thread()
         name = f"thread {thread.name} ({thread.ident})"
         number = self._newest.get(name, 0) + 1
@@ -138,8 +138,8 @@ class Clocks:
         return name, number, clock
 
     def wait(self, lane: str, on_lane: str, fence: int) -> None:
-        """A wait is an item of `lane` like any other, with the next number. Its submitter counts as with any
-        other."""
+        """A wait is an item of `lane` with the next number, and happens after its submitter's knowledge like
+        any other."""
         clock = self._lanes[lane]
         self._newest[lane] = number = self._newest.get(lane, 0) + 1
         grew = join(clock, self.actor.clock)
@@ -149,7 +149,7 @@ class Clocks:
     def see(self, on_lane: str, fence: int) -> None:
         actor = self.actor
         if actor.clock.get(on_lane, 0) >= fence and on_lane not in self._seen:
-            return  # most looks find what is known already
+            return  # most polls find nothing new
         actor.learn(self.covered(on_lane, fence))
 
     def start(self, lane: str, number: int) -> None:
@@ -170,8 +170,8 @@ class Clocks:
     # ---------------------------------------------------------------------------------------------- knowledge
 
     def covered(self, lane: str, fence: int | None) -> Clock:
-        """What is over when a fence of `lane` has passed: the lane's work up to it, and what that happened
-        after. None: a fence that does not say where it lies, taken to cover all that was submitted."""
+        """All that is over when a fence of `lane` has passed: the lane's work up to it, and all that happened
+        before that work. None: a fence without a number, taken to cover all submitted work."""
         clock: Clock = {}
         self._learn(clock, lane, self._newest.get(lane, 0) if fence is None else fence)
         return clock

@@ -1,9 +1,9 @@
-"""The last accesses to each slot of an arena. Owns who touched which layers last, and forgets what later
-accesses cover.
+"""The last accesses to each slot of an arena. Owns which work touched which layers last, and forgets accesses
+that later ones cover.
 
-A history is a value that slots share: those that were read, or written, by the same work have the same one.
-So an access is judged once per distinct history, not once per slot; and not at all where it happens after
-everything that was ever done to the arena.
+A history is a value that slots share: slots that were read, or written, by the same work have the same one.
+So an access is judged once per distinct history, not once per slot; and not at all if it happens after all
+earlier work on the arena.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from penstock.sanitizer.clock import Known
 from penstock.sanitizer.report import Deed
 
 Layers = tuple[int, int]
-_Old = TypeVar("_Old")  # a history, or None where there was none
+_Old = TypeVar("_Old")  # a history, or None
 
 
 class History:
-    """Reads, or writes, of a slot that a later access could still race with. Never changes; equal only to
+    """Reads, or writes, of a slot that a later access could still race with. Immutable; equal only to
     itself."""
 
     __slots__ = ("narrow", "newest", "wide")
 
     def __init__(self, wide: tuple[Deed, ...], narrow: dict[int, tuple[Deed, ...]], newest: Known) -> None:
-        self.wide = wide  # those that touch several layers
+        self.wide = wide  # deeds that touch several layers
         self.narrow = narrow  # the others, by their layer
-        self.newest = newest  # by lane: none in here is newer
+        self.newest = newest  # by lane: number of the newest deed in here
 
     @property
     def deeds(self) -> list[Deed]:
         return [*self.wide, *(deed for deeds in self.narrow.values() for deed in deeds)]
 
     def unseen(self, *clocks: Known) -> list[Deed]:
-        """Those that none of `clocks` knows to be over."""
+        """Deeds that none of `clocks` knows to be over."""
         if all(any(clock.get(lane, 0) >= number for clock in clocks) for lane, number in self.newest.items()):
             return []
         return [deed for deed in self.deeds if all(clock.get(deed.lane, 0) < deed.number for clock in clocks)]
 
     def touching(self, layers: Layers) -> list[Deed]:
-        """Those that touch some of `layers`."""
+        """Deeds that touch some of `layers`."""
         low, high = layers
         found = [deed for deed in self.wide if deed.layers[0] < high and low < deed.layers[1]]
         if high == low + 1:
@@ -50,7 +50,8 @@ class History:
         return found
 
     def changed(self, layers: Layers, covered: Callable[[Deed], bool], new: Deed | None) -> History:
-        """Less those that touch only `layers` and are `covered`, and with `new`, which touches these."""
+        """Without the deeds that touch only `layers` and are `covered`, and with `new`, which touches
+        `layers`."""
         low, high = layers
         wide, narrow = self.wide, self.narrow
         if wide:
@@ -101,7 +102,7 @@ class _Side:
         return [_EMPTY if found is None else found for found in map(self._by_slot.get, slots)]
 
     def races(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
-        """Those that conflict with `deed` and do not happen before it, one of each lane and label."""
+        """Deeds that conflict with `deed` and do not happen before it, one per lane and label."""
         lane, layers = deed.lane, deed.layers
         if _all_ordered(self._newest, lane, clock):
             return []
@@ -119,7 +120,7 @@ class _Side:
         ]
 
     def add(self, deed: Deed, slots: Collection[int], covered: Callable[[Deed], bool]) -> None:
-        """`deed` comes to each of `slots`, and those within its layers that are `covered` go."""
+        """Add `deed` to each of `slots`, and remove the `covered` deeds within its layers."""
         olds = list(map(self._by_slot.get, slots))
         news = _merged({old: (old or _EMPTY).changed(deed.layers, covered, deed) for old in set(olds)})
         if len(news) == 1:
@@ -129,7 +130,7 @@ class _Side:
         self._newest[deed.lane] = max(deed.number, self._newest.get(deed.lane, 0))
 
     def drop(self, layers: Layers, slots: Collection[int], covered: Callable[[Deed], bool]) -> None:
-        """Those within `layers` that are `covered` go."""
+        """Remove the `covered` deeds within `layers`."""
         by_slot = self._by_slot
         known = [slot for slot in slots if slot in by_slot]
         olds = list(map(by_slot.__getitem__, known))
@@ -143,7 +144,7 @@ class _Side:
 
 
 def _merged(news: dict[_Old, History]) -> dict[_Old, History]:
-    """Histories that came to be the same by different ways are made one."""
+    """Merge histories that became equal in different ways."""
     if len(news) < 3:
         return news
     made: dict[tuple[object, ...], History] = {}
@@ -160,8 +161,9 @@ class Histories:
     def take(self, deed: Deed, slots: Collection[int], clock: Known) -> list[Race]:
         """Add `deed`, which happens after `clock`; returns earlier accesses that it races with.
 
-        What happens before `deed` and lies within its layers can be forgotten where `deed` conflicts with
-        everything that it conflicted with: a write covers all, a read covers reads of its own lane.
+        An earlier access within the layers of `deed` can be forgotten if it happens before `deed`, and `deed`
+        conflicts with everything that it conflicted with: a write covers all, a read covers reads of its own
+        lane.
         """
         lane, layers = deed.lane, deed.layers
         races = self.writes.races(deed, slots, clock)

@@ -1,5 +1,5 @@
-"""What the sanitizer has found: each finding with the stack where it happened, for people and as plain data;
-kept, counted, logged, written to a file. Owns the words and what becomes of them; finds nothing itself."""
+"""The sanitizer's findings: each with its stack, for people and as plain data; kept, counted, logged, written
+to a file. Owns the wording and the output; finds nothing itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from penstock.errors import ConfigError, SanitizerStop
 
 _DEPTH = 12  # frames that a report shows
-_MAX_KEPT = 4096  # distinct stacks that are shared; a program that has more starts over
+_MAX_KEPT = 4096  # distinct shared stacks; a program with more starts over
 _OWN = ("penstock/sanitizer/", "penstock/lanes/", "penstock/testing/sequenc")
 
 
@@ -31,8 +31,7 @@ class Frame(NamedTuple):
 
 
 class Stacks:
-    """Call stacks, the same object for the same place: there are as many places that submit as lines that do,
-    and deeds by the million."""
+    """Call stacks, shared: there are few submitting lines, and millions of deeds."""
 
     def __init__(self) -> None:
         self._is_own: dict[str, bool] = {}  # by file
@@ -42,7 +41,7 @@ class Stacks:
         return len(self._known)
 
     def here(self) -> tuple[Frame, ...]:
-        """The caller's, innermost frame first, without the lane's own and ours."""
+        """The caller's stack, innermost frame first, without frames of the lane and the sanitizer."""
         places: list[str | int] = []
         frame: FrameType | None = sys._getframe(1)
         top, is_own = frame, self._is_own
@@ -76,7 +75,7 @@ _MAX_NAMED = 8  # slots or owners that a sentence lists
 
 class Kind(enum.StrEnum):
     RACE = "race"  # two accesses to the same bytes, one a write, in no order
-    # bytes that are touched, given back or published without the right to, or too early
+    # bytes touched, given back or published without the right to, or too early
     LIFETIME = "lifetime"
     ACCOUNTING = "accounting"  # a pool that does not balance
     STALL = "stall"  # the engine thread blocked where it must not
@@ -84,8 +83,8 @@ class Kind(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)  # not frozen: that would triple the time to make one, and there are many
 class Deed:
-    """One piece of submitted work, as far as it concerns a finding. Not changed once it is kept; equal only
-    to itself."""
+    """One piece of submitted work, as a finding needs it. Not changed once it is kept; equal only to
+    itself."""
 
     lane: str
     number: int
@@ -93,7 +92,7 @@ class Deed:
     writes: bool
     layers: tuple[int, int]
     stack: tuple[Frame, ...]  # innermost first
-    # on whose behalf the slots were held when it was submitted, where anybody keeps book of them
+    # owners of the slots at submission, if a pool reports them
     owners: tuple[str, ...] = ()
 
     def told(self) -> str:
@@ -103,7 +102,7 @@ class Deed:
 
     @property
     def work(self) -> str:
-        """What kind of work it was, without its request: 'promote' of 'promote of r1'."""
+        """The kind of work, without its request: 'promote' of 'promote of r1'."""
         return self.label.partition(" of ")[0]
 
     @property
@@ -113,14 +112,14 @@ class Deed:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One finding. `sentence` says what is wrong and which edge is missing."""
+    """One finding. `sentence` names the fault and the missing edge."""
 
     kind: Kind
     arena: str
     slots: tuple[int, ...]
     sentence: str
     deeds: tuple[Deed, ...] = ()
-    stack: tuple[Frame, ...] = ()  # where it was found, unless that is where a deed was submitted
+    stack: tuple[Frame, ...] = ()  # where it was found, unless a deed was submitted there
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,7 +150,7 @@ MAX_REPORTS = 1000  # kept in full; further ones are only counted
 
 
 class Findings:
-    """Reports in the order of discovery. `lock` is held while looking for something, on any thread."""
+    """Reports in the order of discovery. `lock` is held while judging, on any thread."""
 
     def __init__(self, strict: bool, json_file: Path | None) -> None:
         self.reports: list[Report] = []
@@ -164,8 +163,8 @@ class Findings:
         self._write_json()
 
     def tell(self, report: Report, *key: object) -> None:
-        """Count `report`, and keep it unless one of its kind and `key` is kept already. Strict: raises
-        SanitizerStop then."""
+        """Count `report`, and keep it unless one of its kind and `key` is kept already. In strict mode,
+        raises SanitizerStop."""
         self.num_by_kind[report.kind] += 1
         if (report.kind, *key) in self._told or len(self.reports) >= MAX_REPORTS:
             return

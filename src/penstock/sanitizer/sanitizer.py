@@ -28,7 +28,7 @@ from penstock.sanitizer.arena import Arenas, ArenaWatch
 from penstock.sanitizer.clock import Clocks, Known
 from penstock.sanitizer.report import Deed, Findings, Kind, Report
 
-STALL_S = 1e-3  # a shorter wait is what a lock or a busy machine costs anyway
+STALL_S = 1e-3  # a lock or a busy machine causes shorter waits anyway
 
 
 class _Here(threading.local):
@@ -70,18 +70,13 @@ class Turns:
                 arena.balance(counts)
 
     def blocked(self, on_lane: str, fence: int, seconds: float) -> None:
-        """The calling thread has waited so long for that fence."""
+        """The calling thread has waited `seconds` for that fence."""
         if seconds <= self._stall_s or not self._here.in_turn or self._here.allowed:
             return
         stack = self._findings.stacks.here()
         sentence = (
-            f"the engine thread waited {seconds * 1e3:.1f} ms for "
-            f"item "
-            f"{fence} "
-            f"of "
-            f"lane "
-            f"{on_lane}, "
-            f"where it may not wait"
+            f"the engine thread waited {seconds * 1e3:.1f} ms for item {fence} of lane {on_lane}, where it "
+            "may not wait"
         )
         self._findings.tell(Report(Kind.STALL, "", (), sentence, stack=stack), on_lane, stack[:3])
 
@@ -114,7 +109,7 @@ class Checksums:
         with self._findings.lock:
             known = self._copies.get(tier, {}).get(slot)
             if known is None:
-                return  # it was made before anybody looked, or has been forgotten
+                return  # it was made before the sanitizer watched, or has been forgotten
             if known[0] != key:
                 self._tell(
                     tier,
@@ -128,7 +123,7 @@ class Checksums:
                 self._tell(tier, slot, key, "bytes changed between demote and promote", changed)
 
     def forget(self, tier: str, slots: Iterable[int]) -> None:
-        """`slots` hold nothing any more."""
+        """`slots` are empty now."""
         copies = self._copies.get(tier)
         if copies:
             for slot in slots:
@@ -142,12 +137,12 @@ class Checksums:
 
 
 class Sanitizer:
-    """Implements `LaneObserver` and `PoolObserver`; `turns` and `checksums` listen to the engine's loop and
-    to transfers. Any thread may report; `reports` are in the order of discovery."""
+    """Implements `LaneObserver` and `PoolObserver`; `turns` and `checksums` observe the engine's loop and
+    transfers. Any thread may report; `reports` are in the order of discovery."""
 
     def __init__(self, strict: bool = False, json_file: Path | None = None, stall_s: float = STALL_S) -> None:
-        """`strict`: the thread whose doing was found gets SanitizerStop. `json_file` holds all findings so
-        far, from the start."""
+        """`strict`: the thread that caused a finding gets SanitizerStop. `json_file` holds all findings so
+        far."""
         findings = Findings(strict, json_file)
         self.reports = findings.reports
         self.num_by_kind = findings.num_by_kind
@@ -165,7 +160,7 @@ class Sanitizer:
             self._judge(lane, ticket, label, accesses, self._clocks.submit(lane, ticket))
 
     def recorded(self, lane: str, fence: int) -> None:
-        """A fence is its lane and number; what it covers is worked out when a wait for it comes."""
+        """A fence is its lane and number; its coverage is computed when a wait for it comes."""
 
     def waited(self, lane: str, on_lane: str, fence: int) -> None:
         with self._lock:
@@ -190,7 +185,7 @@ class Sanitizer:
             self._clocks.start(lane, ticket)
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
-        """That work is over orders nothing by itself: a thread that acts on it has waited or polled. But the
+        """The end of work orders nothing by itself: a thread that acts on it has waited or polled. But the
         thread acts as itself again."""
         with self._lock:
             self._clocks.finish(lane, ticket)
@@ -229,7 +224,7 @@ class Sanitizer:
             self._arenas[pool].seal(self._clocks.actor, slot, key)
 
     def evicted(self, pool: str, slot: int, key: bytes) -> None:
-        """Forgetting touches no bytes; the next writer's order is what counts."""
+        """An eviction touches no bytes; the order of the next write counts."""
         with self._lock:
             self._arenas[pool].evict(slot)
 

@@ -1,5 +1,5 @@
-"""What this server is and takes, for people and for tools: the landing page and the OpenAPI description. Owns
-no route."""
+"""What this server is and accepts, for people and for tools: the landing page and the OpenAPI description.
+Owns no route."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from penstock import __version__
 from penstock.server import messages, responses, schema
 
-# Routes with their methods, what they are for, and what a post is made of. `/` itself is not worth a line.
+# Routes with their methods, their purpose, and the type of a posted body. `/` itself is not listed.
 ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": ("post", "Answer a conversation.", schema.ChatBody),
     "/v1/completions": ("post", "Continue a text.", schema.CompletionBody),
@@ -47,7 +47,7 @@ ROUTES: Mapping[str, tuple[str, str, type[msgspec.Struct] | None]] = {
     "/version": ("get", "The version of this server.", None),
     "/openapi.json": ("get", "This description.", None),
 }
-# Nothing on the page is loaded from anywhere, and no script runs on it.
+# The page loads nothing, and runs no scripts.
 LANDING_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
     "x-content-type-options": "nosniff",
@@ -61,7 +61,7 @@ _STYLE = (
 
 
 def openapi(with_key: bool) -> dict[str, Any]:
-    """Made from the types that requests are decoded with, so that it cannot differ from what is taken."""
+    """Made from the types that requests are decoded with, so that it always matches what is accepted."""
     bodies = [body for _, _, body in ROUTES.values() if body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     by_body = dict(zip(bodies, schemas, strict=True))
@@ -98,7 +98,7 @@ def _operation(path: str, about: str, body: Any) -> dict[str, Any]:
 
 
 def landing(facts: Sequence[tuple[str, str]]) -> str:
-    """One page without scripts: what runs here, and where to go on. Everything on it is escaped."""
+    """One page without scripts: what runs here, and links. Everything on it is escaped."""
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(value)}</td></tr>" for name, value in facts
     )

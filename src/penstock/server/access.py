@@ -26,30 +26,29 @@ MAX_ID = 128  # characters of a client's own id
 MAX_PATH = 200  # characters of a path in the log
 QUIET = frozenset({"/health", "/live", "/metrics"})  # asked every few seconds: logged at debug
 HANGUP = 499
-# Paths with somebody's name behind them.
+# Paths that end with a user's name.
 NAMED = {
     "/v1/models/": "/v1/models/{model}",
     "/v1/snapshots/": "/v1/snapshots/{name}",
     "/v1/responses/": "/v1/responses/{id}",
 }
-OTHER = "other"  # a path that is not one of ours: what clients make up must not become a label
+OTHER = "other"  # label for unknown paths: clients must not be able to create labels
 _NOT_IN_ID = re.compile(rb"[^A-Za-z0-9._:/@+=-]")
 _KEY = "penstock.exchange"
 
 
 @dataclass(slots=True)
 class Exchange:
-    """What is known of one request and its answer. Routes fill in what they learn; times are
-    `time.monotonic()`."""
+    """The facts about one request and its answer. Routes fill them in; times are `time.monotonic()`."""
 
     method: str
     path: str
     started_s: float
     unique: str = field(default_factory=lambda: uuid4().hex)
-    id: str = ""  # the client's own where it sent one, which need not be unique
+    id: str = ""  # the client's own id if it sent one, which need not be unique
     client: str = ""
     status: int = 0  # 0: nothing was answered
-    error: str | None = None  # what the client was told
+    error: str | None = None  # the message sent to the client
     model: str | None = None
     stream: bool = False
     prompt_tokens: int = 0
@@ -57,16 +56,16 @@ class Exchange:
     sources: dict[str, int] = field(default_factory=dict)  # prompt tokens by where their KV came from
     finish: list[str] = field(default_factory=list)  # by choice
     ignored: list[str] = field(default_factory=list)  # fields of the body that have no effect
-    queue_s: float | None = None  # of the choice that waited longest, from its submit to its first step
-    matched_s: float = 0.0  # of that, to key its prompt and look it up
-    loaded_s: float = 0.0  # of that, for KV from colder tiers
+    queue_s: float | None = None  # longest wait of a choice, from its submit to its first step
+    matched_s: float = 0.0  # the part of it for hashing the prompt and looking it up
+    loaded_s: float = 0.0  # the part of it for KV from colder tiers
     submitted_s: float = 0.0
     first_s: float | None = None
     ended_s: float = 0.0
 
     @property
     def is_anthropic(self) -> bool:
-        """Its answers, errors too, are in the shapes of Anthropic's API."""
+        """Its answers and errors have the shapes of Anthropic's API."""
         return self.path == "/v1/messages" or self.path.startswith("/v1/messages/")
 
     @property
@@ -79,7 +78,7 @@ class Exchange:
         return self.prompt_tokens > 0
 
     def fields(self) -> dict[str, Any]:
-        """For the log, without what there is not."""
+        """For the log, without empty fields."""
         generated: dict[str, Any] = {}
         if self.generating:
             generated = {
@@ -106,7 +105,7 @@ class Exchange:
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """The exchange that a request belongs to: the access log makes it, or whoever is asked without one."""
+    """The exchange of a request: made by the access log, or here if there is none."""
     found = scope.get(_KEY)
     if found is None:
         found = scope[_KEY] = Exchange(scope.get("method", ""), scope.get("path", ""), time.monotonic())
@@ -116,7 +115,7 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 class AccessLog:
-    """Outermost: gives every exchange its id and says how it ended, also where no route was reached."""
+    """Outermost: gives every exchange its id and logs how it ended, even if no route was reached."""
 
     def __init__(self, app: ASGIApp, figures: RequestFigures, tracing: Tracing | None = None) -> None:
         self._app = app
@@ -161,8 +160,8 @@ def _log(exchange: Exchange) -> None:
 
 
 def _own_id(scope: Scope) -> str:
-    """The id that the client sent, without what could forge a line of a log or a header, and no longer than
-    is of use."""
+    """The id that the client sent, without characters that could forge a line of a log or a header, and
+    shortened."""
     for name, value in scope["headers"]:
         if name == ID_HEADER.encode():
             return _NOT_IN_ID.sub(b"", value[: 4 * MAX_ID])[:MAX_ID].decode()

@@ -1,5 +1,5 @@
-"""The ASGI application: routes, who may call them, how errors look, and what starts and stops with it. Owns
-no socket."""
+"""The ASGI application: routes, access control, the form of errors, and startup and shutdown. Owns no
+socket."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ BLANKS = b" \t"  # of HTTP
 def make_app(
     engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None
 ) -> Starlette:
-    """The app starts `loop` when it starts and closes it when it stops; `app.state.service` is what its
-    routes share."""
+    """The app starts `loop` when it starts and closes it when it stops; its routes share
+    `app.state.service`."""
     if config.api_key is not None:
         _check_key(config.api_key)
     service = Service(engine, loop, config, fronts)
@@ -64,13 +64,13 @@ def make_app(
         exception_handlers={PenstockError: on_error, HTTPException: on_error, Hangup: on_hangup},
         lifespan=lifespan,
     )
-    app.router.redirect_slashes = False  # an unknown path is an error, not a hint
+    app.router.redirect_slashes = False  # an unknown path is an error, not redirected
     app.state.service = service
     return app
 
 
 def _tracing(config: ServerConfig) -> Tracing | None:
-    """Nothing of OpenTelemetry is imported where nobody asked for it."""
+    """OpenTelemetry is imported only if it is configured."""
     if config.otlp_endpoint is None:
         return None
     from penstock.server.tracing import Tracing, exporting
@@ -79,8 +79,8 @@ def _tracing(config: ServerConfig) -> Tracing | None:
 
 
 def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None) -> list[Middleware]:
-    """Outermost first. A browser asks before it sends a key, and has to be able to read a refusal: so its
-    rules come before the key."""
+    """Outermost first. CORS comes before the key check: a browser asks before it sends a key, and must be
+    able to read a refusal."""
     stack = [Middleware(AccessLog, figures=service.figures, tracing=tracing)]
     if config.cors_origins:
         seen = (ID_HEADER, IGNORED_HEADER, "retry-after")
@@ -101,7 +101,8 @@ def _middleware(config: ServerConfig, service: Service, tracing: Tracing | None)
 
 
 def _check_key(key: str) -> None:
-    """A key that no client can send would lock everybody out, and an empty one nobody."""
+    """Refuses a key that no client can send, which would lock out all clients, and an empty key, which would
+    lock out none."""
     if not key.strip(" \t"):
         raise ConfigError("--api-key is empty: give a key, or leave it out to serve without one")
     if any((ord(character) < 0x20 and character != "\t") or character == "\x7f" for character in key):
@@ -111,8 +112,8 @@ def _check_key(key: str) -> None:
 
 
 class LastResort:
-    """Turns a defect of ours into a 500 that leaves the connection usable. Once an answer has begun, which
-    the exchange knows, only closing it can tell."""
+    """Turns a defect in Penstock into a 500 that leaves the connection usable. If an answer has begun, only
+    closing the connection can signal the error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -128,13 +129,13 @@ class LastResort:
 
 
 class KeyCheck:
-    """Lets nothing but `open_paths` and OPTIONS, which does nothing, through without the key. Keeps only its
+    """Lets only `open_paths`, and OPTIONS, which does nothing, through without the key. Keeps only the key's
     digest, so that no log, error or dump can show it."""
 
     def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str] = OPEN_PATHS) -> None:
         self._app = app
         self._open_paths = open_paths
-        # Bytes that are no UTF-8 reach us from a shell as surrogates. Blanks around a key cannot be sent in a
+        # Bytes that are not UTF-8 come from a shell as surrogates. Blanks around a key cannot be sent in a
         # header.
         self._digest = _digest(api_key.encode("utf-8", "surrogateescape").strip(BLANKS))
 
@@ -155,9 +156,8 @@ class KeyCheck:
         return scope["path"] in self._open_paths or scope.get("method") == "OPTIONS"
 
     def _admits(self, scope: Scope) -> bool:
-        """Digests are compared in constant time, and are of one length whatever was sent. Bytes are never
-        made text: blanks of HTTP are space and tab, and a key may well end in a byte that some alphabet calls
-        blank."""
+        """Compares digests in constant time; they have one length for any input. Bytes are never decoded:
+        blanks of HTTP are space and tab, and a key may end in a byte that some encoding calls blank."""
         scheme, _, bearer = _only(scope, b"authorization").partition(b" ")
         # OpenAI's way and Anthropic's
         keys = (bearer if scheme.lower() == b"bearer" else b"", _only(scope, b"x-api-key"))
@@ -166,7 +166,7 @@ class KeyCheck:
 
 
 def _only(scope: Scope, header: bytes) -> bytes:
-    """A header that is there once; empty where it is not, or more than once."""
+    """A header that occurs once; empty if it is missing or repeated."""
     given = [value for name, value in scope["headers"] if name == header]
     return given[0] if len(given) == 1 else b""
 

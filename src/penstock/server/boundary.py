@@ -1,8 +1,8 @@
-"""What the processes of one server say to each other: the messages, their version, and how they travel on a
-stream socket. Owns no process and no thread; who says what when is the business of both ends.
+"""Messages between the processes of one server: their types, their version, and their framing on a stream
+socket. Owns no process and no thread; both ends decide when to send.
 
 A frame is four bytes of length and as many of MessagePack. Nothing is ever unpickled: a message is one of the
-types below or an error.
+types below, or an error.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from penstock.models.tokenizer import TokenizerSpec
 from penstock.server.client import AdapterNames, EngineClient, GrammarCompiler, RequestFigures, SnapshotStore
 from penstock.server.kept import KeptResponse, ResponseStore
 
-VERSION = 8  # of everything below; both ends say it first
-MAX_BYTES = 256 << 20  # of one message: more is garbage, and is not read
+VERSION = 8  # of everything below; both ends send it first
+MAX_BYTES = 256 << 20  # of one message; a longer one is garbage and is not read
 _LENGTH = struct.Struct("<I")
 
 M = TypeVar("M")
 
 
 class ProtocolBroken(PenstockError):
-    """The other end says what cannot be: another version, another program, or a defect."""
+    """The other end sent something impossible: another version, another program, or a defect."""
 
 
 class Sent(msgspec.Struct, array_like=True):
-    """What is sent is an array of its fields."""
+    """Sent as an array of its fields."""
 
 
 # ------------------------------------------------------------------------------------------------- plain data
@@ -79,8 +79,8 @@ def fault_from(error: BaseException) -> SentError:
 
 
 def error_from(fault: SentError) -> Exception:
-    """The same exception, as far as anybody asks: its type, its text and what it names. What was no exception
-    of ours is a defect there."""
+    """The same exception: type, text and named fields. Anything that is not our own exception is a defect
+    there."""
     kind = _KINDS.get(fault.kind)
     if kind is None:
         return RuntimeError(f"in the engine's process: {fault.message}")
@@ -94,8 +94,7 @@ def error_from(fault: SentError) -> Exception:
 
 
 class SentEvent(Sent):
-    """A `TokenEvent` that has more to say than one token, without its request's id: the number stands for
-    it."""
+    """A `TokenEvent` with more than one plain token. The number stands for the request's id."""
 
     number: int
     event: TokenEvent
@@ -122,8 +121,8 @@ class SentEvent(Sent):
 
 
 class Hello(Sent, tag=1):
-    """The first message, once the model is loaded: what is the same for as long as the engine runs, and its
-    adapters for now."""
+    """The first message, once the model is loaded: facts that hold while the engine runs, and its present
+    adapters."""
 
     version: int
     name: str
@@ -137,13 +136,13 @@ class Hello(Sent, tag=1):
     tokenizer: TokenizerSpec
     adapters: list[LoadedAdapter]
     residency: ResidencyChoice
-    # a front that is started while the engine warms up hears later, by a beat, that it is
+    # a front started during the warm-up learns from a later beat that the engine is warm
     is_warm: bool = True
 
 
 class Tokens(Sent, tag=2):
-    """Everything that a step has to say to one front process. An event that is one token is a pair of
-    numbers, whose it is and which; the others of a message follow, of each request in order."""
+    """All events of a step for one front process. An event that is one token is a pair of numbers, request
+    and token. The other events follow, in order for each request."""
 
     plain: list[int]
     rest: list[SentEvent]
@@ -156,14 +155,14 @@ class Returned(Sent, tag=3):
 
 
 class Beat(Sent, tag=4):
-    """The engine's process is alive; its loop came round so long ago. Answered with Awake."""
+    """The engine's process is alive; its loop last turned this long ago. Answered with Awake."""
 
     age_s: float
     is_warm: bool = True
 
 
 class AdapterList(Sent, tag=5):
-    """All that are loaded now. Answered with Awake."""
+    """All loaded adapters. Answered with Awake."""
 
     version: int
     loaded: list[LoadedAdapter]
@@ -174,7 +173,7 @@ class WantFigures(Sent, tag=6):
 
 
 class Bye(Sent, tag=7):
-    """The engine will say no more: it has closed as it was told to, and every request has had its last event.
+    """The last message of the engine: it has closed as requested, and every request has had its last event.
     Or it has failed."""
 
     why: str = ""  # it has failed
@@ -213,7 +212,7 @@ class Cancel(Sent, tag=2):
 
 
 class HoldAdapter(Sent, tag=3):
-    """Keep what the adapter is now until LetGo."""
+    """Keep the adapter's present content until LetGo."""
 
     number: int
     adapter: Adapter
@@ -238,7 +237,7 @@ class Awake(Sent, tag=6):
 
 
 class Call(Sent, tag=7):
-    """One of CALLS. What compiling a grammar gives is kept until LetGo of `number`."""
+    """One of CALLS. A compiled grammar is kept until LetGo of `number`."""
 
     number: int
     name: str
@@ -289,7 +288,7 @@ CALLS = {
 
 
 def arguments_of(call: Call) -> Any:
-    """Raises ProtocolBroken at what is no call."""
+    """Raises ProtocolBroken if it is not a valid call."""
     if call.name not in CALLS:
         raise ProtocolBroken(f"{call.name} is no call")
     try:
@@ -305,13 +304,13 @@ C = TypeVar("C", Config, ServerConfig)
 
 
 def packed(config: Config | ServerConfig) -> bytes:
-    """Keys and paths may have bytes that are no UTF-8, and numbers any size: MessagePack has neither, and
-    JSON has both, by escapes."""
+    """JSON, since keys and paths may have bytes that are not UTF-8, and numbers may have any size;
+    MessagePack allows neither."""
     return json.dumps(msgspec.to_builtins(config)).encode()
 
 
 def unpacked(data: bytes, kind: type[C]) -> C:
-    """Raises ProtocolBroken where it is none."""
+    """Raises ProtocolBroken if it is not valid."""
     try:
         config: C = msgspec.convert(json.loads(data), kind)
     except (ValueError, PenstockError) as error:
@@ -336,13 +335,13 @@ class FrontSetup(Sent, tag=2):
 
 
 class Attach(Sent, tag=3):
-    """A front process is being started; its socket comes along."""
+    """A front process is being started; its socket comes with this message."""
 
     index: int
 
 
 class Stop(Sent, tag=4):
-    """End in order; with `now`: without waiting for anybody's requests."""
+    """End in order; with `now`: without waiting for running requests."""
 
     now: bool = False
 
@@ -351,7 +350,7 @@ FromParent = EngineSetup | FrontSetup | Attach | Stop
 
 
 class Starting(Sent, tag=1):
-    """The engine's process is up and checks what it was given."""
+    """The engine's process is up and checks its configuration."""
 
     device: str
 
@@ -361,13 +360,13 @@ class Ready(Sent, tag=2):
 
 
 class Detached(Sent, tag=3):
-    """Of a front process that is gone nothing is left in the engine."""
+    """The engine has cleaned up after a front process that is gone."""
 
     index: int
 
 
 class Broken(Sent, tag=4):
-    """The process cannot go on, and why."""
+    """The process cannot go on; says why."""
 
     fault: SentError
 
@@ -406,7 +405,7 @@ class Frames(Generic[M]):
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """Raises ProtocolBroken at what is no message."""
+        """Raises ProtocolBroken if the bytes are not a message."""
         self._data += data
         start = 0
         try:
@@ -432,12 +431,13 @@ class Frames(Generic[M]):
 
 
 class Wire(Generic[M]):
-    """One end of a connection that blocks: one thread may read, any may write. Messages of `kind` come in."""
+    """One end of a blocking connection: one thread may read, any thread may write. Received messages are of
+    `kind`."""
 
     def __init__(self, sock: socket.socket, kind: Any) -> None:
         self.sock = sock
         self._writing = threading.Lock()
-        self.frames: Frames[M] = Frames(kind)  # also for who goes on reading the socket another way
+        self.frames: Frames[M] = Frames(kind)  # also for code that goes on reading the socket another way
         self._ready: list[M] = []
         self._fds: list[int] = []
 
@@ -458,12 +458,12 @@ class Wire(Generic[M]):
         return self._ready.pop(0)
 
     def take_fd(self) -> int:
-        """The oldest that came along with a message."""
+        """The oldest descriptor that came with a message."""
         if not self._fds:
             raise ProtocolBroken("a socket was announced and did not come")
         return self._fds.pop(0)
 
     def left(self) -> list[M]:
-        """What was read and not yet received."""
+        """Messages that were read and not yet received."""
         ready, self._ready = self._ready, []
         return ready

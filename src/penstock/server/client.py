@@ -1,6 +1,5 @@
-"""What the server asks of an engine, wherever that runs: in this process (`Engine` and `EngineLoop` as they
-are) or in one of its own (`RemoteEngine`). Owns the interface, and what fronts have in common: seats, and
-figures of HTTP exchanges."""
+"""The server's interface to an engine, in this process (`Engine` and `EngineLoop`) or in another one
+(`RemoteEngine`). Owns the interface, and what fronts share: seats, and figures of HTTP exchanges."""
 
 from __future__ import annotations
 
@@ -51,7 +50,8 @@ class AdapterNames(Protocol):
     def find(self, name: str) -> LoadedAdapter | None: ...
 
     def try_hold(self, name: str) -> AbstractContextManager[Adapter] | None:
-        """The adapter that has the name now; until the hold ends, that content can be submitted to."""
+        """The adapter that has the name now. Until the hold ends, requests can be submitted to that
+        content."""
 
     def load_inside(self, name: str, path: str) -> LoadedAdapter: ...
 
@@ -60,13 +60,12 @@ class AdapterNames(Protocol):
 
 class GrammarCompiler(Protocol):
     def begin(self, grammar: Grammar) -> Future[Any]:
-        """It is found again at no cost while the result is kept. Cancelling ends it, unless others wait for
-        the same."""
+        """Free of cost while the result is kept. A cancel ends it, unless other callers wait for the same
+        grammar."""
 
 
 class SnapshotStore(Protocol):
-    """Snapshots by their names. Nothing blocks; a cancel of what is returned ends what is asked, where it has
-    not begun."""
+    """Snapshots by name. Never blocks. Cancelling a returned future ends the call if it has not begun."""
 
     def begin_take(self, asked: SnapshotRequest) -> Future[Snapshot]: ...
 
@@ -82,8 +81,7 @@ class SnapshotStore(Protocol):
 
 
 class EngineClient(Protocol):
-    """`stats`, `reset_cache` and `wait_flushed` may block; nothing else does. All may be called from any
-    thread."""
+    """Only `stats`, `reset_cache` and `wait_flushed` may block. All may be called from any thread."""
 
     name: str
     tokenizer: TextCodec
@@ -129,7 +127,7 @@ class EngineClient(Protocol):
 
 
 class EngineLife(Protocol):
-    """How the engine's loop is doing."""
+    """The state of the engine's loop."""
 
     def start(self) -> None: ...
 
@@ -169,7 +167,7 @@ class RequestFigures:
             self.queue.add(exchange.queue_s)
 
     def with_others(self, others: Iterable[RequestFigures]) -> RequestFigures:
-        """A sum; these stay as they are."""
+        """The sum; the operands are unchanged."""
         total = RequestFigures()
         for one in (self, *others):
             for key, num in one.by_status.items():
@@ -183,12 +181,12 @@ class RequestFigures:
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """What all front processes of a server share. As it is by default, this one is alone: HTTP and engine are
-    one process."""
+    """What all front processes of a server share. By default this front is alone: HTTP and engine are one
+    process."""
 
     book: SeatBook = field(default_factory=lambda: SeatBook.make(1))
     index: int = 0
-    started_s: float = field(default_factory=time.time)  # when the server was, as all of them say
+    started_s: float = field(default_factory=time.time)  # start of the server, the same in all processes
     engine_pid: int | None = None  # None: it is this process
     # of the engine, and of all other fronts. May block
     stats: Callable[[], tuple[EngineStats, list[RequestFigures]]] | None = None
@@ -199,5 +197,5 @@ class Fronts:
         return Gate(limit, what, self.book, self.index, number)
 
     def note_connections(self, num: int) -> int:
-        """This front has `num` open; returns what the one with the fewest has."""
+        """This front has `num` connections open; returns the number of the front with the fewest."""
         return self.book.note_connections(self.index, num)

@@ -1,6 +1,6 @@
-"""One client's connection and how long it may keep us waiting: for a header, for the rest of a body, for
-taking its reply. Owns deadlines, and the size of a body and its pieces; owns no request, which a cut
-connection cancels as any hang-up does."""
+"""One client's connection and its deadlines: for a header, for the rest of a body, for reading its reply.
+Owns deadlines, and limits on the size of a body and its pieces. Owns no request; cutting the connection
+cancels it like any hang-up."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from penstock.server.faults import Hangup, Refused, error_response
 
 logger = logging.getLogger("penstock.server")
 
-MIN_TAKEN = 16 << 10  # bytes of a reply that a client has to take in its time, or all that there are
-FREE_PIECES = 1024  # of one body, of any size; each costs as much as parsing a small request
-MIN_PIECE = 64  # bytes of a further one, on average
+MIN_TAKEN = 16 << 10  # bytes of a reply that a client must read in its time, or all that there are
+FREE_PIECES = 1024  # pieces of one body of any size; each costs as much as parsing a small request
+MIN_PIECE = 64  # average bytes of each further piece
 
 
 class Connection(H11Protocol):
-    """Uvicorn's protocol has a deadline for nothing but an idle connection."""
+    """Uvicorn's protocol only has a deadline for idle connections."""
 
     read_timeout_s = 30.0
     write_timeout_s = 30.0
@@ -35,14 +35,14 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn = _Pieces(h11.SERVER, self.conn._max_incomplete_event_size)
-        self._awaited: tuple[str, object] | None = None  # what the client is to send, and of which request
+        self._awaited: tuple[str, object] | None = None  # what the client has to send, and of which request
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._pending = 0  # bytes of a reply that the client had yet to take when it was last looked at
+        self._pending = 0  # unread bytes of a reply at the last look
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # everything that the client has not taken counts
+        transport.set_write_buffer_limits(high=0)  # everything that the client has not read counts
         self._watch_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -70,12 +70,12 @@ class Connection(H11Protocol):
             self._write_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """The client has stopped speaking HTTP. Its request is over for the application too: what that still
-        sends goes nowhere, instead of failing."""
+        """The client has stopped speaking HTTP. Its request is over for the application, too: further output
+        is dropped instead of failing."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        # otherwise an answer has begun, and only closing can tell
+        # otherwise an answer has begun, and only closing can signal the error
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             refusal = error_response(Refused(400, "what was sent is not valid HTTP"))
             head = h11.Response(
@@ -88,8 +88,8 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch_reading(self) -> None:
-        """One deadline from the first to the last byte of a header. A body has one where it is read; here one
-        behind an early reply."""
+        """One deadline from the first to the last byte of a header. A body has its own where it is read; here
+        only after an early reply."""
         state, awaited = self.conn.their_state, None
         if state is h11.IDLE:
             awaited = ("header", self.cycle)
@@ -112,21 +112,21 @@ class Connection(H11Protocol):
     def _check_taken(self) -> None:
         if self._pending - self.transport.get_write_buffer_size() < min(self._pending, MIN_TAKEN):
             sock = self.transport.get_extra_info("socket")
-            # nor does the kernel keep what is not taken
+            # the kernel drops unread bytes, too
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._cut("did not take its reply")
         else:
             self._watch_writing()
 
     def _cut(self, why: str) -> None:
-        """At once: to close in order would wait for the client again."""
+        """At once: an orderly close would wait for the client again."""
         logger.info("a connection was cut: its client %s in time", why)
         self.transport.abort()
 
 
 class _Pieces(h11.Connection):
-    """Refuses a body in crumbs: parsing each takes far longer than sending it, and no client has a reason
-    to."""
+    """Refuses a body in very small pieces: parsing each takes far longer than sending it, and no client needs
+    them."""
 
     num_pieces = num_bytes = 0  # of this body so far
 
@@ -143,15 +143,15 @@ class _Pieces(h11.Connection):
 
 
 def connection_class(read_timeout_s: float, write_timeout_s: float) -> type[Connection]:
-    """Uvicorn makes connections itself, from a class."""
+    """Uvicorn creates connections itself, from a class."""
     return type(
         "Connection", (Connection,), {"read_timeout_s": read_timeout_s, "write_timeout_s": write_timeout_s}
     )
 
 
 async def read_body(scope: Scope, receive: Receive, config: ServerConfig) -> bytes:
-    """The whole body, or a refusal as soon as it is known to be too large or too slow; no more bytes than
-    allowed are ever held."""
+    """The whole body, or a refusal as soon as it is known to be too large or too slow. Never holds more bytes
+    than allowed."""
     limit, timeout_s = config.max_body_bytes, config.read_timeout_s
     headers = Headers(scope=scope)
     if headers.get("content-encoding", "identity").lower() != "identity":

@@ -1,5 +1,4 @@
-"""What went wrong, as the client is told: exceptions to status codes and OpenAI's error object. Owns no
-routes."""
+"""Errors as the client sees them: exceptions to status codes and OpenAI's error object. Owns no routes."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ MAX_SHOWN = 512  # characters of a message or a name in an error: what a client 
 
 
 class Refused(UserError):
-    """An answer that HTTP has its own status for, such as 404 or 413."""
+    """An answer with an HTTP status of its own, such as 404 or 413."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
@@ -51,7 +50,7 @@ class Refused(UserError):
 
 
 class Hangup(Exception):
-    """The client is gone: there is nobody to answer."""
+    """The client is gone: no answer is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +76,7 @@ class Fault:
         }
 
     def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
-        """In Anthropic's shape, with the words that its clients look for before they shorten a
-        conversation."""
+        """In Anthropic's shape, with the words by which its clients decide to shorten a conversation."""
         kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         fields = self.body()["error"]
         if self.code == "context_length_exceeded":
@@ -100,15 +98,14 @@ _ANTHROPIC = {
 
 
 def shortened(text: str) -> str:
-    """Its beginning and its end: a message names the field first, and says last what is wrong with it."""
+    """The beginning and the end: a message names the field first, and the fault last."""
     half = MAX_SHOWN // 2
     return (
         text if len(text) <= MAX_SHOWN else (f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}")
     )
 
 
-# The first that an error is an instance of: its status, its code, and what is said where it says nothing
-# itself.
+# The first match counts: status, code, and the message if the error has none.
 _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (ContextExceeded, 400, "context_length_exceeded", ""),
     (SessionMissing, 404, "session_not_found", ""),
@@ -121,17 +118,17 @@ _KINDS: tuple[tuple[type[PenstockError], int, str | None, str], ...] = (
     (Overloaded, 429, "overloaded", ""),
     (EngineClosed, 503, "unavailable", "the engine is closed"),
     (DeadlineExceeded, 504, "deadline_exceeded", ""),
-    # only of what was asked of a tier itself:
+    # only if a tier itself was asked:
     (StoreFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),
-    # a request computes instead
+    # otherwise the request computes instead
     (TransferFailed, 503, "tier_failed", "a tier of the cache cannot be used now"),
     (StepFailed, 500, "step_failed", "the forward pass failed"),
 )
 
 
 def fault_of(error: BaseException, path: str = "") -> Fault:
-    """The message of an unexpected exception stays in our log: it may name paths or values that are not the
-    client's to see. `path`: that was asked."""
+    """The message of an unexpected exception stays in the log: it may contain paths or values that the client
+    must not see. `path`: the requested one."""
     text, param = str(error), getattr(error, "param", None)
     if isinstance(error, Refused):
         return Fault(error.status, text, _type_of(error.status), param, error.code)
@@ -148,7 +145,7 @@ def fault_of(error: BaseException, path: str = "") -> Fault:
     return Fault(500, "internal error; the server's log says more", _type_of(500), code="internal")
 
 
-# Routes of other servers, by how their paths begin, and why they are not here.
+# Routes of other servers, by prefix, and why they are missing.
 NOT_HERE = {
     "/v1/embeddings": "causal models are served for the text that they write, and make no embeddings",
     "/v1/chat/completions/": "answers are not stored",
@@ -164,12 +161,7 @@ NOT_HERE = {
     ),
 }
 HERE = (
-    "/v1/chat/completions, /v1/completions, /v1/responses "
-    "and "
-    "/v1/messages "
-    "generate "
-    "text; "
-    "GET "
+    "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages generate text; GET "
     "/openapi.json lists every route"
 )
 
@@ -200,7 +192,7 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
 
 
 def error_response(error: BaseException, exchange: Exchange | None = None) -> Response:
-    """The answer, in the shape of the API that was asked; `exchange` is told why, for the log."""
+    """The answer, in the shape of the requested API; `exchange` gets the reason, for the log."""
     fault = fault_of(error, "" if exchange is None else exchange.path)
     if exchange is not None:
         exchange.error = shortened(fault.message)
@@ -217,5 +209,5 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 async def on_hangup(request: Request, error: Exception) -> Response:
-    """Nobody reads this; it only tells the protocol that the exchange is over."""
+    """The client does not read this; it only tells the protocol that the exchange is over."""
     return Response(status_code=499)

@@ -1,5 +1,5 @@
-"""The generating routes: body in, prompts to token ids, choices out, streamed or whole. Owns the order of
-things and how a prompt is made, not shapes or engine requests."""
+"""The generating routes: body in, prompts to token ids, choices out, streamed or whole. Owns the sequence of
+steps and how a prompt is made, not shapes or engine requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _MESSAGES = msgspec.json.Decoder(list[Message])
 
 
 def beyond_context(error: PromptTooLong) -> ContextExceeded:
-    """Of a prompt that was to be computed: one that is too long does not fit the context."""
+    """For a prompt that is to be computed: too long means that it does not fit the context."""
     return ContextExceeded(error.most, f"your prompt has {error.what}", error.param or "prompt")
 
 
@@ -71,20 +71,15 @@ def prompts_of(
     before: SnapshotContent | None = None,
     reasons: bool = False,
 ) -> list[Prompt]:
-    """Of a text, one for each item. `before`: a snapshot that they go on from. Of a text: its tokens, then
-    those of each prompt, cut by themselves. Of a conversation: its messages, then the request's, written by
-    the template as one: the prompt of somebody who sends everything, whatever the template puts where."""
+    """The prompts of a body; a text body has one per item. `before`: a snapshot to continue. For a text: its
+    tokens, then the tokens of each prompt, tokenized separately. For a conversation: its messages, then the
+    request's, rendered by the template as one, as if the client had sent all of them."""
     if isinstance(body, ChatBody):
         said = body.messages
         if before is not None and not before.messages:
             message = (
-                "this snapshot was not taken of messages, so a "
-                "conversation "
-                "cannot "
-                "be "
-                "continued "
-                "from "
-                "it: use /v1/completions"
+                "this snapshot was not taken of messages, so a conversation cannot be continued from it: "
+                "use /v1/completions"
             )
             raise InvalidRequest(message, "snapshot")
         if before is not None:
@@ -108,7 +103,7 @@ def prompts_of(
 
 
 def rendering_of(tokenizer: TextCodec, body: ChatBody, reasons: bool) -> Rendering:
-    """What the fields of a chat mean to the model's template."""
+    """The fields of a chat as variables of the model's template."""
     given, template = body.chat_template_kwargs or {}, tokenizer.chat_template
     if template is not None:
         given = variables_of(body.reasoning_effort, given, template.of(body.asking.shown), reasons)
@@ -131,8 +126,8 @@ def encode_chat(
 def encode_prompt(
     tokenizer: TextCodec, given: str | Sequence[int], rules: Rules, begins: bool = True
 ) -> Sequence[int]:
-    """Ids that the model does not have are the engine's to refuse. `begins`: a text gets the tokens that
-    stand before one."""
+    """The engine refuses ids that the model does not have. `begins`: a text gets the model's leading
+    tokens."""
     if isinstance(given, str):
         return tokenizer.encode(given, add_special=begins, most=rules.most)
     check_num_tokens(given, rules.most, "prompt")
@@ -163,13 +158,13 @@ def check_ids(tokenizer: TextCodec, ids: Sequence[int], param: str) -> None:
 
 
 def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
-    """The character of the prompt's text at which each of its tokens begins, or which it continues: as for
+    """The character of the prompt's text at which each of its tokens begins, or which it continues, as for
     generated tokens.
 
-    What the tokenizer put around the client's text (special tokens, a leading blank) lies at its ends and
-    does not shift the rest.
+    Tokens that the tokenizer adds (special tokens, a leading blank) lie at the ends and do not shift the
+    rest.
     """
-    # special tokens are what the client wrote
+    # special tokens are part of the client's text
     stream = TextStream(MarkedTokens(tokenizer.token_bytes, tokenizer.errors))
     delta = stream.push(prompt.ids)
     text = delta.text + stream.finish()
@@ -184,7 +179,7 @@ def prompt_offsets(tokenizer: TextCodec, prompt: Prompt) -> list[int]:
 async def while_connected(
     receive: Receive, on_hangup: Callable[[], None], work: Callable[[], Awaitable[None]]
 ) -> None:
-    """Run `work` until it is over or the client hangs up: `on_hangup` is then called first, and `work` is
+    """Run `work` until it is over or the client hangs up. Then `on_hangup` is called first, and `work` is
     cancelled where it waits."""
     with anyio.CancelScope() as scope:
 
@@ -205,8 +200,8 @@ logger = logging.getLogger("penstock.server")
 
 
 def owner_of(scope: Scope, cache_salt: str | None) -> str:
-    """Who may go on from an answer: requests with the same key and the same cache_salt. Only a digest is
-    kept."""
+    """The owner of an answer, who may continue it: requests with the same key and the same cache_salt. Only a
+    digest is kept."""
     keys = [value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
     framed = msgspec.json.encode([[key.hex() for key in keys], cache_salt or ""])
     return hashlib.sha256(framed).hexdigest()
@@ -218,18 +213,18 @@ Reply = ChatReply | CompletionReply | messages.MessagesReply | responses.Respons
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """What makes one generating route differ from the others. Those of other APIs than OpenAI's first are
-    chats in other words."""
+    """The differences between generating routes. Routes of other APIs than OpenAI's are chats in another
+    format."""
 
     body: type[msgspec.Struct]
     reply: Callable[[TextCodec, Any, Heading, AnswerFormat | None], Reply]  # of the body as it was given
-    name: str  # by which lengths of answers are told apart
+    name: str  # groups statistics of answer lengths
     id_prefix: str
     translate: Callable[[Any], ChatBody] | None = None
-    # what a field of the translation is called in what was given
+    # names of the translated fields in the original body
     names: Mapping[str, str] = field(default_factory=dict)
     queries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    keeps: bool = False  # answers can be gone on from by their ids
+    keeps: bool = False  # answers can be continued by their ids
 
 
 COMPLETIONS = RouteKind(CompletionBody, CompletionReply, "completions", "cmpl-")
@@ -256,7 +251,7 @@ RESPONSES = RouteKind(
 
 @dataclass(frozen=True, slots=True)
 class RunningRequest:
-    """A request on its way: what was asked, the engine requests that answer it, and how the answer looks."""
+    """A running request: the body, the engine requests that answer it, and the form of the answer."""
 
     body: CompletionBody | ChatBody
     prompts: list[Prompt]
@@ -265,12 +260,12 @@ class RunningRequest:
     reply: Reply
     service: Service
     exchange: Exchange
-    # the answer, once all of it is there
+    # called with the complete answer
     keep: Callable[[Reply, dict[str, Any]], Awaitable[None]] | None = None
 
     async def wait_kept(self) -> None:
-        """Before the client has the end of the answer: it may go on from it at once. Where it cannot be kept,
-        it is an answer still."""
+        """Before the client gets the end of the answer, since it may continue it at once. If it cannot be
+        kept, it is still an answer."""
         if self.keep is not None:
             try:
                 await self.keep(self.reply, self.usage())
@@ -281,10 +276,10 @@ class RunningRequest:
         return usage_of(self.prompts, self.choices, self.body.n or 1)
 
     async def next_pieces(self) -> dict[int, ChoiceDelta] | None:
-        """What the choices have to say now; None once all have said everything. A choice that met a stop
-        string needs its engine request no longer.
+        """New output of the choices; None once all are complete. A choice that met a stop string no longer
+        needs its engine request.
 
-        A failed choice fails the reply, once what it had said before is out.
+        A failed choice fails the reply, after its earlier output is sent.
         """
         if all(choice.finish is not None for choice in self.choices):
             return None
@@ -314,7 +309,7 @@ class RunningRequest:
                 exchange.first_s = time.monotonic()
 
     def settle(self) -> None:
-        """Tell the exchange how it went, also where it was cut short."""
+        """Record the outcome in the exchange, even if it was cut short."""
         exchange, usage = self.exchange, self.usage()
         exchange.prompt_tokens, exchange.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         exchange.sources = usage["prompt_tokens_details"]["kv_source"]
@@ -322,7 +317,7 @@ class RunningRequest:
         exchange.finish = [choice.finish or unfinished for choice in self.choices]
 
     async def write(self, make: Callable[[], bytes], pieces: Iterable[ChoiceDelta]) -> bytes:
-        """JSON of `pieces`; where there are many scores, not on the event loop's thread."""
+        """JSON of `pieces`. With many scores, not on the event loop's thread."""
         num_scores = sum(len(piece.tokens) for piece in pieces) * (1 + (self.body.num_logprobs or 0))
         return await self.service.compute(make, num_scores * SCORE_BYTES)
 
@@ -364,7 +359,7 @@ class Generate:
                 await while_connected(receive, reading.abandon, work)
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[Any, CompletionBody | ChatBody, int]:
-        """A checked body, the same translated, and its size. Its raw bytes are not kept while the request
+        """A checked body, its translation, and its size. The raw bytes are not kept while the request
         runs."""
         kind, service = self._kind, self._service
         given, num_bytes = await service.body(Request(scope, receive), kind.body, **kind.queries)
@@ -376,7 +371,7 @@ class Generate:
         return given, body, num_bytes
 
     def _asked(self, body: CompletionBody | ChatBody) -> Asked | None:
-        """What the answer has to be, in the words of this model."""
+        """The required form of the answer, in this model's format."""
         asked, config, tokenizer = body.asked(), self._service.config, self._service.engine.tokenizer
         if asked is None or not isinstance(body, ChatBody) or body.asking.choice != "auto":
             return asked
@@ -409,7 +404,7 @@ class Generate:
         before: SnapshotContent | None,
         owner: str,
     ) -> RunningRequest:
-        """On a worker thread where the body is large."""
+        """On a worker thread if the body is large."""
         engine, config = self._service.engine, self._service.config
         try:
             prompts = prompts_of(
@@ -433,7 +428,7 @@ class Generate:
         stops, asked = tuple(map(StopString, body.stops)), body.options()  # one of each for all choices
         asked["route"] = self._kind.name
         exchange.submitted_s = time.monotonic()
-        # one content for all choices, though it be reloaded meanwhile
+        # the same content for all choices, even if the adapter is reloaded meanwhile
         with self._service.hold_model(body.model) as adapter:
             for prompt in prompts:
                 sampling = body.sampling(engine.max_model_len - len(prompt.ids), engine.sampling)
@@ -447,7 +442,7 @@ class Generate:
                         if sampling.seed is None
                         else replace(sampling, seed=schema.nth_seed(sampling.seed, i))
                     )
-                    # a session is one sequence: the first
+                    # a session is one sequence: the first choice
                     whose = asked if not choices else {**asked, "session": "", "hint": None}
                     reading.submit(len(choices), prompt.ids, seeded, adapter=adapter, **whose)
                     choices.append(ChoiceText(codec, seeded, stops, prompt, wants))
@@ -480,7 +475,7 @@ def _joined(pieces: list[ChoiceDelta]) -> ChoiceDelta:
 
 
 async def _stream(running: RunningRequest, scope: Scope, receive: Receive, send: Send) -> None:
-    """Once the status line is out, an error can only be an event of the stream, and its last one."""
+    """Once the status line is sent, an error can only be the last event of the stream."""
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     try:

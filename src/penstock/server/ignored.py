@@ -1,10 +1,10 @@
-"""Fields of other servers' APIs that have no effect here, sorted by what they mean. Owns the one table of
-them for all generating routes, and takes them out of a body before it is decoded; the types of bodies have
-only what is honoured.
+"""Fields of other servers' APIs that have no effect here, sorted by meaning. Owns the one table of them for
+all generating routes, and removes them from a body before it is decoded; the types of bodies have only fields
+with an effect.
 
-A field that describes the request, hints, or asks for what is done anyway is taken and named to the client. A
-value that would change the answer is refused with the reason. A field in neither the table nor the type may
-change the answer, and is refused, too.
+A field that describes the request, hints, or asks for the existing behaviour is accepted and named to the
+client. A value that would change the answer is refused with the reason. A field in neither the table nor the
+type may change the answer, and is refused, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MEANINGS: Mapping[Meaning, str] = {
     "change": "would change the answer",
 }
 MOST_NAMED = 32  # in one header
-# of a tool that is left out: a client's word, which goes into a header
+# type of a tool that is left out: a client's word, which goes into a header
 _TYPE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 # -------------------------------------------------------------------------------------------------- the table
 
 
 class IgnoredField(NamedTuple):
-    """One field. Its path begins at the body; `tools[].strict` is a field of every tool. Meant for all values
+    """One field. Its path begins at the body; `tools[].strict` is a field of every tool. Accepts the values
     that `takes` allows: listed ones, or those of a type. Any other value is refused."""
 
     path: str
@@ -70,7 +70,7 @@ class _ThinkingEdit(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _ContextEdits(msgspec.Struct, forbid_unknown_fields=True):
-    """Thinking of earlier turns is never shown to the model again, so clearing it or keeping it changes
+    """Thinking of earlier turns is never shown to the model again, so clearing or keeping it changes
     nothing."""
 
     edits: list[_ThinkingEdit] = []
@@ -99,7 +99,7 @@ _RUNS_NONE = "this server runs no tools itself"
 _NOT_STORED = "conversations and prompts are not stored: send input, or go on by previous_response_id"
 
 ROWS: tuple[IgnoredField, ...] = (
-    # Who asks, and what it calls that.
+    # Labels of the client.
     IgnoredField("user", _TEXT, "label", "a label", Label),
     IgnoredField("safety_identifier", _OPENAI, "label", "a label", Label),
     IgnoredField("metadata", _TEXT, "label", "labels: at most 16, of 64 and 512 characters", Metadata),
@@ -120,7 +120,7 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("betas", "messages", "label", "the fields say what is asked for"),
     IgnoredField("anthropic_beta", "messages", "label", "the fields say what is asked for"),
     IgnoredField("anthropic_version", "messages", "label", "there is one version"),
-    # How fast, at what price, and what is cached for how long.
+    # Speed, price and caching.
     IgnoredField("service_tier", _ALL, "hint", "there is one tier; priority says who goes first", Label),
     IgnoredField("speed", "messages", "hint", "there is one speed; priority says who goes first", Label),
     IgnoredField("fallbacks", "messages", "hint", "there is one model"),
@@ -161,7 +161,7 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField(
         "usage", "chat", "hint", "stream_options.include_usage gives the usage of a stream", dict[str, Any]
     ),
-    # How much, and how hard.
+    # Length and effort.
     IgnoredField("verbosity", "chat", "hint", _NO_SETTING, _Level),
     IgnoredField("text.verbosity", "responses", "hint", _NO_SETTING, _Level),
     IgnoredField("output_config.task_budget", "messages", "hint", "max_tokens bounds an answer"),
@@ -213,7 +213,7 @@ ROWS: tuple[IgnoredField, ...] = (
         "the model calls tools, and no program does",
         (["direct"],),
     ),
-    # What clients send back of earlier answers, theirs or another server's.
+    # Parts of earlier answers that clients send back.
     IgnoredField("messages[].annotations", "chat", "label", "of an earlier answer", list[Any]),
     IgnoredField("messages[].provider_specific_fields", "chat", "label", "of an earlier answer"),
     IgnoredField("messages[].reasoning", "chat", "same", _THOUGHT, str),
@@ -240,7 +240,7 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField(
         "input[].internal_chat_message_metadata_passthrough", "responses", "label", "of a client's own"
     ),
-    # Of what follows, the listed values ask for what is done anyway.
+    # Here, the listed values ask for the existing behaviour.
     IgnoredField("bad_words", _TEXT, "same", "words cannot be ruled out", ([],)),
     IgnoredField("best_of", "completions", "same", "choices are not ranked: ask for n of them", (1,)),
     IgnoredField(
@@ -298,8 +298,8 @@ ROWS: tuple[IgnoredField, ...] = (
     IgnoredField("logits_processors", _TEXT, "change", "clients bring no code", ()),
 )
 
-# Types of tools that the model can be told of; a tool of any other type is one that a server would run, or a
-# model would know by itself.
+# Types of tools that can be described to the model. A tool of any other type would be run by the server, or
+# is known to a special model.
 TOOL_TYPES: Mapping[str, tuple[str | None, ...]] = {
     "chat": ("function",),
     "responses": ("function", "namespace"),
@@ -317,12 +317,11 @@ def rows_of(api: str) -> dict[str, IgnoredField]:
 
 class DecodedBody(NamedTuple):
     body: Any
-    ignored: Sequence[str]  # what has no effect, as it is named to the client
+    ignored: Sequence[str]  # fields without effect, as named to the client
 
 
 def decode(data: bytes, kind: type[msgspec.Struct]) -> DecodedBody:
-    """As `schema.decode`. Only a body that is not of its type as it stands is searched for what the table
-    has."""
+    """Like `schema.decode`. A body is searched for fields of the table only if it does not match its type."""
     schema.check_shape(data)
     try:
         return DecodedBody(schema.decode(data, kind), ())
@@ -343,7 +342,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _without_fields(given: dict[str, Any], api: str) -> Iterator[str]:
-    """Takes the fields of the table out of a body, and names those that were given a value."""
+    """Remove the fields of the table from a body, and yield the names of those with a value."""
     for row in rows_of(api).values():
         for holder, at in _holders(given, row.path.replace("[]", ".[]").split(".")[:-1], ""):
             if row.name not in holder or holder[row.name] is None:
@@ -356,7 +355,7 @@ def _without_fields(given: dict[str, Any], api: str) -> Iterator[str]:
 
 
 def _holders(value: Any, steps: Sequence[str], at: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Objects where the steps lead, with where they are."""
+    """Objects at the end of the path, with their locations."""
     if not steps:
         if isinstance(value, dict):
             yield value, at
@@ -368,8 +367,8 @@ def _holders(value: Any, steps: Sequence[str], at: str) -> Iterator[tuple[dict[s
 
 
 def _without_tools(given: dict[str, Any], api: str) -> Iterator[str]:
-    """Takes out tools that cannot be run, where others remain. Alone they are refused: an answer without them
-    would look like theirs."""
+    """Remove tools that cannot be run, if others remain. Alone they are refused: an answer without them would
+    look as if it had used them."""
     tools = given.get("tools") or []
     if not isinstance(tools, list) or api not in TOOL_TYPES:
         return
@@ -394,8 +393,7 @@ def _without_tools(given: dict[str, Any], api: str) -> Iterator[str]:
 
 
 def _sorted(tools: Sequence[Any], types: Sequence[str | None]) -> tuple[list[Any], list[str]]:
-    """Tools that are kept, and the names of those that are not. What is no tool at all is kept, and refused
-    later."""
+    """Tools to keep, and the names of the others. An item that is not a tool is kept, and refused later."""
     kept, out = [], []
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, dict) else None
@@ -407,7 +405,7 @@ def _sorted(tools: Sequence[Any], types: Sequence[str | None]) -> tuple[list[Any
 
 
 def _is_of(choice: dict[str, Any], tool: Any) -> bool:
-    """Whether a choice names the tool: by its name, or by its type where it is the only one."""
+    """Whether a choice names the tool: by its name, or by its type if it is the only one."""
     return choice.get("type") == tool.get("type") or (
         choice.get("name") is not None and choice["name"] == tool.get("name")
     )

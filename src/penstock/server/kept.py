@@ -1,8 +1,7 @@
-"""Answers of `/v1/responses` that a client may go on from by `previous_response_id`. Owns their text, within
-a bound and for a time.
+"""Answers of `/v1/responses` that a client may continue by `previous_response_id`. Owns their text, within a
+limit of size and time.
 
-One object for all front processes: it lies beside the engine, so it does not matter which front gets the next
-request.
+One object for all front processes: it is beside the engine, so any front can take the next request.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from penstock.errors import ResponseMissing
 
-MOST_BYTES = 64 << 20  # of all of them; those that were not used for longest are forgotten first
+MOST_BYTES = 64 << 20  # in total; the least recently used are forgotten first
 LASTS_S = 24 * 3600.0  # after the last use
 
 
@@ -31,8 +30,8 @@ class KeptResponse(NamedTuple):
 
 
 class ResponseStore(Protocol):
-    """An answer belongs to its `owner`: for others it is not there. Nothing blocks; a missing one is a
-    ResponseMissing of the future."""
+    """An answer belongs to its `owner`; other owners do not find it. Never blocks; a missing one raises
+    ResponseMissing in the future."""
 
     def keep(self, id: str, owner: str, kept: KeptResponse) -> Future[None]: ...
 
@@ -52,7 +51,7 @@ class KeptResponses:
     ) -> None:
         self._most_bytes, self._lasts_s, self._clock = most_bytes, lasts_s, clock
         self._lock = threading.Lock()
-        # with when it was used, oldest first
+        # with the time of last use, oldest first
         self._kept: OrderedDict[tuple[str, str], tuple[float, KeptResponse]] = OrderedDict()
         self._num_bytes = 0
 
@@ -80,7 +79,7 @@ class KeptResponses:
             return _done(None) if self._drop((id, owner)) else _missing(id)
 
     def _forget(self) -> None:
-        """What has expired, and what is too much."""
+        """Drop expired answers, and the oldest while there are too many."""
         now = self._clock()
         while self._kept:
             oldest = next(iter(self._kept))

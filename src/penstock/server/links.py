@@ -2,9 +2,9 @@
 fronts in the engine from submission to their last event, also where the front is gone, and the order in which
 all of it ends; the parent says when.
 
-Each front has a thread that reads and one that writes. The engine's thread only leaves a step's events as one
-list for each front: a front that does not read is cut off once too many have gathered, or once it has said
-nothing for too long, and holds up nobody.
+Each front has a reader thread and a writer thread. The engine's thread only leaves a step's events as one
+list for each front. A front that does not read is cut off when too many lists have gathered, or when it has
+been silent for too long. It never delays other fronts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BEAT_S = 0.25
 SILENT_BEATS = 80
 # for a front to give its figures, or to take in which adapters there are; one that is late is left out
 ANSWER_S = 1.0
-DRAIN_S = 5.0  # for a front to read what it is told last
+DRAIN_S = 5.0  # for a front to read its last messages
 WATCH_S = 0.25  # how often a loop that has failed is looked for
 
 
@@ -70,11 +70,11 @@ class FrontLink:
         self._kept: dict[int, Any] = {}  # holds of adapters, and futures of grammars
         self._begun: dict[int, Future[Any]] = {}  # calls about snapshots that are not answered
         self._is_cut = False
-        self._num_beats = 0  # that it was told of
-        # their number when it last said something; None while that is dealt with, and before
+        self._num_beats = 0  # beats sent to it
+        # the number of beats when it last sent something; None while that is being handled, and before
         self._heard_at: int | None = None
-        self._gone = False  # nobody reads what it says any more
-        self._over = threading.Lock()  # taken for good by whoever sees that nothing of it is left
+        self._gone = False  # its messages are no longer read
+        self._over = threading.Lock()  # acquired for good by the thread that sees that nothing of it is left
         self._threads = [
             threading.Thread(target=work, name=f"{name}-{index}", daemon=True)
             for name, work in (("front-read", self._read_all), ("front-write", self._write_all))
@@ -172,7 +172,7 @@ class FrontLink:
         except ProtocolBroken as error:
             self.cut(f"says what cannot be: {error}")
         except ConnectionResetError:
-            logger.debug("front process %d has ended without reading all that it was told", self.index)
+            logger.debug("front process %d has ended without reading all its messages", self.index)
         except OSError as error:
             logger.error("the connection to front process %d failed: %s", self.index, error)
         except Exception:
@@ -283,7 +283,7 @@ class FrontLink:
     # --------------------------------------------------------------------------------------------------- ends
 
     def _end(self) -> None:
-        """The front is gone: nobody reads what its requests say."""
+        """The front is gone: drop the events of its requests."""
         self._gone = True
         self._queue.put(None)
         self._links.note(self, gone=True)
@@ -351,8 +351,8 @@ class FrontLinks:
             link.start()
 
     def close(self, why: str = "") -> None:
-        """Every request has had its last event, and now fronts are told. Blocks until they have read that, or
-        have had time to. `why`: the engine's loop has failed."""
+        """After the last event of every request: tell the fronts. Blocks until they have read that, or have
+        had time to. `why`: the engine's loop has failed."""
         self._stop.set()
         by_s = time.monotonic() + DRAIN_S
         links = self._links
@@ -514,7 +514,7 @@ class EngineProcess:
         self._error: BaseException | None = None  # of closing
 
     def run(self, start: Callable[[], None]) -> int:
-        """`start` warms the engine up; fronts are told what it is meanwhile. Returns the exit code."""
+        """`start` warms the engine up; meanwhile fronts get its description. Returns the exit code."""
         threading.Thread(target=self._obey, name="parent", daemon=True).start()
         start()
         self._links.wait_known_warm()
@@ -542,7 +542,7 @@ class EngineProcess:
                 self._do(message)
         except (OSError, ProtocolBroken) as error:
             logger.error("the connection to the parent process failed: %s", error)
-        os._exit(1)  # the parent is gone: nobody starts fronts, and nobody says when to end
+        os._exit(1)  # the parent is gone: nothing can start fronts or stop this process
 
     def _do(self, message: FromParent) -> None:
         match message:

@@ -1,5 +1,5 @@
-"""Anthropic's `/v1/messages`: what its clients send, as the chat that it means, and the chat's answer as they
-expect it. Owns these shapes; the model sees a chat like any other."""
+"""Anthropic's `/v1/messages`: requests as chats, and a chat's answer in Anthropic's shapes. Owns these
+shapes; the model sees a normal chat."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
-# of Anthropic's clients for what is in beta there; the fields say what is asked for
+# sent by Anthropic's clients for beta features; the fields say what is requested
 QUERIES = {"beta": ("true",)}
-# What a field of the chat is called here.
+# Names of the chat's fields in this API.
 NAMES = {
     "stop": "stop_sequences",
     "prompt": "messages",
@@ -78,7 +78,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
 
 
 class ThinkingBlock(_Block, tag="thinking"):
-    """What we gave out before: not shown to the model again."""
+    """Our earlier output; not shown to the model again."""
 
     thinking: str
     signature: str = ""
@@ -109,7 +109,7 @@ class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
                 )
 
     def messages(self) -> Iterator[schema.Message]:
-        """Results of tools are messages of their own; what else is said stays together, in its order."""
+        """Tool results become messages of their own; other content stays together, in order."""
         if isinstance(self.content, str):
             yield schema.Message(role=self.role, content=self.content)
             return
@@ -143,7 +143,7 @@ class CustomTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
-    strict: bool | None = None  # as of chats: forced calls always fit
+    strict: bool | None = None  # as in chats: forced calls always fit
 
     def tool(self) -> Tool:
         function = Function(
@@ -192,7 +192,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Everything that a prompt is made of."""
+    """Everything that makes up a prompt."""
 
     api: ClassVar = "messages"
     model: str
@@ -236,7 +236,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: schema.TopK | None = None
-    # Those of schema.OwnFields, which a struct with another parent cannot have from there.
+    # The fields of schema.OwnFields: a struct with another parent cannot inherit them.
     seed: int | None = None
     cache_salt: schema.Label | None = None
     priority: schema.Priority | None = None
@@ -248,8 +248,8 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 
 class FittingChat(schema.ChatBody, kw_only=True):
-    """A chat whose answer ends where the context does, though more was allowed: Anthropic's clients do not
-    know the length of a prompt."""
+    """A chat whose answer ends at the end of the context, even if more was allowed: Anthropic's clients do
+    not know the length of a prompt."""
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
         return self._params(defaults, min(self.max_tokens or 0, max(room, 1)), None)
@@ -283,7 +283,7 @@ def as_counted(given: CountTokensBody) -> schema.ChatBody:
 
 
 class MessagesReply(BlockReply):
-    """One message of blocks, as a whole or as the events that put it together."""
+    """One message of blocks, as a whole or as events."""
 
     def __init__(
         self, tokenizer: TextCodec, given: MessagesBody, head: Heading, read_as: AnswerFormat | None
@@ -360,8 +360,8 @@ class MessagesReply(BlockReply):
 
 
 def _object(text: str) -> Json:
-    """Arguments that the model did not finish, or that are no object, are handed on in the way that
-    Anthropic's clients know."""
+    """Unfinished arguments, or arguments that are not an object, are passed on in a form that Anthropic's
+    clients know."""
     try:
         value = parsed(text or "{}")
     except ValueError:
@@ -370,7 +370,7 @@ def _object(text: str) -> Json:
 
 
 def usage_of(usage: Json) -> Json:
-    """Tokens that were cached are not among `input_tokens` there."""
+    """Cached tokens are not among `input_tokens` there."""
     details = dict(usage["prompt_tokens_details"])
     cached = details.pop("cached_tokens")
     return {

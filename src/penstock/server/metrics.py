@@ -266,7 +266,7 @@ def _vllm(stats: EngineStats, figures: RequestFigures, labels: dict[str, str]) -
     from."""
     device = stats.kv_blocks.get("device", {})
     total = sum(device.values())
-    # idle blocks are a cache: they give way to whoever needs room
+    # idle blocks are a cache and can be evicted for any request
     free = device.get("free", 0) + device.get("idle", 0)
     waiting = sum(stats.requests.get(state, 0) for state in ("waiting", "retracted"))
     running = sum(stats.requests.get(state, 0) for state in ("running", "loading"))
@@ -312,8 +312,8 @@ def _vllm(stats: EngineStats, figures: RequestFigures, labels: dict[str, str]) -
 def exposition(
     stats: EngineStats, figures: RequestFigures, model: str, engine_pid: int | None = None
 ) -> bytes:
-    """What GET /metrics answers: one snapshot, so that its figures belong together. Figures of the process
-    are those of the engine's, whichever process answers."""
+    """The body of GET /metrics: one snapshot, so that its figures belong together. Process figures are the
+    engine's, even if a front process answers."""
     registry = CollectorRegistry(auto_describe=False)
     vllm = _vllm(stats, figures, {"model_name": model, "engine": "0"})
     registry.register(MadeFamilies([*_of_engine(stats), *_of_requests(figures, model), *vllm]))

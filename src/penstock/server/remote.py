@@ -1,6 +1,5 @@
-"""An engine in another process, as this front process sees it. Owns the connection, what was asked over it
-and is not answered yet, and the list of adapters as it was last told; the requests themselves are the
-engine's."""
+"""An engine in another process, as this front process sees it. Owns the connection, the unanswered calls, and
+the last received list of adapters; the requests themselves belong to the engine."""
 
 from __future__ import annotations
 
@@ -40,9 +39,9 @@ from penstock.server.kept import KeptResponse
 
 logger = logging.getLogger("penstock.server")
 
-STATS_S = 10.0  # for the engine's process to say how it is doing
-SLOW_S = 600.0  # for what reads files or empties disks there
-CLOSE_MARGIN_S = 30.0  # more than the engine's loop may take beyond the deadline that it was given
+STATS_S = 10.0  # for the engine's process to return its figures
+SLOW_S = 600.0  # for calls that read files or clear disks there
+CLOSE_MARGIN_S = 30.0  # the engine's loop may exceed its deadline by less than this
 RECEIVE_BYTES = 1 << 18
 _SHUTTING_DOWN = "the server is shutting down"
 
@@ -56,8 +55,8 @@ class _Asked(NamedTuple):
 
 
 def greeted(wire: Wire[FromEngine]) -> Hello:
-    """Block until the engine has said what it is. Raises EngineClosed where it never does, ProtocolBroken
-    where it is another version."""
+    """Block until the engine has introduced itself. Raises EngineClosed if it never does, ProtocolBroken if
+    it has another version."""
     hello = wire.receive()
     if hello is None:
         raise EngineClosed("the engine's process ended before it was ready")
@@ -71,7 +70,7 @@ def greeted(wire: Wire[FromEngine]) -> Hello:
 
 
 def _result(future: Future[Any], timeout_s: float) -> Any:
-    """Block for the answer, which the event loop reads: on its own thread nobody would."""
+    """Block for the answer. Not on the event loop's thread: the loop reads the answer."""
     if asyncio._get_running_loop() is not None:
         raise InvariantBroken("the event loop would wait for itself: call this on another thread")
     try:
@@ -107,10 +106,10 @@ def begun(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 
 class RemoteEngine:
     """`EngineClient` and `EngineLife` over a socket. Messages are read on the event loop, from `start` on;
-    anybody may call."""
+    any thread may call."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Blocks until the engine has said what it is, see `greeted`."""
+        """Blocks until the engine has introduced itself, see `greeted`."""
         wire: Wire[FromEngine] = Wire(sock, FromEngine)
         hello = greeted(wire)
         self.name, self.max_model_len = hello.name, hello.limits.max_model_len
@@ -122,7 +121,7 @@ class RemoteEngine:
             hello.started_s,
         )
         self.tokenizer = tokenizer_of(hello.tokenizer)
-        self.engine = self  # of its own calls, as of those of the parts below
+        self.engine = self  # of its own calls, and of the calls of the parts below
         self.adapters = RemoteAdapters(self, hello.adapters, hello.lora_root)
         self.grammars = RemoteGrammars(self)
         self.snapshots = RemoteSnapshots(self)
@@ -131,14 +130,14 @@ class RemoteEngine:
         self._figures_sent = b""
         self._limits, self._residency = hello.limits, hello.residency
         self._sock = sock
-        self._early = wire.left()  # what was read behind the greeting
+        self._early = wire.left()  # messages read after the greeting
         self._frames = wire.frames
         self.next_number = itertools.count(1).__next__
         self._asked: dict[int, _Asked] = {}
         self._number_of: dict[str, int] = {}
-        self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of what is called
-        self.dropped: deque[int] = deque()  # grammars that nobody here keeps any more
-        self._lock = threading.Lock()  # of what is written
+        self._calls: dict[int, tuple[Future[Any], str]] = {}  # with the name of the method
+        self.dropped: deque[int] = deque()  # grammars that this process no longer keeps
+        self._lock = threading.Lock()  # guards writes
         self._unsent: deque[memoryview] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beat_s, self._beat_age_s = time.monotonic(), 0.0
@@ -161,11 +160,11 @@ class RemoteEngine:
         return self._error
 
     def beat_age_s(self) -> float:
-        """Of the engine's loop, or since its process was last heard of."""
+        """Time since the engine's loop last turned, or since its process was last heard."""
         return time.monotonic() - self._beat_s + self._beat_age_s
 
     def close(self, deadline_s: float) -> None:
-        """Block until the engine has closed: its own process is told to by its parent."""
+        """Block until the engine has closed: its parent tells its process to close."""
         if not self._over.wait(deadline_s + CLOSE_MARGIN_S):
             raise DeadlineExceeded("the engine's process did not close in time")
 
@@ -180,8 +179,8 @@ class RemoteEngine:
         request_id: str | None = None,
         **options: Any,
     ) -> str:
-        """What can be wrong with a request is said here; should the engine refuse it all the same, that is
-        its only event."""
+        """Invalid requests are refused here. If the engine refuses one anyway, the refusal is its only
+        event."""
         self._check_alive()
         _, known = self._limits.checked(prompt, sampling)
         self._residency.for_request(
@@ -238,13 +237,13 @@ class RemoteEngine:
         return self.stats_and_figures()[0]
 
     def stats_and_figures(self) -> tuple[EngineStats, list[RequestFigures]]:
-        """And the figures of all other front processes."""
+        """Also returns the figures of all other front processes."""
         answer: tuple[EngineStats, list[RequestFigures]] = _result(self.call("EngineClient.stats"), STATS_S)
         return answer
 
     def call(self, name: str, *arguments: Any) -> Future[Any]:
-        """Ends with the answer or when the engine is gone. Its owner may cancel it: the engine is told, and
-        the answer goes nowhere."""
+        """Ends with the answer, or when the engine is gone. Its owner may cancel it: the engine is notified,
+        and the answer is dropped."""
         self._check_alive()
         number, future = self.next_number(), Future[Any]()
         self._calls[number] = future, name
@@ -267,8 +266,8 @@ class RemoteEngine:
     # ------------------------------------------------------------------------------------------------ writing
 
     def send(self, message: msgspec.Struct) -> None:
-        """From any thread; never blocks. What the socket does not take yet is bounded by the seats of those
-        who ask."""
+        """From any thread; never blocks. Bytes that the socket does not take yet are bounded by the seats of
+        the callers."""
         data = memoryview(boundary.frame(message))
         with self._lock:
             if self._over.is_set() or self._loop is None:
@@ -285,7 +284,7 @@ class RemoteEngine:
             return self._sock.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # whoever reads sees the same
+        except OSError:  # the reading side sees the same error
             return len(data)
 
     def _write(self) -> None:
@@ -306,7 +305,7 @@ class RemoteEngine:
             data = self._sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
-        except ConnectionResetError:  # it has ended without reading all that it was told
+        except ConnectionResetError:  # it has ended without reading all messages
             data = b""
         except OSError as error:
             self._fail(EngineClosed(f"the connection to the engine's process failed: {error}"))
@@ -381,8 +380,8 @@ class RemoteEngine:
             future.set_exception(ProtocolBroken(f"the engine's process answered what cannot be: {error}"))
 
     def _send_figures(self) -> None:
-        """Where they have changed: what happened since the last beat is lost at most when this process is
-        killed."""
+        """Sends them if they have changed: if this process is killed, only the figures since the last beat
+        are lost."""
         if (
             self.own_figures is not None
             and (now := boundary.frame(boundary.FrontFigures(self.own_figures))) != self._figures_sent
@@ -393,7 +392,7 @@ class RemoteEngine:
     # --------------------------------------------------------------------------------------------------- ends
 
     def _fail(self, error: PenstockError) -> None:
-        """Nothing more will come: everybody who waits is told so, at once."""
+        """Nothing more will come: fail every waiting call at once."""
         self._error = self._error or error
         self._end()
 
@@ -420,8 +419,7 @@ class RemoteEngine:
 
 
 class RemoteAdapters:
-    """Names as the engine last said: it waits for every front to know of a change before that counts as
-    made."""
+    """Names as the engine last sent them. A change is complete only when every front knows of it."""
 
     def __init__(self, engine: RemoteEngine, loaded: Sequence[LoadedAdapter], may_load: bool) -> None:
         self.loaded = {one.adapter.name: one for one in loaded}
@@ -441,8 +439,7 @@ class RemoteAdapters:
 
     @contextmanager
     def _hold(self, adapter: Adapter) -> Iterator[Adapter]:
-        """Requests that are sent meanwhile find the adapter as it was: the engine reads one message after
-        another."""
+        """Requests sent meanwhile find the adapter as it was: the engine reads messages in order."""
         number = self.engine.next_number()
         self.engine.send(boundary.HoldAdapter(number, adapter))
         try:
@@ -455,7 +452,7 @@ class RemoteAdapters:
 
 
 class RemoteSnapshots:
-    """Each call is answered by the engine's process, which waits for its tiers."""
+    """The engine's process answers each call, and waits for its tiers."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.engine = engine
@@ -490,12 +487,12 @@ class RemoteGrammars:
 
 
 class _KeptGrammar:
-    """For as long as this lives, the engine keeps what it has compiled."""
+    """While this object lives, the engine keeps the compiled grammar."""
 
     def __init__(self, engine: RemoteEngine, call: int) -> None:
         self._engine = engine
         self._call = call
 
     def __del__(self) -> None:
-        # said with the next beat: this may run in the midst of anything
+        # sent with the next beat: this may run at any point
         self._engine.dropped.append(self._call)

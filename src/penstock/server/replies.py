@@ -1,6 +1,6 @@
-"""From token events to what clients get: the text of a choice with its scores, then choices, chunks and usage
-in OpenAI's shapes, and what the shapes of other APIs are made of. Owns text and shapes, not where their
-content came from."""
+"""From token events to answers: the text of a choice with its scores, then choices, chunks and usage in
+OpenAI's shapes, and the parts that other APIs share. Owns text and shapes, not the origin of their
+content."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Prompt(NamedTuple):
     """One prompt as the engine takes it."""
 
     ids: Sequence[int]
-    text: str = ""  # only where the client gave text, or asked to have it echoed
-    # characters of the text at which its tokens begin; only where they are to be scored
+    text: str = ""  # only if the client gave text, or asked for an echo
+    # character offsets of its tokens in the text; only if they are to be scored
     offsets: Sequence[int] = ()
-    ends: bool = False  # an answer to it is a text of its own; elsewhere it goes on with this one's
+    ends: bool = False  # an answer to it is a separate text; otherwise it continues this one
     variables: Mapping[str, Any] = {}
 
 
@@ -40,31 +40,31 @@ class ScoredToken(NamedTuple):
     """A token with its score and the character of the choice's text at which it begins."""
 
     token: int
-    score: TokenLogprob | None  # None: the first token of a prompt, which nothing precedes
+    score: TokenLogprob | None  # None: the first token of a prompt
     offset: int
-    first: bool = False  # it began a text, and may have a blank less than elsewhere
+    first: bool = False  # it began a text, and may lack a leading blank
 
 
 class ChoiceDelta(NamedTuple):
-    """What one choice has to say since it was last asked."""
+    """New output of one choice since the last call."""
 
     text: str
     tokens: tuple[ScoredToken, ...]
     finish: str | None
     stop: str | None = None  # the stop string that ended it
-    ids: tuple[int, ...] = ()  # of its tokens, where they are wanted; not held back as text is
+    ids: tuple[int, ...] = ()  # token ids, if requested; not held back as text is
 
 
 class Wants(NamedTuple):
-    """What a client wants of a choice besides the text that was generated."""
+    """Requested parts of a choice besides the generated text."""
 
     echo: bool = False  # the prompt before it
-    ids: bool = False  # those of its tokens
+    ids: bool = False  # the ids of its tokens
     stop: bool = False  # the stop string that ended it
 
 
 class ChoiceText:
-    """One choice of a reply: takes its token events, hands out text that is final, and knows how and why it
+    """One choice of a reply: takes its token events, returns text that is final, and knows how and why it
     ended."""
 
     def __init__(
@@ -75,13 +75,13 @@ class ChoiceText:
         prompt: Prompt,
         wants: Wants,
     ) -> None:
-        self.num_tokens = 0  # generated; a token that ended the choice counts, though it has no text
-        self.num_drafts = self.num_accepted = 0  # proposed for it, and kept
+        self.num_tokens = 0  # generated tokens; includes a token that ended the choice, though it has no text
+        self.num_drafts = self.num_accepted = 0  # drafts proposed for it, and kept
         self.source: KvSource | None = None
         self.scored = False  # it attends to a part of its context
         self.finish: str | None = None
         self.failure: PenstockError | None = None  # why there will be no finish
-        # A grammar has seen the blank that a text may begin with: what it allowed is what the client gets.
+        # A grammar has seen the blank that a text may begin with, so the client gets it, too.
         self._stream = TextStream(
             tokenizer, stops, begins=prompt.ends and sampling.grammar is None, least=sampling.min_tokens
         )
@@ -89,17 +89,17 @@ class ChoiceText:
         self._with_stop = wants.stop
         self._echo = prompt if wants.echo else None
         self._base = len(prompt.text) if wants.echo else 0  # characters before the generated text
-        self._shown = 0  # characters handed out
-        self._ids: list[int] | None = [] if wants.ids else None  # since it was last asked
-        self._held: list[ScoredToken] = []  # their text may still turn out to belong to a stop string
+        self._shown = 0  # characters returned
+        self._ids: list[int] | None = [] if wants.ids else None  # since the last call
+        self._held: list[ScoredToken] = []  # tokens whose text may still belong to a stop string
 
     @property
     def num_shown(self) -> int:
-        """Generated tokens whose whole text was handed out."""
+        """Generated tokens whose whole text was returned."""
         return self._stream.num_shown
 
     def feed(self, events: Sequence[TokenEvent]) -> ChoiceDelta:
-        """Where the engine gave the request up, what came before is still said, and `failure` is set."""
+        """If the engine gave the request up, earlier output is still returned, and `failure` is set."""
         parts: list[str] = []
         ended = False
         for event in events:
@@ -118,7 +118,7 @@ class ChoiceText:
                 ended = True
         text = "".join(parts)
         self._shown += len(text)
-        # Tokens whose text is out; at an end that no stop string made, those without text of their own too.
+        # Tokens whose text is out; at an end without a stop string, also tokens without text of their own.
         ready = len(self._held) if ended else sum(token.offset < self._shown for token in self._held)
         released, self._held = tuple(self._held[:ready]), self._held[ready:]
         ids = tuple(self._ids or ())
@@ -133,7 +133,7 @@ class ChoiceText:
         return echo.text
 
     def _take(self, event: TokenEvent) -> str:
-        """Tokens behind a stop string have no offset and do not count, however they were batched."""
+        """Tokens after a stop string have no offset and do not count, in whatever batches they came."""
         delta = self._stream.push(event.tokens)
         if self._scored and event.logprobs is not None:
             offsets = (self._base + offset for offset in delta.offsets)
@@ -169,7 +169,7 @@ LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON can
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every object of one reply repeats."""
+    """Fields that every object of one reply repeats."""
 
     id: str
     model: str
@@ -178,12 +178,12 @@ class Heading:
 
 
 class ChunkedReply:
-    """One route's answer to one request: whole, or as events of a stream. `usage` is worked out where it is
-    wanted. This one is of OpenAI's routes whose streams are chunks of choices in a row, then perhaps the
-    usage, then `[DONE]`."""
+    """One route's answer to one request: whole, or as events of a stream. `usage` is computed on demand. This
+    one is for OpenAI's routes: their streams are chunks of choices, then optionally the usage, then
+    `[DONE]`."""
 
     kind = chunk_kind = ""
-    # of a chunk of its own, sent right before the first that a choice says: clients time the token by it
+    # sent as a chunk of its own before a choice's first output: clients time the first token by it
     first_delta: Json | None = None
 
     def __init__(
@@ -193,12 +193,12 @@ class ChunkedReply:
         self._options: StreamOptions = body.stream_options or StreamOptions()
         self._head = head
         self._read_as = read_as
-        self._parsers: dict[int, MessageParser] = {}  # by choice, where there is something to take apart
+        self._parsers: dict[int, MessageParser] = {}  # by choice, if the text has to be parsed
         self._logprobs: int | None = body.num_logprobs
         self._with_ids = bool(body.return_token_ids)
         self._names_ids = bool(body.return_tokens_as_token_ids)
         self._num_choices: int = body.n or 1  # of each prompt
-        self._opened: set[int] = set()  # choices that have said something
+        self._opened: set[int] = set()  # choices with output
 
     def choice(self, index: int, piece: ChoiceDelta) -> Json:
         raise NotImplementedError
@@ -223,7 +223,7 @@ class ChunkedReply:
         )
 
     def events(self, pieces: Mapping[int, ChoiceDelta], usage: Callable[[], Json]) -> bytes:
-        """What the choices say now."""
+        """New output of the choices."""
         so_far = usage() if self._options.continuous_usage_stats else None
         chunks = []
         for index, piece in pieces.items():
@@ -237,17 +237,17 @@ class ChunkedReply:
         )
 
     def closing(self, usage: Callable[[], Json]) -> bytes:
-        """Behind the last of them."""
+        """After the last of them."""
         return (
             sse(self._object(self.chunk_kind, [], usage())) if self._options.include_usage else b""
         ) + SSE_DONE
 
     def failed(self, fault: Fault) -> bytes:
-        """In place of what would have come: the status line is out."""
+        """In place of further output: the status line is sent."""
         return sse(fault.body())
 
     def _object(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
-        """Where the client asked for usage in the stream, every other chunk says null."""
+        """If the client asked for usage in the stream, every other chunk has null."""
         head, options = self._head, self._options
         content = {
             "id": head.id,
@@ -288,14 +288,14 @@ class CompletionReply(ChunkedReply):
         }
 
     def _top(self, score: TokenLogprob) -> dict[str, float]:
-        """The alternatives, and the chosen token even where it is not among the likeliest."""
+        """The alternatives, and the chosen token even if it is not among them."""
         return {
             self._label(token): _finite(logprob)
             for token, logprob in (*score.top, (score.token, score.logprob))
         }
 
     def _label(self, token: int) -> str:
-        """Tokens that are not whole characters must not become the same key."""
+        """Tokens that are not whole characters must not share a key."""
         if self._names_ids:
             return f"token_id:{token}"
         raw = self._tokenizer.token_bytes(token)
@@ -306,7 +306,7 @@ class CompletionReply(ChunkedReply):
 
 
 class ChatReply(ChunkedReply):
-    """With `read_as`, text is taken apart on its way out: reasoning, content, calls."""
+    """With `read_as`, text is split on its way out: reasoning, content, calls."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     first_delta: Json | None = {"role": "assistant", "content": ""}  # noqa: RUF012 - never changed
@@ -343,8 +343,8 @@ class ChatReply(ChunkedReply):
         }
 
     def _parts(self, index: int, piece: ChoiceDelta) -> tuple[Json, str | None]:
-        """What the piece adds to `content`, `reasoning_content` and `tool_calls`, as far as it does; and the
-        finish reason. The first news of a call has its id and name."""
+        """What the piece adds to `content`, `reasoning_content` and `tool_calls`, and the finish reason. The
+        first part of a call has its id and name."""
         if self._read_as is None:
             return {"content": piece.text} if piece.text else {}, piece.finish
         parser = self._parsers.get(index)
@@ -369,7 +369,7 @@ class ChatReply(ChunkedReply):
             else:
                 texts[kind] += text
         parts: Json = {"content": texts["text"], "reasoning_content": texts["reasoning"], "tool_calls": calls}
-        # whoever is told that it is a call would run it with half of its arguments
+        # a client would run a call that is cut off with half of its arguments
         cut = piece.stop is not None and parser.in_call
         finish = "tool_calls" if piece.finish == "stop" and parser.num_calls and not cut else piece.finish
         return {name: value for name, value in parts.items() if value}, finish
@@ -389,7 +389,7 @@ class ChatReply(ChunkedReply):
         return {**self._entry(score.token, score.logprob, first), "top_logprobs": tops}
 
     def _entry(self, token: int, logprob: float, first: bool) -> Json:
-        """Bytes as they stand in the message: those of its tokens in a row are the message."""
+        """Bytes as they are in the message: joined over its tokens they are the message."""
         raw = self._tokenizer.token_bytes(token, first)
         name = f"token_id:{token}" if self._names_ids else raw.decode(errors="replace")
         return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
@@ -400,8 +400,7 @@ def _finite(logprob: float) -> float:
 
 
 def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choices: int) -> Json:
-    """Each prompt counts once, by its first choice, however many choices were made of it; the sources sum to
-    the prompt tokens."""
+    """Each prompt counts once, by its first choice; the sources sum to the prompt tokens."""
     num_prompt = sum(len(prompt.ids) for prompt in prompts)
     num_generated = sum(choice.num_tokens for choice in choices)
     by_source: dict[str, int] = {}
@@ -409,7 +408,8 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
         if choice.source is not None:
             for name, count in asdict(choice.source).items():
                 by_source[name] = by_source.get(name, 0) + count
-    cached = sum(count for name, count in by_source.items() if name != "computed")  # of those who have begun
+    # of requests that have begun
+    cached = sum(count for name, count in by_source.items() if name != "computed")
     details: Json = {"cached_tokens": cached, "kv_source": by_source}
     if any(choice.scored for choice in choices):
         details["kv_residency"] = "scored"
@@ -432,9 +432,8 @@ def usage_of(prompts: Sequence[Prompt], choices: Sequence[ChoiceText], num_choic
 
 
 class BlockReply:
-    """An answer that is a row of blocks, whole or as events: each block is opened, added to, and closed
-    before the next. There is at least one, though it be empty. Their shapes are those of the API that was
-    asked."""
+    """An answer of consecutive blocks, whole or as events: each block is opened, extended, and closed before
+    the next. There is at least one, which may be empty. Subclasses have the shapes of their API."""
 
     def __init__(self, read_as: AnswerFormat | None) -> None:
         self.finish: str | None = None
@@ -471,7 +470,7 @@ class BlockReply:
         return b"".join(map(self.encoded, made))
 
     def encoded(self, event: Json) -> bytes:
-        """It has its name in front, too."""
+        """The event with its name in front."""
         name: str = event["type"]
         return b"event: " + name.encode() + b"\n" + sse(event)
 

@@ -1,5 +1,5 @@
-"""OpenAI's `/v1/responses`: what its clients send, as the chat that it means, and the chat's answer as items
-and events. Owns these shapes; how long answers are kept is the business of `kept`."""
+"""OpenAI's `/v1/responses`: requests as chats, and a chat's answer as items and events. Owns these shapes;
+`kept` decides how long answers are kept."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
     from penstock.server.faults import Fault
 
-# What a field of the chat is called here.
+# Names of the chat's fields in this API.
 NAMES = {
     "messages": "input",
     "prompt": "input",
@@ -46,7 +46,7 @@ _STATUS = Literal["in_progress", "completed", "incomplete"]
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
-    annotations: list[Any] | None = None  # of what we or others gave out before
+    annotations: list[Any] | None = None  # of earlier answers
     logprobs: list[Any] | None = None
 
 
@@ -55,7 +55,7 @@ SpaceName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$(?!\n)"
 
 
 class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One item of the input. A message need not say that it is one, so the types share their fields."""
+    """One item of the input. A message need not have a type, so the types share their fields."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: schema.Label | None = None
@@ -77,13 +77,8 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given = getattr(self, name) is not None
             if given != (name in needed) and not (given and name in allowed) and (given or name in needed):
                 raise ValueError(
-                    f"{name} "
-                    f"is "
-                    f"{'not a field of' if given else 'required for'} "
-                    f"an "
-                    f"item "
-                    f"of "
-                    f"the type {self.type}"
+                    f"{name} is {'not a field of' if given else 'required for'} an item of the type "
+                    f"{self.type}"
                 )
 
     @property
@@ -91,7 +86,7 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return schema.text_of(self.output if self.type == "function_call_output" else self.content)
 
 
-# by type: what is needed, what else there may be
+# by type: required fields, optional fields
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("phase",)),
     "function_call": (("call_id", "name", "arguments"), ("namespace",)),
@@ -119,8 +114,8 @@ class FunctionTool(Function, tag_field="type", tag="function", forbid_unknown_fi
 class NamespaceTool(
     msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, kw_only=True
 ):
-    """Functions that share a name in front of theirs. The model is told of them one by one, by both names;
-    clients are told both."""
+    """Functions that share a name prefix. The model sees them one by one under the joined name; clients see
+    both names."""
 
     name: SpaceName
     tools: Annotated[list[FunctionTool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
@@ -140,7 +135,7 @@ class NamespaceTool(
 
 
 def spaced(namespace: str | None, name: str) -> str:
-    """What the model calls a function of a namespace."""
+    """The model's name for a function of a namespace."""
     return name if not namespace else f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
 
 
@@ -209,7 +204,7 @@ class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
         return [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def functions(self) -> list[Function] | None:
-        """All that the model may call, one by one."""
+        """All callable functions, one by one."""
         if self.tools is None:
             return None
         return [
@@ -229,7 +224,7 @@ class ResponsesBody(schema.OwnFields, forbid_unknown_fields=True, kw_only=True):
 
 
 def _messages(items: Sequence[Item]) -> list[schema.Message]:
-    """Calls in a row are one message of the assistant, together with what it said right before them."""
+    """Consecutive calls are one message of the assistant, together with its text right before them."""
     made: list[schema.Message] = []
     for item in items:
         if item.type == "function_call":
@@ -289,7 +284,7 @@ _KEPT_OUTPUT = msgspec.json.Decoder(_KeptOutput)
 
 
 def continued(given: ResponsesBody, kept: KeptResponse) -> ResponsesBody:
-    """The whole conversation as input. Instructions are of one request only, as in OpenAI's API."""
+    """The whole conversation as input. Instructions belong to one request only, as in OpenAI's API."""
     said = [*_ITEMS.decode(kept.items), *_KEPT_OUTPUT.decode(kept.response).output]
     return msgspec.structs.replace(given, input=[*said, *given.items()])
 
@@ -305,7 +300,7 @@ def missing(id: str) -> ResponseMissing:
 
 
 class ResponsesReply(BlockReply):
-    """One response of items, as a whole or as the numbered events that put it together."""
+    """One response of items, as a whole or as numbered events."""
 
     def __init__(
         self, tokenizer: TextCodec, given: ResponsesBody, head: Heading, read_as: AnswerFormat | None
@@ -417,7 +412,7 @@ class ResponsesReply(BlockReply):
         }
 
     def _of(self, kind: str, **fields: Any) -> Json:
-        """About the item that is open."""
+        """About the open item."""
         return {
             "type": f"response.{kind}",
             "item_id": self._output[-1]["id"],
@@ -440,12 +435,12 @@ def _part(kind: str) -> Json:
 
 
 def _copied(item: Json) -> Json:
-    """As it is now; it may be added to before it is written."""
+    """A copy of the present state; the item may be extended before it is written."""
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
 
 
 def _echoed(given: ResponsesBody, head: Heading) -> Json:
-    """What every state of a response repeats: its head, and what was asked for."""
+    """Fields that every state of a response repeats: its head, and the request's settings."""
     text = given.text or TextOptions()
     form = {"type": "text"} if text.format is None else _plain(text.format)
     return {

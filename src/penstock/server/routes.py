@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 OPEN_PATHS = frozenset({"/health", "/live"})  # probes have no key
 MAX_SHOWN_ADAPTERS = 32  # on the landing page
-LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks are there when the process is not
+LASTING = frozenset({"ssd", "remote"})  # tiers whose blocks outlive the process
 
 
 def make_routes(service: Service) -> list[Route]:
@@ -107,7 +107,7 @@ class Small:
         return json_response(model_card(self._service, name, loaded))
 
     async def response(self, request: Request) -> Response:
-        """An answer that is kept: read or deleted by its id."""
+        """A kept answer: read or deleted by its id."""
         schema.check_query(request.query_params, cache_salt=schema.ANY_LABEL)
         id, owner = request.path_params["id"], owner_of(request.scope, request.query_params.get("cache_salt"))
         with self._service.side.take(1):
@@ -176,7 +176,7 @@ class Small:
         return json_response({"tier": tier, "evicted_blocks": sum(evicted.values()), "by_tier": evicted})
 
     async def cache_flush(self, request: Request) -> Response:
-        """Answers when what was computed before is saved as far as asked for."""
+        """Answers when earlier computed blocks are saved to the requested level."""
         schema.check_query(request.query_params, level=("captured", "visible", "persisted"))
         await self._no_fields(request)
         level = request.query_params.get("level", "visible")
@@ -189,7 +189,7 @@ class Small:
         return json_response({"level": level})
 
     async def cache_prefetch(self, request: Request) -> Response:
-        """Answers when it has begun."""
+        """Answers when the prefetch has begun."""
         with self._service.side.take(1):
             body, num_bytes = await self._service.body(request, schema.PrefetchBody)
             body.check()
@@ -198,19 +198,14 @@ class Small:
             )
             if found is None:
                 message = (
-                    "no request of this session has ended here lately, or "
-                    "the "
-                    "cache_salt "
-                    "is "
-                    "not "
-                    "the "
-                    "one that it had"
+                    "no request of this session has ended here lately, or the cache_salt is not the one "
+                    "that it had"
                 )
                 raise Refused(404, message, param="session_id", code="session_not_found")
             return json_response({"blocks": found.num_blocks, "started": found.started})
 
     def _begin_prefetch(self, body: schema.PrefetchBody) -> Future[Prefetched | None]:
-        """On a worker thread where the body is large."""
+        """On a worker thread if the body is large."""
         engine, rules, salt = self._service.engine, self._service.prompt_rules, body.cache_salt or ""
         if body.session_id is not None:
             return engine.prefetch(session=body.session_id, cache_salt=salt)
@@ -292,13 +287,13 @@ class Small:
         ]
 
     async def _no_fields(self, request: Request) -> None:
-        """What somebody says in a body instead of the query is refused, not ignored."""
+        """Fields in a body instead of the query are refused, not ignored."""
         if data := await read_body(request.scope, request.receive, self._service.config):
             schema.decode(data, schema.NoFields)
 
 
 def model_card(service: Service, name: str, loaded: LoadedAdapter | None = None) -> dict[str, Any]:
-    """As it is listed: the model itself, or the adapter that is `loaded` under the name."""
+    """The list entry of the model itself, or of the adapter that is `loaded` under the name."""
     created, root, parent = service.created, service.engine.name, None
     if loaded is not None:
         created, root, parent = int(loaded.loaded_s), loaded.root, service.names[0]
@@ -314,11 +309,11 @@ def model_card(service: Service, name: str, loaded: LoadedAdapter | None = None)
 
 
 class Adapters:
-    """Both routes answer 403 unless the server was told which directory clients may load from."""
+    """Both routes answer 403 unless --lora-dir names the directory that clients may load from."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        # each reads and holds a whole file; the threads for prompts are others
+        # each reads and holds a whole file; prompts use other threads
         self._turn = anyio.CapacityLimiter(1)
 
     async def load(self, request: Request) -> Response:
@@ -352,26 +347,21 @@ class Adapters:
     def _check_allowed(self) -> None:
         if self._service.engine.adapters.root is None:
             message = (
-                "adapters cannot be loaded or unloaded over HTTP "
-                "here: "
-                "the "
-                "server "
-                "was "
-                "started "
-                "without --lora-dir"
+                "adapters cannot be loaded or unloaded over HTTP here: the server was started without "
+                "--lora-dir"
             )
             raise Refused(403, message, code="lora_loading_off")
 
 
 class SnapshotRoutes:
-    """A tenant is known by its cache_salt, in the body or in the query: what another one has is not there for
-    it."""
+    """A tenant is identified by its cache_salt, in the body or in the query; snapshots of other tenants do
+    not exist for it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def one(self, request: Request) -> Response:
-        """Read or deleted by its name."""
+        """Read or delete by name."""
         salt, name = self._salt(request), request.path_params["name"]
         with self._service.side.take(1):
             if request.method == "DELETE":
@@ -401,7 +391,8 @@ class SnapshotRoutes:
         )
 
     async def _take(self, request: Request) -> Response:
-        """Answers when its blocks and its manifest are where they outlive the process, where they can."""
+        """Answers when its blocks and its manifest are where they outlive the process, if there is such a
+        place."""
         with self._service.side.take(1):
             body, num_bytes = await self._service.body(request, schema.SnapshotBody)
             body.check()
@@ -411,7 +402,7 @@ class SnapshotRoutes:
             )
 
     async def _answer(self, request: Request, begin: Callable[[SnapshotStore], Future[T]]) -> T:
-        """Until the client hangs up: what has not begun by then is not done."""
+        """Until the client hangs up: work that has not begun by then is dropped."""
         answers: list[T] = []
 
         async def work() -> None:
@@ -423,7 +414,7 @@ class SnapshotRoutes:
         return answers[0]
 
     def _asked(self, body: schema.SnapshotBody) -> SnapshotRequest:
-        """On a worker thread where the body is large."""
+        """On a worker thread if the body is large."""
         service, rules = self._service, self._service.prompt_rules
         given = SnapshotRequest(body.name or "", "", b"", body.tokens, body.ttl_s, body.cache_salt or "")
         if body.session_id is not None:

@@ -1,5 +1,5 @@
-"""A listening server: socket, signals, bounded shutdown; alone in its process with the engine, or one of
-several fronts of an engine in another. Owns the process's HTTP life; the engine's is its loop's."""
+"""A listening server: socket, signals, bounded shutdown; in one process with the engine, or one of several
+fronts of an engine in another process. Owns the HTTP life of the process; the loop owns the engine's."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from penstock.server.service import CLOSE_GRACE_S, Service
 logger = logging.getLogger("penstock.server")
 
 BACKLOG = 2048  # connections that the kernel keeps while the event loop is busy
-YIELD_S = 0.002  # in which another front may take a connection
+YIELD_S = 0.002  # time for another front to take a connection
 OUT_OF_FILES_S = 1.0
-# by generation: what a token makes is freed by counting, so that looking for cycles is mostly in vain
+# By generation: token objects are freed by reference counting, so searching for cycles is mostly in vain.
 COLLECT_AFTER = (10_000, 50, 50)
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn's server, which also says when it is ready and stops the engine loop while its readers are
-    still there. `run` serves until SIGTERM or SIGINT, then lets running requests end for `shutdown_s` at
-    most; it starts and closes `loop`.
+    """Uvicorn's server, which also reports when it is ready, and stops the engine loop while its readers are
+    still there. `run` serves until SIGTERM or SIGINT, then lets running requests end for at most
+    `shutdown_s`; it starts and closes `loop`.
 
-    It has its port from construction on, so that one that is taken is known before anything is started.
+    It has its port from construction on, so that a taken port is known before anything is started.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                # The engine loop ends every request at its own deadline, so that readers are told; this is
-                # for those who do not read.
+                # The engine loop ends every request at its own deadline, with a last event. This timeout is
+                # for clients that do not read.
                 timeout_graceful_shutdown=math.ceil(config.shutdown_s + CLOSE_GRACE_S),
             )
         )
@@ -88,14 +88,13 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.stop()
         await super().shutdown(sockets=sockets)
-        if self.force_exit:  # a second interrupt: nobody is waited for any longer
+        if self.force_exit:  # a second interrupt: stop waiting for requests
             self.service.give_up()
             await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A signal ends the server and is thereby dealt with: it is not raised again, so that the caller can
-        clean up."""
+        """A signal ends the server and is not raised again, so that the caller can clean up."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -151,12 +150,12 @@ class FrontServer(HttpServer):
         engine.own_figures = self.service.figures
         self._fronts = fronts
         self._parent = parent
-        # connections that are taken and have no protocol yet
+        # accepted connections without a protocol yet
         self._opening: set[asyncio.Task[object]] = set()
         self._has_waited = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        uvicorn.Server.run(self, sockets=[])  # connections are taken here, not by the event loop
+        uvicorn.Server.run(self, sockets=[])  # connections are accepted here, not by the event loop
 
     def announce(self) -> None:
         gc.collect()
@@ -173,8 +172,8 @@ class FrontServer(HttpServer):
             asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        """One connection. A front that has more than another leaves it to that one for a moment: of a burst,
-        who wakes up first would take all."""
+        """Accept one connection. A front that has more than another waits a moment for that one: otherwise,
+        the first to wake up would take all of a burst."""
         loop = asyncio.get_running_loop()
         num_open = len(self.server_state.connections) + len(self._opening)
         if num_open > self._fronts.note_connections(num_open) and not self._has_waited:
@@ -218,7 +217,7 @@ class FrontServer(HttpServer):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A terminal sends its signals to parent and children alike: the parent's word counts."""
+        """A terminal sends its signals to parent and children alike; only the parent decides."""
         yield
 
     def _obey(self) -> None:
@@ -226,7 +225,7 @@ class FrontServer(HttpServer):
             if isinstance(message, Stop):
                 self.force_exit = self.force_exit or message.now
                 self.should_exit = True
-        os._exit(1)  # the parent is gone, and so is whoever could start this again
+        os._exit(1)  # the parent is gone, and nothing else could restart this process
 
 
 def run_front(

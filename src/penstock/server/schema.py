@@ -1,5 +1,5 @@
 """The JSON that clients send: strict types, no unknown fields, errors that name the field. Owns shapes, not
-their meaning to the engine."""
+their meaning."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ MAX_INT = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_CONTAINERS = 16_384  # lists and objects in one body: each costs as much as hundreds of characters of text
 MAX_LABEL = 1024  # characters of a label that is only compared
-MAX_TTL_S = 10 * 365 * 86_400.0  # of a snapshot; longer is until it is deleted
-ANY_LABEL = ("",)  # of a query: any text that is no longer than a label
+MAX_TTL_S = 10 * 365 * 86_400.0  # of a snapshot; a longer one lasts until it is deleted
+ANY_LABEL = ("",)  # of a query: any text up to the length of a label
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT)]
@@ -64,7 +64,7 @@ Metadata = Annotated[  # with OpenAI's own limits
     dict[Annotated[str, msgspec.Meta(max_length=64)], Annotated[str, msgspec.Meta(max_length=512)]],
     msgspec.Meta(max_length=16),
 ]
-Unsupported: TypeAlias = None  # a field that we know and cannot honour: only null is taken
+Unsupported: TypeAlias = None  # a known field that is not supported: only null is accepted
 
 
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -74,12 +74,12 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES, "seed", "ign
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage so far in every chunk
-    # OpenAI's: padding, so that the size of a chunk does not tell the length of its text
+    # OpenAI's: padding, so that the size of a chunk does not reveal the length of its text
     include_obfuscation: bool | None = None
 
 
 class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What is to become of a session's KV. Null means: as it was said before."""
+    """Hints about a session's KV. Null leaves the earlier value."""
 
     retain_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_RETAIN_S)] | None = None
     priority: Literal["low", "normal", "high"] | None = None
@@ -94,7 +94,7 @@ class CacheHintOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of this server's own that every generating route takes, whoever's API it is of."""
+    """Penstock's own fields, accepted by every generating route of every API."""
 
     seed: int | None = None
     cache_salt: Label | None = None
@@ -103,7 +103,7 @@ class OwnFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cache_hint: CacheHintOptions | None = None
     kv_residency: ResidencyName | None = None
     kv_pin_spans: Spans | None = None
-    snapshot: SnapshotName | None = None  # what the prompt goes on from
+    snapshot: SnapshotName | None = None  # the snapshot that the prompt continues
 
 
 def own_fields(body: msgspec.Struct) -> dict[str, Any]:
@@ -111,8 +111,7 @@ def own_fields(body: msgspec.Struct) -> dict[str, Any]:
 
 
 class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
-    """Fields that both generating routes share. Null means absent, as clients that always send every field
-    expect."""
+    """Fields that both generating routes share. Null means absent: some clients always send every field."""
 
     model: str
     n: Choices | None = None
@@ -136,7 +135,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     prompt_cache_key: Name | None = None  # OpenAI's name for a session_id
     logit_bias: Biases | None = None
-    # At most one of these, which are `tools.ASKING`, may ask for something.
+    # At most one of these, listed in `tools.ASKING`, may be used.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | Text | None = None
@@ -171,7 +170,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
         )
 
     def options(self) -> dict[str, Any]:
-        """Of the engine's `submit`: who asks, and how much it matters."""
+        """Options of the engine's `submit`: tenant, priority, session and residency."""
         return {
             "cache_salt": self.cache_salt or "",
             "priority": self.priority or 0,
@@ -193,7 +192,7 @@ class Generating(OwnFields, forbid_unknown_fields=True, kw_only=True):
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """A field that is refused has the name that the client gave it."""
+    """In an error, a refused field has the name that the client used."""
     try:
         yield
     except InvalidRequest as error:
@@ -208,7 +207,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class CompletionBody(Generating, kw_only=True):
-    api: ClassVar = "completions"  # whose fields without effect are taken, see `ignored`
+    api: ClassVar = "completions"  # whose fields without effect are accepted, see `ignored`
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -216,8 +215,7 @@ class CompletionBody(Generating, kw_only=True):
 
     @property
     def items(self) -> Sequence[Any]:
-        """A list of plain numbers is one prompt; a list of anything else is as many prompts as it has
-        items."""
+        """A list of plain numbers is one prompt; a list of anything else has one prompt per item."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else self.prompt
 
@@ -248,8 +246,8 @@ class CompletionBody(Generating, kw_only=True):
         self.sampling(MAX_INT, {})
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`room`: tokens that fit the context behind the prompt. `defaults`: what the model states for fields
-        that are not given."""
+        """`room`: tokens that fit the context after the prompt. `defaults`: the model's values for missing
+        fields."""
         max_tokens = (
             min(DEFAULT_COMPLETION_TOKENS, max(room, 1)) if self.max_tokens is None else self.max_tokens
         )
@@ -267,15 +265,15 @@ def text_of(content: Any) -> str:
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One turn. The null-only fields are those that clients send back to us from our own replies."""
+    """One turn. The null-only fields are those that clients copy from our own replies."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None  # only an assistant that calls tools may leave it out
-    name: Label | None = None  # of a participant: taken, of no effect
+    name: Label | None = None  # of a participant; accepted without effect
     refusal: Unsupported = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Name | None = None  # of a tool's result
-    reasoning_content: str | None = None  # what we gave out before: not shown to the model again
+    reasoning_content: str | None = None  # our earlier output; not shown to the model again
     function_call: Unsupported = None
     audio: Unsupported = None
 
@@ -288,7 +286,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("tool_call_id goes with the role tool, and with no other")
 
     def as_dict(self) -> dict[str, Any]:
-        """What chat templates take."""
+        """As chat templates take it."""
         role = "system" if self.role == "developer" else self.role  # OpenAI's later name for it
         fields: dict[str, Any] = {"role": role, "content": text_of(self.content)}
         if self.tool_calls:
@@ -325,8 +323,8 @@ class ChatBody(Generating, kw_only=True):
         return ToolRequest(self.tools or (), choice, self.parallel_tool_calls is not False)
 
     def asked(self) -> Asked | None:
-        """A call that has to be comes before a form. Of a model that may call, the form is that of an answer
-        without calls."""
+        """A forced call comes before a form. If calls are optional, the form is that of an answer without
+        calls."""
         return self.asking.asked() or super().asked()
 
     @property
@@ -360,12 +358,7 @@ class ChatBody(Generating, kw_only=True):
     def _check_continued(self) -> None:
         if self.add_generation_prompt:
             message = (
-                "continue_final_message and add_generation_prompt cannot both "
-                "be "
-                "true: "
-                "the "
-                "prompt "
-                "ends "
+                "continue_final_message and add_generation_prompt cannot both be true: the prompt ends "
                 "with the last message, or behind it"
             )
             raise InvalidRequest(message, "continue_final_message")
@@ -374,7 +367,7 @@ class ChatBody(Generating, kw_only=True):
             raise InvalidRequest(message, "continue_final_message")
 
     def sampling(self, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
-        """`room`: tokens that fit the context behind the prompt; all of it, unless the client says less.
+        """`room`: tokens that fit the context after the prompt; all of it, unless the client asks for less.
         `defaults`: as above."""
         given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         return self._params(defaults, max(room, 1) if given is None else given, self.num_logprobs)
@@ -397,7 +390,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PrefetchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A session by its name, or a prompt as one of the generating routes would take it."""
+    """A session by name, or a prompt as a generating route would take it."""
 
     model: str | None = None
     cache_salt: Label | None = None
@@ -411,12 +404,12 @@ class PrefetchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SnapshotBody(PrefetchBody, forbid_unknown_fields=True, kw_only=True):
-    """The same, and what is to become of it."""
+    """The same, with the options of a snapshot."""
 
     name: SnapshotName | None = None
-    # how much of it; all where it is left out
+    # how much of it; all if left out
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT)] | None = None
-    # until it is deleted where it is left out
+    # until it is deleted if left out
     ttl_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_TTL_S)] | None = None
 
 
@@ -430,11 +423,11 @@ class UnloadLoraBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NoFields(msgspec.Struct, forbid_unknown_fields=True):
-    """Of routes that take a query: a field in a body would be ignored."""
+    """For routes that take a query: a field in a body would be ignored."""
 
 
 def nth_seed(seed: int, i: int) -> int:
-    """The seed of choice `i`; past the largest one it goes on from the smallest."""
+    """The seed of choice `i`; wraps around after the largest seed."""
     return (seed + i + MAX_SEED) % (2 * MAX_SEED + 1) - MAX_SEED
 
 
@@ -442,16 +435,15 @@ def nth_seed(seed: int, i: int) -> int:
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_AT = " - at `$"  # msgspec's mark between what is wrong and where
-_AT_KEY = " - at `key` in `$"  # and where it is the name of a field of an object
+_AT = " - at `$"  # msgspec's separator between the fault and its place
+_AT_KEY = " - at `key` in `$"  # the same if the fault is in a field's name
 _KIND = re.compile(r"Invalid (enum )?value (?P<value>'.*')", re.DOTALL)
 _FIELD = re.compile(r"Object (?P<verb>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
 @functools.cache
 def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
-    """Made once: working out what a type allows takes milliseconds. Generating routes make theirs before the
-    first request."""
+    """Cached: building one takes milliseconds. Generating routes build theirs before the first request."""
     return msgspec.json.Decoder(kind)
 
 
@@ -469,7 +461,7 @@ def decode(data: bytes, kind: type[Body]) -> Body:
 
 
 def convert(given: Any, kind: type[Body]) -> Body:
-    """The same of what was parsed from JSON."""
+    """The same for a value parsed from JSON."""
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -477,7 +469,7 @@ def convert(given: Any, kind: type[Body]) -> Body:
 
 
 def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
-    """Nothing in a query is ignored: each name is known, given once, and has one of its values."""
+    """Nothing in a query is ignored: each name must be known, given once, and have an allowed value."""
     for name, value in given.multi_items():
         if name not in allowed:
             raise InvalidRequest(f"{name} is not a query parameter of this path", name)
@@ -491,20 +483,20 @@ def check_query(given: QueryParams, **allowed: tuple[str, ...]) -> None:
 
 
 def check_shape(data: bytes) -> None:
-    """The interpreter is held while a body is decoded. Text and numbers are done at once; a million small
-    lists take a second. Here, the brackets that are text are left out."""
+    """Decoding a body holds the GIL. Text and numbers are fast, but a million small lists take a second. So
+    this counts brackets outside strings."""
     if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
         return
     # without escapes every quote begins or ends a string
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    # more strings than that are more than any legal body has
+    # no legal body has more strings than this
     outside = b"".join(bare.split(b'"', 32 * MAX_CONTAINERS)[::2])
     if outside.count(b"[") + outside.count(b"{") > MAX_CONTAINERS:
         raise InvalidRequest(f"the body has more than {MAX_CONTAINERS} lists and objects")
 
 
 def _no_such(path: str) -> str | None:
-    """Why an object of another type than those that are known is refused, where that can be said."""
+    """Why an object of an unknown type is refused, if known."""
     if not path.endswith(".type"):
         return None
     if path.startswith("tools["):

@@ -1,6 +1,6 @@
-"""Seats for work in progress: what all clients may take at once. Counts are in memory that front processes
-share, so that a limit is the whole server's. Owns that memory, which has no name and ends with the last
-process that has it; owns no work."""
+"""Seats for work in progress: limits over all clients. Counts are in memory that front processes share, so
+that a limit holds for the whole server. Owns that memory, which has no name and ends with the last process
+that has it; owns no work."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LOCK_S = 0.05  # it is held for microseconds
 
 
 class GateNumber(IntEnum):
-    """The gates of a server. Connections have no limit: they are counted so that fronts get equal shares of
-    them."""
+    """The gates of a server. Connections have no limit: they are counted to spread them evenly over
+    fronts."""
 
     GENERATIONS = 0
     SIDE = 1
@@ -31,9 +31,9 @@ class GateNumber(IntEnum):
 
 
 class SeatBook:
-    """One row of counts for each front process, one column for each gate. A front adds to its own row alone,
-    while it has the lock. The kernel takes the lock back from a process that ends: one that is killed leaves
-    seats, never a lock."""
+    """One row of counts for each front process, one column for each gate. A front adds to its own row only,
+    under the lock. The kernel releases the lock of a process that ends: a killed process leaves seats, never
+    a lock."""
 
     def __init__(self, fd: int, num_fronts: int) -> None:
         self.fd = fd
@@ -51,8 +51,8 @@ class SeatBook:
         return int(self._counts[:, gate].sum())
 
     def try_add(self, row: int, gate: GateNumber, num: int, limit: int) -> bool:
-        """A process that stands still while it has the lock must not stop the others: they go on without it.
-        Two that look at once may then take a seat too many."""
+        """A process that stops while it holds the lock must not stop the others: they go on without it. Two
+        concurrent calls may then take a seat too many."""
         by_s = time.monotonic() + LOCK_S
         while time.monotonic() < by_s:
             with contextlib.suppress(BlockingIOError, PermissionError):
@@ -68,22 +68,23 @@ class SeatBook:
             fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
     def remove(self, row: int, gate: GateNumber, num: int) -> None:
-        """Without the lock: a row is one process's, and what is read meanwhile is too much at worst."""
+        """Without the lock: a row belongs to one process, and a concurrent read is at worst too high."""
         self._counts[row, gate] -= num
 
     def note_connections(self, row: int, num: int) -> int:
-        """A front has `num` open; returns what the front with the fewest has."""
+        """A front has `num` connections open; returns the number of the front with the fewest."""
         self._counts[row, GateNumber.CONNECTIONS] = num
         return int(self._counts[:, GateNumber.CONNECTIONS].min())
 
     def clear(self, row: int) -> None:
-        """Of a front process that is gone, once the engine has ended all that it asked for. Without the lock,
-        as above."""
+        """For a front process that is gone, once the engine has ended its requests. Without the lock, as
+        above."""
         self._counts[row] = 0
 
 
 class Gate:
-    """Counts work in progress against a limit. Lives on the event loop's thread; says no rather than wait."""
+    """Counts work in progress against a limit. Lives on the event loop's thread; refuses rather than
+    waits."""
 
     def __init__(
         self,
@@ -93,8 +94,8 @@ class Gate:
         row: int = 0,
         number: GateNumber = GateNumber.GENERATIONS,
     ) -> None:
-        """`row`: of this front process in `book`, which all of a server's have. Without one, this process is
-        all."""
+        """`row`: of this front process in `book`, which all fronts share. Without a book, this process is the
+        only one."""
         self.limit = limit
         self.what = what
         self.book = SeatBook.make(1) if book is None else book
@@ -105,7 +106,7 @@ class Gate:
         return self.book.total(self.number)
 
     def take(self, num: int) -> Seats:
-        """Seats that end with `give_back` or `with`; raises Overloaded and takes none where there are too
+        """Seats that end with `give_back` or `with`. Raises Overloaded and takes none if there are too
         few."""
         seats = Seats(self)
         seats.widen(num)
@@ -120,7 +121,7 @@ class Seats:
         self._gate = gate
 
     def widen(self, num: int) -> None:
-        """Hold `num` seats in all. More than the gate will ever have is the client's mistake, not a matter of
+        """Hold `num` seats in total. More than the gate's limit is the client's mistake, not a matter of
         time."""
         gate = self._gate
         if num == self.num:

@@ -1,9 +1,9 @@
-"""What the routes share: the engine, its loop, the gates, how they start and stop together, and how token
-events get from the engine's thread to the event loop. Owns readiness and the ends of engine requests; owns no
-route, no text and no HTTP.
+"""The shared state of the routes: the engine, its loop, the gates, startup and shutdown, and the delivery of
+token events from the engine's thread to the event loop. Owns readiness and the ends of engine requests; owns
+no route, no text and no HTTP.
 
-What waits here for a slow reader is at most what its `max_tokens` allows: nothing is queued twice, and a
-reader that comes late takes everything at once.
+At most `max_tokens` tokens wait here for a slow reader: nothing is queued twice, and a late reader takes
+everything at once.
 """
 
 from __future__ import annotations
@@ -49,31 +49,32 @@ from penstock.server.tools import Asked
 
 
 class Rules(NamedTuple):
-    """What a server takes as a prompt."""
+    """Limits on prompts."""
 
     most: int  # tokens
     special_in_text: bool = False  # whether messages may spell special tokens
 
 
 class Bridge:
-    """Carries events of all requests to the event loop with one wake-up for however many have gathered."""
+    """Carries events of all requests to the event loop, with one wake-up for all events that have
+    gathered."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # whose requests the engine has not ended yet, or that are still read
+        # readings with a request that the engine has not ended, or that are still read
         self.readings: set[Generations] = set()
         self._loop = loop
         self._inbox: deque[tuple[Generations, int, TokenEvent]] = deque()
-        self._armed = False  # a wake-up is on its way and will see everything that is in the inbox by then
+        self._armed = False  # a wake-up is scheduled and will see everything in the inbox by then
 
     def post(self, reading: Generations, index: int, event: TokenEvent) -> None:
-        """Called on the engine's thread. Append, then look: `_deliver` disarms first, so an event it misses
+        """Called on the engine's thread. Append, then check: `_deliver` disarms first, so an event it misses
         arms it again."""
         self._inbox.append((reading, index, event))
         if not self._armed:
             self._armed = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the event loop is closed: the server is gone, and so are the readers
+            except RuntimeError:  # the event loop is closed: the server and its readers are gone
                 logger.debug("an event came after the server had closed")
 
     def _deliver(self) -> None:
@@ -83,17 +84,16 @@ class Bridge:
             reading.deliver(index, event)
 
     def end_all(self, finish: FinishReason, error: str | None = None) -> None:
-        """The engine will say no more: end every request in its stead, so that nobody waits for it
-        forever."""
+        """The engine will send no more events: end every request here, so that no reader waits forever."""
         for reading in list(self.readings):
             reading.end_all(finish, error)
 
 
 class Generations:
-    """The generations of one HTTP request as one flow of events. Ends once, by `with`; what the engine still
-    runs is cancelled then.
+    """The generations of one HTTP request as one stream of events. Ends once, by `with`; running engine
+    requests are cancelled then.
 
-    A seat is given back when its generation is over on both sides: read to the end or given up here, and
+    A seat is given back when its generation is over on both sides: read to the end or abandoned here, and
     ended by the engine.
     """
 
@@ -105,14 +105,14 @@ class Generations:
         self._live: dict[int, str] = {}  # index to request id: submitted, and not yet ended by the engine
         self._events: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
-        self._abandoned = False  # no more submits, and what was submitted is cancelled
-        self._closed = False  # nobody reads any more
-        self._seen: dict[int, int] = {}  # of choices in a session: generated tokens that the client was given
+        self._abandoned = False  # no more submits, and submitted requests are cancelled
+        self._closed = False  # no reader is left
+        self._seen: dict[int, int] = {}  # of choices in a session: generated tokens sent to the client
         bridge.readings.add(self)
 
     def submit(self, index: int, prompt: Sequence[int], sampling: SamplingParams, **options: Any) -> None:
-        """From any thread, which the end of this reading waits for: a hang-up meanwhile cancels at that end,
-        if not before. `options` are those of the engine's `submit`."""
+        """From any thread. The end of this reading waits for that thread, and cancels requests submitted
+        after a hang-up. `options` are those of the engine's `submit`."""
         if self._abandoned:
             raise Hangup
         request_id = self._id_of(index)
@@ -131,27 +131,27 @@ class Generations:
         return f"{self.id}-{index}"
 
     async def next_events(self) -> dict[int, list[TokenEvent]]:
-        """Everything that has come since the last call, by choice; waits for at least one event."""
+        """All events since the last call, by choice; waits for at least one."""
         await self._wake.wait()
         self._wake.clear()
         events, self._events = self._events, {}
         return events
 
     async def end(self, index: int, num_tokens: int) -> None:
-        """The reader has what it wants of this choice: so many tokens. The engine may have run ahead; its
-        session ends there."""
+        """The reader needs no more than `num_tokens` tokens of this choice. The engine may have run ahead;
+        the session ends at that token."""
         if (request_id := self._live.get(index)) is not None:
             self._engine.cancel(request_id)
         if index in self._seen and (noted := self._note_seen(index, num_tokens)) is not None:
             await asyncio.wait([asyncio.wrap_future(noted)], timeout=SEEN_S)
 
     def saw(self, index: int, num_tokens: int) -> None:
-        """The client was sent so many tokens of this choice."""
+        """The client was sent `num_tokens` tokens of this choice."""
         if index in self._seen:
             self._seen[index] = num_tokens
 
     def saw_all(self) -> None:
-        """The client was sent its whole answer: sessions are as their requests, or `end`, have left them."""
+        """The client was sent its whole answer: sessions stay as their requests, or `end`, left them."""
         self._seen.clear()
 
     def _note_seen(self, index: int, num_tokens: int) -> Future[None] | None:
@@ -161,7 +161,8 @@ class Generations:
             return None  # and with it the session
 
     def abandon(self) -> None:
-        """The client is gone: cancel at once, from whatever state. Sessions are what it was sent."""
+        """The client is gone: cancel at once, in any state. Sessions end at the last token that it was
+        sent."""
         self._abandoned = True
         for request_id in list(self._live.values()):
             self._engine.cancel(request_id)
@@ -171,7 +172,7 @@ class Generations:
 
     def deliver(self, index: int, event: TokenEvent) -> None:
         if index not in self._live:
-            return  # it was ended in the engine's stead
+            return  # it was ended in place of the engine
         if event.finish is not None:
             del self._live[index]
             if self._closed:
@@ -203,29 +204,28 @@ class Generations:
 
 logger = logging.getLogger("penstock.server")
 
-SEEN_S = 5.0  # for the engine to note what a client has seen, before the answer ends
-BEAT_LIMIT_S = 10.0  # a step takes seconds at worst; a loop that is silent for longer is wedged
+SEEN_S = 5.0  # for the engine to record what a client has seen, before the answer ends
+BEAT_LIMIT_S = 10.0  # a step takes seconds at worst; a loop that is silent for longer is stuck
 WATCH_S = 0.25  # how often a dead loop is looked for
-# a body up to this size is tokenised where it is: a thread would take longer than the work
+# A body up to this size is tokenised on the spot: a thread would take longer than the work.
 INLINE_BYTES = 16 << 10
-NUM_WORKERS = 2  # threads for larger ones: they cannot keep small ones waiting, nor take more cores than this
+NUM_WORKERS = 2  # threads for larger bodies, which can neither delay small ones nor take more cores than this
 NUM_SIDE = 32  # tokenise, detokenise and prefetch calls in progress
-NUM_LOADS = 8  # adapters that are loaded, or wait for their turn
+NUM_LOADS = 8  # adapter loads in progress or waiting
 SIDE_TOKENS = 1 << 17  # of one of them, or as many as a prompt may have
 RESET_TIMEOUT_S = 30.0
 PREFETCH_TIMEOUT_S = 10.0  # for the engine loop to come round and begin it
 FLUSH_TIMEOUT_S = 60.0
-SNAPSHOT_S = 150.0  # for what is computed to be saved, and for tiers to answer
+SNAPSHOT_S = 150.0  # for computed blocks to be saved, and for tiers to answer
 KEPT_TIMEOUT_S = 10.0
-MAX_LOGGED = 256  # fields without effect: types of tools, too, which clients make up
+MAX_LOGGED = 256  # fields without effect, including types of tools, which clients can invent
 CLOSE_GRACE_S = 5.0  # for the loop to end what was cancelled at its deadline
 
 T = TypeVar("T")
 
 
 class Service:
-    """One engine behind one event loop, or behind several in as many processes: `fronts` is what those
-    share."""
+    """One engine behind one event loop, or behind several in as many processes, which share `fronts`."""
 
     def __init__(
         self, engine: EngineClient, loop: EngineLife, config: ServerConfig, fronts: Fronts | None = None
@@ -233,7 +233,8 @@ class Service:
         self.engine = engine
         self.loop = loop
         self.config = config
-        self.names = config.served_names or (engine.name,)  # what clients call the model, the first one first
+        # names of the model for clients; the first is the main one
+        self.names = config.served_names or (engine.name,)
         self.figures = RequestFigures()
         for name in self.names:
             if engine.adapters.find(name) is not None:
@@ -259,7 +260,7 @@ class Service:
         self.loop.start()
 
     async def warm(self) -> None:
-        """What the first request would wait for otherwise: worker threads and what is imported with them,
+        """Do work that the first request would wait for: start worker threads with their imports, load
         tokenizer and template."""
         tokenizer = self.engine.tokenizer
 
@@ -272,11 +273,11 @@ class Service:
             try:
                 await self.compute(work, num_bytes)
             except InvalidRequest as error:
-                # a template that takes no such conversation: its users will see the same
+                # a template that refuses such a conversation; its users will see the same
                 logger.info("the chat template was not warmed up: %s", error)
 
     async def watch(self) -> None:
-        """Runs beside the routes: a dead engine thread ends everyone's wait."""
+        """Runs beside the routes: if the engine thread dies, ends all waits."""
         while (error := self.loop.failed()) is None:
             await asyncio.sleep(WATCH_S)
         logger.error("the engine loop failed", exc_info=error)
@@ -284,25 +285,25 @@ class Service:
         self._bridge.end_all(FinishReason.ERROR, "the engine has failed; the server's log says why")
 
     def stop(self) -> asyncio.Future[None]:
-        """Begin to close the engine loop, once; what still runs ends by itself or at the deadline, and its
-        readers are told."""
+        """Begin to close the engine loop, once. Running requests end by themselves or at the deadline, and
+        their readers get that end."""
         if self._stop is None:
             self._stop_by_s = time.monotonic() + self.config.shutdown_s + CLOSE_GRACE_S
             self._stop = _in_thread(lambda: self.loop.close(self.config.shutdown_s), "penstock-stop")
-            # a request that slipped in while admission closed has nobody else to end it
+            # a request submitted while admission closed would not be ended otherwise
             if (bridge := self._bridge) is not None:
                 self._stop.add_done_callback(lambda _: bridge.end_all(FinishReason.CANCELLED))
         return self._stop
 
     def give_up(self) -> None:
-        """End everyone's wait now; the engine is told to drop what they waited for."""
+        """End all waits now, and cancel the requests in the engine."""
         assert self._bridge is not None
         for reading in list(self._bridge.readings):
             reading.abandon()
         self._bridge.end_all(FinishReason.CANCELLED)
 
     async def wait_stopped(self) -> None:
-        """A loop that is wedged must not keep the process: its thread is left behind."""
+        """A stuck loop must not keep the process alive: its thread is left behind."""
         stop = self.stop()
         done, _ = await asyncio.wait([stop], timeout=max(0.0, self._stop_by_s - time.monotonic()))
         if not done:
@@ -355,7 +356,7 @@ class Service:
         return body, len(data)
 
     def _note_ignored(self, exchange: Exchange, names: Sequence[str]) -> None:
-        """The client is told in a header of its answer, the log once."""
+        """Name them in a header of the answer, and log them once."""
         exchange.ignored = list(names)
         for name in names:
             if name not in self._ignored and len(self._ignored) < MAX_LOGGED:
@@ -383,13 +384,8 @@ class Service:
 
     def _no_model(self, name: str) -> Refused:
         message = (
-            f"there is no model {name!r} here; this "
-            f"server "
-            f"has "
-            f"{self.names[0]!r} "
-            f"(GET "
-            f"/v1/models "
-            f"lists its adapters)"
+            f"there is no model {name!r} here; this server has {self.names[0]!r} (GET /v1/models lists its "
+            "adapters)"
         )
         return Refused(404, message, param="model", code="model_not_found")
 

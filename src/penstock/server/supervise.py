@@ -1,8 +1,8 @@
 """The parent of a server's processes: one for the engine, one or more that speak HTTP. Owns their start,
 their restart and their end; serves nothing itself.
 
-All sockets between them are made here and handed over: none has a name, so that nothing is left of them and
-nobody else can connect.
+All sockets between them are made here and handed over. None has a name, so that nothing is left of them and
+no other process can connect.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ logger = logging.getLogger("penstock.serve")
 LINGER_S = 2.0  # in which fronts say that the engine is gone, to clients and probes, before they end as well
 # that the engine may take beyond the time of its requests: transfers, lanes, saying goodbye
 ENGINE_CLOSE_S = 30.0
-NOW_S = 10.0  # for everything to end once nobody's requests are waited for
-FRONT_END_S = 10.0  # for fronts to end when there is no engine any more
+NOW_S = 10.0  # for all processes to end once requests are no longer waited for
+FRONT_END_S = 10.0  # for fronts to end after the engine has
 MOST_RESTARTS = 5  # of fronts, within:
 RESTARTS_S = 60.0
 CUDA_FRONTS = 4
@@ -151,11 +151,11 @@ class Supervisor:
     def _hear(self, child: Child) -> None:
         try:
             message = child.wire.receive()
-        except ConnectionResetError:  # it has ended without reading all that it was told
+        except ConnectionResetError:  # it has ended without reading all messages
             message = None
         except (OSError, PenstockError) as error:
             logger.error("the connection to the %s process failed: %s", child.name, error)
-            child.process.kill()  # nobody hears it any more
+            child.process.kill()  # its messages can no longer be read
             message = None
         if message is None:
             self._selector.unregister(child.wire.sock)
@@ -232,7 +232,7 @@ class Supervisor:
         child.tell(boundary.FrontSetup(boundary.VERSION, server, self.logs, index, self._seats.num_fronts))
 
     def _restart_gone(self) -> None:
-        """Those that have ended and of which nothing is left: until then their seats are taken."""
+        """Restart fronts that have ended and are fully cleaned up: until then their seats are taken."""
         for index in sorted(self._detached) if not self._stopping else []:
             # it was cut off, or is about to end: this comes again when its connection has
             if not self._fronts[index].ended:
@@ -245,13 +245,8 @@ class Supervisor:
             self._restarts.append(now)
             if len(self._restarts) > MOST_RESTARTS:
                 self._failure = PenstockError(
-                    f"front "
-                    f"processes "
-                    f"ended "
-                    f"{len(self._restarts)} "
-                    f"times "
-                    f"within "
-                    f"{RESTARTS_S:g} s; the server ends"
+                    f"front processes ended {len(self._restarts)} times within {RESTARTS_S:g} s; the server "
+                    "ends"
                 )
                 self._stop(now=True)
                 return
@@ -296,7 +291,7 @@ class Supervisor:
 
         def note(number: int, frame: object) -> None:
             self._signals += 1
-            if not self._announced:  # there is nobody to wait for yet
+            if not self._announced:  # no request can be running yet
                 raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,5 +1,5 @@
-"""What a client asks of a model's reasoning, in the words of its chat template. Owns these fields and what
-they mean to a template; reads its source, and renders nothing."""
+"""A client's settings for reasoning, as variables of the chat template. Owns these fields and their meaning
+to a template; reads the template's source, and renders nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.models.tokenizer import TextCodec
 
 MAX_VARIABLES_CHARS = 4096  # of chat_template_kwargs, as JSON
-SWITCHES = ("enable_thinking", "thinking")  # what templates call the variable that turns reasoning on and off
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on and off
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 VariableName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$(?!\n)")]
@@ -33,16 +33,16 @@ def check_variables(given: Variables) -> None:
 
 
 def switched(on: bool) -> Variables:
-    """For templates that have such a variable; others do not look at it."""
+    """For templates that have such a variable; others ignore it."""
     return dict.fromkeys(SWITCHES, on)
 
 
 def variables_of(
     effort: Effort | None, given: Mapping[str, Any], template: ChatTemplate, reasons: bool
 ) -> dict[str, Any]:
-    """What a template is given beside the messages. An effort is given to one that knows it; it turns
-    reasoning on or off where a template can; to others it is a hint. `reasons`: the model does, as far as is
-    known."""
+    """Variables of a template beside the messages. A template that knows an effort gets it. Otherwise the
+    effort turns reasoning on or off if the template can do that, or is only a hint. `reasons`: whether the
+    model reasons, as far as known."""
     made: dict[str, Any] = {}
     if effort is not None:
         knows_effort = "reasoning_effort" in template.variables
@@ -52,13 +52,8 @@ def variables_of(
             made["reasoning_effort"] = effort
         if other := next((name for name in made if name in given and given[name] != made[name]), None):
             message = (
-                f"reasoning_effort is {effort!r}, and "
-                f"chat_template_kwargs "
-                f"sets "
-                f"{other} "
-                f"to "
-                f"something "
-                f"else: give one of them"
+                f"reasoning_effort is {effort!r}, and chat_template_kwargs sets {other} to something else: "
+                "give one of them"
             )
             raise InvalidRequest(message, "reasoning_effort")
     is_unwanted = effort == "none" or is_off(given)
@@ -75,7 +70,7 @@ def is_off(variables: Mapping[str, Any]) -> bool:
 
 
 def thought_of(budget: int, begun: bool, tokenizer: TextCodec) -> Thought:
-    """Reasoning of at most `budget` tokens. `begun`: the prompt has opened it."""
+    """Reasoning of at most `budget` tokens. `begun`: the prompt has already opened it."""
     opens, closes = (tuple(tokenizer.encode(mark, add_special=False)) for mark in THINK)
     return Thought(budget, begun, opens, closes)
 

@@ -1,10 +1,10 @@
-"""What a model wrote, taken apart as it comes: reasoning, content and calls of tools. Owns the formats of the
-models that are served.
+"""Parses a model's output as it comes: reasoning, content and tool calls. Owns the formats of the supported
+models.
 
 Text is read character by character, so that the same text gives the same parts however it was cut into
-tokens. A reader is a generator that is sent one character after another, and at last an empty one: where it
-stands is what it knows. It never takes back what it has given out: what may still turn out to be a marker or
-a call is held until that is known. Text that begins like a call and is none becomes content.
+tokens. A reader is a generator that is sent one character after another, and at last an empty one: its
+position is its state. It never takes back output: text that may still become a marker or a call is held until
+that is known. Text that begins like a call and is none becomes content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from penstock.contract import THINK_MARKS
 
 _BLANK = " \n\r\t"
-_ARGUMENTS = ("arguments", "parameters")  # what models call them
+_ARGUMENTS = ("arguments", "parameters")  # names of the field in different models
 
 HERMES = ("<tool_call>", "</tool_call>")
 LLAMA3 = "<|python_tag|>"
@@ -38,7 +38,7 @@ Part = tuple[Literal["reasoning", "text", "call", "arguments"], str]
 
 
 class FedReading:
-    """A reading that somebody else feeds. What comes behind its end is dropped."""
+    """A reading that its caller feeds. Text after its end is dropped."""
 
     def __init__(self, reading: Reading[None]) -> None:
         self._reading = reading
@@ -53,11 +53,11 @@ class FedReading:
 
 
 class MessageParser:
-    """One choice's message, as its text comes. Its reading says the parts of it, in the order in which they
-    were written."""
+    """One choice's message, as its text comes. Its reading emits the parts in the order in which they were
+    written."""
 
     def __init__(self, most_calls: int | None = None, names: Collection[str] | None = None) -> None:
-        """Calls behind the first `most_calls` are dropped. `names`: only an object that names one of these is
+        """Calls after the first `most_calls` are dropped. `names`: only an object with one of these names is
         a call."""
         self.names = names
         self.num_calls = 0
@@ -90,7 +90,7 @@ class MessageParser:
             self._row.append(("arguments", text))
 
     def push(self, text: str, last: bool = False) -> list[Part]:
-        """What came of it. Neighbours of a kind are one, but calls are not."""
+        """The parts of `text`. Neighbours of one kind are joined, except calls."""
         self._reader.push(text, last)
         row, self._row = self._row, []
         made: list[Part] = []
@@ -101,7 +101,7 @@ class MessageParser:
 
 
 def _begun(reading: Reading[None], text: str, over: bool = False) -> Reading[None]:
-    """`reading`, which has missed `text`; `over`: and the end behind it."""
+    """`reading` after it has read `text`; `over`: and the end of the text."""
     reader = FedReading(reading)
     reader.push(text, over)
     while not over:
@@ -111,7 +111,8 @@ def _begun(reading: Reading[None], text: str, over: bool = False) -> Reading[Non
 
 
 def _until(marker: str, say: Callable[[str], object], held: str = "") -> Reading[bool]:
-    """Says every character before the marker; whether it came. `held` was read before."""
+    """Passes every character before the marker to `say`; returns whether the marker came. `held` was read
+    before."""
     while True:
         while held and not marker.startswith(held):
             say(held[0])
@@ -130,10 +131,10 @@ def _until(marker: str, say: Callable[[str], object], held: str = "") -> Reading
 
 
 class Value:
-    """Says where a JSON value ends, and nothing about whether it is right."""
+    """Finds the end of a JSON value; does not validate it."""
 
     def __init__(self, first: str) -> None:
-        self.is_bare = first not in '{["'  # it ends before what follows it
+        self.is_bare = first not in '{["'  # it ends before the next character
         self._depth = 0
         self._quoted = self._escaped = False
         self.is_over = False
@@ -156,7 +157,7 @@ class Value:
 
 
 def _loaded(text: str) -> str:
-    """A JSON string; empty where it is none. Half a surrogate pair, which cannot be sent, is replaced."""
+    """A JSON string; empty if invalid. Half a surrogate pair, which cannot be sent, is replaced."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -169,17 +170,17 @@ def _loaded(text: str) -> str:
 
 
 class JsonCall:
-    """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are given
-    out as they come once the name is known."""
+    """One call as a JSON object: `name`, and `arguments` or `parameters`, in any order. Arguments are emitted
+    as they come once the name is known."""
 
     def __init__(self, sink: MessageParser) -> None:
         self._sink = sink
         self._raw: list[str] = ["{"]
-        self._named = False  # it has been given out, and cannot be taken back
+        self._named = False  # the name has been emitted and cannot be taken back
         self._arguments: str | None = None
 
     def read(self) -> Reading[str | None]:
-        """From behind its brace. None: it was a call. Else what it was, or nothing where it is lost."""
+        """Reads from after its brace. None: it was a call. Otherwise its text, or empty if that is lost."""
         character = yield from self._next()
         while character == '"' or (character and character in _BLANK + ","):
             if character != '"':
@@ -217,7 +218,7 @@ class JsonCall:
         return character
 
     def _value(self, first: str, streamed: bool = False) -> Reading[tuple[str, str]]:
-        """A value and the character behind it, which is empty where the text ended first."""
+        """A value and the character after it, which is empty if the text ended first."""
         value, text = Value(first), ""
         character = first
         while character and not (text and value.is_bare and character in ",}"):
@@ -241,7 +242,7 @@ class JsonCall:
                 self._sink.arguments(self._arguments)
         elif key in _ARGUMENTS:
             given_out = self._named and text.startswith("{")
-            if text.startswith('"'):  # some models write the object as text
+            if text.startswith('"'):  # some models write the object as a string
                 text = _loaded(text)
             self._arguments = "{}" if text in ("", "null") else text
             if self._named and not given_out:
@@ -250,8 +251,8 @@ class JsonCall:
 
 
 def json_calls(sink: MessageParser) -> Reading[None]:
-    """One or several: an object, objects in a row with `;`, `,` or blanks between them, or a list of them.
-    What does not begin like that is content."""
+    """One or several calls: an object, objects with `;`, `,` or blanks between them, or a list of them.
+    Anything else is content."""
     held = ""
     while character := (yield):
         held += character
@@ -281,7 +282,7 @@ def content(sink: MessageParser) -> Reading[None]:
 
 
 def named_call(sink: MessageParser, name: str) -> Reading[None]:
-    """All of the text is the arguments of one call, whose name is known."""
+    """The whole text is the arguments of one call, whose name is known."""
     begun = False
     value: Value | None = None  # its arguments
     while character := (yield):
@@ -299,7 +300,7 @@ def named_call(sink: MessageParser, name: str) -> Reading[None]:
 
 def hermes_calls(sink: MessageParser) -> Reading[None]:
     """Calls between markers, content around them: Hermes and Qwen."""
-    blanks = ""  # between or behind calls: no content
+    blanks = ""  # between or after calls: not content
 
     def say(character: str) -> None:
         nonlocal blanks
@@ -320,7 +321,7 @@ def hermes_calls(sink: MessageParser) -> Reading[None]:
 
 
 def llama3_calls(sink: MessageParser) -> Reading[None]:
-    """Calls behind `<|python_tag|>`, or a text that is nothing but calls."""
+    """Calls after `<|python_tag|>`, or a text that is nothing but calls."""
     held = start = ""
     while LLAMA3.startswith(start) and start != LLAMA3:
         if not (character := (yield)):
@@ -336,8 +337,8 @@ def llama3_calls(sink: MessageParser) -> Reading[None]:
 
 
 def mistral_calls(sink: MessageParser) -> Reading[None]:
-    """Calls behind `[TOOL_CALLS]`: a list of objects, or a name with its arguments behind it, with `[ARGS]`
-    between them or without."""
+    """Calls after `[TOOL_CALLS]`: a list of objects, or a name followed by its arguments, with or without
+    `[ARGS]` between them."""
     if not (yield from _until(MISTRAL, sink.content)):
         return
     held = ""
@@ -382,8 +383,8 @@ STARTS: dict[str, tuple[str, ...]] = {
 
 
 def calls_or_content(sink: MessageParser, reader: str) -> Reading[None]:
-    """Calls, where the text begins as calls do. Else all of it is content, whatever it spells: a grammar has
-    made it one or the other."""
+    """Calls, if the text begins like calls. Otherwise all of it is content: a grammar has made it one or the
+    other."""
     held, core, starts = "", "", STARTS[reader]
     while core not in starts and any(start.startswith(core) for start in starts):
         if not (character := (yield)):
@@ -398,8 +399,8 @@ def calls_or_content(sink: MessageParser, reader: str) -> Reading[None]:
 
 
 def thinking(sink: MessageParser, rest: Reading[None], begun: bool) -> Reading[None]:
-    """Reasoning between `<think>` and `</think>` at the start, the rest to the reading behind it. `begun`:
-    the prompt has opened it. Blanks around reasoning are not part of it."""
+    """Reasoning between `<think>` and `</think>` at the start; the rest goes to the reading after it.
+    `begun`: the prompt has opened it. Blanks around reasoning are not part of it."""
     held = ""
     while not begun:
         character = yield

@@ -1,7 +1,7 @@
-"""What a client says about its answer: the form that it is to have (OpenAI's `response_format`, vLLM's
-`structured_outputs` and its older spelling), and the tools that it may call. Owns those fields, the grammar
-that they stand for, what the model is told of tools, and how answers are read. The engine compiles grammars;
-the formats of calls are in `tool_parsers`."""
+"""The form of an answer that a client asks for (OpenAI's `response_format`, vLLM's `structured_outputs` and
+its older spelling), and the tools that the model may call. Owns these fields, their grammar, the description
+of tools in the prompt, and the parsing of answers. The engine compiles grammars; the formats of calls are in
+`tool_parsers`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 MOST_TOOLS = 128  # OpenAI's limit
 MOST_CALLS = 16  # in one answer that has to call
-MAX_DEPTH = 100  # of lists and objects in one another: what walks them later needs some of the stack for each
+MAX_DEPTH = 100  # nesting of lists and objects: later recursion needs stack for each level
 
 Schema = dict[str, Any] | bool
 Text = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
 Words = Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# of a tool that says nothing of parameters
+# for a tool without parameters
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 Fields = dict[str, Any]
 FunctionName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$(?!\n)")]
@@ -48,7 +48,7 @@ CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 def is_deep(value: Any) -> bool:
-    """Whether lists and objects lie in one another deeper than `MAX_DEPTH`."""
+    """Whether lists and objects are nested deeper than `MAX_DEPTH`."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         inside = (one.values() if isinstance(one, dict) else one for one in level)
@@ -57,8 +57,8 @@ def is_deep(value: Any) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """JSON. Raises ValueError where it is none, is nested too deeply, or has half a surrogate pair, which
-    nobody could write again."""
+    """JSON. Raises ValueError if it is invalid, nested too deeply, or has half a surrogate pair, which cannot
+    be encoded again."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError:
@@ -72,7 +72,7 @@ def parsed(text: str) -> Any:
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """OpenAI's frame around a schema. It is always kept to, `strict` or not."""
+    """OpenAI's frame around a schema. Always enforced, `strict` or not."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     schema: Schema | None = None  # None: any JSON
@@ -111,14 +111,14 @@ ASKING = (
 
 
 class Asked(NamedTuple):
-    """A grammar, and the field that asked for it: errors name it."""
+    """A grammar, and the field that asked for it, for errors."""
 
     field: str
     grammar: Grammar
 
 
 def asked_of(body: Any) -> Asked | None:
-    """Raises InvalidRequest where several fields ask, or one asks for nothing."""
+    """Raises InvalidRequest if several fields ask, or one asks for nothing."""
     given, outputs = body.response_format, body.structured_outputs or StructuredOutputs()
     schema: Schema | None = None
     if given is not None and given.type != "text":
@@ -169,7 +169,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # forced calls always fit their schema; for others it says nothing here
+    strict: bool | None = None  # forced calls always match their schema; no effect on other calls
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -178,11 +178,11 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Their schema. An empty one says nothing, but that they are an object."""
+        """Their schema. An empty one only says that they are an object."""
         return NO_ARGUMENTS if self.function.parameters is None else self.function.parameters or ANY_OBJECT
 
     def as_dict(self) -> dict[str, Any]:
-        """What chat templates take."""
+        """As chat templates take it."""
         given = {
             name: value
             for name in ("name", "description", "parameters")
@@ -216,15 +216,16 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A call in an assistant's message, as we or others gave it out."""
+    """A call in an assistant's message, from us or another server."""
 
     id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None  # of those who put streams together
+    index: int | None = None  # for clients that assemble streams
 
     def as_dict(self) -> dict[str, Any]:
-        """Templates write arguments as JSON themselves; what is no JSON is passed on as it is."""
+        """Templates write arguments as JSON themselves; arguments that are not JSON are passed on
+        unchanged."""
         try:
             arguments = parsed(self.function.arguments or "{}")
         except ValueError:
@@ -245,7 +246,7 @@ class ToolRequest(NamedTuple):
 
     @property
     def shown(self) -> Sequence[Tool]:
-        """Those that the model is told of."""
+        """The tools that the prompt describes."""
         return () if self.choice == "none" else self.tools
 
     def check(self, given: ToolChoice | None) -> None:
@@ -254,13 +255,8 @@ class ToolRequest(NamedTuple):
             raise InvalidRequest("two tools have the same name", "tools")
         if deep := next((tool for tool in self.tools if is_deep(tool.function.parameters)), None):
             message = (
-                f"the parameters of {deep.function.name!r} are "
-                f"nested "
-                f"deeper "
-                f"than "
-                f"{MAX_DEPTH} "
-                f"lists "
-                f"and objects"
+                f"the parameters of {deep.function.name!r} are nested deeper than {MAX_DEPTH} lists and "
+                "objects"
             )
             raise InvalidRequest(message, "tools")
         if not self.tools and given not in (None, "none", "auto"):
@@ -271,7 +267,7 @@ class ToolRequest(NamedTuple):
             )
 
     def asked(self) -> Asked | None:
-        """The grammar of a call that has to be."""
+        """The grammar of a forced call."""
         if isinstance(self.choice, NamedTool):
             name = self.choice.function.name
             schema = next((tool.arguments for tool in self.tools if tool.function.name == name), NO_ARGUMENTS)
@@ -296,7 +292,7 @@ def _one_of(tools: Sequence[Tool], most: int) -> dict[str, Any]:
 
 
 def _call_of(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, Any]:
-    """One call. The schemas of `arguments` lie in the definitions, and what they refer to moves with them."""
+    """One call. The schemas of `arguments` are in the definitions; their references are moved accordingly."""
     items, definitions = [], {}
     for number, tool in enumerate(tools):
         own = f"tool{number}"
@@ -309,13 +305,13 @@ def _call_of(tools: Sequence[Tool], arguments: str = "arguments") -> dict[str, A
 
 
 def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: TextCodec) -> Asked:
-    """The grammar of an answer that calls tools in the reader's format, with arguments that fit, or is what
-    `form` says."""
+    """The grammar of an answer that either calls tools in the reader's format, with valid arguments, or
+    matches `form`."""
     if reader == "none":
         return form
 
     def mark(text: str) -> str:
-        """A special token is no text to a grammar."""
+        """A special token is not text to a grammar."""
         ids = tokenizer.encode(text, add_special=False)
         return f"<[{ids[0]}]>" if len(ids) == 1 and tokenizer.is_special(ids[0]) else json.dumps(text)
 
@@ -331,12 +327,7 @@ def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: Text
     match reader:
         case "hermes":
             rule = (
-                f"calls: "
-                f"{many('one', f'{line} one')}\none: "
-                f"{mark(HERMES[0])} "
-                f"{line} "
-                f"@call "
-                f"{line} "
+                f"calls: {many('one', f'{line} one')}\none: {mark(HERMES[0])} {line} @call {line} "
                 f"{mark(HERMES[1])}"
             )
         case "llama3":
@@ -350,7 +341,7 @@ def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: Text
                 for number, tool in enumerate(tools)
             )
             rule = f"calls: {many('one', 'one')}\none: {mark(MISTRAL)} ({' | '.join(named)})"
-        case _:  # a list; and one object, where nothing stands before it
+        case _:  # a list, or one object if nothing comes before it
             row = f'"[" {many("@call", "/, ?/ @call")} "]"'
             rule = f"calls: {mark(MISTRAL)} {row}" if reader == "mistral" else f"calls: @call | {row}"
     asked = Asked(
@@ -363,7 +354,7 @@ def calls_or_form(asking: ToolRequest, form: Asked, reader: str, tokenizer: Text
 
 
 def _moved(schema: Any, to: str) -> Any:
-    """`schema` where its root is not the root: `#/...` begins at `to`."""
+    """`schema` under another root: `#/...` begins at `to`."""
     if isinstance(schema, Mapping):
         moved = {name: _moved(value, to) for name, value in schema.items()}
         if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
@@ -387,8 +378,8 @@ To call a function, answer with a JSON object of its name and arguments between 
 def told(
     messages: Sequence[Fields], tools: Sequence[Tool], tokenizer: TextCodec
 ) -> tuple[list[Fields], list[Fields] | None]:
-    """Messages and tools as the model's template takes them. One that knows no tools is told of them in the
-    system message, in the words of the Hermes format, and of calls and their results as text."""
+    """Messages and tools as the model's template takes them. If the template knows no tools, the system
+    message describes them in the Hermes format, and calls and results become text."""
     as_dicts = [tool.as_dict() for tool in tools]
     template = tokenizer.chat_template
     if template is not None and template.of(tools).takes_tools:
@@ -419,14 +410,14 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class AnswerFormat(NamedTuple):
-    """How the answers to one request are read."""
+    """How to parse the answers to one request."""
 
     reader: str  # one of READERS
-    forced: str | None  # the one function that all of the text is the arguments of
+    forced: str | None  # the one function whose arguments are the whole text
     thinks: bool  # reasoning may come first
-    begun: bool  # and the prompt has opened it
+    begun: bool  # the prompt has already opened it
     most_calls: int | None
-    # of the tools, where a grammar makes the answer calls or content, and not both
+    # of the tools, if a grammar makes the answer either calls or content
     names: frozenset[str] | None = None
 
     def parser(self) -> MessageParser:
@@ -481,8 +472,8 @@ def _template_of(asking: ToolRequest, tokenizer: TextCodec) -> str:
 
 
 def parser_name(chosen: str, template: str) -> str:
-    """The format that a template tells its model to write; of one that says nothing, the format that `told`
-    asks for."""
+    """The format that a template asks its model to write; if it asks for none, the format that `told` asks
+    for."""
     if chosen != "auto":
         return chosen
     marks = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>"))

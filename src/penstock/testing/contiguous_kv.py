@@ -1,4 +1,4 @@
-"""A KV cache of one sequence in plain growing tensors: the readable double of the paged one. Owns no blocks
+"""A KV cache of one sequence in plain growing tensors: a readable reference for the paged one. Owns no blocks
 and no batching."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock.models.model import ModelConfig
 
 
 class ContiguousKv:
-    """Implements `PagedKv` for one sequence: `begin` binds it to a step's positions, which must go on where
-    the last step ended."""
+    """Implements `PagedKv` for one sequence. `begin` binds it to a step's positions, which must continue
+    where the last step ended."""
 
     def __init__(self, config: ModelConfig, rope: Tensor) -> None:
         self._config, self._rope = config, rope
@@ -58,7 +58,7 @@ class ContiguousKv:
 
 @torch.inference_mode()
 def forward(model: Decoder, kv: ContiguousKv, tokens: Sequence[int], lora: LoraRuns | None = None) -> Tensor:
-    """One step of `tokens` behind what `kv` holds; logits of all of them, [T, vocab]."""
+    """One step of `tokens` after the content of `kv`; logits of all of them, [T, vocab]."""
     positions = torch.arange(
         kv.num_tokens, kv.num_tokens + len(tokens), dtype=torch.int32, device=model.device
     )

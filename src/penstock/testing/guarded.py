@@ -1,11 +1,10 @@
-"""Arenas that only declared work can touch: the pages of every slot are out of bounds except while an item
-runs that has declared them. Owns the protection of memory; what is declared, and whether in the right order,
-is the sanitizer's business.
+"""Arenas that only declared work can touch: the pages of every slot are protected, except while an item runs
+that has declared them. Owns the protection of memory; the sanitizer judges declarations and order.
 
-An undeclared access ends the process where it happens, as any access to forbidden memory does; with `python
--X faulthandler` the line is printed. So it catches whatever code makes the access, and belongs into a process
-of its own. For arenas in CPU memory, on CPU lanes, whose items say when they begin and end. Protection is by
-page: what shares a page with declared bytes is open, too.
+An undeclared access ends the process where it happens, like any access to protected memory; `python -X
+faulthandler` prints the line. So it catches an access by any code, and needs a process of its own. For arenas
+in CPU memory, on CPU lanes, whose items report their begin and end. Protection is by page: bytes that share a
+page with declared ones are open, too.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _READ, _WRITE = 1, 2  # PROT_READ and PROT_WRITE; neither: no access
 
 @dataclass(frozen=True, slots=True)
 class GuardedArena:
-    """Where an arena lies. Slots behind `num_slots`, such as the padding block, are not guarded."""
+    """The location of an arena. Slots after `num_slots`, such as the padding block, are not guarded."""
 
     name: str
     address: int
@@ -47,7 +46,7 @@ class GuardedArena:
                 yield from range((start + first) // _TILE, -(-(start + end) // _TILE))
 
     def guarded_tiles(self) -> range:
-        """Those that have bytes of its slots only."""
+        """Tiles that hold bytes of its slots only."""
         return range(-(-self.address // _TILE), (self.address + self.num_slots * self.block_bytes) // _TILE)
 
 
@@ -57,24 +56,24 @@ class GuardedSanitizer(Sanitizer):
     def __init__(self) -> None:
         super().__init__()
         self._guarded: dict[str, GuardedArena] = {}
-        # by item: what it may touch, from its submission to its end
+        # by item: its accesses, from submission to end
         self._declared: dict[tuple[str, int], list[Access]] = {}
         self._tiles = _Tiles()
 
     def guard(self, arena: GuardedArena) -> None:
-        """From now on. No work that touches it may be under way."""
+        """Starts at once. No work that touches it may be in flight."""
         self._guarded[arena.name] = arena
         self._tiles.add(arena.guarded_tiles())
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside, every thread may touch everything: for checks from outside."""
+        """Inside, every thread may touch everything; for checks from outside."""
         with self._tiles.lifted():
             yield
 
     def submitted(self, lane: str, ticket: int, label: str, accesses: Sequence[Access]) -> None:
         super().submitted(lane, ticket, label, accesses)
-        # Arrays may be views of a buffer that is filled anew before the item has ended.
+        # copied: arrays may be views of a buffer that is refilled before the item has ended
         self._declared[lane, ticket] = [
             access._replace(slots=[int(slot) for slot in access.slots]) for access in accesses
         ]
@@ -84,7 +83,7 @@ class GuardedSanitizer(Sanitizer):
         self._tiles.change(self._touched(lane, ticket, Mode.READ), self._touched(lane, ticket, Mode.WRITE), 1)
 
     def finished(self, lane: str, ticket: int, error: BaseException | None) -> None:
-        started = self._clocks.actor.item == (lane, ticket)  # not where it was skipped
+        started = self._clocks.actor.item == (lane, ticket)  # False if it was skipped
         super().finished(lane, ticket, error)
         if started:
             self._tiles.change(
@@ -102,8 +101,7 @@ class GuardedSanitizer(Sanitizer):
 
 
 class _Tiles:
-    """Who may touch which tile now. The system knows it by process, so a tile is open while anybody may touch
-    it."""
+    """The open tiles. Protection is per process, so a tile is open while any work may touch it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,7 +116,7 @@ class _Tiles:
             self._protect(tiles)
 
     def change(self, read: Iterable[int], written: Iterable[int], by: int) -> None:
-        """So many more, or fewer, read and write these tiles."""
+        """`by` more, or fewer, items read and write these tiles."""
         with self._lock:
             touched = sorted({*read, *written})
             for counter, tiles in ((self._readers, read), (self._writers, written)):
@@ -138,7 +136,7 @@ class _Tiles:
                     self._protect(tiles)
 
     def _protect(self, tiles: Sequence[int]) -> None:
-        """Runs of neighbours that are open in the same way are one call."""
+        """Neighbouring tiles with the same protection are one call."""
         first, num, mode = 0, 0, 0
         for tile in tiles:
             own = _READ | _WRITE if self._writers[tile] else _READ if self._readers[tile] else 0

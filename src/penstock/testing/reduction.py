@@ -1,13 +1,13 @@
-"""Every schedule of a program, one of each that differ only in the order of things that commute. Owns what
-commutes with what; running a schedule is the sequencer's work.
+"""Every schedule of a program, up to the order of steps that commute. Owns which steps commute; the sequencer
+runs schedules.
 
-Two items on different lanes commute unless they touch the same bytes, one of them writing. What an item
-touches is what it declares; one that declares nothing is taken to touch everything. The program and launchers
-are code that declares nothing, so they never commute with each other, nor with such an item; with an item
-that declares what it touches they do, unless they look whether it is over.
+Two items on different lanes commute unless they touch the same bytes and one of them writes. An item touches
+what it declares; one that declares nothing is taken to touch everything. The program and launchers declare
+nothing, so they never commute with each other, nor with such an item. They commute with an item that declares
+its accesses, unless they poll whether it is over.
 
 The search is dynamic partial-order reduction with sleep sets: a run shows which of its steps could have come
-the other way round and do not commute, and only for those the other way is tried.
+in the other order and do not commute, and only for these the other order is tried.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from penstock.testing.sequencer import HOST, Decision, Failure, Program, Sequenc
 
 
 class _Pruned(BaseException):
-    """Whatever could come now was tried before, in another order that commutes with this one."""
+    """Every possible next step was tried before, in an order that commutes with this one."""
 
 
 @dataclass(slots=True)
 class _Node:
-    """One decision of the run at hand: what was tried from here, and what must be."""
+    """One decision of the current run: the choices tried from here, and those that must be tried."""
 
     decision: Decision
-    asleep: dict[str, Decision]  # tried before it came to this, and nothing since has touched upon it
+    asleep: dict[str, Decision]  # tried before, and independent of everything since
     tried: dict[str, Decision] = field(default_factory=dict)
     wanted: set[str] = field(default_factory=set)
 
@@ -39,7 +39,7 @@ class _Node:
 
 
 class _Guided(Sequencer):
-    """Follows `path`, takes `choice` at its end, and then goes where no thread is asleep."""
+    """Follows `path`, takes `choice` at its end, and then chooses threads that are not asleep."""
 
     def __init__(self, path: Sequence[_Node], choice: str | None) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Guided(Sequencer):
 
 
 def explore_all(program: Program, max_runs: int = 20_000) -> tuple[int, Failure | None]:
-    """Returns the number of runs, cut short ones included, and the first failure, shrunk."""
+    """Returns the number of runs, including cut ones, and the first failure, shrunk."""
     path: list[_Node] = []
     choice: str | None = None
     for num_runs in range(1, max_runs + 1):
@@ -91,8 +91,8 @@ def explore_all(program: Program, max_runs: int = 20_000) -> tuple[int, Failure 
 
 
 def _extended(path: list[_Node], sequencer: _Guided) -> list[_Node]:
-    """The nodes of the run just made: those it followed, the last of them with its new choice, and those it
-    added."""
+    """The nodes of the last run: those that it followed, the last of them with its new choice, and those that
+    it added."""
     nodes = path[: len(sequencer.decisions)]
     for node, decision in zip(nodes, sequencer.decisions, strict=False):
         node.decision = decision
@@ -106,10 +106,10 @@ def _extended(path: list[_Node], sequencer: _Guided) -> list[_Node]:
 
 
 def _want_reversals(path: Sequence[_Node], code: frozenset[str]) -> None:
-    """For each two steps that do not commute, with nothing between that keeps their order: the later one, or
-    what leads to it, first."""
+    """For each pair of steps that do not commute, with nothing between that keeps their order: try the later
+    one, or what leads to it, first."""
     steps = [node.decision for node in path]
-    # by step: the steps that come before it in every order that commutes with this one, as bits
+    # by step: the steps before it in every order that commutes with this one, as bits
     before: list[int] = []
     for later, step in enumerate(steps):
         known = 0
@@ -139,7 +139,7 @@ def _want(node: _Node, first: Sequence[str]) -> None:
 
 
 def _enables(first: Decision, second: Decision) -> bool:
-    """Whether `second` could not have come before `first` was over."""
+    """Whether `second` could not begin before `first` was over."""
     a, b = first.effects, second.effects
     return (b.begun is not None and b.begun in a.submitted) or (
         a.finished is not None and a.finished in b.after

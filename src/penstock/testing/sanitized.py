@@ -1,5 +1,5 @@
-"""Engines under the sanitizer: built with it listening, closed with nothing to report. Owns the pairing, not
-the engine."""
+"""Engines under the sanitizer: built with it, and closed without findings. Owns the pairing, not the
+engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.sanitizer.sanitizer import Sanitizer
 
 
 def build_sanitized(config: Config) -> tuple[Engine, Sanitizer]:
-    """In checked mode: slots are spoiled before they are written, and blocks compared when they return."""
+    """In checked mode: slots are poisoned before they are written, and blocks compared when they return."""
     sanitizer = Sanitizer()
     checked = dataclasses.replace(config, sanitize=SanitizeConfig("report", check_bytes=True))
     return build(checked, sanitizer=sanitizer), sanitizer

@@ -1,15 +1,15 @@
-"""Lanes whose interleaving is chosen, not left to chance: run one schedule, replay it, enumerate them, shrink
-a failing one. Owns time.
+"""Lanes with a chosen interleaving: run one schedule, replay it, enumerate schedules, shrink a failing one.
+Owns time.
 
-A program is a function that gets a `Sequencer`, makes lanes of it and uses them as it would any lanes; it
-raises where something went wrong. Whenever the program calls a lane or a fence, the sequencer decides whether
-the program goes on or another thread does: a lane runs its next item, or a launcher, a lane whose work uses
-lanes, goes on from where it was left. When the program blocks, others run until it can go on. Only one of
-them runs at a time: launchers have threads, but they pass a baton.
+A program is a function that gets a `Sequencer`, makes lanes of it and uses them like any lanes; it raises on
+an error. Whenever the program calls a lane or a fence, the sequencer decides which thread goes on: the
+program; a lane, with its next item; or a launcher, a lane whose work uses lanes, from where it stopped. While
+the program blocks, other threads run until it can go on. Only one thread runs at a time: launchers have
+threads, but they pass a baton.
 
-A schedule is the list of those decisions that differ from the default, which is: a thread that was blocked
-and is no longer goes on, else the one that ran last, else the program, else the lanes by name. So few entries
-mean few preemptions, and a schedule says all there is to say.
+A schedule is the list of the decisions that differ from the default. The default is: a thread that is no
+longer blocked, else the one that ran last, else the program, else the lanes by name. So few entries mean few
+preemptions, and a schedule describes a run completely.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from penstock.lanes.lane import Capture, Op, Replay, Ticket
 from penstock.observe import LaneObserver
 
 HOST = "host"
-# for the thread that has the baton; longer means that it blocks on something that is no lane
+# For the thread with the baton; a longer wait means that it blocks on something that is not a lane.
 _PATIENCE_S = 60.0
 
 Place = tuple[str, int]  # an item: its lane, and its number there
-Schedule = Mapping[int, str]  # by number of the decision: who runs, where it is not the default
+Schedule = Mapping[int, str]  # by number of the decision: the thread to run, if not the default
 Program = Callable[["Sequencer"], None]
 
 
@@ -42,31 +42,31 @@ class Deadlock(InvariantBroken):
 
 
 class _Abandoned(BaseException):
-    """The run is over; a launcher that was left half-way ends here."""
+    """The run is over; a launcher that stopped half-way ends here."""
 
 
 @dataclass(slots=True)
 class Effects:
-    """What a thread did between two decisions, as far as others can tell."""
+    """What a thread did between two decisions, as far as other threads can see."""
 
     submitted: set[Place] = field(default_factory=set)
-    looked_at: set[Place] = field(default_factory=set)  # whether they were over
-    after: set[Place] = field(default_factory=set)  # could not begin before these were over
+    looked_at: set[Place] = field(default_factory=set)  # items polled for their end
+    after: set[Place] = field(default_factory=set)  # items that had to be over first
     begun: Place | None = None
     finished: Place | None = None
     accesses: tuple[Access, ...] = ()
-    may_touch_anything: bool = False  # ran code that has declared nothing
+    may_touch_anything: bool = False  # it ran code that declares nothing
 
 
 class Decision(NamedTuple):
     chosen: str
     options: tuple[str, ...]
-    effects: Effects  # of what the chosen one did, up to the next decision
+    effects: Effects  # of the chosen thread, up to the next decision
 
 
 class Sequencer:
-    """Decides who runs. With `rng` decisions are random and `schedule` says afterwards which they were.
-    Closed after use, if it has launchers: their threads end."""
+    """Decides which thread runs. With `rng` decisions are random, and `schedule` records them. If it has
+    launchers, close it after use: their threads end."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Sequencer:
         self.schedule: dict[int, str] = {}  # as taken
         self.decisions: list[Decision] = []
         self.trace: list[str] = []
-        self.effects = Effects()  # of the thread that acts now
+        self.effects = Effects()  # of the acting thread
         self.num_finished = 0  # items, on all lanes
         self._wanted = dict(schedule or {})
         self._rng = rng
@@ -88,25 +88,25 @@ class Sequencer:
     # ------------------------------------------------------------------------------------------- for programs
 
     def lane(self, name: str) -> SequencedLane:
-        """A lane whose work uses no lanes: each item runs at once."""
+        """A lane whose work uses no other lanes: each item runs at once."""
         return self._add(name, is_launcher=False)
 
     def launcher(self, name: str) -> SequencedLane:
-        """A lane whose work submits to others, waits or looks, as the program does."""
+        """A lane whose work submits to other lanes, waits or polls, like the program."""
         return self._add(name, is_launcher=True)
 
     def watch(self, observer: LaneObserver) -> None:
-        """`observer` listens to the lanes that are made from now on."""
+        """`observer` observes the lanes that are made from now on."""
         self._observer = observer
 
     def run_all(self) -> None:
-        """Let every lane run dry."""
+        """Run every lane until it is empty."""
         self.pause("lets all lanes run dry", lambda: not self._able(but=HOST))
         for name, lane in self._lanes.items():
             self.effects.after.update((name, number + 1) for number in range(lane.num_finished))
 
     def close(self) -> None:
-        """End the launchers' threads, wherever they are."""
+        """End the launchers' threads, at any point."""
         self._stage.close()
 
     # ---------------------------------------------------------------------------------------------- for lanes
@@ -116,8 +116,8 @@ class Sequencer:
         self.trace.append(f"{self._stage.acting}: {what}")
 
     def pause(self, what: str, until: Callable[[], bool] | None = None) -> None:
-        """The acting thread has done `what`; others may go on before it does. `until`: it cannot go on
-        before."""
+        """The acting thread has done `what`; other threads may run before it goes on. `until`: it cannot go
+        on before that."""
         stage = self._stage
         if stage.inline is not None:
             raise stage.give_up(
@@ -147,13 +147,13 @@ class Sequencer:
             stage.raise_failure()
 
     def _drive(self, name: str) -> None:
-        """The thread of a launcher: an item whenever it is chosen."""
+        """The thread of a launcher: runs an item whenever it is chosen."""
         while True:
             self._lanes[name].run_next()
             self._let_go_on(name)
 
     def _able(self, but: str = "") -> list[str]:
-        """Who can go on, or begin its next item; the program first."""
+        """Threads that can go on, or begin their next item; the program first."""
         until = self._stage.until
         names = [HOST, *sorted(self._lanes)]
         return [
@@ -204,13 +204,14 @@ def _holds(until: Callable[[], bool] | None) -> bool:
 
 
 class _Stage:
-    """Who acts, who waits, and the baton. Launchers have threads, of which one at a time is awake."""
+    """The acting thread, the waiting threads, and the baton. Launchers have threads, of which one at a time
+    is awake."""
 
     def __init__(self) -> None:
         self.acting = HOST
-        self.inline: str | None = None  # the plain lane whose item runs right now, on the thread that let it
+        self.inline: str | None = None  # the plain lane whose item runs now, on the thread that started it
         self.last = HOST
-        # of those who stand at a call: until when they are blocked
+        # by thread that stands at a call: the condition that ends its wait
         self.until: dict[str, Callable[[], bool] | None] = {}
         self.blocked: set[str] = set()  # at the last decision
         self._failure: BaseException | None = None  # why the run cannot go on; raised on the program's thread
@@ -219,8 +220,7 @@ class _Stage:
         self._is_over = False
 
     def hand_to(self, chosen: str, me: str, drive: Callable[[str], None] | None) -> None:
-        """`chosen` goes on, its thread made where it has none; `me` stands until another thread hands
-        back."""
+        """`chosen` goes on; its thread is made if it has none. `me` waits until another thread hands back."""
         self.acting = chosen
         if chosen not in self._batons and drive is not None:
             self._batons[chosen] = threading.Semaphore(0)
@@ -233,13 +233,8 @@ class _Stage:
             self._batons[chosen].release()
         if not self._batons[me].acquire(timeout=_PATIENCE_S):
             raise Deadlock(
-                f"{self.acting} has not come back: it blocks on something "
-                f"that "
-                f"is "
-                f"no "
-                f"lane, "
-                f"a "
-                f"lock that another one holds?"
+                f"{self.acting} has not come back: it blocks on something that is no lane, a lock that "
+                "another one holds?"
             )
         if self._is_over:
             raise _Abandoned
@@ -247,11 +242,11 @@ class _Stage:
             self.raise_failure()
 
     def give_up(self, error: BaseException, me: str | None = None) -> BaseException:
-        """The run cannot go on. Returns what the caller raises; the program gets `error`."""
+        """The run cannot go on. Returns the exception for the caller; the program gets `error`."""
         if me == HOST:
             return error
         self._failure = self._failure or error
-        if me is not None:  # a launcher had the baton, and hands it on for the last time
+        if me is not None:  # a launcher had the baton, and passes it on for the last time
             self.acting = HOST
             self._batons[HOST].release()
             self._batons[me].acquire()
@@ -283,7 +278,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A schedule under which a program fails; `trace` is what happened, step by step."""
+    """A schedule under which a program fails; `trace` is the run, step by step."""
 
     schedule: dict[int, str]
     error: BaseException
@@ -297,7 +292,7 @@ class Failure:
 def run(
     program: Program, schedule: Schedule | None = None, rng: random.Random | None = None
 ) -> tuple[Sequencer, Failure | None]:
-    """One run. Lanes that still have work when the program returns run dry first."""
+    """One run. Lanes with remaining work when the program returns run until they are empty."""
     return run_on(Sequencer(schedule, rng), program)
 
 
@@ -312,9 +307,9 @@ def run_on(sequencer: Sequencer, program: Program) -> tuple[Sequencer, Failure |
 
 
 def explore(program: Program, max_preemptions: int = 2, max_runs: int = 20_000) -> tuple[int, Failure | None]:
-    """Every schedule with at most so many decisions that differ from the default, fewest first. Returns the
-    number of runs, and the first failure, which has no superfluous decision since all shorter schedules were
-    tried before it."""
+    """Every schedule with at most `max_preemptions` decisions that differ from the default, fewest first.
+    Returns the number of runs, and the first failure, which is minimal since all shorter schedules were tried
+    before it."""
     pending: deque[dict[int, str]] = deque([{}])
     num_runs = 0
     while pending and num_runs < max_runs:
@@ -344,8 +339,8 @@ def walk(program: Program, seed: int, num_runs: int = 1000) -> tuple[int, Failur
 
 
 def shrink(program: Program, failure: Failure) -> Failure:
-    """Leave out decisions as long as the program still fails, the last ones first: they depend on those
-    before them."""
+    """Leave out decisions, the last ones first, while the program still fails: later decisions depend on
+    earlier ones."""
     smallest = run(program, failure.schedule)[1] or failure
     shrunk = True
     while shrunk:
@@ -375,7 +370,7 @@ class SequencedFence:
         return self._lane.name, self.number
 
     def is_over(self) -> bool:
-        """For lanes and the sequencer: no clock learns anything by it."""
+        """For lanes and the sequencer: no clock learns from it."""
         return self._lane.num_finished >= self.number
 
     def passed(self) -> bool:
@@ -384,8 +379,8 @@ class SequencedFence:
         return self.is_over() and self._lane.saw(self.number, 0)
 
     def wait_passed(self, timeout_s: float | None = None) -> None:
-        """Deadlines never come: there is no clock, and a wait that cannot end raises Deadlock. Each item that
-        runs meanwhile is taken to have lasted a second."""
+        """There is no clock, so deadlines never come: a wait that cannot end raises Deadlock. Each item that
+        runs meanwhile counts as one second."""
         sequencer = self._lane.sequencer
         before, blocks = sequencer.num_finished, not self.is_over()
         sequencer.pause(f"waits for fence {self.number} of {self.lane}", self.is_over)
@@ -423,8 +418,8 @@ class _SequencedItem:
 
 
 class SequencedLane:
-    """A lane with the rules of `lanes.lane`. The work of a launcher may itself use lanes, and can be left
-    half-way at each such call."""
+    """A lane with the rules of `lanes.lane`. The work of a launcher may itself use lanes, and can be
+    interrupted at each such call."""
 
     def __init__(
         self, name: str, sequencer: Sequencer, observer: LaneObserver | None, is_launcher: bool
@@ -432,7 +427,7 @@ class SequencedLane:
         self.name = name
         self.sequencer = sequencer
         self.is_launcher = is_launcher
-        # of the item that has begun and not ended; None: there is none
+        # of the running item; None: none runs
         self.accesses: tuple[Access, ...] | None = None
         self.num_finished = 0
         self._observer = observer
@@ -491,7 +486,7 @@ class SequencedLane:
     def replay(
         self, replay: Replay, accesses: Sequence[Access] = (), *, after: Ticket | None = None
     ) -> Ticket:
-        """One unit, as everywhere: nothing comes between its ops."""
+        """One unit, as on every lane: nothing runs between its ops."""
         return self.submit(replay.run, accesses, label=replay.label, after=after)
 
     def touch(self, accesses: Sequence[Access], *, label: str) -> None:
@@ -517,7 +512,7 @@ class SequencedLane:
 
     @property
     def head(self) -> str:
-        """What comes next."""
+        """The next item."""
         return self._queue[0].ticket.label
 
     def can_begin(self) -> bool:

@@ -1,5 +1,5 @@
-"""A store in a dictionary, that a test holds, breaks, empties and damages; and a clock that it moves. Owns
-those switches: everything else is as a real store does it, headers and checksums included."""
+"""A store in a dictionary, which a test can hold, break, empty and damage; and a clock that the test moves.
+Owns these switches; everything else works like a real store, including headers and checksums."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from penstock.errors import StoreFailed
 from penstock.kv.blocks.key import SCOPE_BYTES
 from penstock.kv.tiers.store import HEADER_BYTES, Outcome, StoreUsage, Written, pack, unpack
 
-_DEADLINE_S = 30.0  # a test that forgets to let go fails instead of hanging
-_GARBAGE = 0xEE  # what stands in a buffer after any outcome but DONE
+_DEADLINE_S = 30.0  # a test that does not release a call fails instead of hanging
+_GARBAGE = 0xEE  # content of a buffer after any outcome but DONE
 
 
 class HandClock:
-    """Seconds that pass when somebody says so."""
+    """A clock that only the test moves."""
 
     def __init__(self, now_s: float = 1000.0) -> None:
         self.now_s = now_s
@@ -28,13 +28,13 @@ class HandClock:
 
 
 class StoreGate:
-    """Calls of a store stand here while they are held, and pass one by one as they are let."""
+    """Held calls of a store wait here, and pass one by one when released."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._held: frozenset[str] = frozenset()  # names of calls; "" stands for all
         self._num_allowed = 0
-        self._num_came = 0  # and were held
+        self._num_came = 0  # calls that were held
 
     def hold(self, *calls: str) -> None:
         """From now on; without names all calls."""
@@ -43,7 +43,7 @@ class StoreGate:
             self._num_allowed = self._num_came = 0
 
     def let(self, num_calls: int | None = None) -> None:
-        """So many more may pass; None: all, and nothing is held any more."""
+        """Release `num_calls` held calls; None: all, and hold no more."""
         with self._changed:
             if num_calls is None:
                 self._held = frozenset()
@@ -52,7 +52,7 @@ class StoreGate:
             self._changed.notify_all()
 
     def wait_came(self, num_calls: int = 1) -> None:
-        """Block until so many were held here since `hold`."""
+        """Block until `num_calls` calls were held here since `hold`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_came >= num_calls, _DEADLINE_S):
                 raise TimeoutError(f"{self._num_came} calls of the store came, not {num_calls}")
@@ -66,7 +66,7 @@ class StoreGate:
             if not self._changed.wait_for(
                 lambda: not self._holds(call) or self._num_allowed > 0, _DEADLINE_S
             ):
-                raise TimeoutError(f"nobody let this {call} pass")
+                raise TimeoutError(f"the test did not release this {call}")
             if self._holds(call):
                 self._num_allowed -= 1
 
@@ -87,14 +87,14 @@ class MemoryStore:
         self.name = name
         self.local = local
         self.blocks: dict[bytes, bytearray] = {} if blocks is None else blocks  # header and payload by key
-        # by id; of two stores that share blocks, one's may be given to the other
+        # by id; two stores with the same blocks may share these, too
         self.kept_manifests: dict[str, bytes] = {}
         self.gate = StoreGate()
-        self.calls: list[str] = []  # that came to the store, in order
+        self.calls: list[str] = []  # received calls, in order
         self.raises: Exception | None = None  # what every call raises
-        self.fails: set[bytes] = set()  # keys whose reads and writes fail singly
-        self.max_blocks: int | None = None  # beyond which a write is FULL
-        # once it has passed the gate; moves a clock, for one
+        self.fails: set[bytes] = set()  # keys whose reads and writes fail
+        self.max_blocks: int | None = None  # above this number a write is FULL
+        # called after the gate, for example to move a clock
         self.on_call: Callable[[str], None] = lambda call: None
         self.closed = False
         self._space = space
@@ -102,18 +102,18 @@ class MemoryStore:
 
     # ----------------------------------------------------------------------------------------------- switches
 
-    def die(self, why: str = "nobody answers") -> None:
+    def die(self, why: str = "the store does not answer") -> None:
         """Every call raises, until `raises` is None again."""
         self.raises = StoreFailed(why)
 
     def lose(self, *keys: bytes) -> None:
-        """Blocks that were evicted there, or expired; without keys all of them."""
+        """Drop blocks as if they were evicted or expired; without keys all of them."""
         with self._lock:
             for key in keys or tuple(self.blocks):
                 self.blocks.pop(key, None)
 
     def spoil(self, key: bytes, at: int = HEADER_BYTES) -> None:
-        """Flip a bit of what is stored."""
+        """Flip a bit of the stored value."""
         with self._lock:
             self.blocks[key][at] ^= 1
 

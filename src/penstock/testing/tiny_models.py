@@ -62,8 +62,8 @@ The quick brown fox jumps over the lazy dog, and then the dog, who was not lazy 
 
 
 def tiny_tensors(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Random tensors under the names that safetensors files use. Norms differ from one, so that leaving one
-    out shows."""
+    """Random tensors under the names of safetensors files. Norms differ from one, so that a missing norm
+    shows."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for part in (part for weight in layout(config) for part in weight.parts):
@@ -104,7 +104,7 @@ def write_tiny_model(
     tensors: Mapping[str, Tensor] | None = None,
     tokenizer: tokenizers.Tokenizer | None = None,
 ) -> Path:
-    """A model directory: config.json, tokenizer files and safetensors, in `shards` files with an index where
+    """A model directory: config.json, tokenizer files and safetensors, in `shards` files, with an index if
     there are several."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = tiny_tensors(config, seed) if tensors is None else tensors
@@ -131,7 +131,7 @@ def write_tiny_model(
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """What `config` looks like in a config.json."""
+    """`config` as a config.json."""
     return {
         "architectures": [architecture_of(config).config_name],
         "model_type": config.architecture,
@@ -153,7 +153,7 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _optional_fields(config: ModelConfig) -> dict[str, Any]:
-    """Those that many configs do not have."""
+    """Fields that many configs lack."""
     fields: dict[str, Any] = {}
     if config.rope_scaling is not None:
         fields["rope_scaling"] = _rope_scaling(config.rope_scaling)
@@ -251,8 +251,8 @@ def _add_gguf_optional(writer: Any, config: ModelConfig) -> None:
 
 
 def _gguf_factors(config: ModelConfig) -> dict[str, Sequence[float]]:
-    """The tensors that llama.cpp's converter writes for llama3 and longrope: what each pair's frequency is
-    divided by."""
+    """The tensors that llama.cpp's converter writes for llama3 and longrope: the divisors of each pair's
+    frequency."""
     scaling = config.rope_scaling
     if scaling is None or scaling.kind not in ("llama3", "longrope"):
         return {}
@@ -284,8 +284,8 @@ def _add_gguf_tokenizer(writer: Any, texts: Mapping[str, Any]) -> None:
 
 
 def _gguf_rows(name: str, tensor: Tensor, config: ModelConfig) -> np.ndarray[Any, Any]:
-    """Llama's q and k rows go into a GGUF file with the two halves of each head interleaved: from the format,
-    not from our description."""
+    """Llama's q and k rows are stored in GGUF with the two halves of each head interleaved. Written from the
+    format, not from our description."""
     rows = tensor.numpy()
     if config.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
         heads = rows.reshape(-1, 2, config.head_dim // 2, rows.shape[-1] if rows.ndim > 1 else 1)

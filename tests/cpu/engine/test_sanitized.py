@@ -62,7 +62,7 @@ def test_a_step_over_slots_that_were_given_back_is_reported(
     engine.cancel(found.request_id)
     run_all(engine)
     assert sanitizer.num_by_kind[Kind.LIFETIME] > 0
-    assert "which nobody holds" in sanitizer.reports[0].sentence
+    assert "which no handle covers" in sanitizer.reports[0].sentence
     with pytest.raises(AssertionError, match="the sanitizer reports"):
         check_silent(sanitizer)
     engine.close(timeout_s=20.0)
@@ -101,7 +101,7 @@ def test_strict_stops_the_engine_and_the_findings_are_counted_and_written(
     assert (
         found.finish is FinishReason.ERROR
         and found.error is not None
-        and ("which nobody holds") in found.error
+        and ("which no handle covers") in found.error
     )
     assert engine.stats().sanitizer["lifetime"] == 1
     (written,) = json.loads(file.read_text())

@@ -539,5 +539,5 @@ def test_a_server_that_ignores_conditions_is_told_of_once(
     assert [
         record.getMessage() for record in caplog.records if "ignores conditions" in record.getMessage()
     ] == [
-        "the bucket's server ignores conditions: two engines may both be told that they have taken one name"
+        "the bucket's server ignores conditions: two engines may both take one name, without an error"
     ]

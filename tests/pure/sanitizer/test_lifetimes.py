@@ -233,7 +233,7 @@ def test_a_copy_visible_before_its_bytes_landed_is_found(house: House) -> None:
         "may "
         "not "
         "have landed: "
-        "who gives the key has not seen item 1 of lane load to be over"
+        "the thread that gives the key has not seen item 1 of lane load to be over"
     )
     landed.wait_passed(10.0)
     house.pool.seal(hold.slots[1:], KEYS[1:2])

@@ -258,7 +258,7 @@ def test_touching_a_slot_that_nobody_holds_is_a_lifetime_error(scene: Scene) -> 
     scene.sanitizer.moved("device", [1], "active", "free", "r1")
     scene.read("compute", 1)
     (report,) = scene.sanitizer.reports
-    assert report.kind is Kind.LIFETIME and "slot 1 of device, which nobody holds" in report.sentence
+    assert report.kind is Kind.LIFETIME and "slot 1 of device, which no handle covers" in report.sentence
     assert report.deeds[0].owners == ("r1",), "whoever had it last"
 
 
@@ -269,7 +269,7 @@ def test_a_block_that_rests_in_the_cache_is_touched_only_by_those_who_hold_it(sc
     sanitizer.moved("device", [1], "active", "idle", "r1")
     scene.read("compute", 1)
     (report,) = sanitizer.reports
-    assert report.kind is Kind.LIFETIME and "which nobody holds" in report.sentence
+    assert report.kind is Kind.LIFETIME and "which no handle covers" in report.sentence
 
 
 def test_a_state_that_does_not_follow_from_the_last_is_an_accounting_error() -> None:

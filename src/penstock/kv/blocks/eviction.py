@@ -1,13 +1,12 @@
-"""Which idle block is forgotten first. Owns the orders of eviction, who wants which idle blocks, and the
-choice of a policy by its name.
+"""The order in which idle blocks are evicted. Owns the eviction orders, the wants on idle blocks, and the
+choice of a policy by name.
 
-An order holds exactly the idle slots, so that nothing held or pinned can be popped. It is told more than
-that: which key and depth a slot was sealed with, and when a block was found again. A pool calls it on the
-engine thread for runs of slots, so the cost per slot is constant: no scans, and no call does work that
-another one has piled up.
+An order holds exactly the idle slots, so a held or pinned slot cannot be popped. It also learns the key and
+depth that a slot was sealed with, and when a block was found again. A pool calls it on the engine thread for
+runs of slots, so the cost per slot is constant: no scans, and no deferred work.
 
-A prefix is of use without its continuation, not the other way round: of slots that are added together the
-first is the deepest of its prefix and goes first where a policy has no reason to prefer another.
+A prefix is useful without its continuation, not the other way round. Of slots added together, the first is
+the deepest, and goes first unless the policy prefers another.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from penstock.kv.blocks.slots import PerSlot, Run, as_list, as_run
 
 
 class EvictionOrder(Protocol):
-    """Idle slots, and which of them goes first."""
+    """Idle slots, and the order in which they go."""
 
     def __len__(self) -> int: ...
 
@@ -39,29 +38,28 @@ class EvictionOrder(Protocol):
         """Every idle slot, in the order in which they would be popped now."""
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
-        """`slots`, which are in use, got these keys; `depths` are the blocks' places in their prefixes,
-        counted from 0."""
+        """`slots`, which are in use, got these keys. `depths` are the blocks' positions in their prefixes,
+        from 0."""
 
     def hit(self, slots: Run) -> None:
-        """These blocks were found again and are used; whether they are idle at this moment does not
-        matter."""
+        """These blocks were found again and are used. They may be idle or not."""
 
     def add(self, slots: Run) -> None:
-        """`slots` became idle; of these the first is to go first."""
+        """`slots` became idle; the first of them goes first."""
 
     def remove(self, slots: Run) -> None:
         """`slots`, which are idle, are in use again."""
 
     def pop(self, num: int) -> list[int]:
-        """Take out `num` to be forgotten, or all where there are fewer, in the order in which they go."""
+        """Take out `num` slots for eviction, or all if there are fewer, in order."""
 
 
 _NO_SLOTS = np.empty(0, np.intp)
 
 
 class PoolWant:
-    """Implements `contract.Want`: blocks that a request will use. `rank`: among wants the one with the
-    greatest is dropped first."""
+    """Implements `contract.Want`: blocks that a request will use. The want with the greatest `rank` is
+    dropped first."""
 
     __slots__ = ("_order", "found", "losses", "rank", "slots")
 
@@ -71,33 +69,33 @@ class PoolWant:
         self._order = order
         self.rank = rank
         self.slots = slots
-        # the newest answer of the pool's index when it was made, most likely about these blocks
+        # the newest answer of the pool's index at that time, most likely about these blocks
         self.found: Any = None
-        self.losses = losses  # of these slots, when it was made
+        self.losses = losses  # losses of these slots when it was made
 
     @property
     def num_blocks(self) -> int:
         return len(self.slots)
 
     def end(self) -> None:
-        """Idempotent. For a pool of one thread; where several threads use it, its owner ends wants under a
+        """Idempotent. For a pool of one thread; if several threads use it, its owner ends wants under a
         lock."""
         self._order.end(self)
 
 
 class WantedLast:
-    """An order of eviction over another one, which has the unwanted idle slots: what a waiting request will
-    use is forgotten last.
+    """An eviction order on top of another one, which has the unwanted idle slots. Blocks that a waiting
+    request will use are evicted last.
 
-    A want protects, and never holds: where nothing else is left to forget, the want of the greatest rank is
-    dropped, and its blocks go like any others. The holder of a want can see which of its blocks have gone.
+    A want protects but never holds: if nothing else is left to evict, the want of the greatest rank is
+    dropped, and its blocks go like any others. The holder of a want can see which of its blocks were evicted.
     """
 
     def __init__(self, others: EvictionOrder, num_slots: int) -> None:
-        self.others = others  # it is told of seals and hits by the pool itself
+        self.others = others  # the pool reports seals and hits to it directly
         self._num_wants = PerSlot("i", num_slots)
         self._aside = PerSlot("B", num_slots)  # 1: idle and wanted
-        self._losses = PerSlot("q", num_slots)  # blocks that it has lost
+        self._losses = PerSlot("q", num_slots)  # number of blocks that each slot has lost
         self._num_aside = 0
         self.wants: dict[PoolWant, None] = {}
 
@@ -112,7 +110,7 @@ class WantedLast:
     # -------------------------------------------------------------------------------------------------- wants
 
     def want(self, slots: Run, idle: Run, rank: float) -> PoolWant:
-        """`slots` have blocks, and those of them that are `idle` are forgotten last from now on."""
+        """`slots` have blocks; the `idle` ones among them are evicted last from now on."""
         run = np.asarray(slots, np.intp) if len(slots) else _NO_SLOTS
         want = PoolWant(self, run, rank, self._losses.array[run])
         self.wants[want] = None
@@ -146,7 +144,7 @@ class WantedLast:
         return changed
 
     def expose(self, num: int) -> None:
-        """Drop wants, the greatest rank first, until so many idle slots are unwanted, or none is wanted."""
+        """Drop wants, the greatest rank first, until `num` idle slots are unwanted or no want is left."""
         if len(self.others) >= num:
             return
         for want in sorted(self.wants, key=lambda want: want.rank, reverse=True):
@@ -181,7 +179,7 @@ class WantedLast:
         return popped
 
     def lost(self, slots: Sequence[int]) -> None:
-        """Their blocks have gone: what comes into these slots next is unwanted."""
+        """Their blocks are gone; the next blocks in these slots are unwanted."""
         for slot in slots:
             self._losses.at[slot] += 1
             self._num_wants.at[slot] = 0
@@ -194,24 +192,24 @@ class WantedLast:
 
 @dataclass(slots=True)
 class _Lot:
-    """Slots that became idle together, those that go last first, and how many of them still are."""
+    """Slots that became idle together, in reverse order of eviction, and how many of them are still idle."""
 
     slots: Run
     num_left: int
 
 
 class LruOrder:
-    """Idle slots in the order in which they became idle; or queues of such, of which the head that ranks
-    lowest goes first.
+    """Idle slots in the order in which they became idle; or several such queues, of which the head with the
+    lowest rank goes first.
 
-    The blocks of a long prompt become idle together, and are mostly used again together: what is done for
-    such a run is done once, not for each of its slots. A slot that is used again without its neighbours stays
-    where it was in its run, and is passed over there. A run that is more than half such slots is written
-    anew, so that what is passed over is never more than what was idle.
+    The blocks of a long prompt become idle together, and are mostly used again together. Work for such a run
+    is done once, not per slot. A slot that is used again without its neighbours stays in its run and is
+    skipped there. A run with more than half such slots is rewritten, so the number of skipped slots never
+    exceeds the number of idle ones.
     """
 
     def __init__(self, num_slots: int, num_queues: int = 1) -> None:
-        # the number of the lot in which it became idle; 0: it is in use
+        # number of the lot in which it became idle; 0: in use
         self._lot_of = PerSlot("q", num_slots)
         self._queues: list[OrderedDict[int, _Lot]] = [OrderedDict() for _ in range(num_queues)]
         self._clock = 0  # slots that have become idle so far
@@ -227,10 +225,10 @@ class LruOrder:
             yield from (slot for slot in reversed(as_list(lot.slots)) if self._lot_of.at[slot] == number)
 
     def sealed(self, slots: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
-        """What a block is plays no part."""
+        """Ignored by this policy."""
 
     def hit(self, slots: Run) -> None:
-        """A block that was used goes to the end when it becomes idle again; that is all."""
+        """A used block goes to the end when it becomes idle again."""
 
     def add(self, slots: Run) -> None:
         self._enqueue(slots, 0)
@@ -251,7 +249,7 @@ class LruOrder:
         while len(popped) < num and any(self._queues):
             number = min((next(iter(queue)) for queue in self._queues if queue), key=self._rank)
             lot = self._queues[number % len(self._queues)][number]
-            if not len(lot.slots):  # would go on for ever
+            if not len(lot.slots):  # else an endless loop
                 raise InvariantBroken(f"{lot.num_left} slots are idle in a lot that has none left")
             lot.slots = slots = as_list(lot.slots)
             first = len(popped)
@@ -265,11 +263,11 @@ class LruOrder:
         return popped
 
     def _rank(self, number: int) -> int:
-        """Of a lot; of two equal ones that of the first queue goes first. Within a queue it never falls."""
+        """Of a lot. On a tie the first queue goes first. Never falls within a queue."""
         return number
 
     def _enqueue(self, slots: Run, queue: int) -> None:
-        """A lot at the end of that queue. Its number says when it became idle, and in which queue it is."""
+        """Add a lot at the end of that queue. Its number encodes the time and the queue."""
         if not len(slots):
             return
         if self._lot_of.any(slots):
@@ -291,7 +289,7 @@ class LruOrder:
         return dict(zip(found.tolist(), nums.tolist(), strict=True))
 
     def _shorten(self, number: int, num: int) -> None:
-        """So many of its slots are no longer idle."""
+        """`num` of its slots are no longer idle."""
         queue = self._queues[number % len(self._queues)]
         lot = queue[number]
         lot.num_left -= num
@@ -308,18 +306,17 @@ class LruOrder:
         return [slot for slot in slots if lot_of[slot] == number]
 
 
-# Measured on all traces of docs/eviction.md: with 4 a scan pushes out more, with 16 a little less than with
-# 8.
+# Measured on all traces of docs/eviction.md: with 4 a scan evicts more, with 16 slightly less than with 8.
 PATIENCE = 8
-KEYS_PER_SLOT = 4  # that are remembered, those of blocks that are here among them
-FEW_KEYS = 16  # up to which a loop is as quick as arrays
+KEYS_PER_SLOT = 4  # remembered keys, including those of present blocks
+FEW_KEYS = 16  # up to this number a loop is as fast as arrays
 _FRESH, _RETURNED = 0, 1
 _HALVES = struct.Struct("=2Q")
 
 
 class SeenKeys:
-    """Keys that came before, in a table in which a key has one place and the last one that came has it. Eight
-    bytes for a key, and no work that grows with what is remembered."""
+    """Keys that came before, in a hash table without chains: a newer key overwrites an older one in its
+    place. Eight bytes per key, and constant work."""
 
     def __init__(self, num_slots: int) -> None:
         size = 1 << (KEYS_PER_SLOT * num_slots - 1).bit_length()
@@ -382,7 +379,7 @@ class ReturningOrder(LruOrder):
             self._enqueue(slots[num_fresh:], _RETURNED)
 
     def _num_fresh(self, slots: Run) -> int:
-        """Of a run, the deepest first, those before the first that has come back; none where they are the
+        """Number of leading (deepest) slots of a run before the first that has come back; 0 if they are the
         smaller part."""
         if isinstance(slots, np.ndarray):
             returned = self._returned.array[slots]
@@ -393,7 +390,7 @@ class ReturningOrder(LruOrder):
         return first if 2 * first >= len(slots) else 0
 
     def _rank(self, number: int) -> int:
-        """By what has become idle since, which counts more where nothing has come back."""
+        """By what has become idle since. This counts more for blocks that have not come back."""
         when, queue = divmod(number, len(self._queues))
         since = self._clock + 1 - when
         return -since if queue == _RETURNED else -PATIENCE * since
@@ -411,13 +408,13 @@ _COSTS = [2 ** (place / _CLASSES_PER_DOUBLING) for place in range(_NUM_CLASSES)]
 
 
 def prefill_cost(num_tokens: int) -> float:
-    """What it costs to compute the first `num_tokens` tokens of a prompt, in units of its first token."""
+    """Cost of computing the first `num_tokens` tokens of a prompt, in units of its first token."""
     return num_tokens + num_tokens**2 / 2 / TOKENS_TO_DOUBLE
 
 
 class Ghosts:
-    """Keys of blocks that were evicted not long ago, and how often each had been hit: the newest ones, a few
-    for each slot of the pool."""
+    """Keys of recently evicted blocks with their numbers of hits: the newest ones, a few per slot of the
+    pool."""
 
     def __init__(self, num_slots: int) -> None:
         self._hits: OrderedDict[bytes, int] = OrderedDict()
@@ -433,8 +430,7 @@ class Ghosts:
             self._hits.popitem(last=False)
 
     def take(self, key: bytes) -> int | None:
-        """The block is back: forget its ghost, and say how often it had been hit; None where there is no
-        ghost of it."""
+        """The block is back: remove its ghost and return its number of hits. None: there is no ghost."""
         return self._hits.pop(key, None)
 
 
@@ -482,7 +478,7 @@ class CostOrder:
             earlier = self._ghosts.take(key)
             self._key[slot] = key
             self._depth[slot] = depth
-            # that it is wanted again is a hit that was missed
+            # a return after eviction counts as a missed hit
             self._hits[slot] = 0 if earlier is None else min(earlier + 1, _MOST_HITS)
             self._class_of[slot] = 0
 
@@ -497,11 +493,11 @@ class CostOrder:
         before, chain = -1, 0.0
         for slot in as_list(slots):
             depth = depths[slot]
-            if depth >= before:  # another chain begins, with its deepest
+            if depth >= before:  # another chain begins, with its deepest block
                 chain = self._chain_class(depth)
             before = depth
-            # Never lower than before: a short request must not make a beginning cheaper than the long
-            # continuation that is here too.
+            # Never lower than before: a short request must not make a beginning cheaper than its long
+            # continuation.
             place = class_of[slot] = min(
                 max(int(chain + _HIT_CLASSES[hits[slot]]), class_of[slot]), _NUM_CLASSES - 1
             )
@@ -523,7 +519,7 @@ class CostOrder:
         return popped
 
     def _pop_cheapest(self, num: int, popped: list[int]) -> None:
-        """From the queue whose head ranks lowest, of equal ones the cheapest, until another's does, or
+        """From the queue whose head ranks lowest (the cheapest on a tie), until another head is lower or
         `popped` has `num`."""
         heads = sorted(
             (next(iter(queue.values())), place) for place, queue in enumerate(self._queues) if queue
@@ -540,7 +536,7 @@ class CostOrder:
             popped.append(slot)
 
     def _chain_class(self, depth: int) -> float:
-        """Of the mean cost per token of a chain whose deepest block is `depth`."""
+        """Class of the mean cost per token of a chain whose deepest block is `depth`."""
         num_tokens = (depth + 1) * self._block_tokens
         return _CLASSES_PER_DOUBLING * math.log2(prefill_cost(num_tokens) / num_tokens)
 

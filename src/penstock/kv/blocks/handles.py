@@ -1,5 +1,5 @@
-"""What is taken out of a pool: one handle per run of slots, which ends exactly once. Owns the runs, not the
-bookkeeping behind them; decides nothing."""
+"""Handles of a pool: one per run of slots, which ends exactly once. Owns the runs, not the bookkeeping behind
+them; decides nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.kv.blocks.slots import Run, as_list, as_run
 if TYPE_CHECKING:
     from penstock.kv.blocks.pool import BlockPool
 
-_FIRST_ROOM = 16  # slots that a new hold has room for
+_FIRST_ROOM = 16  # initial capacity of a hold, in slots
 _NO_SLOT = -1
 
 
@@ -49,14 +49,14 @@ class Handle:
         return f"{self.kind} of {self.owner!r} ({len(self.run)} slots)"
 
     def end(self, fence: Fence | None = None) -> None:
-        """The slots go back; `fence` covers their last use, where that has not been seen to be over."""
+        """Give the slots back. `fence` covers their last use, unless that is known to be over."""
         self.require_open()
         self._lender.take_back(self, fence)
         self.ended = True
 
 
 class Reservation(Handle):
-    """Slots taken for something that may still fail. Ends by `commit` or by `rollback`.
+    """Slots taken for an operation that may still fail. Ends by `commit` or by `rollback`.
 
     A write into the slots comes after all fences in `after`.
     """
@@ -75,7 +75,7 @@ class Reservation(Handle):
         self.ended = True
 
     def split(self, num_slots: int) -> Reservation:
-        """The first `num_slots` as a reservation of their own; this one has the others from now on."""
+        """The first `num_slots` as a new reservation; this one keeps the others."""
         self.require_open()
         first = self._lender.split(self, num_slots)
         self._run = self._run[num_slots:]
@@ -85,7 +85,7 @@ class Reservation(Handle):
 
 
 class Pin(Handle):
-    """A transfer's protection of slots, whatever becomes of the requests that use them."""
+    """A transfer's protection of slots; it holds even after the requests that use them have ended."""
 
     kind = "pin"
     __slots__ = ()
@@ -96,8 +96,8 @@ class Pin(Handle):
 
 
 class RunPin(Pin):
-    """A transfer's protection of consecutive slots of one hold. Costs nothing while the hold is open, since
-    its slots cannot be taken; when the hold ends first, the pool books the pin slot by slot."""
+    """A transfer's protection of consecutive slots of one hold. Free of cost while the hold is open, since
+    its slots cannot be taken. If the hold ends first, the pool books the pin slot by slot."""
 
     __slots__ = ("first", "hold", "num_slots")
 
@@ -118,19 +118,19 @@ class RunPin(Pin):
 
 class Hold(Handle):
     """The slots of one table, in token order, as kernels read them. It grows at its end and may give back its
-    first ones. What it has shown never changes, so that a step may keep a view of it while the next one is
+    first slots. Values once visible never change, so a step may keep a view while the next one is
     prepared."""
 
     kind = "hold"
     __slots__ = ("_buffer", "_shown", "after", "num_dropped", "num_slots", "run_pins")
 
     def __init__(self, owner: str, lender: BlockPool, num_dropped: int = 0) -> None:
-        """`num_dropped`: places at its beginning that never have a slot."""
+        """`num_dropped`: leading places that never have a slot."""
         super().__init__(owner, lender, [])
-        # the former counts places, those without a slot included
+        # `num_slots` includes places without a slot
         self.num_slots = self.num_dropped = num_dropped
         self.run_pins: set[RunPin] = set()  # transfers that use some of its slots
-        self.after: tuple[Fence, ...] = ()  # what a write into slots that were drawn for it waits for
+        self.after: tuple[Fence, ...] = ()  # fences before a write into its newly drawn slots
         self._make_room(num_dropped + _FIRST_ROOM)
         self._buffer[:num_dropped] = _NO_SLOT
 
@@ -139,7 +139,7 @@ class Hold(Handle):
         return as_run(self._shown[self.num_dropped : self.num_slots])
 
     def first(self, num: int) -> NDArray[np.int32]:
-        """Read-only view of the first `num`; what the first `num_dropped` of them say means nothing."""
+        """Read-only view of the first `num` places; the values of the first `num_dropped` are meaningless."""
         if not 0 <= num <= self.num_slots:
             raise InvariantBroken(f"{num} slots were asked of the {self}")
         return self._shown[:num]
@@ -153,8 +153,8 @@ class Hold(Handle):
         self.num_slots = end
 
     def drop_first(self, num: int, fence: Fence | None = None) -> None:
-        """Give back the first `num` that it still has; no transfer uses them. `fence` covers their last use
-        by this holder."""
+        """Give back its first `num` slots, which no transfer uses. `fence` covers their last use by this
+        hold."""
         self.require_open()
         self._lender.drop_first(self, num, fence)
         self.num_dropped += num
@@ -166,8 +166,8 @@ class Hold(Handle):
             self.after = (*known, *(fence for fence in fences if all(fence is not other for other in known)))
 
     def _make_room(self, size: int, held: NDArray[np.int32] | None = None) -> None:
-        """A launcher reads a pinned run while its table grows: it sees the old room or the new one with all
-        that was held."""
+        """A launcher may read a pinned run while its table grows: it sees the old array, or the new one with
+        the same content."""
         buffer = np.empty(size, np.int32)
         if held is not None:
             buffer[: held.size] = held

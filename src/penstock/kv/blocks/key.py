@@ -34,7 +34,7 @@ _MAX_TOKEN = 2**32 - 1
 _ROOT = b"\x00"
 _CHILD = b"\x01"
 _STRETCH = 64  # blocks whose keys are remembered together
-_STRETCHES = 1024  # that are remembered: a million tokens in blocks of 16, about 8 MB with their keys
+_STRETCHES = 1024  # remembered stretches: a million tokens in blocks of 16, about 8 MB with their keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Scope:
     salt: str = ""  # the tenant's; requests share KV only with requests of the same salt
 
     def of(self, salt: str = "", adapter: Adapter | None = None) -> Scope:
-        """Of the blocks that such a request computes."""
+        """The scope of blocks that such a request computes."""
         scope = self if adapter is None else replace(self, adapter="lora", adapter_version=adapter.digest)
         return replace(scope, salt=salt)
 
     def digest(self) -> bytes:
-        """32 bytes. Each field goes in as name, type and value, each with its length, so that no two scopes
-        read the same."""
+        """32 bytes. Each field goes in as name, type and value, each with its length, so different scopes
+        never collide."""
         h = blake2b(digest_size=SCOPE_BYTES, person=b"penstock scope 1")
         for field in fields(self):
             for part in (field.name.encode(), *_typed(getattr(self, field.name))):
@@ -67,7 +67,7 @@ class Scope:
 
 
 def tenant_of(salt: str) -> bytes:
-    """16 bytes by which a tenant is known: its salt may be a secret."""
+    """16 bytes that identify a tenant without its salt, which may be a secret."""
     return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock tenant").digest()
 
 
@@ -81,7 +81,7 @@ def _typed(value: str | bytes | int) -> tuple[bytes, bytes]:
 
 
 def private_scope() -> bytes:
-    """The digest of a scope that no other request has: no other request finds what is kept under it."""
+    """The digest of a scope that no other request has, so no other request finds its blocks."""
     return os.urandom(SCOPE_BYTES)
 
 
@@ -116,7 +116,7 @@ def _chain(parent: bytes | None, data: bytes, width: int, scope_digest: bytes) -
     if parent is None:
         parent = blake2b(_ROOT + next(blocks)[0], key=scope_digest, digest_size=KEY_BYTES).digest()
         keys.append(parent)
-    # with a first byte behind it, the scope is worked off once for all
+    # copied with the first byte hashed, so the scope is processed once
     child = blake2b(_CHILD, key=scope_digest, digest_size=KEY_BYTES)
     for (block,) in blocks:
         h = child.copy()
@@ -126,7 +126,7 @@ def _chain(parent: bytes | None, data: bytes, width: int, scope_digest: bytes) -
     return tuple(keys)
 
 
-# A prompt mostly begins with what an earlier one began with, and what is looked up is compared byte for byte.
+# Most prompts begin like an earlier one. Cache entries are compared byte for byte.
 _known_chain = lru_cache(maxsize=_STRETCHES)(_chain)
 
 

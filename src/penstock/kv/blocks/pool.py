@@ -1,8 +1,8 @@
-"""The bookkeeping of one arena's slots: who has which, which key is where, what may be reused, what goes
-first. Owns no bytes and never waits.
+"""The bookkeeping of one arena's slots: their owners, their keys, and the order of eviction. Owns no bytes
+and never waits.
 
-One thread changes a pool: the engine's, or the one that holds its owner's lock. Any thread may `find`: what
-it is told may be gone when it comes. A call that raises or answers None has changed nothing.
+One thread changes a pool: the engine's, or the one that holds its owner's lock. Any thread may `find`; the
+answer may be out of date when it arrives. A call that raises or returns None has changed nothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from penstock.kv.blocks.slots import PerSlot, Run, SlotBook, SlotCounts, SlotEve
 from penstock.observe import PoolObserver
 
 _MAX_NAMED = 16  # handles that a Leaked message lists
-_REMEMBERED = 128  # answers, at least: a plan looks at half as many waiting requests
+_REMEMBERED = 128  # answers, at least; a plan looks at half as many waiting requests
 
 
 class LastUse:
-    """By lane and slot, the newest fence of those who gave the slot back: until when they may still touch it.
-    Never waits.
+    """By lane and slot, the newest fence of the slot's former owners: until it passes they may touch the
+    slot. Never waits.
 
     A fence does not say where on its lane it lies, so fences are numbered as they arrive. Per slot and lane
-    one number is kept, that of the newest. A slot's next owner gets every fence of the lane, up to that
-    number, that has not passed: where fences arrive in lane order the last of them covers the others, and
-    where they do not (a table that rested is released with the fence of a step long ago) none is lost.
+    one number is kept, that of the newest. A slot's next owner gets every fence of the lane up to that number
+    that has not passed. If fences arrive in lane order, the last one covers the others. If not (a table that
+    rested is released with the fence of an old step), none is lost.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -46,8 +46,8 @@ class LastUse:
         self._live: dict[str, dict[int, Fence]] = {}
 
     def note(self, slots: Run, fence: Fence | None) -> None:
-        """`fence` covers the last use of `slots` by the handle that gives them back; None: that use is over
-        already."""
+        """`fence` covers the last use of `slots` by the handle that gives them back. None: that use is
+        over."""
         if fence is None or fence.passed():
             return
         number = self._number(fence)
@@ -58,7 +58,7 @@ class LastUse:
             newest.set([slot for slot in slots if newest.at[slot] < number], number)
 
     def after(self, slots: Run) -> tuple[Fence, ...]:
-        """What must have passed before `slots` are written by a new owner."""
+        """Fences that must pass before a new owner writes `slots`."""
         fences: list[Fence] = []
         for lane, live in self._live.items():
             newest, upto = self._newest[lane], 0
@@ -90,7 +90,7 @@ class LastUse:
 
 
 class Found(NamedTuple):
-    """An answer: the run of leading `keys` that was here when so many times something had been forgotten."""
+    """An answer: the run of leading `keys` that was here after `num_forgets` forgets."""
 
     keys: tuple[bytes, ...]
     run: Run
@@ -98,8 +98,8 @@ class Found(NamedTuple):
 
 
 class KeyIndex:
-    """Keys of sealed slots: each key in one slot, each slot with one key at most. Knows nothing about who
-    uses the slots."""
+    """Keys of sealed slots: each key in one slot, each slot with at most one key. Knows nothing about the
+    slots' owners."""
 
     def __init__(self, num_slots: int) -> None:
         self.key_of: list[bytes | None] = [None] * num_slots  # by slot; None: not sealed
@@ -107,10 +107,10 @@ class KeyIndex:
         self.slot_of: dict[bytes, int] = {}
         self._num_forgets = 0
         self._lost_at = PerSlot("q", num_slots)  # the number of the forget that last took its key
-        # by the identity of the keys, which the answer keeps from being another's
+        # by id() of the keys; the answer keeps them alive, so the id stays theirs
         self._found: dict[int, Found] = {}
         self._found_before: dict[int, Found] = {}
-        # the newest answer about a tuple of keys: a crowd often comes for the same beginning
+        # the newest answer about a tuple of keys: many requests often share a prefix
         self.last = Found((), [], 0)
 
     def __len__(self) -> int:
@@ -118,11 +118,11 @@ class KeyIndex:
 
     def find(self, keys: Sequence[bytes], like: Found | None = None) -> Run:
         """Slots of the longest run of leading `keys` that are here; callers must not change it. A waiting
-        request asks in every plan: for the same tuple only what was added behind the last answer is looked
-        up, and of that only what was forgotten since is taken back. A key covers all before it: where two
-        tuples have the same one in the same place, what was found up to there holds for both. `like`: an
-        earlier answer that the caller kept; one about other keys is ignored."""
-        # before anything is looked at: another thread may be about to change it
+        request asks in every plan. For the same tuple, only keys after the last answer are looked up, and
+        only slots forgotten since are rechecked. A key covers all tokens before it: if two tuples have the
+        same key in the same place, an answer up to there holds for both. `like`: an earlier answer that the
+        caller kept; ignored if it is about other keys."""
+        # first: another thread may be changing the index
         num_forgets = self._num_forgets
         known = (
             self._found.get(id(keys))
@@ -141,8 +141,8 @@ class KeyIndex:
             found = (
                 known if known is not None and same and known.keys is keys else Found(keys, run, num_forgets)
             )
-            # In two halves, of which the older is dropped as a whole: no step of it can be spoiled by another
-            # thread.
+            # In two halves, of which the older is dropped as a whole: another thread cannot spoil any step of
+            # that.
             if len(self._found) >= _REMEMBERED and id(keys) not in self._found:
                 self._found, self._found_before = {}, self._found
             self._found[id(keys)] = self.last = found
@@ -150,7 +150,7 @@ class KeyIndex:
 
     def _extended(self, run: Run, keys: Sequence[bytes]) -> Run:
         slots: list[int] = []
-        with suppress(KeyError):  # the first that is not here ends it, and the list has those before
+        with suppress(KeyError):  # the first missing key ends it; the list has the keys before
             slots.extend(map(self.slot_of.__getitem__, keys))
         if isinstance(run, np.ndarray):
             return np.concatenate((run, np.array(slots, np.intp)))
@@ -167,7 +167,7 @@ class KeyIndex:
         return run if end is None else run[:end]
 
     def add(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[int]:
-        """Give each slot its key unless the key lives elsewhere: first writer wins. Returns the slots that
+        """Give each slot its key unless another slot has the key: first writer wins. Returns the slots that
         got theirs."""
         if any(map(self.key_of.__getitem__, slots)):
             raise InvariantBroken(
@@ -185,7 +185,7 @@ class KeyIndex:
         return taken
 
     def forget(self, slots: Sequence[int]) -> list[bytes]:
-        """The keys of `slots` are no longer here; returns them."""
+        """Remove the keys of `slots`; returns them."""
         keys = []
         for slot in slots:
             key = self.key_of[slot]
@@ -197,7 +197,7 @@ class KeyIndex:
         run = as_run(slots)
         self.sealed.set(run, 0)
         self._lost_at.set(run, self._num_forgets + 1)
-        # behind the change: who looks meanwhile, from another thread, has seen a state that is over
+        # After the change: a thread that looks meanwhile has seen an old state.
         self._num_forgets += 1
         return keys
 
@@ -206,29 +206,18 @@ class KeyIndex:
         backwards = [(key, slot) for slot, key in enumerate(self.key_of) if key is not None]
         if len(backwards) != len(self.slot_of) or dict(backwards) != self.slot_of:
             raise InvariantBroken(
-                f"{len(backwards)} slots have a key "
-                f"and "
-                f"{len(self.slot_of)} "
-                f"keys "
-                f"have "
-                f"a "
-                f"slot, and they disagree"
+                f"{len(backwards)} slots have a key and {len(self.slot_of)} keys have a slot, and they "
+                "disagree"
             )
         if [slot for _, slot in backwards] != [slot for slot, sealed in enumerate(self.sealed.at) if sealed]:
             raise InvariantBroken(
-                f"{len(backwards)} slots have a key, and they are "
-                f"not "
-                f"the "
-                f"{sum(self.sealed.at)} "
-                f"that "
-                f"are "
-                f"said to be sealed"
+                f"{len(backwards)} slots have a key, and they are not the {sum(self.sealed.at)} that are "
+                "said to be sealed"
             )
 
 
 def _as_far_as(found: Found | None, keys: Sequence[bytes]) -> Found | None:
-    """`found` where `keys` begin with all of it: a caller may hand in an answer about other keys by
-    mistake."""
+    """`found` if `keys` begin with all of it: a caller may pass an answer about other keys by mistake."""
     if found is None or not isinstance(keys, tuple):
         return None
     num = len(found.run)
@@ -250,22 +239,22 @@ class BlockPool:
         self.name = name
         self.num_slots = num_slots
         self.num_evicted = 0
-        self.num_duplicates = 0  # seals whose key lived in another slot already
-        # keys that were evicted or forgotten; None: they are not collected
+        self.num_duplicates = 0  # seals whose key another slot had already
+        # evicted or forgotten keys; None: not collected
         self.gone: list[bytes] | None = None
         self._observer = observer
         if observer is not None:
             observer.opened(name, num_slots)
         self._book = SlotBook(num_slots, name, observer)
         self._index = KeyIndex(num_slots)
-        # First in first out: the slot that rests longest goes first, so that the fences of its last use have
+        # First in, first out: the slot that rests longest goes first, so that the fences of its last use have
         # had time to pass.
-        self._free: deque[int] = deque()  # those that were used before, longest ago first
-        # free and never used: their memory may be yet to be found, so they come last
+        self._free: deque[int] = deque()  # used before, longest ago first
+        # never used; they come last, since their memory may not be faulted in yet
         self._fresh = deque(range(num_slots))
         self._order = LruOrder(num_slots) if eviction is None else eviction
         self._idle = WantedLast(self._order, num_slots)
-        self._depths = array("q", bytes(8 * num_slots))  # of sealed blocks: their places in their prefixes
+        self._depths = array("q", bytes(8 * num_slots))  # of sealed blocks: positions in their prefixes
         self._last_use = LastUse(num_slots)
         self._out: dict[Handle, None] | None = {}  # in order of lending; None: closed
 
@@ -282,12 +271,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be reserved without anything being forgotten."""
+        """Slots that can be reserved without an eviction."""
         return self._book.num_in[SlotState.FREE]
 
     @property
     def num_unwanted(self) -> int:
-        """Slots that can be reserved without forgetting a wanted block."""
+        """Slots that can be reserved without evicting a wanted block."""
         return self.num_free + len(self._order)
 
     @property
@@ -296,8 +285,8 @@ class BlockPool:
 
     def find(self, keys: Sequence[bytes], like: PoolWant | None = None) -> Run:
         """Slots of the longest run of leading `keys` that are here; neither they nor the answer may be
-        changed. `like`: what was found for the same keys when that was made, so that only what has changed
-        since is looked up."""
+        changed. `like`: a want with the answer for the same keys, so that only changes since are looked
+        up."""
         return self._index.find(keys, None if like is None else like.found)
 
     def want_found(self, keys: tuple[bytes, ...], rank: float, earlier: PoolWant | None = None) -> PoolWant:
@@ -308,41 +297,40 @@ class BlockPool:
         return want
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
-        """The slot of each key; -1 where it is not here."""
+        """The slot of each key, or -1."""
         return list(map(self._index.slot_of.get, keys, repeat(-1)))
 
     def keys(self) -> list[bytes]:
-        """Of every sealed block."""
+        """Keys of all sealed blocks."""
         return [key for key in self._index.key_of if key is not None]
 
     def coldest(self, num: int) -> list[bytes]:
-        """Keys of idle blocks that are forgotten soon, roughly in order."""
+        """Keys of the idle blocks that are evicted next, roughly in order."""
         return [key for slot in islice(self._idle, num) if (key := self._index.key_of[slot]) is not None]
 
     def coldest_slots(self, num: int) -> list[int]:
-        """Those that `evict(num)` would take now, where nothing changes meanwhile, roughly in order. Wants
-        are dropped for it as there."""
+        """Slots that `evict(num)` would take now, roughly in order. Drops wants as `evict` does."""
         self._idle.expose(num)
         return list(islice(self._idle, num))
 
     def keys_of(self, slots: Sequence[int]) -> list[bytes]:
-        """Of sealed ones."""
+        """Keys of sealed slots."""
         return [key for slot in slots if (key := self._index.key_of[slot]) is not None]
 
     def depths_of(self, slots: Sequence[int]) -> list[int]:
-        """The places of their blocks in their prefixes, as they were sealed."""
+        """Positions of their blocks in their prefixes, as given at sealing."""
         return [self._depths[slot] for slot in slots]
 
     def last_use(self, slots: Run) -> tuple[Fence, ...]:
-        """Fences that have not passed, behind everybody who has used `slots` and given them back."""
+        """Fences of former owners of `slots` that have not passed."""
         return self._last_use.after(slots)
 
     def pins(self) -> list[Pin]:
-        """Those that are out."""
+        """The open pins."""
         return [handle for handle in self._out or () if isinstance(handle, Pin)]
 
     def is_held(self, slot: int) -> bool:
-        """By a table; pins do not count."""
+        """Whether a table holds it; pins do not count."""
         return self._book.holds.at[slot] > 0
 
     def num_idle_of(self, slots: Run) -> int:
@@ -351,7 +339,7 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------------ lending
 
     def try_reserve(self, num_slots: int, owner: str) -> Reservation | None:
-        """Take that many slots, evicting idle ones where too few are free."""
+        """Take that many slots, evicting idle blocks if too few are free."""
         out = self._handles
         if num_slots < 0:
             raise InvariantBroken(f"{owner!r} asked pool {self.name!r} for {num_slots} slots")
@@ -389,8 +377,8 @@ class BlockPool:
         return first
 
     def hold(self, owner: str, shared: Sequence[int] | Run = (), num_elsewhere: int = 0) -> Hold:
-        """A hold that starts with the sealed slots `shared`, which others may hold too; it grows by
-        `Reservation.commit`. Before those it has `num_elsewhere` places without a slot, for blocks that are
+        """A hold that starts with the sealed slots `shared`, which other tables may hold, too; it grows by
+        `Reservation.commit`. Before them it has `num_elsewhere` places without a slot, for blocks that are
         not in this pool."""
         out, book, run = self._handles, self._book, as_run(shared)
         if len(run):
@@ -412,7 +400,7 @@ class BlockPool:
         return hold
 
     def pin(self, slots: Sequence[int] | Run, owner: str) -> Pin:
-        """Protect `slots` from eviction and from being given to others, until the pin ends."""
+        """Protect `slots` from eviction and reuse until the pin ends."""
         out, book = self._handles, self._book
         run = as_run(slots if isinstance(slots, np.ndarray) else list(slots))
         book.require(run, SlotEvent.PIN)
@@ -427,8 +415,7 @@ class BlockPool:
         return pin
 
     def pin_run(self, hold: Hold, first: int, num_slots: int, owner: str) -> RunPin:
-        """Protect slots `first..first + num_slots` of `hold` beyond its end; the same effort for any
-        number."""
+        """Protect slots `first..first + num_slots` of `hold` beyond its end. Constant cost."""
         hold.require_open()
         if hold not in self._handles or not 0 <= first <= first + num_slots <= hold.num_slots:
             raise InvariantBroken(
@@ -440,8 +427,8 @@ class BlockPool:
         return pin
 
     def take_back(self, handle: Handle, fence: Fence | None) -> None:
-        """For the handles: `handle` ends. A slot without holds and pins goes idle where it is sealed, free
-        where not."""
+        """For the handles: `handle` ends. A slot without holds and pins becomes idle if it is sealed, else
+        free."""
         if self._observer is not None:
             self._observer.returned(self.name, handle.slots, handle.owner, fence)
         if isinstance(handle, RunPin) and not handle.hold.ended:
@@ -484,7 +471,7 @@ class BlockPool:
         book.move(pinned, SlotEvent.GIVE_BACK, SlotState.PINNED, owner)
         book.move(idle, SlotEvent.GIVE_BACK, SlotState.IDLE, owner)
         book.move(free, SlotEvent.GIVE_BACK, SlotState.FREE, owner)
-        # the deepest goes first: a prefix is of use without its continuation, not the other way round
+        # the deepest goes first: a prefix is useful without its continuation, not the other way round
         self._idle.add(idle[::-1])
         self._free.extend(as_list(free))
 
@@ -496,9 +483,9 @@ class BlockPool:
         keys: Sequence[bytes],
         depths: Sequence[int] | None = None,
     ) -> int:
-        """`slots` are full and written: give each its key. A slot whose key lives elsewhere stays private,
-        without one. Returns how many got theirs. `depths` are the blocks' places in their prefixes, for the
-        order of eviction."""
+        """`slots` are full and written: give each its key. A slot whose key another slot has stays private,
+        without a key. Returns how many got theirs. `depths` are the blocks' positions in their prefixes, for
+        the eviction order."""
         if len(slots) != len(keys) or (depths is not None and len(depths) != len(keys)):
             raise InvariantBroken(
                 f"{len(slots)} slots cannot be sealed with {len(keys)} keys or another number of depths"
@@ -520,15 +507,14 @@ class BlockPool:
         return len(taken)
 
     def note_hits(self, slots: Run) -> None:
-        """For the order of eviction: the sealed `slots` were found again and are read under a pin, not a
+        """For the eviction order: the sealed `slots` were found again and are read under a pin, not a
         hold."""
         self._order.hit(slots)
 
     def want(self, slots: Run, rank: float, earlier: PoolWant | None = None) -> PoolWant:
-        """The sealed `slots` are wanted: they are forgotten after all unwanted ones, and among wanted ones
-        those of the greatest `rank` go first. Ends by `end_want`, or where nothing else is left to forget.
-        `earlier`: what it takes the place of, made for the same blocks. As many as then are the same ones,
-        where none of those has gone."""
+        """Mark the sealed `slots` as wanted: they are evicted after unwanted ones, the greatest `rank` first.
+        Ends by `end_want`, or when nothing else is left to evict. `earlier`: the want that it replaces, for
+        the same blocks. If both have the same number of blocks and none was evicted, `earlier` is reused."""
         if earlier is not None and earlier.num_blocks == len(slots) and self.protects(earlier):
             earlier.rank = rank
             return earlier
@@ -542,36 +528,36 @@ class BlockPool:
         self._idle.end(want)
 
     def protects(self, want: PoolWant) -> bool:
-        """Whether it does all that it did when it was made: it has neither ended nor been dropped, and none
-        of its blocks has gone."""
+        """Whether it still protects all its blocks: it has neither ended nor been dropped, and none was
+        evicted."""
         return want in self._idle and not self._idle.gone(want).any()
 
     def gone_of(self, want: PoolWant) -> NDArray[np.bool_]:
-        """Which of its slots have lost the block that was wanted."""
+        """Which of its slots have lost the wanted block."""
         return self._idle.gone(want)
 
     def evict(self, num_slots: int) -> int:
-        """Forget that many idle blocks, or all where there are fewer. Returns how many."""
+        """Evict that many idle blocks, or all if there are fewer. Returns how many."""
         slots = self._idle.pop(num_slots)
         self._lose(slots, slots)
         self.num_evicted += len(slots)
         return len(slots)
 
     def evict_these(self, slots: Sequence[int]) -> int:
-        """Forget those of `slots` that are idle, wanted or not. Returns how many."""
+        """Evict those of `slots` that are idle, wanted or not. Returns how many."""
         idle = self._book.those_in(SlotState.IDLE, as_run(slots))
         self.num_evicted += len(idle)
         return self.forget(as_list(idle))
 
     def forget_idle(self, slots: Sequence[int], most: int) -> int:
-        """Forget up to `most` of `slots` that are idle, wanted or not, the last ones first. Returns how
+        """Evict up to `most` of `slots` that are idle, wanted or not, the last ones first. Returns how
         many."""
         idle = as_list(self._book.those_in(SlotState.IDLE, as_run(slots)))
         return self.forget(idle[max(0, len(idle) - most) :])
 
     def forget(self, slots: Sequence[int]) -> int:
-        """These blocks are not to be found any more, those of `slots` that have a key. One that is held or
-        pinned stays where it is until he is done, and is free then. Returns how many."""
+        """Remove the keys of `slots`. A held or pinned block stays until its handles end; its slot is free
+        then. Returns how many keys were removed."""
         sealed = [slot for slot in slots if self._index.sealed.at[slot]]
         idle = self._book.those_in(SlotState.IDLE, as_run(sealed))
         self._idle.remove(idle)
@@ -580,7 +566,7 @@ class BlockPool:
         return len(sealed)
 
     def _lose(self, slots: list[int], idle: list[int]) -> None:
-        """`slots` have no keys any more, and those of them that are `idle` are free."""
+        """`slots` have lost their keys; the `idle` ones among them become free."""
         self._book.move(as_run(idle), SlotEvent.EVICT, SlotState.FREE, self.name)
         keys = self._index.forget(slots)
         if self.gone is not None:
@@ -593,7 +579,7 @@ class BlockPool:
     # ---------------------------------------------------------------------------------------------------- end
 
     def check(self) -> None:
-        """Recount everything from the handles that are out, and raise where the running books differ."""
+        """Recount everything from the open handles, and raise if the running books differ."""
         out = list(self._out or ())
         booked = (
             handle
@@ -609,13 +595,8 @@ class BlockPool:
             counted = (_state(slot in reserved, holds[slot], pins[slot], sealed), holds[slot], pins[slot])
             if noted != counted:
                 raise InvariantBroken(
-                    f"slot {slot} of pool "
-                    f"{self.name!r}: "
-                    f"booked "
-                    f"(state, "
-                    f"holds, "
-                    f"pins) "
-                    f"{noted}, counted {counted}"
+                    f"slot {slot} of pool {self.name!r}: booked (state, holds, pins) {noted}, counted "
+                    f"{counted}"
                 )
         in_state = {
             state: [slot for slot, found in enumerate(self._book.state.at) if found == state]
@@ -633,7 +614,7 @@ class BlockPool:
         self._index.check()
 
     def close(self) -> None:
-        """Idempotent. Raises Leaked, and stays open, while anything is out."""
+        """Idempotent. Raises Leaked, and stays open, while a handle is open."""
         named = [str(handle) for handle in list(self._out or ())[:_MAX_NAMED]]
         if self._observer is not None:
             self._observer.closed(self.name, named)
@@ -660,28 +641,28 @@ def _state(reserved: bool, num_holds: int, num_pins: int, sealed: bool) -> SlotS
 
 
 class PinnedKeys:
-    """Blocks of a pool that have to stay, by their keys, whether they are here yet or not. `protect` keeps
-    slots from being evicted, and returns what ends that. The caller has the pool's lock."""
+    """Blocks of a pool that must stay, by key, whether they are here yet or not. `protect` keeps slots from
+    eviction and returns a function that ends that. The caller holds the pool's lock."""
 
     def __init__(self, pool: BlockPool, protect: Callable[[Run], Callable[[], None]]) -> None:
         self._pool = pool
         self._protect = protect
         self._keys: dict[str, frozenset[bytes]] = {}  # by owner
-        self.num_owners: Counter[bytes] = Counter()  # by key; where it is empty, `landed` has nothing to do
-        self._ends: list[Callable[[], None]] = []  # of what protects those that are here
+        self.num_owners: Counter[bytes] = Counter()  # by key; if it is empty, `landed` has nothing to do
+        self._ends: list[Callable[[], None]] = []  # end the protection of blocks that are here
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.num_owners
 
     def pin(self, owner: str, keys: Iterable[bytes]) -> None:
-        """None of `keys` is evicted until `unpin`, nor is one that lands later. Idempotent."""
+        """Protect `keys` from eviction until `unpin`, including those that land later. Idempotent."""
         if owner not in self._keys:
             self._keys[owner] = frozenset(keys)
             self.num_owners.update(self._keys[owner])
             self.landed(self._keys[owner])
 
     def unpin(self, owner: str) -> None:
-        """What others pin as well stays. Idempotent."""
+        """Blocks that other owners pin, too, stay. Idempotent."""
         for key in self._keys.pop(owner, frozenset()):
             self.num_owners[key] -= 1
             if not self.num_owners[key]:
@@ -692,8 +673,7 @@ class PinnedKeys:
             end()
 
     def landed(self, keys: Iterable[bytes]) -> None:
-        """These have got slots, sealed and not evicted yet: those of them that are pinned are protected from
-        now on."""
+        """These keys were just sealed: protect the pinned ones among them."""
         slots = [
             slot
             for slot in self._pool.find_each([key for key in keys if key in self.num_owners])

@@ -54,12 +54,12 @@ FEW = 32  # slots up to which a run is a list
 
 
 def as_run(slots: Sequence[int] | NDArray[np.integer[Any]]) -> Run:
-    """`slots` as the books take them; a short list stays what it is."""
+    """`slots` as the books take them; a short list is returned unchanged."""
     return np.array(slots, np.intp) if len(slots) > FEW else as_list(slots)
 
 
 def as_list(slots: Sequence[int] | NDArray[np.integer[Any]]) -> list[int]:
-    """`slots` as plain numbers; a list stays what it is."""
+    """`slots` as plain numbers; a list is returned unchanged."""
     if isinstance(slots, list):
         return slots
     plain: list[int] = slots.tolist() if isinstance(slots, np.ndarray) else list(slots)
@@ -84,7 +84,7 @@ class PerSlot:
                 at[slot] = number
 
     def add(self, slots: Run, by: int) -> None:
-        """To `slots`, each named once."""
+        """Add to each of `slots`, which are distinct."""
         if isinstance(slots, np.ndarray):
             self.array[slots] += by
         else:
@@ -93,7 +93,7 @@ class PerSlot:
                 at[slot] += by
 
     def any(self, slots: Run) -> bool:
-        """Whether one of them has another number than 0."""
+        """Whether one of them is not 0."""
         return (
             bool(self.array[slots].any())
             if isinstance(slots, np.ndarray)
@@ -101,7 +101,7 @@ class PerSlot:
         )
 
     def all(self, slots: Run) -> bool:
-        """Whether each of them has another number than 0."""
+        """Whether none of them is 0."""
         return (
             bool(self.array[slots].all())
             if isinstance(slots, np.ndarray)
@@ -109,7 +109,7 @@ class PerSlot:
         )
 
     def parted(self, slots: Run) -> tuple[Run, Run]:
-        """Those with another number than 0, and those with 0."""
+        """Slots whose number is not 0, and slots whose number is 0."""
         if isinstance(slots, np.ndarray):
             has = self.array[slots] != 0
             return slots[has], slots[~has]
@@ -182,8 +182,7 @@ class SlotBook:
         return [slot for slot in slots if states[slot] == state]
 
     def those_not_held(self, slots: Run, sealed: PerSlot) -> tuple[Run, Run, Run]:
-        """Of `slots` those that no table holds: the pinned ones, and of the others those that are `sealed`
-        and those that are not."""
+        """The slots that no table holds, in three runs: pinned; not pinned and `sealed`; neither."""
         if isinstance(slots, np.ndarray):
             left = slots[self.holds.array[slots] == 0]
             is_pinned = self.pins.array[left] > 0
@@ -199,19 +198,14 @@ class SlotBook:
         return pinned, idle, free
 
     def require(self, slots: Run, event: SlotEvent) -> None:
-        """Raise unless `event` is legal for every one of `slots`, each named once; changes nothing."""
+        """Raise unless `event` is legal for every one of the distinct `slots`; changes nothing."""
         if not len(slots):
             return
         ordered = np.sort(slots) if isinstance(slots, np.ndarray) else sorted(slots)
         if ordered[0] < 0 or ordered[-1] >= len(self.state.at):
             raise InvariantBroken(
-                f"pool {self._pool!r} has "
-                f"slots "
-                f"0 "
-                f"to "
-                f"{len(self.state.at) - 1}, "
-                f"got "
-                f"{ordered[0]} to {ordered[-1]}"
+                f"pool {self._pool!r} has slots 0 to {len(self.state.at) - 1}, got {ordered[0]} to "
+                f"{ordered[-1]}"
             )
         twice = (
             (ordered[1:] == ordered[:-1]).any()
@@ -225,8 +219,8 @@ class SlotBook:
                 raise self._illegal(slots, old, event)
 
     def move(self, slots: Run, event: SlotEvent, new: SlotState, owner: str) -> None:
-        """Put `slots` into state `new` where `event` allows that from the state of each, else change nothing
-        and raise."""
+        """Move `slots` to state `new` if `event` allows that for each of them; else change nothing and
+        raise."""
         if not len(slots):
             return
         legal, found = _LEGAL[event], self._num_by_state(slots)
@@ -248,7 +242,7 @@ class SlotBook:
                 self._observer.moved(self._pool, moved, _STATES[old].name.lower(), new.name.lower(), owner)
 
     def _num_by_state(self, slots: Run) -> dict[int, int]:
-        """How many of `slots` are in each state that any of them is in, by its number."""
+        """Number of `slots` in each state that occurs."""
         if isinstance(slots, np.ndarray):
             counts = np.bincount(self.state.array[slots]).tolist()
             return {state: num for state, num in enumerate(counts) if num}

@@ -1,10 +1,10 @@
-"""Calls of one store, as they are made on lanes. Owns whether a store is talked to, what came of it, and the
-figures of both. Which slots, on which lane and in which order is the cold tier's business.
+"""Calls of one store, made on lanes. Owns the breaker, the outcomes and the figures. The cold tier chooses
+slots, lanes and order.
 
-Whatever a store raises ends here: blocks fail, the breaker hears of it, a counter tells. Only a defect of
-ours goes on, to the ticket. The breaker says whether a store is worth talking to:
+Every exception of a store ends here: blocks fail, the breaker and a counter record it. Only a defect in
+Penstock goes on, to the ticket. The breaker decides whether a store is called:
 
-    CLOSED  -- it fails -->  OPEN  -- time to look -->  HALF_OPEN  -- it answers -->  CLOSED
+    CLOSED  -- it fails -->  OPEN  -- probe is due -->  HALF_OPEN  -- it answers -->  CLOSED
                               ^------------ it does not ----'
 """
 
@@ -30,7 +30,7 @@ from penstock.lanes.lane import Ticket
 log = logging.getLogger(__name__)
 
 MAX_PROBE_S = 30.0
-MAX_FAILED = 8  # blocks in a row that fail singly; more are no accident
+MAX_FAILED = 8  # failed single blocks in a row that open the breaker
 
 
 class BreakerState(enum.Enum):
@@ -54,8 +54,8 @@ _MOVES = {
 
 
 class Breaker:
-    """For any thread. What was begun before it opened has nothing to say about the store as it is after that,
-    so that a call that reports shows what `enter` gave it."""
+    """For any thread. A call that began before the breaker opened says nothing about the store after that; so
+    a report passes on the number that `enter` returned."""
 
     def __init__(self, probe_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_openings = 0
@@ -66,21 +66,21 @@ class Breaker:
         self._num_failed = 0  # single blocks, in a row
         self._wait_s = probe_s  # before the next probe
         self._due_s = 0.0
-        self._first_wait_s = probe_s  # the same, when it opened last
-        self._answered_s = -math.inf  # when a probe was answered last
+        self._first_wait_s = probe_s  # the same at its last opening
+        self._answered_s = -math.inf  # time of the last answered probe
 
     def enter(self) -> int | None:
-        """Leave to talk to the store, to be shown when that is over; None: leave it alone."""
+        """A number to pass on with the report. None: leave the store alone."""
         with self._lock:
             return self.num_openings if self.state is BreakerState.CLOSED else None
 
     def fail(self, entered: int) -> bool:
-        """The place as a whole did not answer. Says whether that opened it."""
+        """The store as a whole did not answer. Returns whether that opened the breaker."""
         with self._lock:
             return self._open_if_current(entered)
 
     def note(self, entered: int, outcomes: Iterable[Outcome]) -> bool:
-        """It answered, block by block. Says whether that opened it."""
+        """It answered, block by block. Returns whether that opened the breaker."""
         with self._lock:
             if not self._is_current(entered):
                 return False
@@ -91,7 +91,7 @@ class Breaker:
             return False
 
     def try_probe(self) -> bool:
-        """Whether it is time to look. Then the caller does, and says `probed`."""
+        """Whether a probe is due. If so, the caller probes and calls `probed`."""
         with self._lock:
             if self.state is not BreakerState.OPEN or self.clock() < self._due_s:
                 return False
@@ -114,7 +114,7 @@ class Breaker:
         if not self._is_current(entered):
             return False
         self.num_openings += 1
-        # A store may answer probes and nothing else: a disk that can only be read, a replica.
+        # A store may answer probes and nothing else: a read-only disk, a replica.
         is_again = self.clock() - self._answered_s <= self._first_wait_s
         self._wait_s = self._first_wait_s = self._longer(self._first_wait_s) if is_again else self._probe_s
         self._open()
@@ -135,10 +135,10 @@ class Breaker:
         self.state = after
 
 
-# those of all transfers
+# the bounds of all transfers
 SECONDS_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-_SAMPLE_S = 0.5  # of reading without a pause is one measurement of the rate,
-_SAMPLE_ENDS = 4  # if for each call under way so many have ended in it
+_SAMPLE_S = 0.5  # length of one measurement of the rate, during continuous reading,
+_SAMPLE_ENDS = 4  # if this many calls have ended for each one in flight
 
 
 class Way(enum.Enum):
@@ -148,7 +148,7 @@ class Way(enum.Enum):
 
 @dataclass(slots=True)
 class Span:
-    """One reading or writing, of which groups are over one by one."""
+    """One read or write whose groups end one by one."""
 
     submitted_s: float
     num_left: int
@@ -156,12 +156,12 @@ class Span:
 
 
 class Meter:
-    """Bytes over the time in which any call was under way: two at once do not take twice as long. Its caller
-    has a lock.
+    """Bytes over the time in which any call was in flight: two at once do not take twice as long. The caller
+    holds a lock.
 
-    A measurement ends when nothing is under way; or, where that does not come, when so many have ended that
-    those cut off by it do not matter. A short rest behind such a one says nothing: most of its bytes came
-    before."""
+    A measurement ends when nothing is in flight, or when so many calls have ended that the unfinished ones do
+    not matter. A short rest after such a measurement is ignored: most of its bytes were counted before.
+    """
 
     def __init__(self, rate: LinkRate) -> None:
         self.rate = rate
@@ -194,14 +194,14 @@ class Tally:
     def __init__(self, block_bytes: int, clock: Callable[[], float]) -> None:
         self.block_bytes = block_bytes
         self.num_read = self.num_written = 0  # blocks
-        # submit to over, of what brought something
+        # from submission to end, of calls that moved blocks
         self.read_s, self.write_s = Histogram(SECONDS_BOUNDS), Histogram(SECONDS_BOUNDS)
-        self.num_missing = 0  # blocks that were asked for and not there
-        self.num_corrupt = 0  # blocks that were there, and not what was written
+        self.num_missing = 0  # requested blocks that were not there
+        self.num_corrupt = 0  # blocks whose content was damaged
         self.failures: Counter[str] = Counter()  # calls by reason; "block" counts single blocks
-        self.skipped: Counter[str] = Counter()  # blocks that were not written, by reason
+        self.skipped: Counter[str] = Counter()  # blocks not written, by reason
         self.rate = LinkRate(clock=clock)
-        self.queued_bytes = dict.fromkeys(Way, 0)  # submitted, and not over
+        self.queued_bytes = dict.fromkeys(Way, 0)  # submitted and not over
         self._clock = clock
         self._meter = Meter(self.rate)
         self._lock = threading.Lock()
@@ -217,7 +217,7 @@ class Tally:
             self._meter.begin(self._clock())
 
     def ended(self, way: Way, outcomes: Sequence[Outcome]) -> None:
-        """What came of a call that was begun; nothing where the store did not answer."""
+        """Outcomes of a call that was begun; empty if the store did not answer."""
         num = Counter(outcomes)
         with self._lock:
             if way is Way.READ:
@@ -243,7 +243,7 @@ class Tally:
                 histogram.add(self._clock() - span.submitted_s)
 
     def skip(self, reason: str, num_blocks: int) -> None:
-        """So many blocks are not written."""
+        """Count `num_blocks` that are not written."""
         with self._lock:
             self.skipped[reason] += num_blocks
 
@@ -252,7 +252,7 @@ class Tally:
             self.failures[reason] += 1
 
     def report(self, name: str, traffic: Traffic) -> None:
-        """Add what the tier `name` has done."""
+        """Add the figures of tier `name`."""
         with self._lock:
             for pair, num, seconds in (
                 ((name, "host"), self.num_read, self.read_s),
@@ -280,38 +280,38 @@ class _Refused(StoreFailed):
 
 @dataclass(slots=True, eq=False)
 class StoreGroup:
-    """Blocks of one call. What it says about them is for threads that have seen its fence pass."""
+    """Blocks of one call. Its results are for threads that have seen its fence pass."""
 
-    places: Sequence[int]  # among the keys that the caller gave
+    places: Sequence[int]  # indices into the caller's keys
     keys: Sequence[bytes]
     slots: Sequence[int]
     span: Span
     depths: Sequence[int] = ()
-    outcomes: Sequence[Outcome] = ()  # FAILED until the store has said otherwise
-    error: BaseException | None = None  # why none of it was done
+    outcomes: Sequence[Outcome] = ()  # FAILED until the store answers
+    error: BaseException | None = None  # why the whole call failed
     ticket: Ticket | None = None
     fence: Fence | None = None
     told: bool = False  # its defect was raised
     num_forgotten: int = 0  # blocks, of a reset
 
     def over(self) -> bool:
-        """Nothing of it touches its slots any more. Never blocks."""
+        """It no longer touches its slots. Never blocks."""
         return self.fence is not None and self.fence.passed()
 
     def wait_over(self, deadline_s: float) -> None:
-        """Block until then. Raises DeadlineExceeded."""
+        """Block until it is over. Raises DeadlineExceeded."""
         if self.fence is not None:
             self.fence.wait_passed(max(0.0, deadline_s - time.monotonic()))
 
     def take_outcomes(self) -> Sequence[Outcome]:
-        """What became of its blocks; it is over. A defect of ours is raised instead, once; after that they
-        count as failed."""
+        """The outcomes of its blocks, after it is over. Raises a defect in Penstock instead, once; after that
+        the blocks count as failed."""
         if (defect := self.take_defect()) is not None:
             raise defect
         return self.outcomes
 
     def take_defect(self) -> BaseException | None:
-        """What went wrong that no store can be blamed for; told once. It is over."""
+        """An error that is not the store's, after the call is over. Returned once."""
         error = None if self.ticket is None else self.ticket.error()
         if error is None and isinstance(self.error, InvariantBroken):
             error = self.error
@@ -320,10 +320,10 @@ class StoreGroup:
 
 
 class KnownKeys:
-    """Keys that a store far away was seen to have, the newest of them. For any thread."""
+    """The newest keys that a remote store is known to have. For any thread."""
 
     def __init__(self, max_keys: int = MAX_KNOWN) -> None:
-        self.num_cleared = 0  # times
+        self.num_cleared = 0  # number of `clear` calls
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._keys: OrderedDict[bytes, None] = OrderedDict()  # least recently seen first
@@ -333,8 +333,7 @@ class KnownKeys:
             return [key in self._keys for key in keys]
 
     def add(self, keys: Iterable[bytes], num_cleared: int = 0) -> None:
-        """They were seen when `num_cleared` was so much; where it has grown since, that says nothing any
-        more."""
+        """The keys were seen when `num_cleared` had this value. If it has grown since, they are ignored."""
         with self._lock:
             for key in keys if num_cleared == self.num_cleared else ():
                 self._keys[key] = None
@@ -354,8 +353,8 @@ class KnownKeys:
 
 
 class StoreCalls:
-    """One store and what is said to it: `read`, `write`, `find`, `persist`, `reset` and `probe` take as long
-    as the store does."""
+    """The calls of one store. `read`, `write`, `find`, `persist`, `reset` and `probe` take as long as the
+    store does."""
 
     def __init__(
         self,
@@ -369,8 +368,8 @@ class StoreCalls:
         self.tally = tally
         self.breaker = breaker
         self.known = KnownKeys()
-        self.stopped = False  # nothing that has not begun is said any more
-        self.num_losses = 0  # times that it was away, and may have come back without its blocks
+        self.stopped = False  # calls that have not begun are refused
+        self.num_losses = 0  # times that it was away and may have lost its blocks
         self._view = view
         self._stuck_s = stuck_s
         self._lock = threading.Lock()
@@ -378,7 +377,7 @@ class StoreCalls:
 
     @property
     def stuck(self) -> bool:
-        """Whether some call takes longer than it should."""
+        """Whether a call takes too long."""
         with self._lock:
             return bool(self._running) and min(self._running.values()) + self._stuck_s < self.breaker.clock()
 
@@ -391,7 +390,7 @@ class StoreCalls:
         self._move(Way.WRITE, group, lambda blocks: self.store.write(group.keys, group.depths, blocks))
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """0 where the store does not answer."""
+        """0 if the store does not answer."""
         try:
             num, _ = self._call("find", lambda: self.store.find(keys))
         except StoreFailed:
@@ -399,7 +398,7 @@ class StoreCalls:
         if not 0 <= num <= len(keys):
             raise InvariantBroken(f"the {self.store.name} store found {num} of {len(keys)} blocks")
         if not self.store.local:
-            self.known.discard(keys[num:])  # one is missing; about those behind it nothing was said
+            self.known.discard(keys[num:])  # `keys[num]` is missing; nothing is known about the later ones
         return num
 
     def persist(self, group: StoreGroup, covered: Sequence[StoreGroup]) -> None:
@@ -413,20 +412,20 @@ class StoreCalls:
             group.error = error
 
     def reset(self, group: StoreGroup) -> None:
-        """No write is under way."""
+        """No write is in flight."""
         try:
             group.num_forgotten, _ = self._call("reset", self.store.reset, may_be_long=True)
         except StoreFailed as error:
             group.error = error
         finally:
-            self.known.clear()  # also where it did not answer: it may have begun
+            self.known.clear()  # also after a failure: the reset may have begun
 
     def say(self, what: str, call: Callable[[], T]) -> T:
-        """Whatever else the store is asked, on whichever thread. Raises StoreFailed."""
+        """Any other call of the store, on any thread. Raises StoreFailed."""
         return self._call(what, call)[0]
 
     def probe(self) -> None:
-        """For whom `Breaker.try_probe` told to."""
+        """For the caller that got True from `Breaker.try_probe`."""
         answers = False
         try:
             self._timed(self.store.probe)
@@ -437,7 +436,7 @@ class StoreCalls:
             self._count_failure("probe", error)
         finally:
             if answers:
-                self.known.clear()  # it may be empty: before anything can be written to it again
+                self.known.clear()  # The store may have come back empty. Clear before the next write.
                 self.num_losses += 1
                 log.info("the %s tier answers again", self.store.name)
             self.breaker.probed(answers)
@@ -458,13 +457,8 @@ class StoreCalls:
                 outcomes, entered = self._call(way.value, lambda: call(views))
                 if len(outcomes) != len(group.keys):
                     raise InvariantBroken(
-                        f"the {self.store.name} "
-                        f"store "
-                        f"said "
-                        f"{len(outcomes)} "
-                        f"things "
-                        f"about "
-                        f"{len(group.keys)} blocks"
+                        f"the {self.store.name} store said {len(outcomes)} things about {len(group.keys)} "
+                        "blocks"
                     )
             finally:
                 self.tally.ended(way, outcomes)
@@ -493,9 +487,9 @@ class StoreCalls:
             self.tally.over(way, group.span, group.outcomes)
 
     def _call(self, what: str, call: Callable[[], T], may_be_long: bool = False) -> tuple[T, int]:
-        """What the store says, and what the breaker gave for it. Raises StoreFailed where it may not be
-        talked to or does not answer, whatever it is that it raises. `may_be_long`: it takes as long as there
-        are blocks, and nothing is stuck."""
+        """The store's answer, and the number from the breaker. Raises StoreFailed if the breaker forbids the
+        call, or if the store raises anything. `may_be_long`: the time grows with the number of blocks, so the
+        call does not count as stuck."""
         entered = None if self.stopped else self.breaker.enter()
         if entered is None:
             raise _Refused(f"the {self.store.name} tier is fenced off")
@@ -520,7 +514,7 @@ class StoreCalls:
                 del self._running[this]
 
     def _count_failure(self, what: str, error: Exception) -> str:
-        """Says it in words. Those of other people's errors may hold what is not for a log."""
+        """A description for the log. The text of foreign errors may contain secrets."""
         if isinstance(error, StoreFailed):
             self.tally.fail("store")
             return f"{what}: {error}"

@@ -1,10 +1,9 @@
-"""A tier behind the host tier: reads and writes blocks of a store on lanes of its own, between it and host
-slots. Owns those lanes, what is under way on them and the breaker; which slots, and what becomes of them, is
-up to loads and saves.
+"""A cold tier: reads and writes blocks of a store on its own lanes, into and out of host slots. Owns these
+lanes, the work in flight on them and the breaker. Loads and saves choose the slots, and decide what becomes
+of them.
 
-Nothing here blocks its caller but `drain` and `close`. A block is read into a host slot and promoted from
-there; it is written from a host slot that the caller protects until the write is over. A deadline ends a
-wait, never that.
+Only `drain` and `close` block. A block is read into a host slot and promoted from there; it is written from a
+host slot that the caller protects until the write is over. A deadline ends a wait, never the protection.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class StoreLanes:
-    """StoreCalls of one way, dealt out to lanes in turn. The `wake` of each comes behind its fence, so that a
-    woken thread sees it passed."""
+    """Deals calls of one kind out to lanes in turn. Each `wake` comes after its fence, so that a woken thread
+    sees the fence passed."""
 
     def __init__(
         self, lanes: Sequence[Lane], arena: tuple[str, int], way: Way, tally: Tally, wake: Callable[[], None]
@@ -48,7 +47,7 @@ class StoreLanes:
     def deal(
         self, group: StoreGroup, after: Sequence[Fence], run: Callable[[StoreGroup], None], label: str
     ) -> None:
-        """To the lane whose turn it is, behind `after`. Never raises: what cannot be submitted fails."""
+        """Submit to the next lane, after `after`. Never raises: a group that cannot be submitted fails."""
         lane = next(self._next)
         self._tally.submitted(self._way, len(group.keys))
         # a read of the store writes into host memory
@@ -64,7 +63,7 @@ class StoreLanes:
         self._close_group(group, lane)
 
     def after_all(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
-        """`run` when everything dealt out so far is over."""
+        """Run `run` when everything dealt out so far is over."""
         lane, *others = self._lanes
         try:
             for other in others:
@@ -75,7 +74,7 @@ class StoreLanes:
         self._close_group(group, lane)
 
     def between(self, group: StoreGroup, run: Callable[[], None], label: str) -> None:
-        """As `after_all`, and everything dealt out later comes behind it."""
+        """Like `after_all`, and everything dealt out later comes after it."""
         self.after_all(group, run, label)
         if group.fence is not None:
             for other in self._lanes[1:]:
@@ -89,7 +88,7 @@ class StoreLanes:
 
 
 def close_lane(lane: Lane, deadline_s: float) -> DeadlineExceeded | None:
-    """By then; what is late is returned."""
+    """Close it by then. Returns the error if it is late."""
     try:
         lane.close(None if deadline_s == float("inf") else max(0.0, deadline_s - time.monotonic()))
     except DeadlineExceeded as late:
@@ -98,8 +97,8 @@ def close_lane(lane: Lane, deadline_s: float) -> DeadlineExceeded | None:
 
 
 class Finding:
-    """How many of some leading keys a tier has. `num` is 0 until the answer is there, and stays so when that
-    comes too late."""
+    """How many of some leading keys a tier has. `num` is 0 until the answer comes, and stays 0 if that is too
+    late."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class Finding:
         clock: Callable[[], float] = time.monotonic,
         num: int | None = None,
     ) -> None:
-        """`num`: the answer, where it is known already."""
+        """`num`: the answer, if it is known already."""
         self.num = num or 0
         self.deadline_s = deadline_s
         self._clock = clock
@@ -116,13 +115,13 @@ class Finding:
 
     @property
     def ready(self) -> bool:
-        """Answered, failed, or out of patience: it does not change any more. Never blocks."""
+        """Answered, failed or timed out; it does not change any more. Never blocks."""
         if not self._ready and self._clock() >= self.deadline_s:
             self.answer(0)
         return self._ready
 
     def answer(self, num: int) -> None:
-        """The first one counts, if it comes in time. For any thread."""
+        """The first answer counts, if it is in time. For any thread."""
         with self._lock:
             if not self._ready:
                 self.num = num if self._clock() < self.deadline_s else 0
@@ -131,7 +130,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ColdLanes:
-    """Reads do not queue behind writes, nor questions behind either."""
+    """Reads do not queue behind writes, and lookups do not queue behind either."""
 
     readers: Sequence[Lane]
     writers: Sequence[Lane]
@@ -140,19 +139,19 @@ class ColdLanes:
 
 @dataclass(frozen=True, slots=True)
 class ColdLimits:
-    # about so much is read or written in one op: enough for the device behind it, little enough to begin soon
+    # Size of one operation: enough to use the disk or network, little enough to begin soon.
     group_bytes: int = 8 << 20
-    queue_bytes: int = 512 << 20  # of writes that are not over; what comes on top is dropped and counted
-    stuck_s: float = 10.0  # an op that takes longer makes the tier unusable until it is over
-    probe_s: float = 1.0  # between two looks whether a broken store is back; doubles up to 30
+    queue_bytes: int = 512 << 20  # limit of writes in flight; further ones are dropped and counted
+    stuck_s: float = 10.0  # an operation that takes longer makes the tier unusable until it is over
+    probe_s: float = 1.0  # between two probes of a broken store; doubles up to 30
 
 
 # ------------------------------------------------------------------------------------------ what is under way
 
 
 class Writing:
-    """Blocks on their way from host slots into a store. Its handle is its owner's to end, once
-    `ColdTier.settle` has given it out."""
+    """Blocks on their way from host slots into a store. Its owner ends the handle after `ColdTier.settle` has
+    returned the writing."""
 
     def __init__(
         self,
@@ -162,15 +161,15 @@ class Writing:
         groups: Sequence[StoreGroup],
     ) -> None:
         self.handle = handle  # protects the slots; None: there are none
-        self.keys = keys  # all that were offered
+        self.keys = keys  # all offered keys
         self.settled = False  # seen to be over, by `settle`
-        self.error: BaseException | None = None  # why some of it was not tried, or could not be
-        self.outcomes = outcomes  # by key, once it is settled; FULL also where the queue had no room
+        self.error: BaseException | None = None  # why some blocks were not tried or failed
+        self.outcomes = outcomes  # by key, once it is settled; FULL also if the queue had no room
         self.groups = groups
 
     @property
     def done_keys(self) -> list[bytes]:
-        """Those that the store has: written now, or there before."""
+        """Keys that the store has: written now, or there before."""
         return [
             key
             for key, outcome in zip(self.keys, self.outcomes, strict=True)
@@ -182,11 +181,11 @@ class Writing:
 
     @property
     def num_forgotten(self) -> int:
-        """Blocks, of a reset, as far as the store knows."""
+        """Blocks forgotten by a reset, if the store knows."""
         return sum(group.num_forgotten for group in self.groups)
 
     def settle(self) -> list[BaseException]:
-        """It is over. Returns defects of ours."""
+        """It is over. Returns defects in Penstock."""
         for group in self.groups:
             for place, outcome in zip(group.places, group.outcomes, strict=True):
                 self.outcomes[place] = outcome
@@ -203,14 +202,15 @@ class Writing:
 
 
 class ColdTier:
-    """One store with its lanes. All calls but `find` and those for figures come from the engine thread."""
+    """One store with its lanes. Only `find` and the figures may be called from other threads than the
+    engine's."""
 
     def __init__(
         self,
         store: BlockStore,
         lanes: ColdLanes,
         view: Callable[[int], memoryview],  # a host slot's bytes
-        # the host arena's name, and the number of layers: what accesses are declared with
+        # the host arena's name and its number of layers, to declare accesses
         arena: tuple[str, int],
         limits: ColdLimits,
         clock: Callable[[], float] = time.monotonic,
@@ -221,22 +221,21 @@ class ColdTier:
         self.local = store.local  # it answers from memory
         self.counts = tally  # its figures
         self.rate = tally.rate  # of reads
-        # What is said to its store. Before the first of them a store that fails on purpose can be put in its
-        # place.
+        # A test may replace the store before the first call, to make it fail.
         self.calls = StoreCalls(store, view, tally, Breaker(limits.probe_s, clock), limits.stuck_s)
-        # that are best read or written together
+        # blocks best read or written together
         self.group_blocks = max(1, limits.group_bytes // tally.block_bytes)
         self._lanes = lanes
         self._limits = limits
         self._readers = StoreLanes(lanes.readers, arena, Way.READ, tally, lambda: self.wake())
         self._writers = StoreLanes(lanes.writers, arena, Way.WRITE, tally, lambda: self.wake())
         self._asking = threading.Lock()
-        self.findings: list[Finding] = []  # that `settle` has not seen to be ready
-        self.readings: deque[StoreGroup] = deque()  # that `settle` has not seen to be over
-        self.writings: deque[Writing] = deque()  # that `settle` has not given out
-        self._settled: list[Writing] = []  # to be given out
+        self.findings: list[Finding] = []  # that `settle` has not seen ready
+        self.readings: deque[StoreGroup] = deque()  # that `settle` has not seen end
+        self.writings: deque[Writing] = deque()  # that `settle` has not returned
+        self._settled: list[Writing] = []  # to be returned
         self._resets: list[Writing] = []  # not settled
-        self._defects: list[BaseException] = []  # of ours, found on lanes
+        self._defects: list[BaseException] = []  # in Penstock, found on lanes
         self._was_stuck = False
         self._closing: Ticket | None = None
 
@@ -244,7 +243,7 @@ class ColdTier:
 
     @property
     def usable(self) -> bool:
-        """Whether it pays to ask: the breaker is closed and nothing is stuck."""
+        """Whether it pays to ask: the breaker is closed, and no call is stuck."""
         calls = self.calls
         return not calls.stopped and calls.breaker.state is BreakerState.CLOSED and not calls.stuck
 
@@ -256,7 +255,7 @@ class ColdTier:
         return self.calls.store.usage()
 
     def report(self, traffic: Traffic) -> None:
-        """Add what is known of this tier to `traffic`."""
+        """Add the figures of this tier to `traffic`."""
         self.counts.report(self.name, traffic)
         traffic.in_flight[self.name, "host"] = len(self.readings)
         traffic.in_flight["host", self.name] = len(self.writings)
@@ -265,7 +264,7 @@ class ColdTier:
     # ------------------------------------------------------------------------------------------------- blocks
 
     def find(self, keys: Sequence[bytes], patience_s: float) -> Finding:
-        """For any thread. Ready at once where the store answers from memory, or is not usable."""
+        """For any thread. Ready at once if the store answers from memory or is not usable."""
         clock, lane = self.calls.breaker.clock, self._lanes.asker
         if not keys or not self.usable:
             return Finding(num=0)
@@ -277,16 +276,16 @@ class ColdTier:
         try:
             lane.submit(partial(self._answer, finding, keys), label=f"find in {self.name}")
         except BaseException as error:
-            finding.answer(0)  # nothing else will
+            finding.answer(0)  # no other answer will come
             if not isinstance(error, LaneClosed):
                 raise
         return finding
 
     def _answer(self, finding: Finding, keys: Sequence[bytes]) -> None:
         try:
-            if not finding.ready:  # else the waiter has left
+            if not finding.ready:  # else the waiter has given up
                 finding.answer(self.calls.find(keys))
-        except Exception as error:  # a store's own end in its calls: this is a defect
+        except Exception as error:  # errors of the store end in its calls; this is a defect
             self._defects.append(error)
         finally:
             finding.answer(0)
@@ -295,7 +294,7 @@ class ColdTier:
     def read(
         self, keys: Sequence[bytes], slots: Sequence[int], after: Sequence[Fence], owner: str
     ) -> StoreGroup:
-        """As one op, on the reader whose turn it is; slots are written after `after`. Never raises."""
+        """One operation on the next reader lane; slots are written after `after`. Never raises."""
         (reading,) = self._groups([range(len(keys))], keys, slots)
         self._readers.deal(reading, after, self.calls.read, f"read of {owner}")
         self.readings.append(reading)
@@ -309,18 +308,19 @@ class ColdTier:
         handle: Handle,
         must: bool = False,
     ) -> Writing | None:
-        """Those of `keys` that the store was not seen to have, as many as the queue has room for, the first
-        ones first. `must`: its limit does not count.
+        """Write those of `keys` that the store is not known to have, in order, as many as the queue has room
+        for. `must` ignores that limit.
 
-        None: the store is not usable, or there is room for none; counted, and nothing is kept. Otherwise
-        `settle` gives the writing out, exactly once, and until then `handle` protects the slots; also where
-        nothing was left to write."""
+        None: the store is not usable, or there is no room; counted, and nothing is kept. Otherwise `settle`
+        returns the writing exactly once, even if nothing was left to write, and `handle` protects the slots
+        until then.
+        """
         if not self.usable:
             self.counts.skip("broken", len(keys))
             return None
         tally = self.counts
-        # What it has now goes before this is written, where it is being reset. A store that answers from
-        # memory finds out when it writes: it alone knows whether what it has under a key was ever read whole.
+        # During a reset, blocks known now are gone before this write. A local store finds duplicates when it
+        # writes: only it knows whether a stored block was ever read whole.
         stored = [False] * len(keys) if self.local or self.is_resetting else self.calls.known.has_each(keys)
         new = [place for place, there in enumerate(stored) if not there]
         limit = max(self._limits.queue_bytes, tally.block_bytes)  # one block can always be tried
@@ -341,14 +341,14 @@ class ColdTier:
         return writing
 
     def settle(self) -> list[Writing]:
-        """Writes that are over since the last call. Also probes a broken store, on a lane, when it is time.
-        Raises a defect of ours, once; the next call gives out what this one did not."""
+        """Writes that ended since the last call. Also probes a broken store, on a lane, when due. Raises a
+        defect in Penstock, once; the next call returns the rest."""
         is_stuck = self.calls.stuck
         if is_stuck != self._was_stuck or self.calls.breaker.state is BreakerState.OPEN:
             self._watch(is_stuck)
         with self._asking:
             self.findings = [finding for finding in self.findings if not finding.ready]
-        # in order, as they roughly end: the others are not looked at each time
+        # they end roughly in order, so only the first are checked
         while self.readings and self.readings[0].over():
             self.readings.popleft()
         while self.writings and self.writings[0].over():
@@ -361,22 +361,21 @@ class ColdTier:
         return settled
 
     def persist(self) -> Writing:
-        """Settled when everything written so far is safe; its `error` says why it is not. Its handle is None.
-        It comes behind all writes that were not given out before: if one of their blocks is lost, that is an
-        error, too."""
+        """Settled when everything written so far is durable; `error` says why it is not. Its handle is None.
+        It covers all writes not yet returned: a lost block of theirs is an error, too."""
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         groups: list[StoreGroup] = []
-        for one in self.writings:  # what a reset takes away counts as no loss
+        for one in self.writings:  # blocks that a reset removes do not count as lost
             groups = [] if one in self._resets else [*groups, *one.groups]
         self._writers.after_all(group, partial(self.calls.persist, group, groups), f"persist {self.name}")
         self.writings.append(writing)
         return writing
 
     def reset(self) -> Writing:
-        """Have the store forget every block: what was submitted for writing before this call, and nothing
-        that is later. Settled when that is over; its `error` says why it was not done. Reads are not ordered
-        with it: what they find may be gone when they are over."""
+        """Clear the store: every block submitted for writing before this call, and none submitted later.
+        Settled when that is over; `error` says why it failed. Reads are not ordered with it: a block that
+        they find may be gone when they end."""
         group = StoreGroup((), (), (), Span(0.0, 1))
         writing = Writing(None, (), [], (group,))
         self._writers.between(group, partial(self.calls.reset, group), f"reset {self.name}")
@@ -386,7 +385,7 @@ class ColdTier:
 
     @property
     def is_resetting(self) -> bool:
-        """Whether a reset is not settled."""
+        """Whether a reset is in flight."""
         self._resets = [reset for reset in self._resets if not reset.settled]
         return bool(self._resets)
 
@@ -398,9 +397,8 @@ class ColdTier:
             lane.drain(max(0.0, deadline_s - time.monotonic()))
 
     def close(self, timeout_s: float | None) -> None:
-        """Finish what is queued, then close the store; idempotent. Raises DeadlineExceeded where that takes
-        longer: what is under way then still has its slots, what was not begun never will be, and closing may
-        be tried again."""
+        """Finish queued work, then close the store; idempotent. Raises DeadlineExceeded if that takes longer.
+        Then work in flight keeps its slots, work not begun is dropped, and `close` may be called again."""
         deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         first, *others = self._all_lanes
         late: DeadlineExceeded | None = None
@@ -430,7 +428,7 @@ class ColdTier:
         slots: Sequence[int],
         depths: Sequence[int] = (),
     ) -> list[StoreGroup]:
-        """One for the places of each run."""
+        """One group per run of places."""
         span = Span(self.calls.breaker.clock(), len(runs))
         return [
             StoreGroup(
@@ -445,7 +443,7 @@ class ColdTier:
         ]
 
     def _watch(self, is_stuck: bool) -> None:
-        """Say so when something gets stuck, and probe a broken store when it is time."""
+        """Log when a call gets stuck, and probe a broken store when due."""
         if is_stuck and not self._was_stuck:
             self.counts.fail("stuck")
             log.warning(
@@ -458,7 +456,7 @@ class ColdTier:
             try:
                 (self._lanes.asker or self._lanes.readers[0]).submit(self._probe, label=f"probe {self.name}")
             except BaseException as error:
-                self.calls.breaker.probed(False)  # nothing else will
+                self.calls.breaker.probed(False)  # no probe will report
                 if not isinstance(error, LaneClosed):
                     raise
 
@@ -466,7 +464,8 @@ class ColdTier:
         try:
             self.calls.probe()
         except BaseException as error:
-            # a store's own end in its calls: this is a defect, and the ticket of a probe is not looked at
+            # Errors of the store end in its calls; this is a defect. The ticket of a probe is not read, so
+            # record it here.
             self._defects.append(error)
         finally:
             self.wake()
@@ -475,5 +474,5 @@ class ColdTier:
         self.calls.stopped = True
         try:
             self.calls.store.close()
-        except StoreFailed as error:  # it is not needed any more
+        except StoreFailed as error:  # the store is no longer needed
             log.warning("the %s tier was closed without an answer: %s", self.name, error)

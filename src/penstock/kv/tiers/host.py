@@ -1,7 +1,7 @@
-"""The host tier: which blocks host memory has, and who needs them to stay. Owns the host pool and its lock;
-moves no bytes.
+"""The host tier: which blocks host memory has, and which must stay. Owns the host pool and its lock; moves no
+bytes.
 
-Several threads meet here: callers lease what a prompt needs, the launcher of demotions takes slots for new
+Several threads meet here: callers lease blocks for a prompt, the launcher of demotions takes slots for new
 blocks, the engine thread lands and ends transfers. Every method takes the lock for bookkeeping only, never
 across a copy, a wait or an allocation.
 """
@@ -32,8 +32,8 @@ from penstock.observe import EngineObserver
 
 ABSENT = -1
 HOST = "host"
-_EXPIRY_S = 1.0  # between two looks for leases that have expired
-_MAX_NAMED = 16  # leases that a Leaked message lists
+_EXPIRY_S = 1.0  # between two checks for expired leases
+_MAX_NAMED = 16  # leases listed in a Leaked message
 _PIECE = 64  # slots that become ready together
 
 
@@ -42,22 +42,23 @@ class HostCounts:
     """Totals that never fall, in blocks; read without the lock."""
 
     landed: int = 0
-    skipped_full: int = 0  # saves for which there was no room
-    postponed: int = 0  # saves of blocks that the device keeps, while there was no room that nobody needed
+    skipped_full: int = 0  # saves without room
+    # saves of blocks that the device keeps; put off, since the only room was taken by wanted blocks
+    postponed: int = 0
     deduplicated: int = 0
     leases_expired: int = 0
 
 
 class Part(NamedTuple):
-    """Blocks of a lease that are not in host memory, and that another tier was asked for."""
+    """Blocks of a lease that are not in host memory, and the finding of another tier."""
 
     tier: str
     blocks: Sequence[int]  # numbers, in order
-    finding: Finding  # how many of the first it has
+    finding: Finding  # how many of the leading blocks the tier has
 
 
 def whose(slots: Sequence[int], parts: Sequence[Part], first: int) -> list[str]:
-    """The tier that has each block from number `first` on, up to the first that none has; `slots` are those
+    """The tier of each block from number `first` on, up to the first that no tier has. `slots` are the slots
     in host memory."""
     found = {
         number: part.tier
@@ -72,7 +73,7 @@ def whose(slots: Sequence[int], parts: Sequence[Part], first: int) -> list[str]:
 
 
 def runs_of(tiers: Sequence[str]) -> list[tuple[str, int]]:
-    """Neighbours that one tier has, counted."""
+    """(tier, number of neighbouring blocks)."""
     return [(tier, len(list(same))) for tier, same in itertools.groupby(tiers)]
 
 
@@ -81,27 +82,26 @@ _Runs = tuple[Slots | None, tuple[int, ...], int, list[tuple[str, int]]]
 
 
 class HostLease:
-    """Copies of a run of a request's blocks. `slots[i]` is where block i lies, ABSENT where it does not.
-    Implements `contract.Lease`.
+    """Copies of a run of a request's blocks. `slots[i]` is the slot of block i, or ABSENT. Implements
+    `contract.Lease`.
 
-    While its request waits, the blocks are wanted and nothing more: they are forgotten last, and
-    `HostTier.refresh` says where they were. They are pinned when the request is admitted, by `claim` or
-    `HostTier.take_lease`.
+    While its request waits, the blocks are only wanted: they are evicted last, and `HostTier.refresh` updates
+    their slots. `claim` or `HostTier.take_lease` pins them when the request is admitted.
     """
 
     def __init__(self, tier: HostTier, owner: str, slots: Sequence[int] | Slots, num_tokens: int) -> None:
-        self.saving = False  # it is a retraction's, and not all there yet
+        self.saving = False  # the save of a retraction is still in flight
         self.expired = False
         self.owner = owner
         self.slots: Slots = np.asarray(slots, np.int64)  # replaced as a whole, never changed
         self.want: PoolWant | None = None  # None: claimed, or private
-        self.keys: Sequence[bytes] = ()  # of its blocks, where more of them may come while it waits
+        self.keys: Sequence[bytes] = ()  # of its blocks, if more of them may land while it waits
         self.places: Slots = np.empty(0, np.int64)  # the blocks that are wanted
         self.num_tokens = num_tokens
         self.deadline_s = float("inf")
         self.parts: Sequence[Part] = ()
         self._tier = tier
-        # of these slots, with so much in each part, from that block on: the runs
+        # cache of `runs_from`: (slots, findings, block, runs)
         self._runs: _Runs = None, (), 0, []
 
     @property
@@ -112,12 +112,12 @@ class HostLease:
         return sum(num for _, num in self.runs_from(block))
 
     def note_run(self, block: int, num_blocks: int) -> None:
-        """Host memory has so many from `block` on; no other tier was asked."""
+        """Host memory has `num_blocks` from `block` on; no other tier was asked."""
         self._runs = self.slots, (), block, [(HOST, num_blocks)] if num_blocks else []
 
     def runs_from(self, block: int) -> list[tuple[str, int]]:
         asked = self.slots, tuple(part.finding.num if part.finding.ready else 0 for part in self.parts), block
-        # the same is asked several times on a request's way
+        # asked several times during a request's admission
         if asked[0] is not self._runs[0] or asked[1:] != self._runs[1:3]:
             if self.parts:
                 self._runs = *asked, runs_of(whose(self.slots[block:].tolist(), self.parts, block))
@@ -127,7 +127,7 @@ class HostLease:
         return list(self._runs[3])
 
     def set_rank(self, rank: float) -> None:
-        """How late its request runs, for whoever has to choose between wanted blocks."""
+        """How late its request runs; the eviction order compares wanted blocks by it."""
         if self.want is not None:
             self.want.rank = rank
 
@@ -139,19 +139,19 @@ class HostLease:
 
 
 class Displaces(enum.Enum):
-    """What may be forgotten for blocks that come into host memory."""
+    """Which blocks may be evicted for blocks that come into host memory."""
 
     NOTHING = "nothing"  # only free slots are taken
-    UNWANTED = "unwanted"  # blocks that nobody is known to want
+    UNWANTED = "unwanted"  # blocks without a want
     ANYTHING = "anything"  # also blocks that requests in line will use
 
 
 @dataclass(slots=True)
 class Taken:
-    """Slots for blocks that are about to be written: which of the blocks asked for, and where. Lands or is
+    """Slots for blocks that are about to be written: which of the requested blocks, and where. Lands or is
     dropped, exactly once."""
 
-    places: list[int]  # indices into the keys that were asked for
+    places: list[int]  # indices into the requested keys
     keys: list[bytes]
     depths: list[int]
     reservation: Reservation | None = None
@@ -172,16 +172,16 @@ class HostTier:
         self._look_again_s = 0.0
         self._lock = threading.Lock()
         self._arriving: set[bytes] = set()  # taken, not landed
-        self._leases: dict[HostLease, list[Handle]] = {}  # open ones, and what each keeps
+        self._leases: dict[HostLease, list[Handle]] = {}  # open leases, and the handles of each
         self._pinned = PinnedKeys(pool, lambda run: pool.pin(run, "snapshot").end)
         self._missing: deque[Reservation] = deque()  # slots whose memory is not ready yet, in order
-        self.memory: HostMemory | None = None  # what the slots lie in, where it is closed with the tier
+        self.memory: HostMemory | None = None  # memory of the slots, if it is closed with the tier
 
     # ---------------------------------------------------------------------------------------------- questions
 
     @property
     def slots(self) -> SlotCounts:
-        with self._lock:  # a move between two states is not half seen
+        with self._lock:  # a move between two states is never seen half done
             return self._pool.counts
 
     @property
@@ -203,19 +203,18 @@ class HostTier:
         return [slot != ABSENT for slot in self.find_each(keys)]
 
     def find_each(self, keys: Sequence[bytes]) -> list[int]:
-        """The slot of each key, ABSENT where it is not here. Nothing keeps them there."""
+        """The slot of each key, or ABSENT. The blocks are not protected."""
         with self._lock:
             return self._pool.find_each(keys)
 
     @property
     def num_spare(self) -> int:
-        """Slots that can be taken for blocks which nobody has a table for yet: free, or of blocks that nobody
-        wants."""
+        """Slots for blocks that have no table yet: free, or of unwanted blocks."""
         return self._pool.num_unwanted
 
     @property
     def num_available(self) -> int:
-        """Slots that can be taken for somebody who has a table: free, or of blocks that no transfer uses."""
+        """Slots for blocks of a table: free, or of blocks that no transfer uses."""
         return self._pool.num_available
 
     # ------------------------------------------------------------------------------------------------- leases
@@ -223,8 +222,8 @@ class HostTier:
     def lease(
         self, keys: Sequence[bytes], owner: str, first: int = 0, even_empty: bool = False
     ) -> HostLease | None:
-        """Want every block of `keys` from number `first` on that is here; None where none is, unless other
-        tiers are to be asked."""
+        """Want every block of `keys` from number `first` on that is here. None if none is, unless other tiers
+        are to be asked."""
         with self._lock:
             run = self._pool.find(keys[first:])  # mostly all of them
             rest = self._pool.find_each(keys[first + len(run) :])
@@ -244,12 +243,12 @@ class HostTier:
             return lease
 
     def _want(self, lease: HostLease, here: Run) -> None:
-        """`here` are the slots that it has."""
+        """`here` are the slots of its blocks."""
         lease.want = self._pool.want(here, self._clock())
         lease.places = np.flatnonzero(lease.slots != ABSENT)
 
     def want_saved(self, lease: HostLease, num_blocks: int) -> None:
-        """Its first `num_blocks` blocks have keys: they are wanted, as those of others are."""
+        """Its first `num_blocks` blocks have keys and become wanted."""
         with self._lock:
             if lease in self._leases:
                 here = lease.slots[:num_blocks]
@@ -257,7 +256,7 @@ class HostTier:
                 lease.places = np.flatnonzero(here != ABSENT)
 
     def want(self, keys: Sequence[bytes], rank: float, earlier: PoolWant | None = None) -> PoolWant:
-        """Those of `keys` that are here are forgotten after all that nobody wants, in place of `earlier`."""
+        """Mark those of `keys` that are here as wanted, in place of `earlier`: they are evicted last."""
         with self._lock:
             return self._pool.want(
                 as_run([slot for slot in self._pool.find_each(keys) if slot != ABSENT]), rank, earlier
@@ -269,13 +268,13 @@ class HostTier:
             self._pool.end_want(want)
 
     def refresh(self, lease: HostLease) -> None:
-        """Take note of what it has lost meanwhile."""
+        """Note the blocks that were evicted meanwhile."""
         if lease.want is not None:
             with self._lock:
                 self._refresh(lease)
 
     def grow(self, lease: HostLease) -> None:
-        """Take note of what has landed behind its blocks meanwhile: a save may have been under way when it
+        """Note the blocks that landed after its own meanwhile: a save may have been in flight when the lease
         was made."""
         if lease.want is None or lease.parts or not lease.keys:
             return
@@ -302,8 +301,8 @@ class HostTier:
             lease.slots = slots
 
     def claim(self, lease: HostLease, first: int, num_blocks: int) -> bool:
-        """Pin what it has of blocks `first..first + num_blocks`: its request is admitted. False where some of
-        that has gone since it was looked at last: then nothing is pinned."""
+        """Pin its copies of blocks `first..first + num_blocks`: the request is admitted. False if some were
+        evicted since the last look; then nothing is pinned."""
         with self._lock:
             if lease not in self._leases:
                 return False
@@ -330,18 +329,18 @@ class HostTier:
             lease.want = None
 
     def keep(self, lease: HostLease, *handles: Handle) -> None:
-        """`lease` protects these as well from now on; it is open from its first on."""
+        """`lease` protects these handles, too. The first call opens it."""
         with self._lock:
             self._leases.setdefault(lease, []).extend(handles)
 
     def end_lease(self, lease: HostLease) -> None:
-        """Give it up. One that has ended or expired is left alone."""
+        """Give it up. Does nothing if it has ended or expired."""
         with self._lock:
             self._end_want(lease)
             self._end_handles(self._leases.pop(lease, []))
 
     def take_lease(self, lease: HostLease) -> list[Handle] | None:
-        """Its protection, for the transfer that reads from it; None where it has expired."""
+        """Its handles, for the transfer that reads from it. None if it has expired."""
         with self._lock:
             if lease in self._leases and lease.want is not None:
                 self._refresh(lease)
@@ -349,13 +348,13 @@ class HostTier:
             return self._leases.pop(lease, None)
 
     def end_handles(self, handles: Sequence[Handle | None], fence: Fence | None = None) -> None:
-        """The transfer that they protected is over, or `fence` covers whoever still reads."""
+        """The transfer that they protected is over, or `fence` covers the remaining reads."""
         with self._lock:
             self._end_handles(handles, fence)
 
     def expire(self) -> None:
-        """End the leases that nobody came for. What a transfer reads has left the lease, so nothing in use is
-        given back."""
+        """End expired leases. A transfer has taken its handles out of the lease, so no slot in use is given
+        back."""
         now = self._clock()
         if now < self._look_again_s:
             return
@@ -383,8 +382,8 @@ class HostTier:
         displaces: Displaces = Displaces.UNWANTED,
         most: int | None = None,
     ) -> Taken:
-        """Room for those of `keys` that are neither here nor on their way: as many as fit, the first ones
-        first, and `most` of them."""
+        """Slots for those of `keys` that are neither here nor arriving: as many as fit, in order, at most
+        `most`."""
         with self._lock:
             found = self._pool.find_each(keys)
             seen: set[bytes] = set()
@@ -408,7 +407,7 @@ class HostTier:
             return taken
 
     def take_private(self, num_slots: int, owner: str) -> Reservation | None:
-        """Room for blocks without a key, for their owner alone; None where there is not enough."""
+        """Slots for blocks without keys, for `owner` alone. None if there are not enough."""
         with self._lock:
             if num_slots > self._num_in(Displaces.UNWANTED):
                 self.counts.skipped_full += num_slots
@@ -424,7 +423,7 @@ class HostTier:
         }[displaces]
 
     def absent(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of `keys` are neither here nor on their way."""
+        """Which of `keys` are neither here nor arriving."""
         with self._lock:
             found = self._pool.find_each(keys)
             return [
@@ -432,26 +431,26 @@ class HostTier:
             ]
 
     def give_way(self, keys: Sequence[bytes], most: int) -> int:
-        """Forget up to `most` of `keys` that no transfer uses: the device has them, and keeps them. Returns
-        how many."""
+        """Evict up to `most` of `keys` that no transfer uses; the device has them and keeps them. Returns how
+        many."""
         with self._lock:
             slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
             return self._pool.forget_idle(slots, most)
 
     def split(self, taken: Taken, num: int) -> Taken:
-        """The first `num` blocks of `taken` as one of their own; `taken` has the others from now on."""
+        """The first `num` blocks of `taken` as a new value; `taken` keeps the others."""
         with self._lock:
             first = Taken(taken.places[:num], taken.keys[:num], taken.depths[:num])
             taken.places, taken.keys, taken.depths = taken.places[num:], taken.keys[num:], taken.depths[num:]
-            if not taken.keys:  # a handle has some slots, or it has ended
+            if not taken.keys:  # a handle without slots has ended
                 first.reservation, taken.reservation = taken.reservation, None
             elif first.keys and taken.reservation is not None:
                 first.reservation = taken.reservation.split(num)
             return first
 
     def land(self, taken: Taken, places: Sequence[int] | None = None, pinned_by: str = "") -> Pin | None:
-        """The bytes are there, of those at `places` of its keys (None: of all): they can be found under their
-        keys from now on. With `pinned_by` they stay protected by the pin."""
+        """The bytes at `places` of its keys (None: all) have arrived and can be found from now on. With
+        `pinned_by` they stay pinned."""
         with self._lock:
             self._arriving.difference_update(taken.keys)
             if taken.reservation is None:
@@ -470,60 +469,60 @@ class HostTier:
             return pin
 
     def drop(self, taken: Taken) -> None:
-        """The bytes did not arrive: nothing is published."""
+        """The bytes did not arrive; nothing is published."""
         with self._lock:
             self._arriving.difference_update(taken.keys)
             if taken.reservation is not None:
                 taken.reservation.rollback()
 
     def pin_each(self, keys: Sequence[bytes], owner: str) -> tuple[list[int], Pin | None]:
-        """The slot of each key, ABSENT where it is not here, and a pin on those that are."""
+        """The slot of each key, or ABSENT, and a pin on the blocks that are here."""
         with self._lock:
             slots = self._pool.find_each(keys)
             here = [slot for slot in slots if slot != ABSENT]
             return slots, self._pool.pin(here, owner) if here else None
 
     def pin(self, slots: NDArray[np.int32], owner: str) -> Pin:
-        """One more pin on slots that the caller has pinned already."""
+        """One more pin on slots that the caller has already pinned."""
         with self._lock:
             return self._pool.pin(as_run(slots), owner)
 
     def pin_run(self, keys: Sequence[bytes], owner: str, unit: int = 1) -> Pin | None:
-        """A pin on the longest run of leading `keys` that are here, of a multiple of `unit`; None where there
-        is none."""
+        """A pin on the longest run of leading `keys` that are here, in multiples of `unit`. None if there is
+        none."""
         with self._lock:
             run = self._pool.find(keys)
             run = run[: len(run) // unit * unit]
             return self._pool.pin(run, owner) if len(run) else None
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading `keys` are here. Nothing keeps them there."""
+        """How many of the leading `keys` are here. The blocks are not protected."""
         with self._lock:
             return len(self._pool.find(keys))
 
     def coldest(self, num: int) -> list[bytes]:
-        """Keys of blocks that are evicted soon, roughly the first first."""
+        """Keys of the blocks that are evicted next, roughly in order."""
         with self._lock:
             return self._pool.coldest(num)
 
     def keys(self) -> list[bytes]:
-        """Of every block that is here."""
+        """Keys of all blocks that are here."""
         with self._lock:
             return self._pool.keys()
 
     def watch_gone(self) -> None:
-        """Somebody calls `take_gone` from now on."""
+        """Record evicted keys from now on, for `take_gone`."""
         with self._lock:
             self._pool.gone = []
 
     @property
     def any_gone(self) -> bool:
-        """Whether `take_gone` has more to say."""
+        """Whether `take_gone` would return more."""
         return bool(self._pool.gone)
 
     def take_gone(self, most: int) -> list[bytes]:
-        """Keys of blocks that have left and are not here again, in order; so many at most are looked at, and
-        each of them once."""
+        """Keys of blocks that were evicted and have not come back, in order. Looks at up to `most` evictions,
+        each once."""
         with self._lock:
             gone = (self._pool.gone or [])[:most]
             if gone and self._pool.gone is not None:
@@ -552,7 +551,7 @@ class HostTier:
             return sum(len(missing.slots) for missing in self._missing)
 
     def ready(self, slots: range) -> None:
-        """The memory behind `slots`, which follow those of the call before, can be used from now on."""
+        """The memory of `slots`, which follow those of the previous call, can be used from now on."""
         with self._lock:
             while self._missing and self._missing[0].slots[-1] < slots.stop:
                 self._missing.popleft().rollback()
@@ -560,20 +559,20 @@ class HostTier:
     # ---------------------------------------------------------------------------------------------------- end
 
     def reset(self) -> int:
-        """Forget every block that nobody needs; returns how many."""
+        """Evict every block that is not in use. Returns how many."""
         with self._lock:
             return self._pool.evict(self._pool.num_slots)
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """These blocks are not to be found any more; returns how many were here. What a lease or a transfer
-        reads stays until it ends, and what a snapshot pins is found as before."""
+        """Forget the keys of these blocks. Returns how many were here. A block that a lease or transfer reads
+        stays until that ends; one that a snapshot pins can still be found."""
         with self._lock:
             slots = self._pool.find_each([key for key in keys if key not in self._pinned])
             return self._pool.forget([slot for slot in slots if slot != ABSENT])
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
-        """None of `keys` is evicted until `unpin_keys`, for a snapshot, whether it is here already or comes
-        later."""
+        """Protect `keys` from eviction until `unpin_keys`, for a snapshot. Applies to blocks that come later,
+        too."""
         with self._lock:
             self._pinned.pin(id, keys)
 
@@ -583,7 +582,7 @@ class HostTier:
             self._pinned.unpin(id)
 
     def tell_balance(self, observer: EngineObserver) -> None:
-        """Under the lock: what the observer has seen and what is counted belong to one moment."""
+        """Under the lock, so that the observer's view and the counts belong to one moment."""
         with self._lock:
             observer.balanced(self._pool.name, self._pool.counts._asdict())
 

@@ -1,14 +1,12 @@
-"""Blocks on their way up: from host memory to the device, and from cold tiers into host memory, ahead of that
-or ahead of any request. Owns every load, with the host slots that it reads into. The engine thread is the
-only caller, apart from `lease`.
+"""Blocks on their way up: from host memory to the device, and from cold tiers into host memory, as part of a
+load or ahead of any request. Owns every load and the host slots that it reads into. Only the engine thread
+calls it, except `lease`.
 
-    cold tiers asked  ->  host slots taken  ->  blocks read into them, group by group  ->  copied to the
-                      device in parts, the first while
-    later ones are being read; or left as ordinary blocks of the host tier, where nobody has a table for them
-    yet
+    cold tiers asked -> host slots taken -> blocks read into them, group by group -> copied to the device in
+    parts, the first while later ones are being read; or left in the host tier, if there is no table yet
 
-What host memory has already needs no reading: such a load is one copy. Room for all that is read is taken
-before the first byte moves: nothing here waits for room while it holds some.
+Blocks that host memory has need no reading: such a load is one copy. All host slots of a load are taken
+before the first byte moves, so no load waits for slots while it holds some.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ from penstock.kv.tiers.saves import SavedLease, Saves
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer import Group, Mover, NoMover, Slots, Transfer
 
-_MIN_LAYERS = 3  # smaller groups lose the link's rate: their copies get too small
-# about a millisecond of a fast link: how much may be left when a step is launched behind a load
+_MIN_LAYERS = 3  # smaller groups make smaller copies, which do not reach the link's rate
+# Bytes that may be left when a step is launched after a load: about a millisecond of a fast link.
 _LAST_BYTES = 48 << 20
-_PATIENCE_S = 1.0  # with a store that is asked what it has, at most
-# that are copied at once while others are read: enough for the link, little enough to begin soon
+_PATIENCE_S = 1.0  # longest wait for a store's answer about what it has
+# Bytes copied at once while others are read: enough to use the link, little enough to begin soon.
 _PART_BYTES = 16 << 20
-# groups of one load that are being read: what a tier reads while the engine thread is at a long step
+# Groups of one load that may be in flight, so that a tier keeps reading during a long step.
 _READ_AHEAD = 256
-_READ_AT_ONCE = 32  # that are begun in one turn: about a millisecond
-_FETCHES = 4  # at once
-_FETCH_SHARE = 4  # one in so many host slots may be reserved for them: saves and loads need the others
-_FETCH_AHEAD_S = 0.1  # of a tier's time is queued for them at most: a load that comes now waits no longer
-_FETCH_UNMEASURED = 2  # groups, where nobody knows how much that is
+_READ_AT_ONCE = 32  # groups begun in one turn: about a millisecond
+_FETCHES = 4  # at most this many at once
+_FETCH_SHARE = 4  # fetches may reserve 1 / this of the host slots; saves and loads need the others
+_FETCH_AHEAD_S = 0.1  # longest queue of fetches on a tier, so that a new load waits no longer
+_FETCH_UNMEASURED = 2  # groups in flight while the tier's speed is unknown
 
 
 class Copy(Transfer):
@@ -73,48 +71,46 @@ class Staged(NamedTuple):
     taken: Taken
     tier: ColdTier
     reading: StoreGroup
-    num_emptied: int | None  # of the first cold tier, when it was begun; None: one was under way
+    num_emptied: int | None  # of the first cold tier when the read began; None: a reset was under way
 
 
 class Reads:
-    """What a load and a fetch have in common: blocks `first..` of a prefix, those of them that are read, and
-    how far that is."""
+    """Common to loads and fetches: blocks `first..` of a prefix, which of them are read, and the progress."""
 
     def __init__(
         self, label: str, first: int, num_blocks: int, keys: Sequence[bytes], deadline_s: float
     ) -> None:
         self.label = label
-        self.first = first  # its blocks are those of the prefix from this number on
-        self.keys = keys  # of its first blocks
+        self.first = first  # number of its first block in the prefix
+        self.keys = keys  # of its leading blocks
         self.deadline_s = deadline_s
-        self.room = Taken([], [], [])  # host slots for what is not being read yet
-        self.unread: deque[tuple[str, Sequence[int]]] = deque()  # (tier, blocks) of that, in order
+        self.room = Taken([], [], [])  # host slots for blocks that are not being read yet
+        self.unread: deque[tuple[str, Sequence[int]]] = deque()  # (tier, blocks) of these, in order
         self.staged: deque[Staged] = deque()  # being read, in order
-        self.limit = num_blocks  # blocks from here on do not come
+        self.limit = num_blocks  # blocks from here on will not arrive
 
     @property
     def ended(self) -> bool:
-        """Nobody wants more of it: what is being read still lands, the rest is not read."""
+        """No further block is read. Reads in flight still land."""
         raise NotImplementedError
 
     @property
     def over(self) -> bool:
-        """Nothing of it touches a slot any more."""
+        """It touches no slot any more."""
         return not self.staged and not self.unread
 
     @property
     def overdue(self) -> bool:
-        """It takes longer than anybody should wait for it. Also where its request has gone: others wait for
-        what is being read."""
+        """It takes longer than a request should wait. Also checked after its own request has ended: other
+        requests may wait for the same reads."""
         return not self.over and time.monotonic() > self.deadline_s
 
     def touches(self, slots: frozenset[int] | None) -> bool:
-        """Whether it is going to send blocks into one of these slots of the device; None: whether it is not
-        over."""
+        """Whether it will copy blocks into one of these device slots. None: whether it is not over."""
         return slots is None and not self.over
 
     def wait_reads(self, deadline_s: float) -> None:
-        """Block until what is being read for it now is over. Raises DeadlineExceeded."""
+        """Block until its reads in flight are over. Raises DeadlineExceeded."""
         for staged in self.staged:
             staged.reading.wait_over(deadline_s)
 
@@ -123,34 +119,33 @@ class Reads:
         raise NotImplementedError
 
     def cut(self, limit: int) -> None:
-        """Blocks from `limit` on do not come, or are not wanted."""
+        """Blocks from `limit` on failed or are not wanted."""
         self.limit = min(self.limit, limit)
 
 
 class Fetch(Reads):
-    """Implements `contract.Prefetch`. It may end short: then the blocks before the first that did not come
-    are there all the same. What has landed is not protected: it stays for as long as any other block of the
-    host tier would."""
+    """Implements `contract.Prefetch`. It may end short; blocks before the first missing one are usable.
+    Landed blocks are not protected: they are ordinary blocks of the host tier."""
 
     def __init__(
         self, owner: str, first: int, keys: Sequence[bytes], deadline_s: float, asked: Sequence[Part]
     ) -> None:
         super().__init__(f"fetch of {owner}", first, len(keys), keys, deadline_s)
-        self.asked = asked  # what cold tiers were asked for, until all have answered
+        self.asked = asked  # questions to cold tiers, until all have answered
         self.is_next = False  # its request waits for nothing else
-        self.keeps = True  # what is read lands in the host tier
-        self.num_blocks = 0  # that it reads, or has read
-        self.num_came = 0  # of those
+        self.keeps = True  # blocks that are read land in the host tier
+        self.num_blocks = 0  # blocks that it reads or has read
+        self.num_came = 0  # blocks of these that arrived
         self.origins: dict[int, str] = {}
         self._ended = False
 
     @property
     def settled(self) -> bool:
-        """Nothing of it is to come any more."""
+        """No more blocks will arrive."""
         return self.over
 
     def end(self) -> None:
-        """As far as nobody else shares it. Idempotent; the next `settle` gives its room back."""
+        """Read no further. Reads in flight still land. Idempotent. The next `settle` frees unused slots."""
         self._ended = True
         self.asked = ()
 
@@ -164,7 +159,7 @@ class Fetch(Reads):
 
     @property
     def num_reserved(self) -> int:
-        """Host slots that it has taken, and that nothing has landed in yet."""
+        """Host slots that it has taken and that are still empty."""
         return len(self.room.keys) + sum(len(staged.blocks) for staged in self.staged)
 
     def came(self, block: int, slot: int) -> None:
@@ -172,11 +167,11 @@ class Fetch(Reads):
 
 
 class BlockLoad(Reads):
-    """Implements `contract.Load`: none or several reads from cold tiers, then copies to the device. It may
-    end short: then the blocks before the first that did not come are there all the same.
+    """Implements `contract.Load`: reads from cold tiers, if any, then copies to the device. It may end short;
+    blocks before the first missing one are usable.
 
-    The hold that it fills may end before it; then nothing more is copied, and what is being read still lands
-    in host memory.
+    The hold that it fills may end first. Then nothing more is copied, and reads in flight still land in host
+    memory.
     """
 
     def __init__(
@@ -191,19 +186,19 @@ class BlockLoad(Reads):
         super().__init__(f"load of {hold.owner}", first, num_blocks, keys, deadline_s)
         self.hold = hold
         self.num_blocks = num_blocks
-        self.after = tuple(after)  # earlier users of the slots
+        self.after = tuple(after)  # fences of the slots' earlier uses
         self.layered = False
-        self.is_cold = False  # some of it comes from cold tiers
-        # a few blocks of a context, which nobody waits for: how long that takes says nothing about the link
+        self.is_cold = False  # some blocks come from cold tiers
+        # a few blocks of a context that no request waits for; its time says nothing about the link
         self.is_part = False
         self.sources: Slots = np.full(num_blocks, ABSENT)  # host slots
-        # blocks that a fetch was reading already, by key
+        # blocks that a fetch is reading already, by key
         self.awaited: dict[bytes, tuple[int, StoreGroup]] = {}
         self.kept: list[Handle] = []  # protection of the sources
         self.copies: list[Copy] = []
         self.num_sent = 0  # blocks handed to copies
         self._num_ready = 0
-        self.is_short = False  # the hold knows that it ended short
+        self.is_short = False  # the hold knows that the load ended short
 
     # ------------------------------------------------------------------------------------------ contract.Load
 
@@ -216,7 +211,7 @@ class BlockLoad(Reads):
 
     @property
     def settled(self) -> bool:
-        """As far as its request is concerned: reads behind what did not come may go on."""
+        """Over for its request. Reads after the first missing block may still go on."""
         return self.num_sent == self.limit and all(copy.settled for copy in self.copies)
 
     def error(self) -> BaseException | None:
@@ -226,7 +221,7 @@ class BlockLoad(Reads):
 
     def nearly_landed(self) -> bool:
         arrivals = self.arrivals
-        # of one lane: it comes after all before it
+        # copies of one lane end in order
         return arrivals is not None and (len(arrivals) < 2 or arrivals[-2].fence.passed())
 
     @property
@@ -258,13 +253,12 @@ class BlockLoad(Reads):
         return self._num_ready
 
     def covers(self, number: int, key: bytes) -> bool:
-        """Whether block `number` of a prefix, which has `key`, is one of its own."""
+        """Whether it loads block `number` of a prefix, with that `key`."""
         return 0 <= number - self.first < len(self.keys) and self.keys[number - self.first] == key
 
     def touches(self, slots: frozenset[int] | None) -> bool:
-        """Whether it is going to send blocks into one of these slots of the device; None: whether it is not
-        over. What was sent is its copies' business, and into the slots of a table that has ended nothing is
-        sent."""
+        """Whether it will copy blocks into one of these device slots. None: whether it is not over. Blocks
+        already sent belong to their copies. Nothing is sent into the slots of an ended table."""
         if slots is None:
             return not self.over
         hold = self.hold
@@ -281,12 +275,12 @@ class BlockLoad(Reads):
         self.sources[block] = slot
 
     def cut(self, limit: int) -> None:
-        """What was sent already is not called back."""
+        """Copies in flight go on."""
         self.limit = max(self.num_sent, min(self.limit, limit))
 
     def forget_keys(self) -> None:
-        """Its blocks get none when they have come. What is being read is found in host memory all the
-        same."""
+        """Its blocks get no keys on the device. Reads in flight still land in host memory under their
+        keys."""
         for copy in self.copies:
             copy.keys = ()
         if not self.is_cold:
@@ -294,8 +288,8 @@ class BlockLoad(Reads):
 
 
 def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> Finding | None:
-    """What `tier` has said about all blocks `missing`; None where it was not asked for each of them, or has
-    not answered."""
+    """The answer of `tier` about all blocks `missing`. None if it was not asked for each of them, or has not
+    answered."""
     for part in answered:
         if part.tier == tier and part.finding.ready and set(missing) <= set(part.blocks):
             there = set(part.blocks[: part.finding.num])
@@ -306,7 +300,7 @@ def _answer_in(answered: Sequence[Part], tier: str, missing: Sequence[int]) -> F
 
 
 class Loads:
-    """Fills slots of the device from the tiers that `saves` writes to, and tells it what has come into host
+    """Fills device slots from the tiers that `saves` writes to, and tells `saves` which blocks came into host
     memory."""
 
     def __init__(self, saves: Saves, mover: Mover) -> None:
@@ -340,15 +334,15 @@ class Loads:
         )
 
     def num_abandoned(self, late: bool) -> int:
-        """Slots of the device that only copies have, their tables having ended: of those that are `late`, or
-        of the others."""
+        """Device slots that only copies hold, since their tables have ended. Counts `late` copies, or the
+        others."""
         copies = (
             copy for load in self.in_flight.values() if load.ended for copy in load.copies if not copy.settled
         )
         return sum(copy.num_blocks for copy in copies if copy.overdue == late)
 
     def pins(self) -> set[Pin]:
-        """Of the device, for what is under way."""
+        """Pins on device slots for transfers in flight."""
         return {pin for copy in self.mover.flying for pin in copy.pins}
 
     # ------------------------------------------------------------------------------------------------ looking
@@ -356,13 +350,13 @@ class Loads:
     def lease(
         self, keys: Sequence[bytes], owner: str, first: int, answered: Sequence[Part] = ()
     ) -> HostLease | None:
-        """Find, and want, what colder tiers have of `keys` from number `first` on; None where that is nothing
-        and nobody far was asked. For any thread: a store far away is asked, not waited for, and only for as
-        long as computing would take. What it has `answered` to an earlier lease of the same keys it is not
-        asked again."""
+        """Find and want the blocks of `keys` in colder tiers, from number `first` on. None if there are none
+        and no remote store was asked. For any thread. A remote store is asked without waiting, and only as
+        long as computing would take. Its `answered` findings for an earlier lease of the same keys are
+        reused."""
         if not self.cold and not self.host.has(keys[first]):
-            # what lies behind a gap is of no use where nothing fills it, and looking for it takes as long as
-            # the prefix is
+            # Blocks after a gap are useless if nothing fills the gap, and a search takes time proportional to
+            # the prefix.
             return None
         lease = self.host.lease(keys, owner, first)
         if not self.cold:
@@ -382,7 +376,7 @@ class Loads:
             parts = self.find(keys, missing, patience_s, answered)
         except BaseException:
             if lease is not None:
-                lease.end()  # nobody else knows of it
+                lease.end()  # no other code has this lease
             raise
         if parts and lease is None:
             lease = self.host.lease(keys, owner, first, even_empty=True)
@@ -393,9 +387,9 @@ class Loads:
     def find(
         self, keys: Sequence[bytes], missing: Sequence[int], patience_s: float, answered: Sequence[Part] = ()
     ) -> list[Part]:
-        """Ask for blocks number `missing` of `keys`, hottest tier first, each for what those before it do not
-        have; a store far away not for what it has `answered` before. For any thread. Its answer is returned
-        also where it has nothing, so that it is remembered."""
+        """Ask for blocks number `missing` of `keys`, hottest tier first; each tier is asked only for blocks
+        that hotter ones lack. Findings that a remote store `answered` before are reused. For any thread.
+        Empty answers are returned, too, so that they are remembered."""
         parts: list[Part] = []
         for tier in self.cold.values():
             if not missing or not tier.usable:
@@ -406,20 +400,20 @@ class Loads:
             if finding.num or not tier.local:
                 parts.append(Part(tier.name, missing, finding))
             if not finding.ready:
-                break  # nobody behind it is asked before it has answered
+                break  # colder tiers are asked after it has answered
             missing = missing[finding.num :]
         return parts
 
     def worth(self, lease: Lease, depth: int) -> int:
-        """How many blocks of `lease` behind `depth` others are loaded rather than computed: up to where
-        another tier begins, or all that follow without a gap."""
+        """Number of blocks of `lease` after `depth` others that are worth loading: up to the next tier, or
+        all up to a gap."""
         if isinstance(lease, SavedLease) and not self.mover.is_late():
             return lease.num_from(depth)
         return self._worth(lease.runs_from(depth), depth)
 
     def _worth(self, runs: Sequence[tuple[str, int]], depth: int) -> int:
         if self.mover.is_late():
-            return 0  # whatever is wrong with the tier, nobody else waits for it
+            return 0  # a late tier gets no more requests
         if self.saves.limits.load_always:
             return sum(num_blocks for _, num_blocks in runs)
         block, tokens = self.saves.layout.block_bytes, self.saves.layout.block_tokens
@@ -448,9 +442,9 @@ class Loads:
         after: Sequence[Fence],
         num_next: int,
     ) -> BlockLoad:
-        """Fill the slots of `hold` from number `first` on with the same blocks of `lease`, of which the first
-        have `keys`; they may be written after `after`. What host memory has is copied, what is colder is read
-        first. The lease ends with the load; if this raises, it is as it was."""
+        """Fill the slots of `hold` from number `first` on with the same blocks of `lease`, the first of which
+        have `keys`. The slots may be written after `after`. Blocks in host memory are copied; colder ones are
+        read first. The lease ends with the load. If this raises, the lease is unchanged."""
         if hold in self.in_flight:
             raise InvariantBroken(f"{hold.owner!r} loads blocks while others are on their way to its table")
         num_blocks = hold.num_slots - first
@@ -479,7 +473,7 @@ class Loads:
         return time.monotonic() + self.saves.limits.load_deadline_s
 
     def _begin_copy(self, load: BlockLoad, lease: HostLease, layered: bool) -> None:
-        """Host memory has all of it."""
+        """All blocks are in host memory."""
         sources = lease.slots[load.first : load.first + load.num_blocks]
         if len(sources) != load.num_blocks or ABSENT in sources:
             raise InvariantBroken(
@@ -497,10 +491,9 @@ class Loads:
         first: int = 0,
         keys: Sequence[bytes] = (),
     ) -> BlockLoad:
-        """Fill the slots of `holds`, one behind the other, with the blocks that `kept` protects, as whole
-        blocks: nobody begins with a part of them. They are those of a prefix from number `first` on, and have
-        `keys`; or they get none, and are a part of a context that is there already. If this raises, nothing
-        is kept."""
+        """Fill the slots of `holds`, one hold after the other, with the whole blocks that `kept` protects; no
+        step begins on single layers. They are blocks of a prefix from number `first` on with `keys`, or,
+        without keys, part of an existing context. If this raises, nothing is kept."""
         load = BlockLoad(holds[0], first, len(kept.run), keys, after, self._deadline_s)
         load.kept, load.sources, load.is_part = [kept], np.array(kept.slots, np.int64), not keys
         pins = [self.saves.pool.pin_run(hold, 0, hold.num_slots, hold.owner) for hold in holds]
@@ -518,13 +511,13 @@ class Loads:
         self.saves.used(load.keys)
 
     def _copy(self, load: BlockLoad, end: int, groups: Sequence[Group]) -> Copy:
-        """Of its blocks that were not sent, up to `end`."""
+        """A copy of its unsent blocks up to `end`."""
         first = load.num_sent
         pin = self.saves.pool.pin_run(load.hold, load.first + first, end - first, load.hold.owner)
         return Copy(load, [pin], load.sources[first:end].copy(), groups)
 
     def _submit(self, copy: Copy) -> None:
-        """Where this raises, its slots of the device have been given back."""
+        """If this raises, the copy's device slots have been given back."""
         try:
             self.mover.submit(copy)
         except BaseException:
@@ -537,8 +530,8 @@ class Loads:
         self.in_flight[load.hold] = load
 
     def _groups(self, num_blocks: int, layered: bool) -> list[Group]:
-        """By layers where a step can start on the first; otherwise whole blocks, which is faster, the last of
-        them apart: a step may be launched when the others have come."""
+        """By layers if a step can start on the first. Otherwise whole blocks, which is faster, with the last
+        block apart: a step may be launched when the others have landed."""
         num_layers = self.saves.layout.num_layers
         if layered:
             num = max(1, num_layers // _MIN_LAYERS)
@@ -554,9 +547,9 @@ class Loads:
     # -------------------------------------------------------------------------------------- from cold to host
 
     def _begin_reads(self, load: BlockLoad, lease: HostLease) -> None:
-        """Some of it is colder than host memory: that is read while the rest is copied."""
+        """Some blocks are colder than host memory. They are read while the others are copied."""
         self.in_flight[load.hold] = load
-        wanted: list[tuple[int, str]] = []  # blocks that are not in host memory, and who has them
+        wanted: list[tuple[int, str]] = []  # blocks that are not in host memory, with their tiers
         block = 0
         for tier, num_blocks in lease.runs_from(load.first):
             run = range(block, min(block + num_blocks, load.num_blocks))
@@ -571,8 +564,8 @@ class Loads:
         self._advance(load)
 
     def _take_room(self, load: BlockLoad, wanted: Sequence[tuple[int, str]]) -> None:
-        """Host slots for all of it, at once; where there are not enough, the load ends before the first block
-        without, and `_advance` gives back those behind it."""
+        """Take host slots for all blocks at once. If there are not enough, the load ends before the first
+        block without a slot, and `_advance` gives back the device slots after it."""
         coming = self._take_over({load.keys[block] for block, _ in wanted})
         slots, pin = self.host.pin_each([load.keys[block] for block, _ in wanted], load.label)
         if pin is not None:
@@ -580,7 +573,7 @@ class Loads:
         absent: list[tuple[int, str]] = []
         for (block, tier), slot in zip(wanted, slots, strict=True):
             key = load.keys[block]
-            if slot != ABSENT:  # it has come since the match
+            if slot != ABSENT:  # it has landed since the match
                 load.came(block, slot)
             elif key in coming:
                 load.awaited[key] = block, coming[key]
@@ -594,19 +587,19 @@ class Loads:
             (i for i, (key, taken) in enumerate(zip(keys, load.room.keys, strict=False)) if key != taken),
             len(load.room.keys),
         )
-        if num < len(absent):  # no room, or somebody else's read of the same block is under way
+        if num < len(absent):  # no free slot, or another request is reading the same block
             load.cut(absent[num][0])
         self._queue(load, absent[:num])
 
     def _queue(self, reads: Reads, blocks: Sequence[tuple[int, str]]) -> None:
-        """It has room for these, which that tier has each of."""
+        """`reads` has host slots for these (block, tier) pairs."""
         for tier, same in groupby(blocks, key=lambda one: one[1]):
             run, size = [block for block, _ in same], self.cold[tier].group_blocks
             reads.unread.extend((tier, run[start : start + size]) for start in range(0, len(run), size))
 
     def _take_over(self, wanted: set[bytes]) -> dict[bytes, StoreGroup]:
-        """A load wants these. Fetches of the same blocks read no further, and so do all where their room is
-        needed. What is being read for them already is not read twice: returned by key."""
+        """A load wants these blocks. Fetches of the same blocks stop, and so do all fetches if their slots
+        are needed. Reads in flight are shared: returned by key."""
         coming: dict[bytes, StoreGroup] = {}
         short = self.host.num_available < len(wanted)
         for fetch in self.fetches:
@@ -625,8 +618,8 @@ class Loads:
             self._take_in(reads)
         if reads.ended or reads.limit < len(reads.keys):
             self._read_no_further(reads)
-        # So far ahead that nobody waits for the engine thread to come round, and so little at once that
-        # nobody waits for it.
+        # Enough reads in flight that a tier does not idle until the next turn, and few enough that a turn
+        # stays short.
         for _ in range(_READ_AT_ONCE):
             if not reads.unread or not self._may_read(reads):
                 return
@@ -641,7 +634,7 @@ class Loads:
             )
 
     def _may_read(self, reads: Reads) -> bool:
-        """Whether one more group of it is begun: of a fetch not while the tier has enough to do."""
+        """Whether to begin one more group. A fetch does not, while the tier is busy enough."""
         if isinstance(reads, BlockLoad):
             return len(reads.staged) < _READ_AHEAD
         tier = self.cold[reads.unread[0][0]]
@@ -649,7 +642,7 @@ class Loads:
         return len(reads.staged) < _FETCH_UNMEASURED if queued_s is None else queued_s < _FETCH_AHEAD_S
 
     def _read_no_further(self, reads: Reads) -> None:
-        """What lies behind the limit is not wanted, nor anything of what has ended."""
+        """Drop blocks after the limit, and all blocks if the request has ended."""
         limit = 0 if reads.ended else reads.limit
         while reads.unread and reads.unread[-1][1][-1] >= limit:
             name, blocks = reads.unread.pop()
@@ -662,10 +655,10 @@ class Loads:
             self.host.drop(rest)
 
     def _take_in(self, reads: Reads) -> None:
-        """The next group of it is over."""
+        """Take in the next group, which is over."""
         staged = reads.staged[0]
         outcomes = staged.reading.take_outcomes()
-        # not before: a defect of ours is raised above, and its slots are given back when somebody looks again
+        # Only now: if a defect was raised above, the slots are given back at the next look.
         reads.staged.popleft()
         if isinstance(reads, Fetch) and not reads.keeps:
             outcomes = [Outcome.MISSING] * len(outcomes)
@@ -691,10 +684,10 @@ class Loads:
             reads.kept += [] if pin is None else [pin]
         else:
             self._share(staged.taken.keys)
-            self.host.end_handles([pin])  # not before: others could take the slots of what was just shared
+            self.host.end_handles([pin])  # only now: the slots of blocks just shared could be evicted
 
     def _share(self, keys: Sequence[bytes]) -> None:
-        """A fetch has read these, or could not: loads that wait for some of them go on, or end there."""
+        """A fetch has read these blocks or failed. Loads that wait for some of them go on, or end there."""
         for load in self.in_flight.values():
             awaited = {key: load.awaited.pop(key)[0] for key in keys if key in load.awaited}
             slots, pin = self.host.pin_each(list(awaited), load.label)
@@ -711,8 +704,8 @@ class Loads:
         return bool(self.cold) and len(self.fetches) < _FETCHES and self._num_fetchable() > 0
 
     def _num_fetchable(self, is_next: bool = False) -> int:
-        """Host slots that fetches may still reserve. Never those of blocks that somebody wants, but for a
-        request that `is_next`: that one has its share whatever others have."""
+        """Host slots that fetches may still reserve. Slots of wanted blocks are excluded, except for a
+        request that `is_next`, which always gets its share."""
         most = self.host.num_slots // _FETCH_SHARE
         if is_next:
             return min(self.host.num_available, most)
@@ -726,10 +719,10 @@ class Loads:
         answered: Sequence[Part] = (),
         is_next: bool = False,
     ) -> Fetch | None:
-        """Have what cold tiers have of `keys` from number `first` on read into host memory, as far as host
-        memory lacks it, it is worth it and there is room, once all have answered; None where that is nothing,
-        or as much is under way as may be and its request is not next. A store far away is asked and not
-        waited for."""
+        """Read blocks of `keys` from number `first` on from cold tiers into host memory, once all tiers have
+        answered. Only blocks that host memory lacks, that are worth it, and that have room. None if there are
+        none, or if fetches are at their limit and the request is not next. A remote store is asked without
+        waiting."""
         if not self.may_fetch and not is_next:
             return None
         missing = [
@@ -745,8 +738,7 @@ class Loads:
         return fetch
 
     def end_fetches(self, keeps: bool = True) -> None:
-        """Nothing more is read for any of them; without `keeps` what is being read is not published
-        either."""
+        """End all fetches. Without `keeps`, reads in flight do not land either."""
         for fetch in self.fetches:
             fetch.keeps &= keeps
             fetch.end()
@@ -760,10 +752,10 @@ class Loads:
         self._read_up(fetch)
 
     def _begin_fetch(self, fetch: Fetch) -> None:
-        """It takes room for the first blocks that are worth it, as many as there is room for. Those that
-        others bring are theirs."""
+        """Take slots for the leading blocks that are worth reading, as many as are free. Blocks that other
+        reads bring are left to them."""
         asked, fetch.asked = fetch.asked, ()
-        # blocks of a prefix do not make room for those that follow them
+        # pinned, so that blocks of a prefix are not evicted for its later blocks
         slots, pin = self.host.pin_each(fetch.keys, fetch.label)
         try:
             tiers = whose(slots, asked, fetch.first)
@@ -786,8 +778,8 @@ class Loads:
     # ------------------------------------------------------------------------------------------------- settle
 
     def settle(self) -> Iterator[Copy]:
-        """Take in copies that are over. Those that have landed are given out, in order, for whoever gives
-        their blocks keys: the slots are pinned meanwhile."""
+        """Take in copies that are over. Yields landed copies, in order, so that the caller can seal their
+        blocks; the slots stay pinned meanwhile."""
         copies = [copy for copy in self.mover.settle() if isinstance(copy, Copy)]
         for copy in copies:
             if not copy.load.is_cold:
@@ -800,14 +792,14 @@ class Loads:
             if copy.error() is None:
                 yield copy
             else:
-                # the slots are computed instead: by whoever has the table, after those whom the copy was to
-                # wait for
+                # The request computes these slots instead. Its writes wait for the same fences as the copy
+                # did.
                 copy.load.hold.add_after(copy.load.after)
             for pin in copy.pins:
                 pin.end()
 
     def advance(self) -> None:
-        """Take in what was read, and send on what is ready."""
+        """Take in finished reads, and submit copies that are ready."""
         for fetch in self.fetches:
             self._advance_fetch(fetch)
         self.fetches = [fetch for fetch in self.fetches if not fetch.over]
@@ -828,13 +820,13 @@ class Loads:
                 load.cut(load.num_sent)
         elif load.ended:
             load.cut(load.num_sent)
-        # the slots behind are computed, after their earlier users
+        # the slots after the limit are computed, once their earlier uses are over
         if load.settled and load.limit < load.num_blocks and not load.is_short:
             load.is_short = True
             load.hold.add_after(load.after)
 
     def _try_send(self, load: BlockLoad, end: int) -> bool:
-        """False where the lane is closed."""
+        """False if the lane is closed."""
         try:
             self._submit(self._copy(load, end, self._whole))
         except LaneClosed:
@@ -842,12 +834,12 @@ class Loads:
         return True
 
     def _end(self, load: BlockLoad) -> None:
-        """It is over: nothing protects its sources any more."""
+        """The load is over; its sources are no longer protected."""
         self.host.end_handles(load.kept)
         del self.in_flight[load.hold]
 
     def check(self) -> None:
-        """Raises where fetches have reserved more than they may."""
+        """Raises if fetches have reserved more than they may."""
         ahead = [fetch for fetch in self.fetches if not fetch.is_next]
         num_reserved = sum(fetch.num_reserved for fetch in ahead)
         if len(ahead) > _FETCHES or num_reserved > self.host.num_slots // _FETCH_SHARE:
@@ -857,7 +849,7 @@ class Loads:
 
 
 def no_tiers(pool: BlockPool, block_tokens: int) -> Loads:
-    """For a cache that has the device alone: host memory without a slot, and nothing colder."""
+    """For a cache with device memory only: a host tier without slots, and no cold tiers."""
     layout = BlockLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_tokens=block_tokens, dtype="float32")
     host = HostTier(BlockPool(0, HOST), block_tokens, 0.0)
     return Loads(Saves(pool, host, (), NoMover(), layout, TierLimits(0, 0.0)), NoMover())

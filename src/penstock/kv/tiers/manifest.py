@@ -1,12 +1,12 @@
-"""What a snapshot is outside of any process: a manifest. Owns the value, its format and version, and why one
-is refused; where it is kept is the store's business.
+"""A manifest: a snapshot outside of any process. Owns the value, its format and version, and the reasons to
+refuse one; the store keeps it.
 
-A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and the tokens that they
-stand for, so that what a tier has lost can be computed again. Its KV ends with a block, the unit of identity
-and of movement: a longer chunk would only lose tokens.
+A snapshot has no KV of its own. It is the keys of a sequence's full blocks in order, and their tokens, so
+that lost blocks can be computed again. Its KV ends with a block, the unit of identity and of movement: a
+longer chunk would only lose tokens.
 
-    head: magic, format, lengths, checksum    facts: JSON    keys: 16 bytes each    tokens: 4 bytes each
-                                              messages: JSON or nothing
+    head: magic, format, lengths, checksum
+    facts: JSON    keys: 16 bytes each    tokens: 4 bytes each    messages: JSON or nothing
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ class Manifest:
     """A sequence at a token boundary."""
 
     name: str
-    tenant: bytes  # of its salt: who else asks does not find it
-    space: bytes  # of the store's blocks: everything that decides what their bytes mean but salt and adapter
-    scope: bytes  # of its keys, with both
-    # the fields of its scope but the salt, in words: so that a refusal can say what differs
+    tenant: bytes  # digest of its salt; other tenants do not find it
+    # digest of the store's space: everything that decides what the blocks' bytes mean, except salt and
+    # adapter
+    space: bytes
+    scope: bytes  # digest of its keys' scope, including both
+    # the fields of its scope in words, without the salt; a refusal names those that differ
     made_with: Mapping[str, str]
     block_tokens: int
-    tokens: bytes  # ids, 32 bits each, little-endian; up to a block's less one behind the last key
-    keys: bytes  # of its full blocks, one behind the other
+    tokens: bytes  # ids, 32 bits each, little-endian; may include up to block_tokens - 1 after the last key
+    keys: bytes  # of its full blocks, concatenated
     created_s: float  # time.time()
     expires_s: float | None = None
     adapter: str = ""  # its name when the snapshot was taken
-    messages: str = ""  # JSON of the conversation, where it was taken of one
+    messages: str = ""  # JSON of the conversation, if it was taken from one
 
     @property
     def id(self) -> str:
-        """What it is called where it is kept. Other names, and other tenants' equal names, have another."""
+        """Its name in a store. Another name, or another tenant, gives another id."""
         return snapshot_id(self.tenant, self.name)
 
     @property
@@ -76,7 +78,7 @@ class Manifest:
 
 
 def snapshot_id(tenant: bytes, name: str) -> str:
-    """Begins with the tenant's, so that its snapshots can be listed."""
+    """Begins with the tenant's digest, so that its snapshots can be listed."""
     digest = blake2b(
         name.encode("utf-8", "surrogatepass"), digest_size=16, key=tenant, person=b"penstock snap"
     ).hexdigest()
@@ -88,13 +90,13 @@ def token_bytes(tokens: Tokens) -> bytes:
 
 
 def words_of(scope: Scope) -> dict[str, str]:
-    """Its fields but the salt, which may be a secret."""
+    """The fields of `scope` without the salt, which may be a secret."""
     values = {one.name: getattr(scope, one.name) for one in fields(scope) if one.name != "salt"}
     return {name: value.hex() if isinstance(value, bytes) else str(value) for name, value in values.items()}
 
 
 def check_space(manifest: Manifest, scope: Scope) -> None:
-    """Raises SnapshotRefused unless its blocks are of the space of `scope`, which has neither salt nor
+    """Raises SnapshotRefused unless its blocks belong to the space of `scope`, which has neither salt nor
     adapter."""
     if manifest.space != scope.digest():
         made_with = manifest.made_with
@@ -108,7 +110,7 @@ def check_space(manifest: Manifest, scope: Scope) -> None:
 
 
 def check_scope(manifest: Manifest, scope: Scope) -> None:
-    """Raises SnapshotRefused unless its blocks are those of `scope`, which has salt and adapter."""
+    """Raises SnapshotRefused unless its blocks belong to `scope`, which includes salt and adapter."""
     if manifest.scope != scope.digest():
         told = _differences(manifest, scope) or "the cache_salt is another"
         raise SnapshotRefused(

@@ -1,10 +1,9 @@
-"""Load or recompute: whether fetching blocks is faster than computing them. Owns the measured rates, which
-chunks are sized by as well.
+"""Load or recompute: whether loading blocks is faster than computing them. Owns the measured rates, which
+also size prompt chunks.
 
-Computing n tokens behind a prefix of d takes n * (a + b * d): attention makes late tokens dearer. Loading
-takes what is ahead on the lane, and the bytes over the tier's rate. Loading a part of what one tier has saves
-the cheap tokens and leaves the dear ones, so that a choice is made where another tier begins, and nowhere
-else.
+Computing n tokens after a prefix of d takes n * (a + b * d): attention makes later tokens dearer. Loading
+takes the time of the transfers queued before it, plus the bytes over the tier's rate. A partial load of one
+tier's blocks saves the cheap tokens and leaves the dear ones, so the load ends only where a tier's run ends.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from typing import NamedTuple
 
 from penstock.config import AdmissionName
 
-_FORGET = 0.95  # weight of what was known before, at each measurement
+_FORGET = 0.95  # weight of the old value at each measurement
 _MIN_S = 1e-6
-_FAST = 0.5  # of the expected time: a step that took less says that what is known is wrong
-_UNSURE = 0.25  # of a transfer's time at most, for it to count
-STALE_S = 30.0  # a rate that was measured longer ago may have changed
-HOPE = 4.0  # how much faster it may have become
+_FAST = 0.5  # of the expected time: a faster step shows that the estimate is wrong
+_UNSURE = 0.25  # largest uncertain share of a transfer's time for it to count
+STALE_S = 30.0  # an older rate may have changed
+HOPE = 4.0  # how much faster a stale rate may be
 
 
 @dataclass(slots=True)
 class PrefillRate:
-    """Seconds per token as a straight line over depth, fitted to the steps seen, newer ones counting more.
+    """Seconds per token as a linear function of depth, fitted to past steps; newer ones weigh more.
 
-    Much can hold a step up, once; nothing makes it compute faster than it can. So one that was fast counts as
-    much as all before it.
+    A step can be delayed once by many causes, but it never computes faster than it can. So a fast step counts
+    as much as all before it.
     """
 
     # of xx, xd, dd, xs, ds with x = n, d = n * depth, s = seconds
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def add(self, num_tokens: int, depth: float, seconds: float, at_most: bool = False) -> None:
-        """`at_most`: the step did much else in that time. So it counts where it took less than was expected,
-        or nothing is known."""
+        """`at_most`: the step did much else in that time. It counts only if it took less than expected, or if
+        nothing is known."""
         x, d, keep = float(num_tokens), num_tokens * depth, _FORGET
         known_s = self.seconds(num_tokens, depth)
         if known_s is not None:
@@ -47,27 +46,27 @@ class PrefillRate:
             if seconds < _FAST * known_s:
                 keep = min(keep, x * x / self._sums[0])
         new = (x * x, x * d, d * d, x * seconds, d * seconds)
-        # at once: other threads read it
+        # in one assignment: other threads read it
         self._sums = [old * keep + value for old, value in zip(self._sums, new, strict=True)]
 
     def seconds(self, num_tokens: int, depth: float) -> float | None:
-        """For so many tokens behind `depth` others on average. None: nothing was measured."""
+        """For `num_tokens` tokens after `depth` others on average. None: nothing was measured."""
         line = self._line()
         return None if line is None else num_tokens * (line[0] + line[1] * depth)
 
     def tokens(self, seconds: float, start: int) -> int | None:
-        """How many tokens, the first of them behind `start` others, take no longer than that. None: nothing
-        was measured."""
+        """How many tokens, the first after `start` others, take no longer than that. None: nothing was
+        measured."""
         if (line := self._line()) is None:
             return None
-        # n tokens from `start` on lie behind start + n / 2 others on average: n * (first + slope / 2 * n) =
+        # n tokens from `start` on come after start + n / 2 others on average: n * (first + slope / 2 * n) =
         # seconds, solved for n.
         first, slope = line[0] + line[1] * start, line[1]
         twice = first + math.sqrt(first * first + 2.0 * slope * seconds)
         return None if twice <= 0.0 else int(2.0 * seconds / twice)
 
     def _line(self) -> tuple[float, float] | None:
-        """Seconds of a token at depth 0, and what each token before it adds."""
+        """Seconds of a token at depth 0, and seconds added per preceding token."""
         xx, xd, dd, xs, ds = self._sums
         if xx <= 0.0:
             return None
@@ -76,7 +75,7 @@ class PrefillRate:
         if determinant > 1e-9 * xx * dd:
             slope = (xx * ds - xd * xs) / determinant
             base = (dd * xs - xd * ds) / determinant
-            # a fit through noise may have either below zero; then the mean is the better guess
+            # a fit through noise may make either negative; then the mean is better
             if slope >= 0.0 and base >= 0.0:
                 per_token, per_depth = base, slope
         return per_token, per_depth
@@ -84,17 +83,16 @@ class PrefillRate:
 
 @dataclass(slots=True)
 class LinkRate:
-    """Bytes per second of a tier, as its transfers had it.
+    """Bytes per second of a tier, measured from its transfers, and the age of that figure.
 
-    It knows how old that is. A tier that was slow once is not asked, hence not measured: without a second try
-    it would be slow for ever. So a stale rate counts as `HOPE` times faster, for the first who comes; and
-    what he meets replaces it.
+    A tier that was slow once is not used, hence not measured again: it would count as slow forever. So a
+    stale rate counts as `HOPE` times faster for one load, and its measurement replaces the rate.
     """
 
     bytes_per_s: float | None = None
     clock: Callable[[], float] = time.monotonic
     _measured_s: float = field(init=False)
-    _tried: bool = False  # a load is finding out
+    _tried: bool = False  # a load is measuring it
 
     def __post_init__(self) -> None:
         self._measured_s = self.clock()
@@ -104,8 +102,8 @@ class LinkRate:
         return self.bytes_per_s is not None and self.clock() - self._measured_s > STALE_S
 
     def add(self, num_bytes: int, seconds: float, unsure_s: float = 0.0) -> None:
-        """`unsure_s`: how long it was not looked at before it was seen to be over. An engine with long steps
-        looks rarely, and what that says about a link is nothing."""
+        """`unsure_s`: time between the last look and the one that saw the end. With long steps the engine
+        looks rarely; such a measurement says nothing about the link."""
         if unsure_s > _UNSURE * seconds:
             return
         rate = num_bytes / max(seconds, _MIN_S)
@@ -121,7 +119,7 @@ class LinkRate:
         return num_bytes / (self.bytes_per_s * (HOPE if self.stale else 1.0))
 
     def note_try(self) -> None:
-        """Something is being loaded at this rate: no other load need find out."""
+        """A load uses this rate now; no other load need try."""
         if self.stale:
             self._tried = True
             self._measured_s = self.clock()
@@ -129,14 +127,14 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """What depends on the device and on the configuration."""
+    """Limits that depend on the device and on the configuration."""
 
-    # a step over at least so many tokens starts on the first layers of a load; shorter ones wait for all of
-    # it
+    # A step over at least this many tokens starts on the first layers of a load; shorter ones wait for all of
+    # it.
     overlap_tokens: int
     load_deadline_s: float
-    load_always: bool = False  # also where computing seems faster
-    postpones: bool = False  # blocks that the device keeps need not be in a full host memory as well
+    load_always: bool = False  # even if computing seems faster
+    postpones: bool = False  # blocks that the device keeps need not also be in a full host memory
     admission: AdmissionName = "always"  # when the first cold tier gets a block
 
 
@@ -148,12 +146,12 @@ class TierRun(NamedTuple):
 
 
 def choose(pieces: Sequence[TierRun], compute: Callable[[int, int], float | None]) -> int:
-    """How many of the first blocks to load, so that loading them and computing the others takes the least
-    time. It ends where a piece does. `compute(first, num)`: seconds for `num` blocks from number `first` of
-    the hit on, None where nothing was measured.
+    """How many leading blocks to load, so that loading them and computing the rest takes the least time. The
+    load ends at the end of a piece. `compute(first, num)`: seconds for `num` blocks from number `first` of
+    the hit on, or None if not measured.
 
-    A time that is not known is found out: loading then counts as free, computing as endless. Between equals
-    more is loaded."""
+    An unknown time is explored: loading then counts as free, computing as endless. On a tie more is loaded.
+    """
     num_blocks = sum(piece.num_blocks for piece in pieces)
     chosen, first, load_s, best_s = 0, 0, 0.0, _endless(compute(0, num_blocks))
     for piece in pieces:

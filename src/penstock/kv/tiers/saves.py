@@ -1,13 +1,13 @@
 """Blocks on their way down: from the device to host memory, and from there to cold tiers. Owns every save,
-and what is dirty: blocks of host memory that the first cold tier was not seen to have. The engine thread is
-its only caller.
+and the dirty blocks: blocks in host memory that the first cold tier is not known to have. Only the engine
+thread calls it.
 
-    sealed, retracted, or room is needed  ->  host slots taken  ->  copied, in parts  ->  found in host memory
-                                          ->  written to cold tiers
+    sealed, retracted, or room is needed -> host slots taken -> copied, in parts -> found in host memory
+    -> written to cold tiers
 
-A save protects both its ends until its end has been seen here, in `settle`. Writes go down from host memory:
-to the first cold tier as its admission says, to those after it always; `persist` writes whatever is dirty.
-Many blocks are handed over in slices, one in each turn of the engine.
+A save protects both its ends until `settle` has seen its end. Writes go from host memory to the first cold
+tier if its admission says so, and always to the tiers after it; `persist` writes all dirty blocks. Many
+blocks are submitted in slices, one in each turn of the engine.
 """
 
 from __future__ import annotations
@@ -38,54 +38,53 @@ from penstock.kv.transfer import Group, Mover, Settling, Slots, Transfer
 
 log = logging.getLogger(__name__)
 
-_PART_BLOCKS = 64  # that a save lands with in one turn
-# at most: in as long a prefill could fill most of a device with blocks that wait to be saved
+_PART_BLOCKS = 64  # blocks of a save that land in one turn
+# Upper bound. A prefill of this length could fill most of a device with blocks that wait to be saved.
 _PATIENCE_S = 5.0
-# that leave the device together: the first are free for others while later ones are copied
+# Blocks that leave the device together: the first slots are free while later blocks are copied.
 _MOVE_BLOCKS = 512
-# one in so many host slots is kept free or clean, where blocks are written when they are about to leave
+# With write-on-eviction, 1 / this of the host slots is kept free or clean.
 _CLEAN_SHARE = 8
-_CLEAN_BLOCKS = 64  # that are written together for it
-_GONE_AT_ONCE = 4096  # blocks that left host memory and are taken note of in one turn: a reset empties it
-_WRITE_AT_ONCE = 256  # blocks that are handed over in one turn, where many wait for it: about a millisecond
+_CLEAN_BLOCKS = 64  # blocks written together for that
+_GONE_AT_ONCE = 4096  # evicted host blocks noted in one turn: a reset evicts all
+_WRITE_AT_ONCE = 256  # blocks submitted in one turn if many wait: about a millisecond
 
 
 class Offer(NamedTuple):
     """Blocks to be saved."""
 
     pin: Pin
-    keys: Sequence[bytes]  # of its first blocks
+    keys: Sequence[bytes]  # of its leading blocks
     depths: Sequence[int]
-    after: Sequence[Fence]  # behind the steps that wrote them
+    after: Sequence[Fence]  # fences of the steps that wrote them
 
 
 class SavedLease(HostLease):
-    """What a retracted request comes back with: its blocks with a key, and the unfinished rest for itself
-    alone."""
+    """The lease of a retracted request: its blocks with keys, and the unfinished block for itself alone."""
 
     def __init__(self, tier: HostTier, owner: str, num_tokens: int) -> None:
         super().__init__(tier, owner, [], num_tokens)
         self.saving = True
         self.given_up = False
-        self.wait_until_s = float("inf")  # a request that has waited so long for it goes on without it
+        self.wait_until_s = float("inf")  # a request that has waited this long resumes without it
 
     @property
     def ready(self) -> bool:
         return super().ready or time.monotonic() > self.wait_until_s
 
     def end(self) -> None:
-        # while it is being saved the transfer has its slots; they are given back when that is over
+        # while it is being saved the transfer owns its slots, and gives them back at its end
         self.given_up = True
         super().end()
 
 
 class Save(Transfer):
-    """Blocks on their way from the device to host memory, those that are not there yet. They land in parts:
-    no turn of the engine pays for all.
+    """Blocks on their way from the device to host memory, without those that are there already. They land in
+    parts, so that no turn of the engine pays for all.
 
-    `moves`: the device's room is wanted. Its blocks are forgotten there when it is over, whatever has become
-    of them. `lease`: it is a retraction's. Its blocks land together, and those without a key are for the
-    lease alone.
+    `moves`: the device slots are needed. The blocks are evicted from the device at the end of the save, even
+    if it failed. `lease`: the save belongs to a retraction. Its blocks land together, and those without a key
+    are for the lease alone.
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class Save(Transfer):
         )
         self.pins = [offer.pin for offer in offers]
         self.offers = offers
-        self.parts: deque[Taken] = deque()  # by group, those that have not landed
+        self.parts: deque[Taken] = deque()  # by group, parts that have not landed
         self.moves = moves
         self.lease = lease
         self.private: Reservation | None = None  # for blocks without a key
-        self.kept: Handle | None = None  # pin on what a retraction found there already
+        self.kept: Handle | None = None  # pin on blocks of a retraction that host memory had already
         self._host = host
         self._layers = (0, num_layers)
         self._displaces = displaces
@@ -136,7 +135,7 @@ class Save(Transfer):
             self._add(slots[taken.places], taken.reservation)
 
     def _take_all(self, keys: Sequence[bytes], depths: Sequence[int], slots: Slots) -> None:
-        """As one group, blocks without a key included."""
+        """As one group, including blocks without a key."""
         num_keyed = len(keys)
         _, self.kept = self._host.pin_each(keys, self.label)
         self._take(keys, depths, slots[:num_keyed])
@@ -155,29 +154,29 @@ class Save(Transfer):
 
 @dataclass(slots=True)
 class Persisting:
-    """Everything sealed so far on its way into the first cold tier. Settled when it is safe there, or when it
-    is known that it will not be."""
+    """A persist in progress: all blocks sealed so far go to the first cold tier. Settled when they are
+    durable there, or when that has failed."""
 
-    saved: Settling | None  # what must be in host memory first
-    keys: dict[bytes, int]  # what is to be written, with depths
-    # those of them that were not handed over
+    saved: Settling | None  # the save that must land first
+    keys: dict[bytes, int]  # blocks to write, with depths
+    # keys that were not submitted yet
     unwritten: Iterator[bytes] = field(default_factory=lambda: iter(()))
-    # those that could not be written, or left host memory before they were
+    # keys that could not be written, or left host memory before they were
     lost: set[bytes] = field(default_factory=set)
     sync: Writing | None = None
-    num_emptied: int = -1  # of the first tier, when writing began; -1: it has not
+    num_emptied: int = -1  # of the first tier when writing began; -1: not begun
     settled: bool = False
     error: BaseException | None = None
 
     @property
     def handing_over(self) -> bool:
-        """The next turn hands over some of it, or all that is left."""
+        """The next turn submits more of it, or finishes it."""
         return self.sync is None and (self.saved is None or self.saved.settled)
 
 
 @dataclass(slots=True)
 class Resetting:
-    """Tiers on their way to being empty. Those in memory are, from the beginning."""
+    """A reset in progress. Tiers in memory are empty from the start."""
 
     memory: dict[str, int]  # blocks forgotten, by tier
     stores: dict[str, Writing]  # by tier
@@ -209,7 +208,7 @@ class TrafficCounts:
         """It is over."""
         error = transfer.error()
         if isinstance(error, InvariantBroken):
-            raise error  # a defect of ours, not a tier's: the engine stops
+            raise error  # a defect in Penstock, not in a tier: the engine stops
         if error is not None:
             self.failures["host", "copy" if isinstance(error, TransferFailed) else type(error).__name__] += 1
             log.warning("%s failed, and its blocks are computed instead: %s", transfer.label, error)
@@ -221,8 +220,8 @@ class TrafficCounts:
 
 
 class Saves:
-    """`cold` are the tiers colder than host memory, hottest first; there may be none. A host tier without
-    slots is never saved to."""
+    """`cold` are the tiers colder than host memory, hottest first; may be empty. Nothing is saved to a host
+    tier without slots."""
 
     def __init__(
         self,
@@ -240,33 +239,32 @@ class Saves:
         self.layout = layout
         self.limits = limits
         self.counts = TrafficCounts()
-        # resets of the first cold tier, submitted so far, and times that it lost its blocks. What was read or
-        # written
+        # Resets submitted to the first cold tier, plus the times it lost its blocks. Reads and writes from
+        # before such an event say nothing about what the tier has now.
         self.num_emptied = 0
-        # before says nothing about what it has
         self._offers: list[Offer] = []
-        self._due: list[Offer] = []  # offers that a request waits for: they displace what they must
-        self._num_moving = 0  # blocks of the device that are on their way to host memory to make room
-        # depth by key, of blocks in host memory that the first cold tier was not seen to have
+        self._due: list[Offer] = []  # offers that a request waits for; they may evict anything
+        self._num_moving = 0  # device blocks being moved to host memory to make room
+        # depth by key, of host blocks that the first cold tier is not known to have
         self._dirty: dict[bytes, int] = {}
-        self._writing: set[bytes] = set()  # of those: on their way
-        # `num_emptied`, by writes to the first tier that are not over
+        self._writing: set[bytes] = set()  # keys of these that are being written
+        # `num_emptied` at submission, by write to the first tier in flight
         self._emptied_before: dict[Writing, int] = {}
         self._num_losses = 0  # of the first tier, seen so far
-        self._unshared: set[bytes] = set()  # keys that are in no prefix: their request was told them
-        # of those, keys whose request has left, while copies are under way
+        self._unshared: set[bytes] = set()  # keys of closed scopes, which only their request knows
+        # keys of these whose request has ended, while copies are in flight
         self._unwanted: set[bytes] = set()
-        self._rests = False  # nothing was left to clean, or it could not be written: until more blocks land
+        self._rests = False  # nothing is left to clean, or a write failed; wait until more blocks land
         self.persisting: list[Persisting] = []
-        # slices that are to be written in later turns
+        # slices to write in later turns
         self.later: deque[tuple[ColdTier, Sequence[bytes], Sequence[int]]] = deque()
-        self.first: ColdTier  # what it does not have is dirty; only where there are cold tiers
+        self.first: ColdTier  # a block that it lacks is dirty; set only if there are cold tiers
         if cold:
             self.first = cold[0]
             host.watch_gone()
 
     def pins(self) -> set[Pin]:
-        """Of the device, for what is under way or about to be."""
+        """Pins on device slots for saves in flight or about to start."""
         return {offer.pin for offer in (*self._offers, *self._due)} | {
             pin for save in self.mover.flying for pin in save.pins
         }
@@ -276,18 +274,17 @@ class Saves:
     def offer(
         self, hold: Hold, first: int, keys: Sequence[bytes], fence: Fence | None, due: bool = False
     ) -> None:
-        """Blocks `first..` of `hold` have got `keys`; `fence` lies behind the step that wrote them. `submit`
-        sends them off. `due`: their request goes on when they have landed."""
+        """Blocks `first..` of `hold` were sealed with `keys`. `fence` lies behind the step that wrote them.
+        `submit` sends them. `due`: the request resumes when they have landed."""
         if self.host.num_slots:
             pin = self.pool.pin_run(hold, first, len(keys), hold.owner)
             offer = Offer(pin, keys, range(first, first + len(keys)), () if fence is None else (fence,))
             (self._due if due else self._offers).append(offer)
 
     def submit(self) -> Transfer | None:
-        """Send everything offered since the last call, as one save, or two where some of it is due. Not while
-        one before it is overdue: what is behind it would keep its slots for as long, until the device has
-        none left. When what is returned has settled, so have all saves before it; None: there is none in
-        flight."""
+        """Send all offers since the last call as one save, or two if some are due. Nothing is sent while an
+        earlier save is overdue: later ones would keep their slots as long, until the device has none left.
+        When the returned save has settled, so have all before it. None: no save is in flight."""
         due, offers, self._due, self._offers = self._due, self._offers, [], []
         if (due or offers) and self.mover.is_late():
             self.counts.saves_late += sum(len(offer.keys) for offer in (*due, *offers))
@@ -296,9 +293,8 @@ class Saves:
         if due:
             self._send(Save(self.host, due, self.layout.num_layers, Displaces.ANYTHING))
         if offers:
-            # Where a disk or a store is to have every block, no waiting offer keeps one from it: cold tiers
-            # have what is displaced. Else blocks may stay on the device alone while host memory is full, and
-            # be saved when their room there is needed.
+            # With cold tiers, offers may evict any host block: the cold tiers have it. Otherwise, while host
+            # memory is full, blocks may stay on the device only and be saved when their slots are needed.
             displaces = (
                 Displaces.ANYTHING
                 if self.cold
@@ -310,7 +306,7 @@ class Saves:
         return self.mover.flying[-1] if self.mover.flying else None
 
     def _send(self, save: Save) -> None:
-        """Where this raises, its slots of the device have been given back."""
+        """If this raises, its device slots have been given back."""
         save.deadline_s = time.monotonic() + min(_PATIENCE_S, self.limits.load_deadline_s)
         try:
             self.mover.submit(save)
@@ -321,12 +317,11 @@ class Saves:
     def retract(
         self, hold: Hold, num_blocks: int, keys: Sequence[bytes], num_tokens: int, fence: Fence | None
     ) -> SavedLease | None:
-        """Save everything in the first `num_blocks` blocks of `hold`, of which the first have `keys`; `fence`
-        covers the steps that still write. None where there is no host tier, and while a save before it is
-        overdue."""
+        """Save the first `num_blocks` blocks of `hold`, the first of which have `keys`. `fence` covers the
+        steps that still write. None without a host tier, and while an earlier save is overdue."""
         if not self.host.num_slots:
             return None
-        # blocks of this request that were offered go first, so that they are known to be on their way
+        # the request's offered blocks go first, so that they count as in flight
         self.submit()
         if self.mover.is_late():
             self.counts.saves_late += num_blocks - len(keys)  # the others were counted when they were offered
@@ -340,11 +335,10 @@ class Saves:
         return lease
 
     def save(self, keys: Sequence[bytes], fence: Fence | None) -> None:
-        """Have those of `keys` that only the device has copied to host memory, in place of unwanted blocks
-        there: they need not wait for their room on the device to be needed. `fence` covers all that was
-        launched. What host memory has and a disk behind it has evicted since is dirty again: the next
-        `persist` writes it."""
-        self.submit()  # what was offered is known to be on its way then
+        """Copy those of `keys` that only the device has to host memory, in place of unwanted blocks, without
+        waiting until their device slots are needed. `fence` covers all launched work. Blocks in host memory
+        that the disk has since evicted become dirty again; the next `persist` writes them."""
+        self.submit()  # offered blocks count as in flight from here on
         if self.cold and isinstance(store := self.first.calls.store, PinningStore):
             places = zip(keys, self.host.has_each(keys), store.has_each(keys), strict=True)
             lacking = {
@@ -365,7 +359,7 @@ class Saves:
     def _save_slots(
         self, slots: Sequence[int], owner: str, after: Sequence[Fence] = (), moves: bool = False
     ) -> None:
-        """Of the device, sealed, held or not."""
+        """Save sealed device slots, held or not."""
         run = as_run(sorted(slots))
         fences = (*self.pool.last_use(run), *after)
         pin = self.pool.pin(run, owner)
@@ -377,11 +371,11 @@ class Saves:
     def make_room(
         self, num_blocks: int, floor: int, give_way: Callable[[int], None], num_more: int = 0
     ) -> bool:
-        """Whether the next `num_blocks` slots of the device can be drawn without losing a block that only the
-        device has. Where not, such blocks are being moved to host memory when this returns, with those of the
-        `num_more` that would be next; `floor` slots stay available meanwhile. `give_way` has host memory
-        forget up to so many blocks that stay on the device: they are saved again when they have to leave it.
-        Without a host tier every block is lost in any case."""
+        """Whether the next `num_blocks` device slots can be drawn without losing a block that only the device
+        has. If not, such blocks, and those among `num_more` further slots, are being moved to host memory
+        when this returns; `floor` slots stay available meanwhile. `give_way` evicts host copies of blocks
+        that stay on the device; they are saved again when they leave it. Without a host tier every evicted
+        block is lost anyway."""
         if not self.host.num_slots:
             return True
         pool = self.pool
@@ -389,7 +383,7 @@ class Saves:
         if num_evicted <= 0 or self.mover.is_late():
             return True
         if self._num_moving:
-            return False  # what it frees comes first
+            return False  # the slots that it frees come first
         alone = self._alone(num_evicted)
         if alone and num_more:
             alone = self._alone(min(num_evicted + num_more, pool.num_available - pool.num_free))
@@ -403,15 +397,14 @@ class Saves:
         return False
 
     def num_safe(self, num_slots: int) -> int:
-        """How many of the next `num_slots` to be evicted go before the first whose block only the device
-        has."""
+        """How many of the next `num_slots` evictions come before the first block that only the device has."""
         if not self.host.num_slots:
             return 0
         absent = self.host.absent(self.pool.keys_of(self.pool.coldest_slots(num_slots)))
         return next((place for place, is_alone in enumerate(absent) if is_alone), len(absent))
 
     def _alone(self, num_slots: int) -> list[int]:
-        """Those of the next `num_slots` to be evicted whose blocks only the device has."""
+        """Of the next `num_slots` to be evicted, those whose blocks only the device has."""
         slots = self.pool.coldest_slots(num_slots)
         return [
             slot
@@ -438,9 +431,9 @@ class Saves:
             self._unwanted.clear()
 
     def _land(self, save: Save) -> None:
-        """What has come is found from now on; what has come to nothing is not."""
+        """Landed blocks can be found from now on; failed ones are dropped."""
         for error in save.take_arrived():
-            if save.parts:  # a retraction may bring nothing but what is private
+            if save.parts:  # a retraction may have private blocks only
                 taken = save.parts.popleft()
                 (self.host.land if error is None else self.host.drop)(taken)
                 if error is None:
@@ -454,13 +447,14 @@ class Saves:
             self._fill_lease(save, save.lease)
         for pin in save.pins:
             pin.end()
-            # wanted blocks too: they would be moved again, and the next request would wait for ever
+            # Wanted blocks, too: otherwise they would be moved again, and the next request would wait
+            # forever.
             if save.moves:
                 self.pool.evict_these(pin.slots)
         self._num_moving -= sum(len(offer.keys) for offer in save.offers) if save.moves else 0
 
     def _fill_lease(self, save: Save, lease: SavedLease) -> None:
-        """The retraction is over: what has landed is the lease's."""
+        """The retraction's save is over; its landed blocks belong to the lease."""
         landed, private = save.error() is None, save.private
         slots, pin = self.host.pin_each(save.offers[0].keys, save.label)
         self.host.keep(lease, *(() if private is None else (private,)))
@@ -472,7 +466,7 @@ class Saves:
             self.host.end_lease(lease)
 
     def settle_writes(self) -> None:
-        """Take in writes of cold tiers that are over, and what has left host memory."""
+        """Take in writes to cold tiers that are over, and evictions from host memory."""
         if not self.cold:
             return
         if self._num_losses != self.first.calls.num_losses:
@@ -487,7 +481,7 @@ class Saves:
             self._forget_gone()
 
     def hand_over(self) -> bool:
-        """Give cold tiers what is to be written in this turn; says whether a flush has more for the next."""
+        """Submit this turn's writes to cold tiers. Returns whether a flush has more for the next turn."""
         if not self.cold:
             return False
         if self.limits.admission == "evict" and not self._rests and not self._writing:
@@ -506,7 +500,7 @@ class Saves:
     # ------------------------------------------------------------------------------------------- host to cold
 
     def landed(self, keys: Sequence[bytes], depths: Sequence[int], source: str = "device") -> None:
-        """Blocks have landed in host memory, out of `source`: what is written of them now is written."""
+        """Blocks have landed in host memory from `source`; write those that admission selects."""
         self._rests = False
         if self._unshared or self._unwanted:
             self.host.forget([key for key in keys if key in self._unwanted])
@@ -525,25 +519,26 @@ class Saves:
                 self._write_in_slices(tier, keys, depths)
 
     def begin_unshared(self, keys: Sequence[bytes]) -> None:
-        """Only their request looks for these keys, and none does after a restart: cold tiers never have
-        them."""
+        """Only their request knows these keys, and only in this process: they are never written to cold
+        tiers."""
         self._unshared.update(keys)
 
     def end_unshared(self, keys: Sequence[bytes]) -> int:
-        """Their request has left; returns how many are forgotten now. What has not landed yet is forgotten
-        when it does."""
+        """Their request has ended. Returns how many blocks are forgotten now; the others are forgotten when
+        they land."""
         self._unshared.difference_update(keys)
         self._unwanted.update(keys)
-        return self.host.forget(list(dict.fromkeys(keys)))  # several of those who knew them may go at once
+        # several requests with the same keys may end at once
+        return self.host.forget(list(dict.fromkeys(keys)))
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Blocks in host memory were asked for again."""
+        """Blocks in host memory were used again."""
         if self.limits.admission == "reuse" and self.cold:
             dirty = [key for key in keys if key in self._dirty and key not in self._writing]
             self._write_in_slices(self.first, dirty, [self._dirty[key] for key in dirty])
 
     def _clean(self) -> None:
-        """Write what is about to leave host memory, a little at a time."""
+        """Write blocks that will soon be evicted from host memory, a few at a time."""
         if self.host.slots.free * _CLEAN_SHARE < self.host.num_slots:
             coldest = self.host.coldest(max(_CLEAN_BLOCKS, self.host.num_slots // _CLEAN_SHARE))
             self._rests = (
@@ -582,7 +577,7 @@ class Saves:
             self.host.end_handles([pin])
         elif tier is self.first:
             self._emptied_before[writing] = self.num_emptied
-            # not those that the queue had no room for
+            # without the blocks that the queue had no room for
             self._writing.update(key for group in writing.groups for key in group.keys)
         return writing
 
@@ -600,25 +595,24 @@ class Saves:
         self._rests |= bool(writing.keys) and not done
 
     def _forget_gone(self) -> None:
-        """What has left host memory cannot be written from there; what is being written cannot leave."""
+        """Evicted host blocks can no longer be written. Blocks being written cannot be evicted."""
         gone = [key for key in self.host.take_gone(_GONE_AT_ONCE) if key in self._dirty]
         for key in gone:
             del self._dirty[key]
         self._note_lost(gone)
 
     def reset(self, tier: str) -> Writing:
-        """Have the cold `tier` emptied. From now on nothing counts as being there: what host memory has is
-        written again when a request asks for it, behind the reset. A `persist` that is under way begins
-        again."""
+        """Empty the cold `tier`. From now on no block counts as being there; host blocks are written again,
+        after the reset, when a request asks for them. A `persist` in progress begins again."""
         writing = self.cold[tier].reset()
-        self.later = deque(one for one in self.later if one[0].name != tier)  # it was queued before
+        self.later = deque(one for one in self.later if one[0].name != tier)  # it was queued before the reset
         if tier == self.first.name:
             self._begin_anew()
         return writing
 
     def _begin_anew(self) -> None:
-        """Nothing counts as being in the first tier: what host memory has is dirty, but for what cold tiers
-        never have."""
+        """No block counts as being in the first tier: all host blocks are dirty, except those that cold tiers
+        never get."""
         self.num_emptied += 1
         self._writing.clear()
         self._dirty = {
@@ -629,13 +623,13 @@ class Saves:
     # ------------------------------------------------------------------------------------------------ persist
 
     def persist(self) -> Persisting | None:
-        """Have everything sealed so far written to the first cold tier, and made safe there; None: there is
+        """Write all blocks sealed so far to the first cold tier, and make them durable there. None: there is
         no such tier."""
         if not self.cold:
             return None
         saved = self.submit()
         while self.host.any_gone:
-            self._forget_gone()  # what has left host memory before this call counts as no loss
+            self._forget_gone()  # blocks evicted before this call do not count as lost
         persisting = Persisting(saved, self._dirty.copy())
         self.persisting.append(persisting)
         return persisting
@@ -651,40 +645,34 @@ class Saves:
             one.sync = self.first.persist()
         if one.sync.settled:
             lost = StoreFailed(
-                f"{len(one.lost)} of {len(one.keys)} blocks could "
-                f"not "
-                f"be "
-                f"written "
-                f"to "
-                f"the "
-                f"{self.first.name} tier"
+                f"{len(one.lost)} of {len(one.keys)} blocks could not be written to the {self.first.name} "
+                "tier"
             )
             one.error = one.sync.error or (lost if one.lost else None)
             one.settled = True
 
     def _begin(self, one: Persisting) -> None:
-        """With what is dirty now: `saved` has landed, or the tier was emptied. What has left host memory
-        unwritten meanwhile is lost."""
+        """Start with the blocks that are dirty now: `saved` has landed, or the tier was emptied. Blocks
+        evicted unwritten meanwhile are lost."""
         one.lost = {key for key in one.lost if key not in self._dirty}
         one.keys = {**dict.fromkeys(one.lost, 0), **self._dirty}
         one.unwritten = iter(one.keys)
         one.sync, one.num_emptied = None, self.num_emptied
 
     def _hand_over(self, one: Persisting) -> bool:
-        """The next slice of it; says whether there may be more. What is on its way already, or clean by now,
-        is passed over."""
+        """Submit the next slice. Returns whether there may be more. Skips blocks that are being written or
+        are clean by now."""
         keys = list(itertools.islice(one.unwritten, _WRITE_AT_ONCE))
         dirty = [key for key in keys if key in self._dirty and key not in self._writing]
         for start in range(0, len(dirty), _CLEAN_BLOCKS):
             some = dirty[start : start + _CLEAN_BLOCKS]
             writing = self._write_dirty(some, must=True)
-            # those have left host memory
+            # these were evicted from host memory
             one.lost.update(some if writing is None else set(some).difference(writing.keys))
         return len(keys) == _WRITE_AT_ONCE
 
     def _note_lost(self, keys: Sequence[bytes]) -> None:
-        """They are still dirty though they were written, or not in host memory any more though they are
-        dirty."""
+        """The blocks are still dirty after their write, or were evicted while dirty."""
         for one in self.persisting:
             one.lost.update(key for key in keys if key in one.keys)
 

@@ -1,6 +1,6 @@
-"""What a cold tier keeps its blocks in: a disk, or a store that several engines share. Owns the words that
-all of them speak, and what stands before a block's bytes wherever they leave the process. Adding a store is a
-file with a `BlockStore` in it, and a line where its kind is named."""
+"""The interface of a cold tier's storage: a disk, or a store that several engines share. Owns the protocols,
+and the header before a block's bytes outside the process. To add a store, write a file with a `BlockStore`,
+and a line where its kind is named."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from penstock.kv.blocks.key import KEY_BYTES, SCOPE_BYTES
 
 
 class Outcome(enum.Enum):
-    """What became of one block of a read or a write."""
+    """Outcome of one block of a read or a write."""
 
     DONE = "done"
-    MISSING = "missing"  # read: not there, or not any more
-    CORRUPT = "corrupt"  # read: there, and not what was written; it has been removed
-    FULL = "full"  # write: no room, and nothing that may be evicted
-    FAILED = "failed"  # this block alone could not be read or written
+    MISSING = "missing"  # read: not there, or gone
+    CORRUPT = "corrupt"  # read: damaged; it has been removed
+    FULL = "full"  # write: no room, and nothing may be evicted
+    FAILED = "failed"  # only this block could not be read or written
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Whose blocks these are: engines with equal spaces share them, others never meet."""
+    """The owner of blocks: engines with equal spaces share them; others never see them."""
 
-    # 32 bytes: of everything but salt and adapter that decides what a block's bytes mean; those two are in
-    # the keys
+    # 32 bytes: covers everything that decides what a block's bytes mean, except salt and adapter, which are
+    # in the keys.
     digest: bytes
     block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What is in a store, as far as it knows; in blocks."""
+    """Blocks in a store, if known."""
 
     num_used: int
-    num_slots: int | None = None  # None: somebody else decides
+    num_slots: int | None = None  # None: the store is shared and sets its own limit
 
     def as_dict(self) -> dict[str, int]:
-        """Nothing where somebody else decides: nobody here counts, and a zero would say that it is empty."""
+        """Empty for a shared store: its blocks are not counted here, and a zero would mean that it is
+        empty."""
         return (
             {} if self.num_slots is None else {"used": self.num_used, "free": self.num_slots - self.num_used}
         )
@@ -53,18 +54,17 @@ class StoreUsage:
 class BlockStore(Protocol):
     """Blocks by key, in a place that outlives the process.
 
-    Calls block and come from several lanes at once; each ends within the time that the store was built with.
-    They raise `StoreFailed` where the place as a whole does not answer or cannot be used: what is wrong with
-    single blocks is an outcome. Bytes that `read` calls DONE were checked: key, space, length and checksum.
-    After any other outcome the buffer holds anything.
+    Calls block and come from several lanes at once; each ends within the timeout that the store was built
+    with. They raise `StoreFailed` if the store as a whole does not answer or cannot be used; a problem with
+    one block is an outcome. Bytes that `read` reports as DONE were checked: key, space, length and checksum.
+    After any other outcome the buffer's content is undefined.
     """
 
     name: str  # of its tier: "ssd" or "remote"
     local: bool  # `find` answers from memory: any thread may call it, and it never blocks
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """How many of the first `keys` are there, up to the first that is not. A guess where it must be: the
-        truth shows on reading."""
+        """Number of leading `keys` that are there. May be a guess: `read` decides."""
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
         """Each block into its buffer of `Space.block_bytes`."""
@@ -72,71 +72,70 @@ class BlockStore(Protocol):
     def write(
         self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
     ) -> list[Outcome]:
-        """Each block under its key; one that is there already counts as DONE. `depths`: places in their
-        prompts, for eviction."""
+        """Write each block under its key. One that is there already counts as DONE. `depths`: positions in
+        their prompts, for eviction."""
 
     def persist(self) -> None:
-        """Everything that `write` has returned DONE for survives a crash of process and machine from now on,
-        as far as it can say."""
+        """Make every block that `write` reported as DONE survive a crash of the process and the machine, as
+        far as the store can tell."""
 
     def probe(self) -> None:
-        """Return if the place can be used again, raise `StoreFailed` if not. A cheap call that changes
-        nothing."""
+        """Return if the store can be used again, else raise `StoreFailed`. Cheap; changes nothing."""
 
     def reset(self) -> int:
-        """Forget every block of this space; returns how many, as far as it is known."""
+        """Forget every block of this space. Returns how many, if known."""
 
     def usage(self) -> StoreUsage:
         """Never blocks."""
 
     def close(self) -> None:
-        """Idempotent. No call is under way."""
+        """Idempotent. No call is in flight."""
 
 
 class Written(enum.Enum):
-    """What became of a manifest that was to be written."""
+    """Outcome of writing a manifest."""
 
     DONE = "done"
-    TAKEN = "taken"  # something else is under its id than the writer has said
-    FULL = "full"  # there is no room for it
+    TAKEN = "taken"  # the content under its id is not the expected one
+    FULL = "full"  # there is no room
 
 
 @runtime_checkable
 class ManifestStore(Protocol):
-    """A store that has manifests of snapshots beside its blocks. They are few, are written rarely and read
-    whole; a reset leaves them. Calls block and end within the same time as those for blocks, and raise
-    `StoreFailed`. Several engines write at once: what is there is compared and changed in one step, so that
-    of two writers of one id exactly one is told DONE."""
+    """A store that also keeps manifests of snapshots. They are few, are written rarely and are read whole; a
+    reset leaves them. Calls block, have the same timeout as those for blocks, and raise `StoreFailed`.
+    Several engines write at once: a write is one atomic compare-and-set, so of two writers of one id exactly
+    one gets DONE."""
 
     def manifests(self, start: str = "") -> list[str]:
-        """Ids of those that are there and begin with `start`."""
+        """Ids of the manifests that begin with `start`."""
 
     def read_manifest(self, id: str) -> bytes | None:
-        """As it was written, or not: whoever reads it checks it. None: it is not there."""
+        """The stored bytes; the caller checks them. None: it is not there."""
 
     def write_manifest(
         self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
     ) -> Written:
-        """Write it where `instead_of` is what is there; None: where nothing is. DONE: all of it is there, to
-        survive what a persisted block survives. Else nothing has changed. It may be forgotten after
+        """Write it if `instead_of` is the present content (None: if nothing is there). DONE: all of it is
+        there, as durable as a persisted block. Otherwise nothing has changed. The store may forget it after
         `expires_in_s`."""
 
     def remove_manifest(self, id: str, only: bytes | None = None) -> None:
-        """Where `only` is what is there; None: whatever is. No error where nothing is removed."""
+        """Remove it if `only` is the present content (None: any content). No error if nothing is removed."""
 
 
 @runtime_checkable
 class PinningStore(Protocol):
-    """A place that evicts by itself, and can be told what not to. None of it blocks."""
+    """A place with its own eviction, in which blocks can be pinned. Never blocks."""
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
-        """None of `keys` is evicted from now on, whether it is here already or comes later."""
+        """Protect `keys` from eviction. Applies to blocks that come later, too."""
 
     def unpin_keys(self, id: str) -> None:
         """Idempotent."""
 
     def num_leading(self, keys: Sequence[bytes]) -> int:
-        """How many of the first `keys` are here."""
+        """How many of the leading `keys` are here."""
 
     def has_each(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of `keys` are here."""
@@ -158,16 +157,16 @@ class Envelope(NamedTuple):
     key: bytes
     space: bytes
     num_bytes: int  # of the payload
-    sequence: int  # counts writes of one store: of two blocks with one key, the higher is the newer
+    sequence: int  # counts writes of one store; of two blocks with one key, the higher is newer
     checksum: bytes
 
     def fits(self, payload: memoryview | bytes) -> bool:
-        """Whether `payload` is what this header was written for."""
+        """Whether `payload` belongs to this header."""
         return len(payload) == self.num_bytes and checksum(payload) == self.checksum
 
 
 def checksum(payload: memoryview | bytes) -> bytes:
-    """128 bits, at memory speed; against accidents, not against somebody who can write into the store."""
+    """128 bits, at memory speed. Detects accidents, not an attacker who can write into the store."""
     return xxhash.xxh3_128_digest(payload)
 
 
@@ -181,7 +180,7 @@ def pack(key: bytes, space: bytes, payload: memoryview | bytes, sequence: int = 
 
 
 def unpack(header: memoryview | bytes) -> Envelope | None:
-    """None: no header of this format stands there, or it is damaged."""
+    """None: no header of this format, or a damaged one."""
     if len(header) < HEADER_BYTES:
         return None
     head = bytes(header[: HEADER_BYTES - _CHECK.size])

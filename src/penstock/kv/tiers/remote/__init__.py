@@ -1,6 +1,6 @@
 """Stores that several engines share: one module for each kind, with a `BlockStore` in it. Owns the table of
-kinds, what all of them are, the check of a value that came back, and how a URL is taken apart. No message
-repeats a part of the URL: a password may stand anywhere in it."""
+kinds, their common base, the check of received values, and the parsing of URLs. No message repeats a part of
+the URL: it may contain a password anywhere."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ KINDS = {
 
 
 def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
-    """Connects lazily: a store that is down at start is a store that is down. Raises ConfigError for a URL
-    that can never work; no message repeats the URL, which may have a password in it."""
+    """Connects lazily: a store that is down at start is treated like one that fails later. Raises ConfigError
+    for a URL that can never work; no message repeats the URL, which may contain a password."""
     scheme = url.partition("://")[0]  # urlsplit's own errors repeat what it was given
     if scheme not in KINDS:
         raise ConfigError(f"{FLAG} must start with one of {', '.join(f'{kind}://' for kind in KINDS)}")
@@ -72,7 +72,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 
 class SharedStore:
-    """What each of them is: a place that others use, too. Every call but a `reset` ends within
+    """The common base: a place that other engines use, too. Every call but `reset` ends within
     `timeout_s`."""
 
     name = "remote"
@@ -84,30 +84,28 @@ class SharedStore:
         self._timeout_s = timeout_s
 
     def _until(self) -> float:
-        """When a call that begins now has to be over."""
+        """The deadline of a call that begins now."""
         return time.monotonic() + self._timeout_s
 
     def persist(self) -> None:
-        """What has answered a write keeps it, for as long as the store's owner says: nothing more is asked of
-        it."""
+        """Does nothing: an acknowledged write is kept as long as the store's owner decides."""
 
     def usage(self) -> StoreUsage:
-        """Others write and remove there, too: nobody counts but the place itself."""
+        """Other engines write and remove there, too; only the store itself can count."""
         return StoreUsage(0)
 
 
 def is_block(header: memoryview | bytes, key: bytes, space: bytes, payload: memoryview) -> bool:
-    """Whether `payload` is what was written under `key` in `space`, as the header before it says."""
+    """Whether `payload` is the block of `key` in `space`, as its header says."""
     envelope = unpack(header)
     return envelope is not None and envelope.key == key and envelope.space == space and envelope.fits(payload)
 
 
 def copy_checked(value: memoryview, key: bytes, space: bytes, slot: memoryview) -> Outcome:
-    """A whole value, header and bytes, into the host slot. The slot is what is checked: others may still
-    write into `value`."""
+    """Copy a whole value into the host slot and check it there: other writers may still change `value`."""
     if len(value) != HEADER_BYTES + len(slot):
         return Outcome.CORRUPT
-    # without the interpreter's lock
+    # without the GIL
     np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
     return Outcome.DONE if is_block(bytes(value[:HEADER_BYTES]), key, space, slot) else Outcome.CORRUPT
 
@@ -129,7 +127,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """The parts of a URL. `user` and `password` are decoded, and None where the URL has none."""
+    """The parts of a URL. `user` and `password` are decoded; None if the URL has none."""
 
     scheme: str
     user: str | None = field(repr=False)
@@ -157,7 +155,7 @@ def parse_url(url: str, form: str, options: Sequence[str]) -> StoreUrl:
     try:
         parts = urlsplit(url)
         pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True) if parts.query else []
-    except ValueError:  # its text repeats what it is about
+    except ValueError:  # its text repeats the URL
         raise ConfigError(f"{FLAG} must look like {form}") from None
     given = dict(pairs)
     need(

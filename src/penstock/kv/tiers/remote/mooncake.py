@@ -3,15 +3,14 @@ and the processes in which the library runs (`mooncake_program`) with the memory
 
 `mooncake://host[:port][?metadata=URL&protocol=tcp|rdma&device=NAME&local=HOST&segment_gib=N&buffer_gib=N]`
 
-One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`, in the memory of
-whichever nodes lend some to the store. The master forgets blocks when that is full, and those of a node that
-is gone.
+One block is one value, its header before its bytes, under `penstock:FORMAT:SPACE:KEY`, in the memory of the
+nodes that lend some to the store. The master evicts blocks when that is full, and forgets blocks of lost
+nodes.
 
-Values pass through memory shared with that process: one copy more than into the host slot itself, for which
-host slots are never in the library's hands. It lets every machine that can reach its port read and write what
-is registered with it, and may touch a buffer after the call that named it has failed; so a block is checked
-where it lies in its slot, after that copy. A call that is overdue ends with the process: when it has raised,
-nothing writes into the shared memory any more.
+Values pass through memory shared with that process. This costs one more copy, but the library never gets
+access to host slots. The library lets every machine that can reach its port read and write registered memory,
+and may touch a buffer after a failed call; so a block is checked in its host slot, after the copy. An overdue
+call ends with the process: after it has raised, nothing writes into the shared memory.
 """
 
 from __future__ import annotations
@@ -51,19 +50,18 @@ log = logging.getLogger(__name__)
 
 _PORT = 50051
 _RESET_S = 60.0  # the master looks at every name it knows
-_LOG_VARIABLE = "MC_LOG_LEVEL"  # whoever sets it wants to see what the library says
-_LANE_BYTES = 8 << 20  # of values that one call moves at most, as far as one value is not more
+_LOG_VARIABLE = "MC_LOG_LEVEL"  # if it is set, the library's output is shown
+_LANE_BYTES = 8 << 20  # bytes of values per call, or one value if that is larger
 _LANES = 8  # calls at once
-_LEAVE_S = 5.0  # for the process to end by itself, longer than it allows the library
-_SEND_S = 1  # for the process to take a message
+_LEAVE_S = 5.0  # for the process to exit; longer than it gives the library
+_SEND_S = 1  # for the process to receive a message
 _START_S = 60.0  # for the process to connect; then it is ended, and another one tries
 _AGAIN_S = 5.0  # between two tries to lend memory
 
-# The library's codes, as far as they mean something special to us. Those of the master as a whole are a
-# range.
-_NO_ROOM = (-200, -1700)  # no memory to be had; the tenant's share is used up
-_BAD_LENGTH = -600  # or another argument that it did not like
-_ABSENT = (-703, -704, -707)  # being written; not there; forgotten while it was read
+# The library's codes that need special treatment. Errors of the master as a whole are a range.
+_NO_ROOM = (-200, -1700)  # no memory; the tenant's quota is used up
+_BAD_LENGTH = -600  # or another rejected argument
+_ABSENT = (-703, -704, -707)  # being written; not there; evicted during the read
 _THERE_ALREADY = -705
 _MASTER = range(-1099, -899)  # it does not answer, or not yet
 
@@ -74,13 +72,8 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
     need(sys.platform == "linux", "mooncake:// works on Linux only")
     if importlib.util.find_spec("mooncake") is None:  # the library is never imported here
         raise ConfigError(
-            f"{FLAG} mooncake:// needs its "
-            f"client "
-            f"library: "
-            f"pip "
-            f"install "
-            f"'penstock[mooncake]'; "
-            f"it needs libibverbs1, too"
+            f"{FLAG} mooncake:// needs its client library: pip install 'penstock[mooncake]'; it needs "
+            "libibverbs1, too"
         )
     check_hosts([address.host])
     return MooncakeStore(address, space, timeout_s)
@@ -94,7 +87,8 @@ class MooncakeAddress(NamedTuple):
     metadata: str = "P2PHANDSHAKE"  # nodes find each other without a server for that
     protocol: str = "tcp"
     device: str = ""  # of RDMA; empty: the library chooses
-    local: str = ""  # how other nodes call this one; empty: the address from which the master is reached
+    # this node's address for others; empty: the local address of the connection to the master
+    local: str = ""
     segment_bytes: int = 0  # lent to the store by this engine
     buffer_bytes: int = 16 << 20  # for the library's own use
 
@@ -122,8 +116,8 @@ def _gib(text: str) -> int:
 
 
 class MooncakeStore(SharedStore):
-    """Every call ends within `timeout_s`; `reset` alone may take as long as the master needs. What is written
-    outlives this engine in the memory of others; more is not to be had."""
+    """Every call ends within `timeout_s`, except `reset`, which takes as long as the master needs. Written
+    blocks outlive this engine in other nodes' memory; there is no stronger durability."""
 
     def __init__(self, address: MooncakeAddress, space: Space, timeout_s: float) -> None:
         super().__init__(space, timeout_s)
@@ -163,7 +157,7 @@ class MooncakeStore(SharedStore):
         outcomes: list[Outcome],
         until: float,
     ) -> None:
-        """What the library refuses to read may be too long; what is wrong is removed."""
+        """A value that the library refuses to read may be too long. Wrong values are removed."""
         refused = [place for place, code in enumerate(codes) if code == _BAD_LENGTH]
         if refused:
             lengths = client.ask("size", self._names([keys[place] for place in refused]), until)
@@ -171,7 +165,7 @@ class MooncakeStore(SharedStore):
                 outcomes[place] = Outcome.CORRUPT if length > self._value_bytes else Outcome.FAILED
         bad = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         if bad:
-            with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
+            with contextlib.suppress(StoreFailed):  # the wrong value stays; the next reader tries again
                 client.ask("remove", self._names(bad), until)
 
     def _outcome(self, code: int, value: memoryview, key: bytes, slot: memoryview) -> Outcome:
@@ -185,7 +179,7 @@ class MooncakeStore(SharedStore):
     def write(
         self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
     ) -> list[Outcome]:
-        """What is there already is left as it is."""
+        """Leaves existing values as they are."""
         until = self._until()
         client = self._clients.connected(until)
         codes: list[int] = []
@@ -209,7 +203,7 @@ class MooncakeStore(SharedStore):
         return Outcome.DONE if code in (0, _THERE_ALREADY) else Outcome.FAILED
 
     def probe(self) -> None:
-        """The master must answer; which nodes do is seen when blocks of theirs are asked for."""
+        """The master must answer. A missing node shows when its blocks are read."""
         until = self._until()
         _checked(self._clients.connected(until).ask("exist", [f"{self._prefix}probe"], until))
 
@@ -225,7 +219,7 @@ class MooncakeStore(SharedStore):
 
 
 def _checked(codes: Sequence[int]) -> list[int]:
-    """Raises StoreFailed where the master, and not something about one block, is the trouble."""
+    """Raises StoreFailed if the master failed, rather than a single block."""
     for code in codes:
         if code in _MASTER:
             raise StoreFailed(f"Mooncake's master did not answer ({code})")
@@ -233,7 +227,7 @@ def _checked(codes: Sequence[int]) -> list[int]:
 
 
 def _some_worked(outcomes: list[Outcome]) -> list[Outcome]:
-    """Where every single block failed it is the store that did."""
+    """If every block failed, the store has failed."""
     if outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
         raise StoreFailed("Mooncake could not move any of the blocks: their nodes do not answer")
     return outcomes
@@ -248,18 +242,18 @@ def _runs(num: int, at_once: int) -> Iterator[slice]:
 
 
 class MooncakeLane:
-    """Room for values in memory that two processes have, and a way to ask the other one about them. For one
-    call at a time."""
+    """Memory for values shared by two processes, and a socket to the other process. For one call at a
+    time."""
 
     def __init__(self, link: socket.socket, values: Sequence[tuple[int, memoryview]]) -> None:
         self.values = [view for _, view in values]
-        self.owed = False  # an answer that did not come: the lane is of no use any more
+        self.owed = False  # an answer did not come; the lane cannot be used again
         self._offsets = [offset for offset, _ in values]
         self._link = link
 
     def call(self, what: str, names: Sequence[str], until: float) -> list[int]:
-        """The library's codes, one for each name; the first values are those of the names, where it is about
-        values. Raises OSError where no answer comes."""
+        """The library's codes, one per name. If the call moves values, the first values are those of the
+        names. Raises OSError if no answer comes."""
         self.owed = True
         _send(self._link, [what, names, self._offsets[: len(names)]], until)
         codes, why = _receive(self._link, until)
@@ -298,7 +292,7 @@ class MooncakeClient:
         self._link, *links = [ours for ours, _ in pairs]
         for first, link in zip(range(0, len(views), self.lane_values), links, strict=True):
             self._lanes.put(MooncakeLane(link, views[first : first + self.lane_values]))
-        with contextlib.suppress(OSError):  # it has ended already, as the next one to look finds out
+        with contextlib.suppress(OSError):  # the process has ended; the next check finds that out
             _send(self._link, {"setup": list(setup), "value_bytes": value_bytes}, self.began_s + _SEND_S)
 
     @property
@@ -314,8 +308,8 @@ class MooncakeClient:
         return self._process.pid
 
     def wait_ready(self, until: float) -> None:
-        """The library is connected. Raises StoreFailed where it is not by then; it goes on connecting. One
-        caller at a time."""
+        """Wait until the library is connected. Raises StoreFailed if it is not by then; it goes on
+        connecting. One caller at a time."""
         if self._ready:
             return
         try:
@@ -330,8 +324,7 @@ class MooncakeClient:
 
     @contextlib.contextmanager
     def lane(self, until: float) -> Iterator[MooncakeLane]:
-        """A lane for one call. When that ends, however it does, nothing touches the lane's values any
-        more."""
+        """A lane for one call. After the call, even a failed one, nothing touches the lane's values."""
         try:
             lane = self._lanes.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
@@ -348,7 +341,7 @@ class MooncakeClient:
             self._lanes.put(lane)
 
     def ask(self, what: str, names: Sequence[str], until: float) -> list[int]:
-        """The library's codes for a question that is not about values."""
+        """The library's codes for a call without values."""
         with self.lane(until) as lane:
             return lane.call(what, names, until)
 
@@ -358,7 +351,7 @@ class MooncakeClient:
         self._process.wait()
 
     def leave(self) -> None:
-        """The process takes leave of the master and ends. Does not wait for it; idempotent."""
+        """The process disconnects from the master and ends. Does not wait for it; idempotent."""
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_WR)
 
@@ -389,7 +382,7 @@ def _spawn(descriptors: Sequence[int], environment: Mapping[str, str]) -> subpro
         env={**environment, **os.environ},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        # it tells everything twice, and every failure at length
+        # the library logs everything twice, and every failure at length
         stderr=None if _LOG_VARIABLE in os.environ else subprocess.DEVNULL,
         pass_fds=descriptors,
         start_new_session=True,  # an interrupt from the terminal is for the engine, which then closes it
@@ -402,7 +395,7 @@ def _send(link: socket.socket, message: object, until: float) -> None:
 
 
 def _receive(link: socket.socket, until: float) -> tuple[list[int], str]:
-    """One answer; nothing else is on its way. Where time runs out it can be waited for again."""
+    """One answer; no other is in flight. After a timeout the caller may wait again."""
     data = b""
     while not data.endswith(b"\n"):
         link.settimeout(max(0.001, until - time.monotonic()))
@@ -415,9 +408,8 @@ def _receive(link: socket.socket, until: float) -> tuple[list[int], str]:
 
 
 class MooncakeClients:
-    """The client of a store, started when it is needed and again after it has ended; and where the engine
-    lends memory to the store another one that does nothing else, so that it outlives calls that are
-    overdue."""
+    """The client of a store, started on demand and restarted after it has ended. If the engine lends memory
+    to the store, a second client does only that, so that it survives overdue calls."""
 
     def __init__(self, address: MooncakeAddress, value_bytes: int, timeout_s: float) -> None:
         self._address = address
@@ -442,13 +434,13 @@ class MooncakeClients:
             )
             if self._address.segment_bytes and again:
                 self._lender = self._living(self._lender, until, self._address.segment_bytes)
-            client.wait_ready(until)  # nobody could do anything before that
+            client.wait_ready(until)  # no call works before that
             return client
         finally:
             self._lock.release()
 
     def _living(self, client: MooncakeClient | None, until: float, segment_bytes: int) -> MooncakeClient:
-        """This one, or another where it has ended or does not get anywhere."""
+        """This client, or a new one if it has ended or is stuck."""
         if (
             client is not None
             and client.alive
@@ -487,7 +479,7 @@ class MooncakeClients:
 
 
 def _limits(timeout_s: float) -> dict[str, str]:
-    """What the library takes from its environment: how long it waits by itself."""
+    """Environment variables of the library: its own timeouts."""
     milliseconds, seconds = str(math.ceil(timeout_s * 1000)), str(math.ceil(timeout_s))
     waits = {
         "MC_RPC_TIMEOUT_MS": milliseconds,
@@ -498,8 +490,8 @@ def _limits(timeout_s: float) -> dict[str, str]:
 
 
 def _own_address(host: str, port: int, patience_s: float) -> str:
-    """From where the master is reached. A master that is not there is found out here, without starting a
-    process for it."""
+    """The local address of the connection to the master. A missing master is detected here, without starting
+    a process."""
     try:
         with socket.create_connection((host, port), timeout=patience_s) as link:
             return str(link.getsockname()[0])

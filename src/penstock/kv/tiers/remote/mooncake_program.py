@@ -7,10 +7,10 @@ lock while it connects and disconnects, for a minute and more where the master d
 outlast any deadline, and its transfers may touch a buffer after the call that named it has failed; it ends
 the process when it finds itself broken. A process can be killed, and touches nothing then.
 
-Arguments are descriptors: of the memory, of the socket on which it is told the settings, and of one for each
-call that may be under way at once. One line of JSON is one message: settings, or `[what, names, offsets]`;
-each has one answer, `[codes, why]`, where `why` is empty unless something was wrong beside the codes. It ends
-when the engine closes the first socket, or ends.
+Arguments are descriptors: the memory, the socket for the settings, and one socket for each concurrent call.
+One line of JSON is one message: settings, or `[what, names, offsets]`; each has one answer, `[codes, why]`,
+where `why` is empty unless there was an error beside the codes. It ends when the engine closes the first
+socket, or ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from collections.abc import Sequence
 from typing import Any
 
 LIBRARY = "mooncake.store"
-# a call waits by spinning: where cores are few it leaves them to the threads that it waits for, and to the
-# engine's
+# A call waits by spinning. On few cores it must yield to the threads it waits for, and to the engine's.
 SPINNING_NICE = 10
-LIBRARY_ENDS_S = 3  # to take leave of the master; then the process ends all the same
+LIBRARY_ENDS_S = 3  # to disconnect from the master; then the process ends anyway
 
 
 class Program:
@@ -44,7 +43,7 @@ class Program:
         self._client: Any = None
 
     def connect(self, settings: dict[str, Any]) -> str:
-        """Why it did not work; empty: it did."""
+        """The error; empty: connected."""
         self._value_bytes = settings["value_bytes"]
         try:
             self._client = importlib.import_module(LIBRARY).MooncakeDistributedStore()
@@ -82,7 +81,7 @@ class Program:
             case "size":
                 return [self._client.get_size(name) for name in names]
             case "remove":
-                # also what somebody has asked for a moment ago
+                # also values that were read a moment ago
                 return list(self._client.batch_remove(names, True))
             case "clear":
                 return [self._client.remove_by_regex(name, True) for name in names]
@@ -104,9 +103,9 @@ def main(arguments: Sequence[str]) -> None:
             threading.Thread(target=program.serve, args=(socket.socket(fileno=other),), daemon=True).start()
     send(link, [[], why])
     if not why:
-        lines.read()  # until the engine has had enough
+        lines.read()  # until the engine closes it
         program.close()
-    os._exit(0)  # calls that are under way, and whatever the library left behind, end here
+    os._exit(0)  # calls in flight, and anything the library left behind, end here
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ environment (AWS_*) or from the machine, never from the URL.
 One block is one object, its header before its bytes: `PREFIX/FORMAT/SPACE/KEY`. A manifest is one, too:
 `PREFIX/snapshots/SPACE/ID`.
 
-A host slot is touched by the calling thread only: what comes back lies in memory of its own until it is
-copied and checked, and what is sent was copied before. So a request that outlasts its deadline can harm
-nobody.
+Only the calling thread touches a host slot: received bytes stay in separate memory until they are copied and
+checked, and sent bytes were copied before. So a request that outlasts its deadline does no harm.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ def connect(address: StoreUrl, timeout_s: float) -> S3Store:
         if "ca" in address.options:
             client["root_certificate"] = Path(address.options["ca"]).read_bytes()
         named = {name: address.options[name] for name in ("endpoint", "region") if name in address.options}
-        # A connection that the server has just given up is met now and then; anything that lasts is the
-        # breaker's business.
+        # A connection that the server has just closed is normal; longer failures are left to the breaker.
         pause: BackoffConfig = {"init_backoff": limit / 50, "max_backoff": limit / 10}
         again: RetryConfig = {"max_retries": 2, "retry_timeout": limit, "backoff": pause}
         return S3Store(
@@ -123,8 +121,8 @@ class BucketStore(SharedStore):
         return f"<BucketStore {self._address.place}/{self._address.path}>"
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Asks for a few places at once, and again between the last that is there and the first that is not.
-        A hole further ahead is not seen: reading shows it."""
+        """Probes a few positions at once, then again between the last present and the first missing one. A
+        hole further ahead is not seen; reading finds it."""
         until = self._requests.until()
         # all before `there` count as there; `missing` is not, or does not exist
         there, missing = 0, len(keys)
@@ -150,14 +148,14 @@ class BucketStore(SharedStore):
         bad = [
             self._path(key) for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT
         ]
-        with contextlib.suppress(StoreFailed):  # it stays, and the next one to read it tries again
+        with contextlib.suppress(StoreFailed):  # the wrong object stays; the next reader tries again
             self._requests.each(partial(obstore.delete, self._bucket), bad, until)
         return outcomes
 
     def write(
         self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
     ) -> list[Outcome]:
-        """What is there already is not sent again."""
+        """Does not send existing objects again."""
         until = self._requests.until()
         there = self._requests.each(self._has, keys, until)
         new = [i for i, has in enumerate(there) if has is not True]
@@ -169,7 +167,7 @@ class BucketStore(SharedStore):
         return outcomes
 
     def probe(self) -> None:
-        """A list of nothing: it needs the bucket, and the right to look into it."""
+        """An empty listing: needs the bucket, and the right to list it."""
         self._requests.one(self._some_paths, f"{self._folder}/probe")
 
     def reset(self) -> int:
@@ -187,9 +185,8 @@ class BucketStore(SharedStore):
 
     # ---------------------------------------------------------------------------------------------- manifests
 
-    # A bucket can compare and write in one step, but not compare and remove. So what is removed under a
-    # condition becomes an empty object, which counts as nothing. The next one of that name is written in its
-    # place.
+    # A bucket has compare-and-write, but no compare-and-remove. A conditional remove therefore writes an
+    # empty object, which counts as absent. The next manifest of that name replaces it.
 
     def manifests(self, start: str = "") -> list[str]:
         ids = [
@@ -204,7 +201,7 @@ class BucketStore(SharedStore):
     def write_manifest(
         self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
     ) -> Written:
-        """Nothing forgets it: an engine that finds it expired passes over it."""
+        """It never expires in the bucket: an engine that finds it expired ignores it."""
         path = f"{self._manifests}/{id}"
         if (
             instead_of is None
@@ -222,8 +219,8 @@ class BucketStore(SharedStore):
             self._replace(path, b"", only)
 
     def _replace(self, path: str, data: bytes, expected: bytes) -> bool:
-        """Where the object has that content; one that is not there has none, where the server ignores
-        conditions. What such a server has afterwards is the last that was written."""
+        """Replace the object if it has that content. On a server that ignores conditions a missing object has
+        no content, and the last write wins."""
         content, e_tag = self._requests.one(self._get_whole, path)
         if self._honours_conditions:
             version: PutMode = {"e_tag": e_tag}
@@ -235,19 +232,13 @@ class BucketStore(SharedStore):
 
     @functools.cached_property
     def _honours_conditions(self) -> bool:
-        """Whether the server refuses to create what is there. Some ignore that it may not be."""
+        """Whether the server refuses to create an existing object. Some servers ignore that condition."""
         path = "snapshots/conditions"
         self._requests.one(self._put_if, (path, b"", "overwrite"))
         honours = not self._requests.one(self._put_if, (path, b"", "create"))
         if not honours:
             log.warning(
-                "the bucket's server ignores conditions: two engines may "
-                "both "
-                "be "
-                "told "
-                "that "
-                "they "
-                "have taken one name"
+                "the bucket's server ignores conditions: two engines may both take one name, without an error"
             )
         return honours
 
@@ -263,7 +254,7 @@ class BucketStore(SharedStore):
             return False
 
     def _get(self, key: bytes) -> memoryview | None:
-        """Nothing is received of an object whose length is not that of a block."""
+        """Downloads nothing of an object whose length is not that of a block."""
         try:
             answer = obstore.get(self._bucket, self._path(key))
             right = answer.meta["size"] == self._value_bytes
@@ -273,11 +264,11 @@ class BucketStore(SharedStore):
 
     def _put(self, named: tuple[bytes, bytes]) -> None:
         key, value = named
-        # in parts, a broken upload would stay and cost money
+        # a broken multipart upload would stay and cost money
         obstore.put(self._bucket, self._path(key), value, use_multipart=False)
 
     def _put_if(self, asked: tuple[str, bytes, PutMode]) -> bool:
-        """False: the object is not as `mode` says."""
+        """False: the object's state does not match `mode`."""
         path, value, mode = asked
         try:
             obstore.put(self._bucket, path, value, mode=mode, use_multipart=False)
@@ -286,7 +277,7 @@ class BucketStore(SharedStore):
         return True
 
     def _get_whole(self, path: str) -> tuple[bytes | None, str | None]:
-        """Its content, and the mark of this version of it."""
+        """Its content and its version tag."""
         try:
             answer = obstore.get(self._bucket, path)
             return bytes(answer.bytes()), answer.meta["e_tag"]
@@ -308,8 +299,7 @@ class BucketStore(SharedStore):
 
 
 class Requests:
-    """Requests that run at once, on threads of their own, under a deadline. One that is overdue is left to
-    itself."""
+    """Concurrent requests on their own threads, under a deadline. An overdue one is abandoned."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -331,8 +321,8 @@ class Requests:
     def together(
         self, job: Callable[[U], T], things: Sequence[U], until: float
     ) -> Iterator[tuple[int, T | Exception]]:
-        """Answers or errors with their places, as they come. Raises StoreFailed where all are errors, or not
-        all came by the deadline."""
+        """Answers or errors with their indices, as they come. Raises StoreFailed if all are errors, or if
+        some did not come by the deadline."""
         running = {self._threads.submit(job, thing): place for place, thing in enumerate(things)}
         broken: list[Exception] = []
         try:
@@ -356,14 +346,14 @@ class Requests:
 
 
 def _failure(error: Exception) -> StoreFailed:
-    """Of an error only the kind is told: the message has the request in it."""
+    """Reports only the kind of an error: its message contains the request."""
     if isinstance(error, FileNotFoundError):
         return StoreFailed("the bucket does not exist, or not any more")
     return StoreFailed(f"the bucket refused or broke off a request ({type(error).__name__})")
 
 
 def _spread(first: int, stop: int) -> list[int]:
-    """At most `_AT_ONCE` places of a range, evenly, the first and the last among them: most questions end
-    with one of those."""
+    """At most `_AT_ONCE` positions of a range, evenly spaced, including the first and the last, which settle
+    most searches."""
     num = min(_AT_ONCE, stop - first)
     return sorted({first + i * (stop - 1 - first) // max(1, num - 1) for i in range(num)})

@@ -39,13 +39,13 @@ _FORM = (
 _TLS_OPTIONS = ("ca", "cert", "key", "verify")
 _PORT = 6379
 _NUM_SLOTS = 16384  # of a cluster
-_FIND_KEYS = 512  # questions on their way at once
+_FIND_KEYS = 512  # questions in flight
 _SCAN_KEYS = b"1000"
-_MOST_MOVES = 3  # nodes that are asked for one name, one after the other
-# of values on their way at once from the same machine: what is asked ahead only falls out of caches
+_MOST_MOVES = 3  # nodes asked for one name, in turn
+# Values in flight from the same machine: more would only fall out of caches.
 _NEAR_BYTES = 1 << 20
-_FAR_BYTES = 4 << 20  # over a network, where the next one shall be under way while one is taken in
-# the longest line that is put up with; also how much of a value is copied once more, at most
+_FAR_BYTES = 4 << 20  # over a network, so that the next value is in flight while one is read
+# the longest accepted line; also the largest part of a value that is copied once more
 _LINE_BYTES = 4096
 _MAX_VALUE_BYTES = 1 << 31
 _MAX_DEPTH = 4  # of lists in lists: a map of slots has three
@@ -73,7 +73,7 @@ def open_store(url: str, space: Space, timeout_s: float) -> BlockStore:
 class ValkeyAddress:
     """Where the store is and how to talk to it."""
 
-    nodes: tuple[Node, ...]  # of a cluster, those to ask for the others
+    nodes: tuple[Node, ...]  # of a cluster: the first nodes to ask for the others
     db: int = 0
     cluster: bool = False
     ttl_s: int | None = None  # after which the server forgets a block; None: its own policy decides
@@ -125,14 +125,14 @@ def _whole(what: str, text: str, least: int) -> int:
 
 
 def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
-    """Server and name are verified unless that was expressly given up; `ca` replaces the system's
+    """Server and name are verified unless that was switched off explicitly; `ca` replaces the system's
     authorities."""
     need(options.get("verify", "none") == "none", "has a verify= that is not none: leave it out to verify")
     need("cert" in options or "key" not in options, "has a key= without a cert=")
     try:
         context = ssl.create_default_context(cafile=options.get("ca"))
         if "cert" in options:
-            # else a locked key asks on the terminal
+            # otherwise an encrypted key prompts on the terminal
             context.load_cert_chain(options["cert"], options.get("key"), password="")
     except OSError as error:  # what ssl raises, too
         raise ConfigError(
@@ -149,11 +149,11 @@ def _tls(options: Mapping[str, str]) -> ssl.SSLContext:
 
 
 class ValkeyStore(SharedStore):
-    """Every call has connections of its own while it runs, and ends within `timeout_s`; `reset` alone has
-    that for each round trip.
+    """Every call has its own connections while it runs, and ends within `timeout_s`, except `reset`, which
+    has that for each round trip.
 
-    Answers come in the order of their commands. One that ends a call leaves its connections with answers
-    owed, so they are closed.
+    Answers come in the order of their commands. If an answer ends a call, its connections still expect
+    answers, so they are closed.
     """
 
     def __init__(self, address: ValkeyAddress, space: Space, timeout_s: float) -> None:
@@ -182,7 +182,7 @@ class ValkeyStore(SharedStore):
     def _ask_each(
         self, word: bytes, names: Sequence[bytes], after: Sequence[bytes], deadline: float
     ) -> list[bool]:
-        """A question about each name whose answer is 1 or 0. What is with another node by now counts as 0."""
+        """Ask a 0-or-1 question about each name. A name that has moved to another node counts as 0."""
         answers = [False] * len(names)
         with self._connections.holding(names, deadline) as holders:
             for connection, places in holders:
@@ -226,15 +226,15 @@ class ValkeyStore(SharedStore):
     def write(
         self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
     ) -> list[Outcome]:
-        """What is there already is not sent again, only marked as used, which starts its time to live
-        again."""
+        """Does not send existing values again; marks them as used, which restarts their time to live."""
         _need_whole(blocks, self._value_bytes - HEADER_BYTES)
         deadline = self._until()
         names = self._names(keys)
         there = self._ask_each(b"EXPIRE" if self._ttl else b"TOUCH", names, self._ttl, deadline)
         left = [place for place, known in enumerate(there) if not known]
 
-        def value(place: int) -> Sequence[Buffer]:  # just before it is sent: both passes over one cache
+        # just before it is sent, so that both passes hit the cache
+        def value(place: int) -> Sequence[Buffer]:
             return pack(keys[left[place]], self._digest, blocks[left[place]]), blocks[left[place]]
 
         written = self._set_each(
@@ -253,7 +253,7 @@ class ValkeyStore(SharedStore):
         ttl: Sequence[bytes],
         deadline: float,
     ) -> list[Outcome]:
-        """The parts of each name's value, by its place."""
+        """The parts of each name's value, by index."""
         expiry = (b"EX", *ttl) if ttl else ()
         outcomes = [Outcome.FAILED] * len(names)
         with self._connections.holding(names, deadline) as holders:
@@ -281,7 +281,7 @@ class ValkeyStore(SharedStore):
         return Outcome.FAILED
 
     def probe(self) -> None:
-        """Every node must answer: one that does not would take its share of the blocks down with it."""
+        """Every node must answer: a missing one would lose its share of the blocks."""
         deadline = self._until()
         self._connections.forget()
         for node in self._connections.nodes(deadline):
@@ -290,7 +290,7 @@ class ValkeyStore(SharedStore):
                     self._connections.moved_or_fail(connection, answer)
 
     def reset(self) -> int:
-        """Each round trip has `timeout_s`: together they take as long as they take."""
+        """Each round trip has `timeout_s`; their sum is not limited."""
         num_gone = 0
         for node in self._connections.nodes(self._until()):
             with self._connections.borrowed(node, self._until()) as connection:
@@ -307,7 +307,7 @@ class ValkeyStore(SharedStore):
         return num_gone
 
     def _scan(self, connection: ValkeyConnection, start: bytes) -> Iterator[list[bytes]]:
-        """Names that begin so, as one node has them, some at a time."""
+        """Names of one node that begin with `start`, a few at a time."""
         cursor = b""
         while cursor != b"0":
             connection.deadline = self._until()
@@ -360,9 +360,8 @@ class ValkeyStore(SharedStore):
         self._of_manifest(id, remove)
 
     def _of_manifest(self, id: str, ask: Callable[[ValkeyConnection, bytes], T | Refusal]) -> T:
-        """What the node says that has this name. Where it is with another one by now, that is asked: of a
-        block a miss would do, but a manifest is there or it is not. Raises where the nodes do not agree on
-        who has it."""
+        """The answer of the node that has this name. If the name has moved, the new node is asked: for a
+        block a miss would do, but not for a manifest. Raises if the nodes do not agree."""
         name, deadline = self._manifest_prefix + id.encode(), self._until()
         for _ in range(_MOST_MOVES):
             with self._connections.holding([name], deadline) as holders:
@@ -401,8 +400,7 @@ def _set_command(name: bytes, data: bytes, after: Sequence[bytes]) -> list[bytes
 def _change_manifest(
     connection: ValkeyConnection, name: bytes, expected: bytes, change: Sequence[bytes]
 ) -> Written | Refusal:
-    """One command, where the name has the `expected` value, and where it has it still when the command is
-    carried out."""
+    """One command, executed only if the name has the `expected` value at that moment."""
     if isinstance(watched := connection.ask(b"WATCH", name), Refusal):
         return watched
     found = _read_whole(connection, name)
@@ -418,7 +416,7 @@ def _change_manifest(
 
 
 def _need_whole(blocks: Sequence[memoryview], block_bytes: int) -> None:
-    """Bytes beyond the length that was announced would be taken for commands."""
+    """Bytes beyond the announced length would be read as commands."""
     if any(len(view) != block_bytes or view.nbytes != block_bytes for view in blocks):
         raise InvariantBroken(f"a block is a view of {block_bytes} bytes")
 
@@ -427,8 +425,8 @@ def _need_whole(blocks: Sequence[memoryview], block_bytes: int) -> None:
 
 
 class ValkeyConnections:
-    """Connections that nobody uses now, and which node of a cluster has which name. For several threads; a
-    connection belongs to one of them at a time."""
+    """Idle connections, and the map of names to nodes of a cluster. For several threads; a connection belongs
+    to one of them at a time."""
 
     def __init__(self, address: ValkeyAddress) -> None:
         self._address = address
@@ -440,8 +438,8 @@ class ValkeyConnections:
 
     @contextlib.contextmanager
     def borrowed(self, node: Node, deadline: float) -> Iterator[ValkeyConnection]:
-        """One that is new or was left in order. After a failure it is gone, and so are its idle siblings,
-        which share its fate."""
+        """A new or idle connection. After a failure it is closed, and so are the idle ones to the same
+        node."""
         connection = self._take(node, deadline)
         try:
             yield connection
@@ -456,8 +454,8 @@ class ValkeyConnections:
     def holding(
         self, names: Sequence[bytes], deadline: float
     ) -> Iterator[list[tuple[ValkeyConnection, list[int]]]]:
-        """A connection to each node that has some of `names`, with their places; names that no node has are
-        in none."""
+        """A connection to each node that has some of `names`, with their indices. Names that no node has are
+        left out."""
         places: dict[Node | None, list[int]] = {}
         slots = self._map(deadline) if self._address.cluster else None
         for place, name in enumerate(names):
@@ -497,7 +495,7 @@ class ValkeyConnections:
             return not self._closed
 
     def forget(self, node: Node | None = None) -> None:
-        """Idle connections to `node`, and where keys are: others may have taken over."""
+        """Forget idle connections to `node` and the map of slots: other nodes may have taken over."""
         with self._lock:
             self._slots = None
             gone = self._idle.pop(node, []) if node is not None else []
@@ -505,7 +503,8 @@ class ValkeyConnections:
             connection.close()
 
     def moved_or_fail(self, connection: ValkeyConnection, refusal: Refusal) -> None:
-        """Returns where one name is with another node by now: which one has what is asked anew next time."""
+        """Returns if a name has moved to another node; the next call asks for the map again. Raises
+        otherwise."""
         moved = refusal.word in ("MOVED", "ASK")
         if moved and self._address.cluster:
             self.forget()
@@ -520,8 +519,7 @@ class ValkeyConnections:
         return list(self._known)
 
     def _map(self, deadline: float) -> list[Node | None]:
-        """Which node has which slot. Asked from the first node that knows it; each has its share of the
-        time."""
+        """Which node has which slot. Asks nodes in turn until one knows; each has its share of the time."""
         if (known := self._slots) is not None:
             return known
         seeds = list(dict.fromkeys((*self._known, *self._address.nodes)))
@@ -550,12 +548,12 @@ class ValkeyConnections:
 
 
 def slot_of(name: bytes) -> int:
-    """Of a name without braces, as ours are."""
+    """For a name without braces, such as ours."""
     return binascii.crc_hqx(name, 0) % _NUM_SLOTS
 
 
 def slot_map(answer: object, asked: Node) -> list[Node | None]:
-    """A node that does not know its own address is reachable under the one it was asked at."""
+    """A node that does not know its own address is reachable at the one it was asked at."""
     slots: list[Node | None] = [None] * _NUM_SLOTS
     try:
         for first, last, (host, port, *_), *_ in answer:  # type: ignore[attr-defined]
@@ -572,19 +570,18 @@ def slot_map(answer: object, asked: Node) -> list[Node | None]:
 
 
 class Refusal(NamedTuple):
-    """An error that the server answered with; of its text only the first word is kept, which names its
-    kind."""
+    """An error answer of the server. Only the first word of its text is kept, which names its kind."""
 
     word: str
 
 
-_WRONG_TYPE = Refusal("WRONGTYPE")  # somebody else's list or set, under our name
+_WRONG_TYPE = Refusal("WRONGTYPE")  # another program's list or set under our name
 
 
 class ValkeyConnection:
-    """A socket that speaks as much of RESP2 as moving blocks needs. Nothing waits on it beyond the deadline,
-    however many pieces things come in. Nothing unexpected is put up with: it ends in `StoreFailed`, and a
-    connection that still owes answers is never used again."""
+    """A socket with the subset of RESP2 that moving blocks needs. No call waits beyond the deadline, even if
+    data comes in many pieces. Anything unexpected raises `StoreFailed`, and a connection that still expects
+    answers is never used again."""
 
     def __init__(self, node: Node, connected: socket.socket, deadline: float) -> None:
         self.node = node
@@ -594,24 +591,24 @@ class ValkeyConnection:
         self._socket = connected
         self._buffer = bytearray(_LINE_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # what was received and not yet read
+        self._start = self._end = 0  # the part that was received and not yet read
 
     @property
     def quiet(self) -> bool:
-        """Nothing is owed and nothing arrives: whatever comes unasked, an end included, makes it useless."""
+        """No answer is expected and no data arrives. Unrequested data, or a closed peer, makes it useless."""
         return not self.num_owed and self._start == self._end and not self.readable
 
     @property
     def readable(self) -> bool:
-        """Something has arrived, or the other side is gone."""
+        """Data has arrived, or the peer is gone."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
-            return True  # decrypted with what was read before it: the system shows nothing of it any more
+            return True  # already decrypted: the system no longer reports it
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def at_once(self, value_bytes: int) -> int:
-        """How many values of that size to have on their way."""
+        """How many values of that size to have in flight."""
         return max(1, _NEAR_BYTES // value_bytes) if self.near else max(2, _FAR_BYTES // value_bytes)
 
     def close(self) -> None:
@@ -629,18 +626,17 @@ class ValkeyConnection:
         return self.read_answer()
 
     def ask_each(self, word: bytes, names: Sequence[bytes], *after: bytes) -> None:
-        """The same command for each name; the answers are for the caller to read."""
+        """The same command for each name; the caller reads the answers."""
         if names:
             self.send([b"".join(command(word, name, *after) for name in names)], len(names))
 
     def unlink(self, names: Sequence[bytes]) -> list[bytes | int | Refusal]:
-        """One by one, because of clusters."""
+        """One command each, because of clusters."""
         self.ask_each(b"UNLINK", names)
         return [self.read_answer() for _ in names]
 
     def query(self, *words: bytes) -> object:
-        """One command whose answer is more than a line: lists of lists, down to texts, numbers and None.
-        Raises where it is refused."""
+        """One command with a nested answer: lists, texts, numbers and None. Raises if it is refused."""
         self.send([command(*words)], 1)
         answer = self._read_item(0)
         self.num_owed -= 1
@@ -663,8 +659,8 @@ class ValkeyConnection:
         return answer
 
     def read_value(self, parts: Sequence[memoryview]) -> int | Refusal | None:
-        """The length of a value; None: there is none. One that is as long as `parts` together lies in them;
-        any other is not kept."""
+        """The length of a value; None: there is none. A value as long as `parts` together is stored in them;
+        any other is discarded."""
         line = self._read_line()
         if line[:1] == b"-":
             self.num_owed -= 1
@@ -695,7 +691,7 @@ class ValkeyConnection:
         return bytes(text)
 
     def _read_bytes(self, parts: Iterable[memoryview]) -> None:
-        """Fill `parts`, behind which a value has to end."""
+        """Fill `parts`; the value must end after them."""
         end = bytearray(len(_END))
         for part in itertools.chain(parts, [memoryview(end)]):
             done = min(len(part), self._end - self._start)
@@ -707,7 +703,7 @@ class ValkeyConnection:
             raise StoreFailed("the shared store sent a value longer than it said")
 
     def _read_line(self) -> bytes:
-        """Without its end."""
+        """Without the line end."""
         while (found := self._buffer.find(_END, self._start, self._end)) < 0:
             if self._start:
                 kept = self._end - self._start
@@ -723,7 +719,7 @@ class ValkeyConnection:
     # --------------------------------------------------------------------------------------------- the socket
 
     def send(self, parts: Sequence[Buffer], num_answers: int) -> None:
-        """Commands, in `parts` wherever they lie, one behind the other without joining them."""
+        """Send commands as scattered `parts`, without joining them."""
         self.num_owed += num_answers
         encrypted = isinstance(self._socket, ssl.SSLSocket)  # it takes one part at a time
         left = [view for part in parts if (view := memoryview(part))]
@@ -759,12 +755,7 @@ class ValkeyConnection:
         if isinstance(error, TimeoutError):
             return StoreFailed(f"the shared store at {self.node} did not answer in time")
         return StoreFailed(
-            f"the connection to the "
-            f"shared "
-            f"store "
-            f"at "
-            f"{self.node} "
-            f"broke: "
+            f"the connection to the shared store at {self.node} broke: "
             f"{error.strerror or type(error).__name__}"
         )
 
@@ -776,8 +767,8 @@ def command(*words: bytes) -> bytes:
 def command_with_value(
     words: Sequence[bytes], value_bytes: int, after: Sequence[bytes] = ()
 ) -> tuple[bytes, bytes]:
-    """What stands before and behind a value of so many bytes in a command of `words`, the value, and the
-    words `after` it."""
+    """The bytes before and after a value of that length in a command: `words`, the value, and the words
+    `after` it."""
     head = (
         b"*%d\r\n" % (len(words) + 1 + len(after))
         + command(*words).partition(_END)[2]
@@ -808,7 +799,7 @@ def _number(text: bytes) -> int:
 
 
 def _scratch(num_bytes: int) -> Iterator[memoryview]:
-    """Room for so many bytes that nobody wants, a piece at a time."""
+    """Buffers for bytes to discard, a piece at a time."""
     scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
     for first in range(0, num_bytes, _SCRATCH_BYTES):
         yield scratch[: num_bytes - first]
@@ -818,10 +809,10 @@ def _scratch(num_bytes: int) -> Iterator[memoryview]:
 
 
 def connect(node: Node, address: ValkeyAddress, deadline: float) -> ValkeyConnection:
-    """A connection that may be asked for blocks."""
+    """A connection that is ready for commands."""
     connection = ValkeyConnection(node, connected := dial(node, address.tls, deadline), deadline)
     try:
-        with contextlib.suppress(OSError):  # it is gone again, as the next round trip shows
+        with contextlib.suppress(OSError):  # if the peer is gone again, the next round trip shows it
             connection.near = connected.getsockname()[0] == connected.getpeername()[0]
         _greet(connection, address)
     except BaseException:
@@ -831,7 +822,7 @@ def connect(node: Node, address: ValkeyAddress, deadline: float) -> ValkeyConnec
 
 
 def _greet(connection: ValkeyConnection, address: ValkeyAddress) -> None:
-    """Says who we are, and which database is meant."""
+    """Authenticates and selects the database."""
     if address.password is not None:
         secret = address.password.encode()
         answer = (
@@ -854,7 +845,8 @@ def _need_ok(connection: ValkeyConnection, answer: bytes | int | Refusal) -> Non
 
 
 def dial(node: Node, tls: ssl.SSLContext | None, deadline: float) -> socket.socket:
-    """A connected socket, encrypted with `tls`. Of several addresses each has its share of the time."""
+    """A connected socket, encrypted with `tls`. If there are several addresses, each has its share of the
+    time."""
     places = resolve(node, deadline - time.monotonic())
     reason = "no address"
     for place, (family, kind, protocol, _, address) in enumerate(places):
@@ -883,8 +875,8 @@ def _reason(error: OSError) -> str:
 
 
 def resolve(node: Node, patience_s: float) -> _Places:
-    """The addresses of a host. The system's resolver knows no deadline, so a name is asked for on a thread of
-    its own."""
+    """The addresses of a host. The system's resolver has no deadline, so a name is resolved on a separate
+    thread."""
     with contextlib.suppress(socket.gaierror):
         return _addresses(node, socket.AI_NUMERICHOST)
     answers: queue.Queue[_Places | OSError] = queue.Queue()

@@ -1,8 +1,8 @@
 """Blocks in files on a local disk. A module imports only modules below it.
 
-store      the `BlockStore`: what a call means for slots and files; moves blocks into slots and back survey
-`penstock cache`: inspect, verify and clear without an engine index      which block lies in which slot; at
-start a scan rebuilds it from the files segments   the files and the slots in them: what their bytes mean;
-opens, makes, syncs and renews them directory  the lock, who may write there, the names of the files,
-manifests of snapshots; system calls, which tests replace
+store       the `BlockStore`: moves blocks into slots of files and back
+survey      `penstock cache`: inspects, verifies and clears without an engine
+index       which block is in which slot; a scan at start rebuilds it from the files
+segments    the files and their slots: format; opens, creates, syncs and renews files
+directory   the lock, permissions, file names, manifests of snapshots; system calls, which tests replace
 """

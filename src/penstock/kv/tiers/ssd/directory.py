@@ -1,12 +1,12 @@
-"""The directory of an SSD tier: who may have written there, the lock that gives it to one process, the names
-of its files, and the manifests of snapshots in it; and the system calls below all of it, which tests replace
-by some that fail. Owns the lock, the directory's descriptor and the aligned memory of each thread, not what
-segments hold. Files with other names stay as they are.
+"""The directory of an SSD tier: its permissions, the lock that gives it to one process, the names of its
+files, and the manifests of snapshots in it; and the system calls, which tests replace by failing ones. Owns
+the lock, the directory's descriptor and the aligned memory of each thread, not the content of segments. Files
+with other names are left alone.
 
-KV is believed because no other user could have put it there: checksums find accidents, not intent. So the
-directory and each file of ours must belong to this user and be writable by no other. All of it is looked up
-through one descriptor and checked on descriptors, so that what was checked is what is used, whatever happens
-to the path.
+KV is trusted because no other user could have written it: checksums find accidents, not intent. So the
+directory and each file of ours must belong to this user and be writable by no other. Everything is opened
+through one descriptor and checked on descriptors, so that the checked file is the one used, even if the path
+changes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ import numpy as np
 
 from penstock.errors import ConfigError, StoreFailed
 
-SECTOR_BYTES = 4096  # what O_DIRECT wants of addresses, lengths and offsets, on every device in use
+SECTOR_BYTES = 4096  # alignment of addresses, lengths and offsets for O_DIRECT, on every device in use
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# heads up to so far apart are read with what lies between them: one call costs more than these bytes
+# Heads up to this far apart are read in one call, with the bytes between them: a call costs more than these
+# bytes.
 READ_THROUGH_BYTES = 16 << 10
-_ROOM_BYTES = 64 << 10  # the least that a thread takes
+_ROOM_BYTES = 64 << 10  # the smallest buffer of a thread
 
 
 class DiskIo:
-    """The system itself. All raise OSError."""
+    """The real system calls. All raise OSError."""
 
     def open(self, path: Path, flags: int, dir_fd: int) -> int:
         """The file that the last part of `path` names in `dir_fd`; the rest is for messages."""
@@ -55,7 +56,7 @@ class DiskIo:
         return os.fstat(fd)
 
     def fallocate(self, fd: int, num_bytes: int) -> None:
-        """Room for the first `num_bytes`; what is there already stays as it is."""
+        """Allocate the first `num_bytes`; existing content stays."""
         os.posix_fallocate(fd, 0, num_bytes)
 
     def truncate(self, fd: int, num_bytes: int) -> None:
@@ -83,7 +84,7 @@ def write_all(io: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) -
 
 
 def read_all(io: DiskIo, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """How many bytes there were: fewer than asked for where the file ends."""
+    """Number of bytes read: fewer than requested if the file ends."""
     return _move(io.preadv, fd, buffers, offset, sum(len(buffer) for buffer in buffers))
 
 
@@ -94,12 +95,13 @@ def _move(
     offset: int,
     total: int,
 ) -> int:
-    """How many of `total` bytes the system has moved when it moves no more."""
+    """How many of `total` bytes were moved when the system moves no more."""
     done = 0
     while done < total:
         num = call(fd, _rest(buffers, done) if done else buffers, offset + done)
         if num < total - done:
-            num -= num % SECTOR_BYTES  # O_DIRECT goes on at a whole sector only, so half a one is moved again
+            # O_DIRECT continues at a whole sector only, so a partial one is moved again
+            num -= num % SECTOR_BYTES
         if not num:
             break
         done += num
@@ -107,7 +109,7 @@ def _move(
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """What lies behind the first `done` bytes."""
+    """The bytes after the first `done`."""
     rest = []
     for buffer in buffers:
         if done < len(buffer):
@@ -117,13 +119,13 @@ def _rest(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
 
 
 def is_aligned(view: memoryview) -> bool:
-    """Whether O_DIRECT can use it as it is."""
+    """Whether O_DIRECT can use the buffer directly."""
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return not (address % SECTOR_BYTES or len(view) % SECTOR_BYTES)
 
 
 class Scratch(threading.local):
-    """Aligned memory of the calling thread, good until its next call."""
+    """Aligned memory of the calling thread, valid until its next call."""
 
     def __init__(self) -> None:
         self._room = memoryview(mmap.mmap(-1, _ROOM_BYTES))
@@ -142,12 +144,12 @@ _SEGMENT = re.compile(r"penstock-(\d{6})\.kv")
 _SNAPSHOT = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.snapshot")
 _UNFINISHED = re.compile(r"penstock-([0-9a-f]{32}-[0-9a-f]{32})\.new")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-LOCK_BYTES = 4096  # what the lock file may take, generously
-_MAX_MANIFEST_BYTES = 1 << 30  # more is no manifest
+LOCK_BYTES = 4096  # generous size of the lock file
+_MAX_MANIFEST_BYTES = 1 << 30  # a larger file is not a manifest
 
 
 class Directory:
-    """Locked for as long as it is open; the system unlocks it when the process dies, however it does."""
+    """Locked while it is open; the system unlocks it when the process dies."""
 
     def __init__(self, path: Path, fd: int, lock_fd: int) -> None:
         self.path = path
@@ -160,8 +162,8 @@ class Directory:
         return self.path / f"penstock-{number:06}.kv"
 
     def segment_files(self) -> dict[int, Path]:
-        """Those that are there, by number, in order. Raises ConfigError where one of those names is no plain
-        file of ours."""
+        """Segment files by number, in order. Raises ConfigError if one of these names is not a plain file of
+        ours."""
         return {
             int(number): self.path / name for number, name in _names(self.path, self.fd, _SEGMENT).items()
         }
@@ -171,20 +173,19 @@ class Directory:
         return self.path / f"penstock-{id}.snapshot"
 
     def snapshot_files(self) -> dict[str, Path]:
-        """The manifests that are there, by id. Raises ConfigError where one of those names is no plain file
-        of ours."""
+        """Manifests by id. Raises ConfigError if one of these names is not a plain file of ours."""
         return {id: self.path / name for id, name in _names(self.path, self.fd, _SNAPSHOT).items()}
 
     def unfinished_files(self) -> list[Path]:
-        """Manifests that a process which was killed has begun to write."""
+        """Manifests that a killed process had begun to write."""
         return [self.path / name for name in _names(self.path, self.fd, _UNFINISHED).values()]
 
     def is_free(self, number: int) -> bool:
-        """Whether nothing at all has that name."""
+        """Whether no file has that name."""
         return _lstat(self.segment_path(number).name, self.fd) is None
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads here, and the lock at its name is the one that is held."""
+        """Whether the path still leads here, and its lock file is the one that is held."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self.fd)) and _is_at(
                 _LOCK, self.fd, self._lock_fd
@@ -193,13 +194,12 @@ class Directory:
             return False
 
     def has_segment(self, number: int, fd: int) -> bool:
-        """Whether the file open as `fd` still has that name. What is in a removed file is lost when the
-        process ends."""
+        """Whether the file open as `fd` still has that name. A removed file is lost when the process ends."""
         return _is_at(self.segment_path(number).name, self.fd, fd)
 
     def close(self) -> None:
         """Idempotent."""
-        # unlocks; the file stays, since removing it could take away another process's lock
+        # unlocks; the file stays, since removing it could remove another process's lock
         for fd in (self._lock_fd, self.fd):
             if fd >= 0:
                 os.close(fd)
@@ -207,8 +207,8 @@ class Directory:
 
 
 def make_directory(path: Path) -> Directory:
-    """Lock `path`, created where it is missing. Raises ConfigError where it cannot be used, others may write
-    there or another process has it; nothing in it has changed then."""
+    """Lock `path`, created if it is missing. Raises ConfigError if it cannot be used, if other users may
+    write there, or if another process has it; then nothing in it has changed."""
     try:
         for missing in [parent for parent in (path, *path.parents) if not os.path.lexists(parent)][::-1]:
             missing.mkdir(0o700, exist_ok=True)
@@ -220,9 +220,8 @@ def make_directory(path: Path) -> Directory:
 
 
 def remake_directory(path: Path, device: int) -> Directory:
-    """As `make_directory`, where it was in use on `device` and has been removed or replaced since. It is not
-    created on another one: a disk that is no longer mounted leaves an empty folder on a disk that was not
-    chosen."""
+    """Like `make_directory`, for a path that was in use on `device` and was removed or replaced. It is not
+    created on another device: an unmounted disk leaves an empty folder on a disk that was not chosen."""
     try:
         if not os.path.lexists(path) and os.stat(path.parent).st_dev == device:
             path.mkdir(0o700)
@@ -247,41 +246,24 @@ def open_directory(path: Path) -> Directory:
 
 
 def check_trusted(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError where another user can write what has that status, or could until now."""
+    """Raises ConfigError if another user can write a file with that status, or could until now."""
     me = os.geteuid()
     mode = f"owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
     if found.st_uid != me:
         raise ConfigError(
-            f"{path} belongs to another user ({mode}), who can put KV there, and "
-            f"this "
-            f"process "
-            f"runs "
-            f"as "
-            f"user "
-            f"{me}: run it as the owner,"
-            f" name a directory that does not exist yet, or, if you trust what is "
-            f"in "
-            f"it, "
-            f"chown "
-            f"-R "
-            f"{me} "
-            f"{shlex.quote(str(path))}"
+            f"{path} belongs to another user ({mode}), who can put KV there, and this process runs as user "
+            f"{me}: run it as the owner, name a directory that does not exist yet, or, if you trust what is "
+            f"in it, chown -R {me} {shlex.quote(str(path))}"
         )
     if found.st_mode & _OTHERS_WRITE:
         raise ConfigError(
-            f"{path} can be written by other users ({mode}), who can put KV there: if "
-            f"you "
-            f"trust "
-            f"what "
-            f"is "
-            f"in "
-            f"it,"
-            f" chmod go-w {shlex.quote(str(path))}, else name another directory"
+            f"{path} can be written by other users ({mode}), who can put KV there: if you trust what is in "
+            f"it, chmod go-w {shlex.quote(str(path))}, else name another directory"
         )
 
 
 def check_file(path: Path, found: os.stat_result) -> None:
-    """The same for a file; it must be a plain one."""
+    """The same for a file, which must be a plain one."""
     if not stat.S_ISREG(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a plain file"
         raise ConfigError(
@@ -291,8 +273,8 @@ def check_file(path: Path, found: os.stat_result) -> None:
 
 
 def _warn_of_parents(path: Path) -> None:
-    """Those who can rename the directory cannot put anything into it: what they put in its place is not ours,
-    so it is not used. They can take it away, which costs its blocks. So that is said, not refused."""
+    """A user who can rename the directory cannot write into it, and a replacement is not ours, so it is not
+    used. But such a user can remove it, which loses its blocks. So this warns and does not refuse."""
     for parent in path.resolve().parents:
         found = os.stat(parent)
         can_rename = found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX
@@ -305,7 +287,7 @@ def _warn_of_parents(path: Path) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
-    """Where it belongs to another user, the message says that."""
+    """If it belongs to another user, the message says so."""
     with contextlib.suppress(OSError):
         if error.errno in (errno.EACCES, errno.EPERM):
             check_trusted(path, os.stat(path))
@@ -330,7 +312,7 @@ def _is_at(name: str, dir_fd: int, fd: int) -> bool:
 
 
 def _names(path: Path, fd: int, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Files of ours with such names, by the part that tells them apart."""
+    """Our files with such names, by the part that differs."""
     found = {}
     for name in sorted(os.listdir(fd)):
         matched = pattern.fullmatch(name)
@@ -354,33 +336,26 @@ def _open(path: Path, must_be_ours: bool) -> Directory:
 
 
 def _check_names(path: Path, fd: int, must_be_ours: bool) -> None:
-    """Every file of ours that is there, before anything is changed. A lock file means ours where it says so,
-    where segments lie beside it, or where nothing does: then it has been damaged, and its lock is as good as
-    any."""
+    """Check every file of ours before anything is changed. A lock file is ours if it says so, if segments are
+    beside it, or if nothing is: then it has been damaged, and can be locked as well as any."""
     names, lock = {**_names(path, fd, _SEGMENT), **_names(path, fd, _SNAPSHOT)}, _lstat(_LOCK, fd)
     if lock is None:
         is_ours = bool(names)
     else:
-        if not stat.S_ISDIR(lock.st_mode):  # an empty one makes room
+        if not stat.S_ISDIR(lock.st_mode):  # an empty directory can be replaced
             check_file(path / _LOCK, lock)
         is_ours = bool(names) or os.listdir(fd) == [_LOCK] or _owner_in(fd) is not None
     if must_be_ours and not is_ours:
         raise ConfigError(f"{path} is not an SSD cache directory of penstock")
     if lock is not None and not is_ours:
         raise ConfigError(
-            f"{path} has a file named {_LOCK!r} that is not of "
-            f"penstock: "
-            f"give "
-            f"the "
-            f"SSD "
-            f"cache "
-            f"a directory of its own"
+            f"{path} has a file named {_LOCK!r} that is not of penstock: give the SSD cache a directory of "
+            "its own"
         )
 
 
 def _owner_in(fd: int) -> int | None:
-    """The process that the lock file names, where it names one. It is for messages: what locks is the lock,
-    whatever the file says."""
+    """The process that the lock file names, if any; only for messages. The lock itself decides."""
     with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
         lock_fd = os.open(_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
         undo.callback(os.close, lock_fd)
@@ -411,7 +386,7 @@ def _lock(path: Path, fd: int, lock_fd: int) -> None:
         ) from None
     if not _is_at(_LOCK, fd, lock_fd):
         raise ConfigError(f"the lock of the SSD cache directory {path} was removed while it was being taken")
-    with contextlib.suppress(OSError):  # a full disk; the lock holds all the same
+    with contextlib.suppress(OSError):  # a full disk; the lock holds anyway
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, b"penstock %d\n" % os.getpid(), 0)
 
@@ -420,8 +395,8 @@ def _lock(path: Path, fd: int, lock_fd: int) -> None:
 
 
 class ManifestFiles:
-    """Manifests of snapshots, a file each: written beside its name, synced, renamed, and the directory
-    synced, so that a crash leaves all of it or nothing. All raise StoreFailed where the directory or a file
+    """Manifests of snapshots, one file each: written under another name, synced, renamed, and the directory
+    synced, so that a crash leaves all of it or nothing. All raise StoreFailed if the directory or a file
     cannot be used."""
 
     def __init__(self, io: DiskIo, directory: Directory) -> None:
@@ -429,7 +404,7 @@ class ManifestFiles:
         self._directory = directory
 
     def tidy(self) -> None:
-        """What was begun and not ended by an earlier process goes."""
+        """Remove unfinished files of an earlier process."""
         with self._must_be("removed"):
             for path in self._directory.unfinished_files():
                 self._io.unlink(path, self._directory.fd)
@@ -469,7 +444,7 @@ class ManifestFiles:
         return True
 
     def _write_whole(self, path: Path, data: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):  # of a process that was killed here
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed here
             self._io.unlink(path, self._directory.fd)
         fd = self._io.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._directory.fd)
         try:

@@ -1,7 +1,7 @@
-"""Which block lies in which slot, and who needs it to stay. Owns the pool of slots and its lock, and the scan
-that rebuilds the index at start from what an earlier process has left in the files.
+"""Which block is in which slot, and which must stay. Owns the pool of slots and its lock, and the scan that
+rebuilds the index at start from the files of an earlier process.
 
-Lanes that read and write, callers that ask and the scan meet in the index. Its methods take the lock for
+Reader and writer lanes, callers of `find` and the scan share the index. Its methods take the lock for
 bookkeeping only, never across I/O. A slot that is being written has no key; one that is being read is pinned;
 one whose head has not been read yet is withheld.
 """
@@ -34,26 +34,24 @@ from penstock.kv.tiers.store import Outcome
 log = logging.getLogger(__name__)
 
 ABSENT = -1
-_NEVER = 1 << 64  # above every sequence: what was written since the start is the newest
-_USED_AT_ONCE = 1000  # blocks whose recency is restored under one hold of the lock
-_SCAN_THREADS = 8  # most of their time is the disk's
+_NEVER = 1 << 64  # above every sequence: blocks written since the start are the newest
+_USED_AT_ONCE = 1000  # blocks whose recency is restored per lock
+_SCAN_THREADS = 8  # they mostly wait for the disk
 _TELL_S = 3.0
-# slots one after the other whose heads cannot be read: then the others are not tried, as each may take
-# seconds
+# Unreadable slots in a row after which the others are not tried, as each may take seconds.
 _MOST_FAILED = 8
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Blocks of one call that no other call writes at the same time, and the slots for them. Lands exactly
-    once."""
+    """Blocks of one call that no other call writes at the same time, and their slots. Lands exactly once."""
 
-    outcomes: list[Outcome]  # of all blocks of the call; of those to be written, that of a failure
-    places: list[int] = field(default_factory=list)  # indices of those to be written
+    outcomes: list[Outcome]  # of all blocks of the call; a block to be written has the outcome of a failure
+    places: list[int] = field(default_factory=list)  # indices of the blocks to write
     slots: list[int] = field(default_factory=list)  # by place
-    sequence: int = 0  # the first of as many numbers as the call has blocks
+    sequence: int = 0  # the first of as many sequence numbers as the call has blocks
     reservation: Reservation | None = None
-    # blocks that another call writes already: place, key, whose
+    # blocks that another call is writing: place, key, its claim
     others: list[tuple[int, bytes, Claim]] = field(default_factory=list)
     # places of blocks that an earlier process wrote and that were not read since
     unverified: list[int] = field(default_factory=list)
@@ -63,21 +61,21 @@ class Claim:
 
 
 class SlotIndex:
-    """A pool of slots that several threads share. `generation` says which generation the file of a slot has
-    now; `sequence` is above those of an earlier process, as far as anybody knows before the scan."""
+    """A pool of slots that several threads share. `generation` returns the generation of a slot's file;
+    `sequence` is above those of an earlier process, as far as known before the scan."""
 
     def __init__(self, pool: BlockPool, generation: Callable[[int], bytes], sequence: int = 0) -> None:
         self._pool = pool
         self._generation = generation
         self._lock = threading.Lock()
         self._writing: dict[bytes, Claim] = {}
-        self._sequence = sequence  # the last that was given to a write, or found in a file
-        # slots of blocks that an earlier process wrote: whether they are whole shows the first read
+        self._sequence = sequence  # the last one given to a write or found in a file
+        # slots of blocks that an earlier process wrote; the first read shows whether they are intact
         self._unverified: set[int] = set()
-        self._found: dict[bytes, int] = {}  # while the scan runs: the sequences of blocks that it has added
-        # while the scan runs: blocks used since the start, the latest last
+        self._found: dict[bytes, int] = {}  # during the scan: sequences of the blocks that it has added
+        # during the scan: blocks used since the start, the latest last
         self._used: dict[bytes, None] | None = {}
-        # Wanted, as blocks of requests in line are; here nothing is written over what is wanted.
+        # Pinned by a want, like blocks of waiting requests; this index never evicts wanted blocks.
         self._pinned = PinnedKeys(pool, lambda run: partial(pool.end_want, pool.want(run, 0.0)))
 
     # ---------------------------------------------------------------------------------------------- questions
@@ -96,7 +94,7 @@ class SlotIndex:
     # ------------------------------------------------------------------------------------------------ reading
 
     def pin_each(self, keys: Sequence[bytes]) -> tuple[list[int], Pin | None]:
-        """The slot of each key, ABSENT where it is not here, and a pin on those that are."""
+        """The slot of each key, or ABSENT, and a pin on the blocks that are here."""
         with self._lock:
             slots = self._pool.find_each(keys)
             here = dict.fromkeys(slot for slot in slots if slot != ABSENT)
@@ -107,14 +105,13 @@ class SlotIndex:
             return slots, self._pool.pin(list(here), "read") if here else None
 
     def unpin(self, pin: Pin, whole: Iterable[int] = ()) -> None:
-        """`whole` are those of its slots whose block was read and is what it was written as."""
+        """`whole` are those of its slots whose block was read and is intact."""
         with self._lock:
             self._unverified.difference_update(whole)
             pin.end()
 
     def forget(self, key: bytes, slot: int) -> None:
-        """The block in `slot` is not what it was written as. It may have been forgotten, or written
-        elsewhere, in the meantime."""
+        """The block in `slot` is damaged. It may have been forgotten, or written elsewhere, meanwhile."""
         with self._lock:
             if self._pool.find_each([key]) == [slot]:
                 self._pool.forget([slot])
@@ -146,9 +143,9 @@ class SlotIndex:
     # ------------------------------------------------------------------------------------------------ writing
 
     def claim(self, keys: Sequence[bytes], evicts: bool = True) -> Claim | None:
-        """Slots for those of `keys` that are neither here nor being written: as many as fit, the first ones
-        first. Without `evicts` free ones alone, and None where they are too few: counted here, where no other
-        writer takes some in between."""
+        """Slots for those of `keys` that are neither here nor being written: as many as fit, in order.
+        Without `evicts` only free slots, and None if there are too few; counted under the lock, so that no
+        other writer takes some in between."""
         with self._lock:
             claim = Claim([Outcome.DONE] * len(keys))
             new: list[int] = []
@@ -173,7 +170,7 @@ class SlotIndex:
             if new:
                 claim.reservation = self._reserve(len(new), "write")
                 claim.slots = list(claim.reservation.slots)
-                # times, so that a human can read them, but never twice the same
+                # timestamps, so that a human can read them, but never the same twice
                 claim.sequence = max(self._sequence + 1, time.time_ns())
                 self._sequence = claim.sequence + len(keys) - 1
                 for place in new:
@@ -183,9 +180,8 @@ class SlotIndex:
     def land(
         self, claim: Claim, keys: Sequence[bytes], depths: Sequence[int], written: Mapping[int, bytes]
     ) -> None:
-        """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with the
-        generation that it was written in: they can be found from now on, unless everything was forgotten
-        meanwhile."""
+        """The writes of `claim` are over. `written` has the places whose bytes are in the file, each with its
+        generation: they can be found from now on, unless everything was forgotten meanwhile."""
         with self._lock:
             for place in claim.places:
                 self._writing.pop(keys[place], None)
@@ -200,8 +196,7 @@ class SlotIndex:
                     (place, slot) for place, slot in pairs if written.get(place) == self._generation(slot)
                 ]
                 self._unverified.difference_update(claim.slots)
-                # What the scan has found meanwhile may be torn: of two copies the one that was written now
-                # counts.
+                # A copy that the scan has found meanwhile may be torn: the one written now counts.
                 self._pool.forget(
                     [
                         slot
@@ -220,7 +215,7 @@ class SlotIndex:
                 if self._used is not None:
                     self._note_use(self._used, (keys[place] for place, _ in good))
                 claim.landed.update(keys[place] for place, _ in good)
-                # by a reset; others may have come since
+                # by a reset; other copies may have come since
                 claim.forgotten.update({keys[place] for place in written} - claim.landed)
             claim.over.set()
 
@@ -233,12 +228,11 @@ class SlotIndex:
     # ---------------------------------------------------------------------------------- slots that come later
 
     def withhold(self, num_slots: int) -> Reservation:
-        """The next slots by number are not to be used yet. Called for all of them in order, before the index
-        is used."""
+        """Withhold the next slots by number. Called for all slots in order, before the index is used."""
         return self._reserve(num_slots, "not ready yet")
 
     def release(self, withheld: Iterable[WithheldSlots]) -> None:
-        """They can be used, and hold nothing."""
+        """They can be used, and are empty."""
         with self._lock:
             for group in withheld:
                 group.reservation.rollback()
@@ -264,8 +258,8 @@ class SlotIndex:
             return len(self._found)
 
     def _choose(self, newest: Sequence[tuple[int, SlotHead]]) -> dict[int, SlotHead]:
-        """Of two blocks with one key the newer counts, or the one that has been used since the start; the
-        other is forgotten."""
+        """Of two blocks with one key the newer counts, or the one used since the start; the other is
+        forgotten."""
         used = self._used or {}
         chosen: dict[int, SlotHead] = {}
         seen: set[bytes] = set()
@@ -282,7 +276,7 @@ class SlotIndex:
         return chosen
 
     def end_scan(self) -> None:
-        """Blocks count as used in the order in which they were written, before all that was used since the
+        """Order blocks by their time of writing, as less recently used than all blocks used since the
         start."""
         oldest = sorted(self._found, key=self._found.__getitem__)
         for first in range(0, len(oldest), _USED_AT_ONCE):
@@ -294,15 +288,15 @@ class SlotIndex:
             self._used, self._found = None, {}
 
     def _use_again(self, keys: Sequence[bytes]) -> None:
-        """Pinned and let go, they are the latest used; of a pin's slots the last is the first to go."""
+        """Pin and unpin them: that makes them the latest used. The last of a pin's slots is evicted first."""
         slots = [slot for slot in self._pool.find_each(keys) if slot != ABSENT]
         self._pool.pin(slots[::-1], "scan").end()
 
     # ---------------------------------------------------------------------------------------------------- end
 
     def reset(self, renew: Callable[[], None]) -> int:
-        """Forget every block, and give the files new generations by `renew`. What is being read stays until
-        that is over; what is being written is not published."""
+        """Forget every block, and give the files new generations by `renew`. Blocks being read stay until
+        that is over; blocks being written are not published."""
         with self._lock:
             renew()
             num = self._pool.evict(self._pool.num_slots)
@@ -319,11 +313,11 @@ class SlotIndex:
 
 
 class Scan:
-    """One pass over the heads of `withheld` slots, on threads of its own, while the tier serves. Owns those
+    """One pass over the heads of `withheld` slots, on its own threads, while the tier serves. Owns these
     slots until they are read."""
 
     def __init__(self, files: SegmentFiles, index: SlotIndex, withheld: Sequence[WithheldSlots]) -> None:
-        self.done = threading.Event()  # nothing of it will happen any more
+        self.done = threading.Event()  # the scan is over
         self._files = files
         self._index = index
         self._left = deque(withheld)
@@ -338,7 +332,7 @@ class Scan:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent. What has not been read stays unknown."""
+        """Idempotent. Blocks that have not been read stay unknown."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -349,7 +343,7 @@ class Scan:
     def _run(self) -> None:
         others: list[threading.Thread] = []
         try:
-            # no more threads can be had: those that are there read it all
+            # no more threads available: the existing ones read it all
             with contextlib.suppress(RuntimeError):
                 for i in range(min(_SCAN_THREADS - 1, len(self._left) // 2)):
                     thread = threading.Thread(target=self._work, name=f"ssd-scan-{i}", daemon=True)
@@ -378,8 +372,7 @@ class Scan:
             self._tell()
 
     def _heads_of(self, group: WithheldSlots) -> dict[int, SlotHead]:
-        """As `_read_heads`. Slots that cannot be read hold nothing then, whatever it is, and the others are
-        read."""
+        """Like `_read_heads`. Unreadable slots count as empty, and the others are read."""
         segment, slots = group.segment, group.slots
         found: dict[int, SlotHead] = {}
         num_read = num_failed = 0
@@ -387,7 +380,7 @@ class Scan:
             return self._read_heads(segment, slots)
         except Exception as error:
             why = error
-        for slot in slots if isinstance(why, OSError) else ():  # which of them it is shows one by one
+        for slot in slots if isinstance(why, OSError) else ():  # one by one, to find the bad ones
             try:
                 found.update(self._read_heads(segment, range(slot, slot + 1)))
                 num_read, num_failed = num_read + 1, 0
@@ -404,7 +397,7 @@ class Scan:
         return found
 
     def _read_heads(self, segment: Segment, slots: range) -> dict[int, SlotHead]:
-        """Of those slots that hold a block, by their numbers among all slots."""
+        """Heads of the slots that hold a block, by slot number."""
         width = slot_bytes(segment.head.block_bytes)
         if width <= READ_THROUGH_BYTES:
             room = self._files.scratch.room(len(slots) * width)

@@ -63,7 +63,7 @@ _PLACE_END = HEADER_BYTES + _PLACE.size
 
 
 def slot_bytes(block_bytes: int) -> int:
-    """What one block takes in a file."""
+    """Bytes of one block in a file."""
     return SECTOR_BYTES + -(-block_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
@@ -76,7 +76,7 @@ def new_generation() -> bytes:
 
 
 class SegmentHead(NamedTuple):
-    """Whose blocks a file has, and how many fit."""
+    """The owner of a file's blocks, and how many fit."""
 
     number: int  # of the file, as its name has it
     num_slots: int
@@ -86,17 +86,16 @@ class SegmentHead(NamedTuple):
 
 
 class SlotHead(NamedTuple):
-    """A slot's head that is whole."""
+    """A valid head of a slot."""
 
     envelope: Envelope
     generation: bytes
     number: int
     slot: int
-    depth: int  # the block's place in its prompt
+    depth: int  # the block's position in its prompt
 
     def is_for(self, segment: SegmentHead, slot: int) -> bool:
-        """Whether it was written for that slot of the segment, and belongs to a block of the segment as it is
-        now."""
+        """Whether it was written for that slot of the segment, in the segment's present generation."""
         place = (self.generation, self.number, self.slot) == (segment.generation, segment.number, slot)
         return place and (self.envelope.space, self.envelope.num_bytes) == (
             segment.space,
@@ -112,7 +111,7 @@ def pack_segment(head: SegmentHead) -> bytes:
 
 
 def unpack_segment(sector: memoryview | bytes) -> SegmentHead | None:
-    """None: it is not of this format, or damaged."""
+    """None: another format, or damaged."""
     if len(sector) < SECTOR_BYTES:
         return None
     fields = bytes(sector[: _SEGMENT.size])
@@ -130,7 +129,7 @@ def pack_slot(envelope: bytes, segment: SegmentHead, slot: int, depth: int) -> b
 
 
 def unpack_slot(sector: memoryview | bytes) -> SlotHead | None:
-    """None: nothing was written there, or it is damaged."""
+    """None: never written, or damaged."""
     envelope = unpack(sector)
     if envelope is None or len(sector) < SECTOR_BYTES:
         return None
@@ -142,45 +141,45 @@ def unpack_slot(sector: memoryview | bytes) -> SlotHead | None:
 
 log = logging.getLogger(__name__)
 
-_FEWEST_FILES = 8  # that a small tier is divided into
-_MOST_FILES = 256  # that a large one may have, each with a descriptor
-_FEWEST_GROUPS = 8  # of a segment: where the disk has no room for all of it, the first groups can be used
+_FEWEST_FILES = 8  # files of a small tier
+_MOST_FILES = 256  # files of a large tier, each with a descriptor
+_FEWEST_GROUPS = 8  # per segment; if the disk has no room for all of it, the first groups can be used
 _MOST_GROUP_SLOTS = 256
 _GROW_AGAIN_S = 60.0  # after a file could not be made
-_COARSE_NS = 1_000_000_000  # by which the time of a file may lie before that of the write
+_COARSE_NS = 1_000_000_000  # a file's time may be this much earlier than its write
 
 
 class WithheldSlots(NamedTuple):
-    """Neighbouring slots that become usable together: when their file is made, or when their heads have been
+    """Neighbouring slots that become usable together: when their file is made, or when their heads are
     read."""
 
     segment: Segment
-    slots: range  # as the segment counts them
+    slots: range  # numbers within the segment
     reservation: Reservation  # keeps them out of use until then
 
 
 class Segment:
-    """One file, made or planned. `first` is the number of its first slot among all; `fd` is negative where it
-    is not open."""
+    """One file, existing or planned. `first` is the number of its first slot among all; `fd` is negative if
+    it is not open."""
 
     __slots__ = ("fd", "first", "head", "head_is_stale", "num_ready", "num_slots", "withheld")
 
     def __init__(self, head: SegmentHead, first: int, fd: int = -1, num_ready: int = 0) -> None:
         self.head = head
         self.first = first
-        self.num_slots = head.num_slots  # that have a number
-        self.num_ready = num_ready  # that lie in the file
+        self.num_slots = head.num_slots  # planned slots
+        self.num_ready = num_ready  # slots that are in the file
         self.fd = fd
-        self.head_is_stale = False  # in the file, compared with `head`
+        self.head_is_stale = False  # the head in the file is older than `head`
         self.withheld: list[WithheldSlots] = []
 
     def offset(self, slot: int) -> int:
-        """Where `slot`, counted in this file, begins."""
+        """The offset of `slot`, counted in this file."""
         return SECTOR_BYTES + slot * slot_bytes(self.head.block_bytes)
 
     def groups(self) -> Iterator[range]:
-        """All slots, in groups that become usable together. Small ones come first: of however few slots the
-        disk has room for, more than half can be used."""
+        """All slots, in groups that become usable together. Small groups come first: even if the disk has
+        room for few slots, more than half of them can be used."""
         step, first = min(_MOST_GROUP_SLOTS, -(-self.num_slots // _FEWEST_GROUPS)), 0
         while first < self.num_slots:
             end = min(first + min(max(1, first), step), self.num_slots)
@@ -188,14 +187,14 @@ class Segment:
             first = end
 
     def take_ready(self) -> list[WithheldSlots]:
-        """Withheld slots that lie in the file now. The caller releases them."""
+        """Withheld slots that are in the file now. The caller releases them."""
         ready = [group for group in self.withheld if group.slots.stop <= self.num_ready]
         self.withheld = self.withheld[len(ready) :]
         return ready
 
 
 class SegmentFiles:
-    """The files of one directory. All raise OSError; opening a file that others may write raises
+    """The files of one directory. All raise OSError; opening a file that other users may write raises
     ConfigError."""
 
     def __init__(self, io: DiskIo, directory: Directory) -> None:
@@ -238,7 +237,7 @@ class SegmentFiles:
         self.io.unlink(self.path(number), self.directory.fd)
 
     def read_head(self, fd: int, number: int) -> SegmentHead | None:
-        """None: it is of another format, damaged, or of another file."""
+        """None: another format, damaged, or of another file."""
         sector = self.scratch.room(SECTOR_BYTES)
         head = unpack_segment(sector[: read_all(self.io, fd, [sector], 0)])
         return head if head is not None and head.number == number else None
@@ -249,8 +248,8 @@ class SegmentFiles:
         write_all(self.io, fd, [sector], 0)
 
     def try_open_segment(self, number: int, first: int, space: Space, max_bytes: int) -> Segment | None:
-        """An existing file, with the size that its head says. None: it is of another space or format,
-        damaged, or too large."""
+        """An existing file, with the size that its head says. None: another space or format, damaged, or too
+        large."""
         fd = self.open(number, os.O_RDWR)
         try:
             head = self.read_head(fd, number)
@@ -269,7 +268,7 @@ class SegmentFiles:
         return None
 
     def _fit(self, fd: int, head: SegmentHead, wanted: int) -> int:
-        """Returns how many slots lie in the file."""
+        """Returns the number of slots in the file."""
         if self.io.stat(fd).st_size > wanted:
             self.io.truncate(fd, wanted)
         if self.io.stat(fd).st_size < wanted:
@@ -280,12 +279,12 @@ class SegmentFiles:
         return min(head.num_slots, (self.io.stat(fd).st_size - SECTOR_BYTES) // slot_bytes(head.block_bytes))
 
     def make(self, segment: Segment) -> None:
-        """Its file, with as many slots as planned, or as many as the disk has room for."""
+        """Make its file, with as many slots as planned, or as many as the disk has room for."""
         head, flags = segment.head, os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             fd = self.open(head.number, flags)
         except FileExistsError:
-            # nothing had this name at start: it was made here, half, and could not be removed
+            # nothing had this name at start: a half-made file of ours could not be removed
             self.remove(head.number)
             fd = self.open(head.number, flags)
         try:
@@ -311,7 +310,7 @@ class SegmentFiles:
                 num_slots //= 2
 
     def is_in_place(self, segment: Segment) -> bool:
-        """Whether its file, which is open, is still the one at its name."""
+        """Whether its open file is still the one at its name."""
         return self.directory.has_segment(segment.head.number, segment.fd)
 
     def sync(self, segment: Segment) -> None:
@@ -328,28 +327,23 @@ class Segments:
 
     def __init__(self, files: SegmentFiles, space: Space, max_bytes: int) -> None:
         self.files = files
-        # of the two below: what was written and is not known to survive a crash
+        # guards the two below: writes that may not survive a crash yet
         self._lock = threading.Lock()
         self._unsynced: set[Segment] = set()
         self._unsynced_names = False  # files were made or removed
-        # one sync after the other: who finds nothing to do knows that it has been done
+        # one sync at a time: a thread that finds nothing to do knows that it is done
         self._sync_lock = threading.Lock()
         self._all: list[Segment] = []
         self._space = space
         self._grow_lock = threading.Lock()
         self._grow_again_s = 0.0
-        # when an earlier process wrote at the latest, by its clock, which may have been ahead of ours
+        # latest write of an earlier process, by its clock, which may have been ahead of ours
         self.written_ns = 0
         budget = max_bytes - LOCK_BYTES
         if budget < segment_bytes(1, space.block_bytes):
             raise ConfigError(
-                f"an SSD cache of {max_bytes} bytes has no room "
-                f"for "
-                f"one "
-                f"block "
-                f"of "
-                f"{space.block_bytes}: "
-                f"raise --kv-offload-ssd-gib"
+                f"an SSD cache of {max_bytes} bytes has no room for one block of {space.block_bytes}: raise "
+                "--kv-offload-ssd-gib"
             )
         try:
             self._plan(budget - self._adopt(budget), max_bytes)
@@ -367,7 +361,7 @@ class Segments:
 
     @property
     def num_usable(self) -> int:
-        """Slots that can be had, without those of files for which the disk had no room."""
+        """Usable slots, without files for which the disk had no room."""
         refused = self._grow_again_s > 0.0
         return sum(
             segment.num_ready if segment.fd >= 0 else 0 if refused else segment.num_slots
@@ -385,7 +379,7 @@ class Segments:
     # ----------------------------------------------------------------------------------------------- at start
 
     def _adopt(self, budget: int) -> int:
-        """Take over what is there and ours, remove what is of no use; returns the bytes that are taken."""
+        """Adopt our existing files and remove useless ones; returns the bytes in use."""
         used = num_removed = 0
         for number, path in self.files.directory.segment_files().items():
             try:
@@ -398,7 +392,7 @@ class Segments:
                 self.written_ns = max(
                     self.written_ns, self.files.io.stat(segment.fd).st_mtime_ns + _COARSE_NS
                 )
-                self.note_unsynced(segment)  # an earlier process may have ended before it had synced it
+                self.note_unsynced(segment)  # an earlier process may have ended without a sync
                 used += segment_bytes(segment.num_slots, self._space.block_bytes)
             except OSError as error:
                 log.warning("%s cannot be used and is left as it is: %s", path, error)
@@ -415,7 +409,7 @@ class Segments:
         return used
 
     def _plan(self, budget: int, max_bytes: int) -> None:
-        """Files that may still be made."""
+        """Plan the files that may still be made."""
         block_bytes = self._space.block_bytes
         target = max(min(GIB, max_bytes // _FEWEST_FILES), max_bytes // _MOST_FILES)
         usual = max(1, (target - SECTOR_BYTES) // slot_bytes(block_bytes))
@@ -432,8 +426,7 @@ class Segments:
     # --------------------------------------------------------------------------------------------- in service
 
     def try_grow(self) -> Segment | None:
-        """Make the next file. None: there is none to be made, or no room for it on the disk, which is asked
-        again later."""
+        """Make the next file. None: there is none to make, or no room on the disk; tried again later."""
         with self._grow_lock:
             segment = next((segment for segment in self._all if segment.fd < 0), None)
             if segment is None or time.monotonic() < self._grow_again_s:
@@ -451,23 +444,23 @@ class Segments:
                     )
                 self._grow_again_s = time.monotonic() + _GROW_AGAIN_S
                 return None
-            self._grow_again_s = 0.0  # there is room again: for the others, too, as far as anybody knows
+            self._grow_again_s = 0.0  # there is room again, perhaps for other segments, too
             self.note_unsynced(segment, names=True)
             return segment
 
     def persist(self) -> None:
-        """What was written so far survives a crash. Raises StoreFailed."""
+        """Make all writes so far durable. Raises StoreFailed."""
         with self._sync_lock:
             self._sync()
 
     def note_unsynced(self, *segments: Segment, names: bool = False) -> None:
-        """Called when a write is over, and before anybody is told that it succeeded."""
+        """Called when a write is over, before its success is reported."""
         with self._lock:
             self._unsynced.update(segments)
             self._unsynced_names |= names
 
     def _sync(self) -> None:
-        """Under `_sync_lock`. Raises StoreFailed, and what could not be synced stays to be synced."""
+        """Under `_sync_lock`. Raises StoreFailed; files that failed stay on the list."""
         with self._lock:
             left, self._unsynced = self._unsynced, set()
             names, self._unsynced_names = self._unsynced_names, False
@@ -486,8 +479,8 @@ class Segments:
     @contextlib.contextmanager
     def renewal(self) -> Iterator[Callable[[], None]]:
         """Yields a function that gives every file a new generation in memory, to be called while no thread
-        compares generations. It is on disk when the context ends. Raises StoreFailed; the next `persist` goes
-        on with it."""
+        compares generations. The generations are on disk when the context ends. Raises StoreFailed; the next
+        `persist` continues."""
         with self._grow_lock, self._sync_lock:
             yield self._renew_heads
             self._sync()
@@ -500,11 +493,11 @@ class Segments:
         self.note_unsynced(*made)
 
     def are_in_place(self) -> bool:
-        """Whether every file that was made is the one at its name."""
+        """Whether every file is still the one at its name."""
         return all(self.files.is_in_place(segment) for segment in self._all if segment.fd >= 0)
 
     def probe(self) -> None:
-        """Return if files can be read. Raises StoreFailed."""
+        """Returns if files can be read, else raises StoreFailed."""
         try:
             for segment in self._all[:1]:
                 sector = self.files.scratch.room(SECTOR_BYTES)
@@ -516,7 +509,7 @@ class Segments:
             ) from error
 
     def close(self) -> None:
-        """Idempotent. Nothing is made any more."""
+        """Idempotent. Makes no more files."""
         with self._grow_lock:
             self._grow_again_s = float("inf")
             for segment in self._all:

@@ -50,25 +50,25 @@ from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written, pack
 
 log = logging.getLogger(__name__)
 
-_MOST_BLOCKS = 256  # of a run, two buffers each: half of what one call may have
-# of a run: more in one call is no faster, and memory that is not aligned is copied through as much
+_MOST_BLOCKS = 256  # of a run, two buffers each: half of the limit of one call
+# of a run: larger calls are no faster, and unaligned memory is copied through a buffer of this size
 _MOST_BYTES = 16 << 20
-# nothing in the place can be used
+# the directory cannot be used at all
 _GONE = (errno.EBADF, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN)
-_STRIKES = 8  # system calls that fail one after the other, until it is the place and not a block
+_STRIKES = 8  # failed system calls in a row until the disk counts as failed, not a block
 
 
 class SlotRun(NamedTuple):
-    """Neighbouring slots of one segment, moved by one system call, and the blocks of a call of the store that
-    belong there."""
+    """Neighbouring slots of one segment, moved by one system call, and the blocks of a store call that belong
+    there."""
 
     segment: Segment
     head: SegmentHead  # of the segment, when the run was made
-    first: int  # as the segment counts them
-    places: list[int]  # of the blocks in the call
+    first: int  # slot number within the segment
+    places: list[int]  # indices of the blocks in the call
 
     def split(self) -> list[SlotRun]:
-        """The same, block by block."""
+        """The same run, block by block."""
         return [
             SlotRun(self.segment, self.head, self.first + i, [place]) for i, place in enumerate(self.places)
         ]
@@ -96,8 +96,8 @@ def runs_of(segments: Segments, slots: Iterable[tuple[int, int]]) -> Iterator[Sl
 
 
 class SlotIo:
-    """Moves the blocks of runs, checks what comes back, and tells a bad block from a bad disk. Several
-    threads use it."""
+    """Moves the blocks of runs, checks what was read, and tells a bad block from a bad disk. For several
+    threads."""
 
     def __init__(self, files: SegmentFiles, space: bytes) -> None:
         self._files = files
@@ -105,7 +105,7 @@ class SlotIo:
         self._strikes = 0
 
     def read(self, run: SlotRun, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[Outcome]:
-        """What became of each block of `run`; `keys` and `into` are those of its blocks."""
+        """The outcome of each block of `run`; `keys` and `into` are those of its blocks."""
         try:
             buffers, heads, copies = self._buffers(run, into)  # good until the thread's next call
             num = read_all(
@@ -117,7 +117,7 @@ class SlotIo:
                 return [Outcome.FAILED]
         else:
             self._strikes = 0
-            heads = heads[:num]  # of those blocks that were read in full
+            heads = heads[:num]  # of blocks that were read in full
             for i, copy in enumerate(copies[:num]):
                 into[i][:] = copy[: len(into[i])]
             return [self._judge(heads[i : i + 1], key, into[i]) for i, key in enumerate(keys)]
@@ -138,7 +138,7 @@ class SlotIo:
         return Outcome.DONE
 
     def write(self, run: SlotRun, heads: Sequence[bytes], blocks: Sequence[memoryview]) -> list[Outcome]:
-        """What became of each block of `run`. Where it is not DONE, anything may be in the slot."""
+        """The outcome of each block of `run`. Unless it is DONE, the slot's content is undefined."""
         try:
             buffers, head_buffers, copies = self._buffers(run, blocks)
             for i, head in enumerate(heads):
@@ -159,11 +159,11 @@ class SlotIo:
         ]
 
     def forgive(self) -> None:
-        """The place can be used again."""
+        """The disk can be used again."""
         self._strikes = 0
 
     def _strike(self, error: OSError, done: str) -> None:
-        """One block could not be read or written. Raises where that says something about all of them."""
+        """One block could not be read or written. Raises if the disk as a whole has failed."""
         self._strikes += 1
         where = self._files.directory.path
         if error.errno in _GONE or self._strikes >= _STRIKES:
@@ -173,8 +173,8 @@ class SlotIo:
     def _buffers(
         self, run: SlotRun, blocks: Sequence[memoryview]
     ) -> tuple[list[memoryview], list[memoryview], list[memoryview]]:
-        """What the system call takes, as it lies in the file; the heads in it; and the payloads in it, none
-        where those are `blocks`."""
+        """The buffers of the system call, in file order; the heads among them; and the payloads among them,
+        empty if these are `blocks`."""
         num = len(blocks)
         if all(map(is_aligned, blocks)):
             room = self._files.scratch.room(num * SECTOR_BYTES)
@@ -187,8 +187,8 @@ class SlotIo:
 
 
 class SsdStore:
-    """One directory. Several lanes read and write at once; the lock of the index is never held across a
-    system call."""
+    """One directory. Several lanes read and write at once; the index's lock is never held across a system
+    call."""
 
     name = "ssd"
     local = True
@@ -199,14 +199,14 @@ class SsdStore:
         self._space = space
         self._eviction: EvictionName = eviction
         self._lock = threading.Lock()
-        self._num_calls = 0  # under way, with what is open
+        self._num_calls = 0  # in flight on the open files
         self._is_open = False
         self._closed = False  # for good
         self._pinned_keys: dict[str, Sequence[bytes]] = {}  # by snapshot, since the start
         self._open(lambda: make_directory(path), io)
 
     def _open(self, lock: Callable[[], Directory], io: DiskIo) -> None:
-        """Raises ConfigError or OSError, and everything is as it was."""
+        """Raises ConfigError or OSError; then nothing has changed."""
         with contextlib.ExitStack() as undo:
             directory = lock()
             undo.callback(directory.close)
@@ -218,7 +218,7 @@ class SsdStore:
             index = SlotIndex(pool, segments.generation, segments.written_ns)
             manifests = ManifestFiles(io, directory)
             manifests.tidy()
-            for id, keys in self._found_pinned(manifests).items():  # before anything can be written over them
+            for id, keys in self._found_pinned(manifests).items():  # before anything can overwrite them
                 index.pin_keys(id, keys)
             for segment in segments:  # no slot can be used before its file is made or its head is read
                 segment.withheld = [
@@ -243,8 +243,7 @@ class SsdStore:
             self._is_open = True
 
     def _found_pinned(self, manifests: ManifestFiles) -> dict[str, Sequence[bytes]]:
-        """The blocks of the snapshots in the directory, as far as their manifests are whole and of this
-        space."""
+        """The blocks of the snapshots in the directory whose manifests are intact and of this space."""
         pinned: dict[str, Sequence[bytes]] = {}
         for id in manifests.ids():
             try:
@@ -258,11 +257,11 @@ class SsdStore:
 
     @property
     def files(self) -> SegmentFiles:
-        """What it is written in. A disk that fails on purpose can be put in place of its `io`."""
+        """Its files. A test may replace their `io` by a disk that fails."""
         return self._segments.files
 
     def wait_scanned(self, timeout_s: float) -> bool:
-        """Whether all that an earlier process has left can be found by then."""
+        """Whether all blocks of an earlier process can be found by then."""
         return self._scan.done.wait(timeout_s)
 
     def find(self, keys: Sequence[bytes]) -> int:
@@ -295,7 +294,7 @@ class SsdStore:
                     if outcome is not Outcome.DONE:
                         self._give_up(keys[place], slots[place], outcome)
             for place, slot in enumerate(slots):
-                if slot != ABSENT and first[slot] != place:  # asked for twice
+                if slot != ABSENT and first[slot] != place:  # requested twice
                     outcomes[place] = outcomes[first[slot]]
                     into[place][:] = into[first[slot]]
             whole = [slot for place, slot in enumerate(slots) if outcomes[place] is Outcome.DONE]
@@ -319,7 +318,7 @@ class SsdStore:
         self, keys: Sequence[bytes], depths: Sequence[int], blocks: Sequence[memoryview]
     ) -> list[Outcome]:
         claim = self._index.claim(keys, evicts=False)
-        while claim is None:  # nothing is evicted while there are files to be made
+        while claim is None:  # nothing is evicted while files can be made
             if (segment := self._segments.try_grow()) is not None:
                 self._index.release(segment.take_ready())  # no other writer has made this file
             claim = self._index.claim(keys, evicts=segment is None)
@@ -343,18 +342,18 @@ class SsdStore:
         for place in claim.unverified:
             claim.outcomes[place] = self._write_if_torn(keys[place], depths[place], blocks[place])
         again: list[int] = []
-        # this claim has landed, so claims do not wait for each other in a circle
+        # this claim has landed, so claims cannot wait for each other in a circle
         for place, key, other in claim.others:
             other.over.wait()
             claim.outcomes[place] = Outcome.DONE if key in other.landed else Outcome.FAILED
-            if key in other.forgotten:  # what the other wrote was forgotten before it could be found
+            if key in other.forgotten:  # the other's block was forgotten before it could be found
                 again.append(place)
         for place in again:
             (claim.outcomes[place],) = self._write([keys[place]], [depths[place]], [blocks[place]])
         return claim.outcomes
 
     def _write_if_torn(self, key: bytes, depth: int, block: memoryview) -> Outcome:
-        """A crash may have torn a block of an earlier process, and a persist of this write promises that it
+        """A crash may have torn a block of an earlier process, and a later persist promises that this block
         is there."""
         (outcome,) = self._read([key], [memoryview(bytearray(len(block)))])
         return outcome if outcome is Outcome.DONE else self._write([key], [depth], [block])[0]
@@ -362,7 +361,7 @@ class SsdStore:
     # ---------------------------------------------------------------------------------------------- snapshots
 
     def pin_keys(self, id: str, keys: Sequence[bytes]) -> None:
-        with self._lock:  # files may be opened anew, and an index with them
+        with self._lock:  # files may be reopened, with a new index
             self._pinned_keys[id] = keys
             self._index.pin_keys(id, keys)
 
@@ -388,7 +387,7 @@ class SsdStore:
     def write_manifest(
         self, id: str, data: bytes, expires_in_s: float | None, instead_of: bytes | None = None
     ) -> Written:
-        """The directory has one process that writes, and that has one thread for manifests."""
+        """One process writes to the directory, and it has one thread for manifests."""
         with self._call(changes=True):
             if self._manifests.read(id) != instead_of:
                 return Written.TAKEN
@@ -410,8 +409,8 @@ class SsdStore:
             return self._index.reset(renew)
 
     def probe(self) -> None:
-        """Also opens everything anew where its files are no longer those of the directory, or could not be
-        opened the last time."""
+        """Also reopens everything if its files are no longer those of the directory, or could not be opened
+        the last time."""
         if not self._is_open or not (self._directory.is_in_place() and self._segments.are_in_place()):
             self._open_anew()
         with self._call():
@@ -420,8 +419,7 @@ class SsdStore:
 
     @contextlib.contextmanager
     def _call(self, changes: bool = False) -> Iterator[None]:
-        """Raises StoreFailed where there is nothing to talk to; where it `changes` something, also where that
-        would not be found again."""
+        """Raises StoreFailed if nothing is open; with `changes` also if a change would be lost."""
         with self._lock:
             if not self._is_open:
                 raise StoreFailed(
@@ -437,20 +435,15 @@ class SsdStore:
                 self._num_calls -= 1
 
     def _open_anew(self) -> None:
-        """What was in the files that are gone is a miss from now on. Raises StoreFailed while calls are under
-        way in them, and where the directory cannot be had, as when another process has taken it."""
+        """Blocks in lost files are misses from now on. Raises StoreFailed while calls use the old files, and
+        if the directory is not available, for example locked by another process."""
         with self._lock:
             if self._closed:
                 raise StoreFailed(f"the SSD cache in {self._path} is closed")
             if self._num_calls:
                 raise StoreFailed(
-                    f"the SSD cache in {self._path} is still busy "
-                    f"with "
-                    f"files "
-                    f"that "
-                    f"have "
-                    f"been "
-                    f"removed or replaced"
+                    f"the SSD cache in {self._path} is still busy with files that have been removed or "
+                    "replaced"
                 )
             was_open, self._is_open = self._is_open, False
         if was_open:
@@ -460,13 +453,8 @@ class SsdStore:
         except (ConfigError, OSError) as error:
             raise StoreFailed(f"the SSD cache cannot be opened anew: {error}") from error
         log.warning(
-            "the SSD cache in %s was opened anew: its directory, its lock "
-            "or "
-            "a "
-            "file "
-            "had "
-            "been "
-            "removed or replaced",
+            "the SSD cache in %s was opened anew: its directory, its lock or a file had been removed or "
+            "replaced",
             self._path,
         )
 
@@ -494,7 +482,7 @@ class SsdStore:
 def open_ssd(
     directory: str | Path, max_bytes: int, space: Space, eviction: EvictionName, io: DiskIo | None = None
 ) -> SsdStore:
-    """The store in `directory`, which takes at most `max_bytes` of disk. Raises ConfigError where that can
-    never work, where other users may write there, or where another process has the directory. Serves at once;
-    what is there from before is found as it is scanned."""
+    """The store in `directory`, which takes at most `max_bytes` of disk. Raises ConfigError if that can never
+    work, if other users may write there, or if another process has the directory. Serves at once; earlier
+    blocks are found as they are scanned."""
     return SsdStore(Path(directory).absolute(), max_bytes, space, eviction, io or DiskIo())

@@ -1,10 +1,9 @@
-"""What is in the directory of an SSD cache, without an engine: look, check every byte, clear. Owns these
-three; each holds the directory's lock, so that none runs beside an engine.
+"""Inspects, verifies or clears the directory of an SSD cache without an engine. Each of the three holds the
+directory's lock, so that none runs beside an engine.
 
-Slots whose head does not stand for a block count as empty: they were never written, or forgotten. A block is
-torn where its head is whole and its payload is not what the head was written for: a crash during a write
-leaves that, and so does a flipped bit in the payload. It is corrupt where the head itself is damaged. Neither
-is ever served.
+Slots whose head does not describe a block count as empty: they were never written, or forgotten. A block is
+torn if its head is valid and its payload does not match it: a crash during a write leaves that, and so does a
+flipped bit in the payload. It is corrupt if the head itself is damaged. Neither is ever served.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _READ_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class SpaceSurvey:
-    """Blocks of one space. Sequences are times of writing, in nanoseconds since 1970, as far as the clock was
+    """Blocks of one space. Sequences are times of writing, in nanoseconds since 1970, if the clock was
     right."""
 
     num_blocks: int = 0
@@ -60,14 +59,14 @@ class SpaceSurvey:
 
 @dataclass(slots=True)
 class SnapshotSurvey:
-    """One manifest. Where it cannot be used, `damage` says why, and the rest is what could be read of it."""
+    """One manifest. If it cannot be used, `damage` says why, and the rest is what could be read of it."""
 
     file: str
     name: str = ""
     space: str = ""  # digest, in hex
     num_tokens: int = 0
     num_blocks: int = 0
-    num_found: int = 0  # of its first blocks, those that are here
+    num_found: int = 0  # leading blocks that are here
     created_s: float = 0.0
     expires_s: float | None = None
     damage: str = ""
@@ -75,15 +74,15 @@ class SnapshotSurvey:
 
 @dataclass(slots=True)
 class Survey:
-    """What was found. `num_good` is None where payloads were not read."""
+    """The findings. `num_good` is None if payloads were not read."""
 
     directory: Path
     num_segments: int = 0
     num_slots: int = 0
     file_bytes: int = 0
     spaces: dict[str, SpaceSurvey] = field(default_factory=dict)  # by digest, in hex
-    num_older: int = 0  # blocks of which a newer copy is there as well
-    # files without a head that can be read, or shorter than it says
+    num_older: int = 0  # blocks of which there is also a newer copy
+    # files without a readable head, or shorter than it says
     damaged: list[str] = field(default_factory=list)
     num_good: int | None = None
     corrupt: list[str] = field(default_factory=list)
@@ -100,20 +99,20 @@ def _silent(done: int, total: int) -> None:
 
 
 def inspect(directory: str | Path, progress: Progress = _silent) -> Survey:
-    """Heads only. Raises ConfigError where there is no cache or an engine uses it."""
+    """Heads only. Raises ConfigError if there is no cache, or an engine uses it."""
     with _locked(directory) as opened:
         return _Surveyor(opened, progress, payloads=False).survey()
 
 
 def verify(directory: str | Path, progress: Progress) -> Survey:
-    """Every byte of every block. Raises ConfigError where there is no cache or an engine uses it."""
+    """Every byte of every block. Raises ConfigError if there is no cache, or an engine uses it."""
     with _locked(directory) as opened:
         return _Surveyor(opened, progress, payloads=True).survey()
 
 
 def clear(directory: str | Path, progress: Progress) -> Survey:
-    """Remove all files of the cache, of whatever space; others in the directory stay. Returns what there was,
-    in files and bytes."""
+    """Remove all files of the cache, of every space; other files in the directory stay. Returns what there
+    was, in files and bytes."""
     with _locked(directory) as opened:
         manifests = [*opened.snapshot_files().values(), *opened.unfinished_files()]
         names = [path.name for path in (*opened.segment_files().values(), *manifests)]
@@ -187,7 +186,8 @@ class _Surveyor:
 
     @contextlib.contextmanager
     def _opened(self, number: int) -> Iterator[int]:
-        """Direct where the file system can, so that a check sees the disk and not a copy in memory."""
+        """With direct I/O if the file system supports it, so that a check reads the disk and not the page
+        cache."""
         fd = self._files.open(number, os.O_RDONLY)
         try:
             yield fd
