@@ -40,7 +40,7 @@ class Command(NamedTuple):
         try:
             self.fail(error)
         except BaseException:
-            log.exception("somebody could not be told that the engine thread has failed")
+            log.exception("a waiting caller could not be notified that the engine thread has failed")
 
 
 class Inbox:

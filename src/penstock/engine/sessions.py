@@ -150,7 +150,7 @@ class _Ending:
         # tokens in memory when it began; None: it was cancelled before its first event
         self.num_found: int | None = None
         self._tokens: list[int] = []
-        self._num_computed = 0  # of those
+        self._num_computed = 0  # of these, tokens with KV
         # on the caller's thread: a long prompt takes milliseconds
         self._prompt = array("I", request.prompt).tobytes()
         self._listener = listener
