@@ -74,7 +74,7 @@ class StepLimits:
     max_paged: int = 0  # host blocks that the sequences of a step may have
     max_parts: int = 0  # parts of a context that a step may score
     max_drafts: int = 0  # drafts of all requests of a step
-    max_request_drafts: int = 0  # of one
+    max_request_drafts: int = 0  # drafts of one request
     num_ahead: int = 0  # drafts per request that the device makes after a step
     num_layers: int = 0  # layers of a block: those of the target, then those of the draft model
 
