@@ -177,7 +177,7 @@ class DraftedInputs(NamedTuple):
     unsure: Tensor  # [S] 1: its start depends on the step before; 0: the host knows it
     group_of: Tensor  # [S]
     starts: Tensor  # [G] the first sample of each group
-    lengths: Tensor  # [G] its drafts
+    lengths: Tensor  # [G] drafts of each group
     tokens: Tensor  # tokens of the step; the draft after a sample is the next token
     num_drafts: int
     num_unsure: int
