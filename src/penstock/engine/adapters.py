@@ -99,7 +99,7 @@ class AdapterStore:
     def load_inside(self, name: str, path: str) -> LoadedAdapter:
         """As `load`, but only for paths inside `root`, after resolving symbolic links."""
         if self.root is None:
-            raise ConfigError("clients may not load adapters: there is no --lora-dir")
+            raise ConfigError("clients may not load adapters: the server has no --lora-dir")
         self._check_name(name)
         directory = _resolved(self.root / path)
         files = (
@@ -180,7 +180,8 @@ class AdapterStore:
     def _check_name(self, name: str) -> None:
         if ADAPTER_NAME.fullmatch(name) is None:
             raise InvalidRequest(
-                f"{name!r} is no name for an adapter: letters, digits and ._:/@+-, at most 128", "lora_name"
+                f"{name!r} is not a valid adapter name: use letters, digits and ._:/@+-, at most 128",
+                "lora_name",
             )
         if name == self._base:
             raise InvalidRequest(

@@ -256,7 +256,7 @@ def _close(close: Callable[[], None]) -> None:
     try:
         close()
     except Exception:
-        log.exception("what was built could not be closed")
+        log.exception("a part of the engine could not be closed after building failed")
 
 
 def check_ahead(config: Config) -> None:
@@ -456,7 +456,7 @@ def _max_model_len(
     if resident is not None and not may_be_paged:
         why = "a model with sliding windows is not paged out"
         if not any(dims.windows):
-            why = "what is not there needs --kv-offload and a prefix cache"
+            why = "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
     # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
     takes = fits
@@ -502,13 +502,7 @@ def _max_model_len(
         )
     if num_blocks < FEWEST_RESIDENT:
         raise ConfigError(
-            f"{size}; raise --device-kv-gib: what "
-            f"is "
-            f"paged "
-            f"out "
-            f"needs "
-            f"{FEWEST_RESIDENT} "
-            f"blocks there all the same"
+            f"{size}; raise --device-kv-gib: a paged-out sequence needs {FEWEST_RESIDENT} device blocks"
         )
     if any(dims.windows):
         raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")

@@ -271,7 +271,7 @@ class Engine:
             return forgotten
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the cache was not reset within {RESET_DEADLINE_S:g} s; what is under way goes on"
+                f"the cache was not reset within {RESET_DEADLINE_S:g} s; it continues in the background"
             ) from None
 
     def prefetch(
@@ -313,7 +313,7 @@ class Engine:
             done.result(timeout=timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the cache was not {level} within {timeout_s:g} s; what is under way goes on"
+                f"the cache was not {level} within {timeout_s:g} s; it continues in the background"
             ) from None
 
     def begin_flush(self, level: FlushLevel) -> Future[None]:

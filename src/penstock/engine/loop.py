@@ -22,7 +22,7 @@ _SWITCH_S = 0.0005
 _COLLECT_AFTER = (1000, 1000, 10)
 _CLOSE_S = 20.0  # for transfers in flight when the engine closes
 _MARGIN_S = 10.0  # for everything else that closing does
-_IDLE_S = 0.5  # an idle loop comes round this often, so that its heartbeat stays fresh
+_IDLE_S = 0.5  # an idle loop wakes this often, so that its heartbeat stays fresh
 
 
 def settle_process() -> None:

@@ -94,7 +94,7 @@ class Outbox:
             try:
                 entry.listener(event)
             except Exception:
-                log.exception("the listener of request %s raised; the request goes on", event.request_id)
+                log.exception("the listener of request %s raised; the request continues", event.request_id)
         if self.after:
             self._tell_over()
 

@@ -294,13 +294,7 @@ class Sessions:
         if tenant.num_prefetches >= self._limits.prefetches - len(self._prefetches):
             self._counts["refused"] += 1
             raise Overloaded(
-                f"{tenant.num_prefetches} prefetches of "
-                f"this "
-                f"tenant "
-                f"are "
-                f"under "
-                f"way, "
-                f"{len(self._prefetches)} in all"
+                f"{tenant.num_prefetches} prefetches of this tenant run, {len(self._prefetches)} in all"
             )
         prefetch = (
             self._storage.prefetch(asked, f"prefetch {self._counts['started']}") if asked.keys else None

@@ -46,9 +46,7 @@ class EngineSnapshots(Snapshots):
         """Raises SnapshotTaken, SnapshotSpace, SnapshotRefused, SessionMissing, StoreFailed."""
         asked = asked if asked.name else asked._replace(name=f"snapshot-{secrets.token_hex(_NAME_BYTES)}")
         if bool(asked.session) == bool(asked.prompt):
-            raise InvalidRequest(
-                "a snapshot is taken of a session or of a prompt, and not of both", "session_id"
-            )
+            raise InvalidRequest("give either a session or a prompt to take a snapshot of", "session_id")
         if not asked.session:
             self._engine.limits.checked(np.frombuffer(asked.prompt, np.uint32), SamplingParams(max_tokens=0))  # type: ignore[arg-type]
         return run_steps(self._taken(asked))
@@ -65,13 +63,7 @@ class EngineSnapshots(Snapshots):
             )
             if content is None:
                 raise SessionMissing(
-                    "no request of this session has ended "
-                    "here "
-                    "lately, "
-                    "or "
-                    "the "
-                    "cache_salt "
-                    "is not the one that it had"
+                    "no request of this session has ended here recently, or its cache_salt was different"
                 )
             tokens, asked = content.tokens, asked._replace(adapter=content.adapter)
         return (yield from self.taking(asked, np.frombuffer(tokens, np.uint32), self._begin_save))
@@ -99,6 +91,8 @@ class EngineSnapshots(Snapshots):
         while self._saving and (self._saving[0][1].done() or time.monotonic() >= self._saving[0][0]):
             fail(
                 self._saving.popleft()[1],
-                DeadlineExceeded(f"its blocks were not saved within {SAVE_S:g} s; what is under way goes on"),
+                DeadlineExceeded(
+                    f"its blocks were not saved within {SAVE_S:g} s; this continues in the background"
+                ),
             )
         super().step()

@@ -51,11 +51,13 @@ def check_draft(
     differing = [id for id in range(vocab) if _text(codec, draft, id) != _text(target_codec, target, id)]
     if differing:
         named = (
-            f"{id} is {_text(codec, draft, id)!r} and not {_text(target_codec, target, id)!r}"
+            f"{id} is {_text(codec, draft, id)!r}, not {_text(target_codec, target, id)!r}"
             for id in differing[:_NAMED]
         )
         more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-        raise ConfigError(f"--speculate draft: its tokens are not the model's: {'; '.join(named)}{more}")
+        raise ConfigError(
+            f"--speculate draft: the draft model has other tokens than the target: {'; '.join(named)}{more}"
+        )
     if draft.config.max_position < max_model_len:
         size = (
             f"it has {draft.config.max_position} positions, and sequences have up to {max_model_len} tokens"

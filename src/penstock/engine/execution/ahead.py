@@ -162,7 +162,7 @@ class Passes:
             work(*args)
         except Exception:
             self.failed = True
-            log.exception("drafting failed: requests go on without drafts until the next start")
+            log.exception("drafting failed: requests continue without drafts until the next start")
 
     def run(
         self,

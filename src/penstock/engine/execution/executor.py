@@ -275,24 +275,18 @@ class Executor:
         after, loads = waits.of(plan)
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             raise InvariantBroken(
-                f"step {plan.number} wants several tokens for one request: a row has but one last token"
+                f"step {plan.number} wants several tokens for one request: a row has only one last token"
             )
         if any(len(chunk.tokens) > self.limits.block_tokens for chunk in plan.missed):
             raise InvariantBroken(
-                f"step {plan.number} catches up with more than a block: hidden states of no more are kept"
+                f"step {plan.number} catches up on more than a block: only one block of hidden states is kept"
             )
         if (
             max(map(len, map(TOKENS_OF, plan.chunks[: plan.num_decodes])), default=0)
             > 1 + self.limits.max_request_drafts
         ):
             raise InvariantBroken(
-                f"step {plan.number} verifies more drafts of "
-                f"one "
-                f"request "
-                f"than "
-                f"there "
-                f"may "
-                f"be: the rest would not be chosen"
+                f"step {plan.number} verifies over {self.limits.max_request_drafts} drafts of one request"
             )
         for fence in after:
             self._lane.wait(fence)
@@ -457,7 +451,7 @@ class Executor:
 
     def _paged_reads(self) -> PagedReads:
         if self.paged is None:
-            raise InvariantBroken("a step reads KV in host memory, and there is none")
+            raise InvariantBroken("a step reads KV in host memory, but there is no host tier")
         return self.paged
 
     def _submit_paged(self, chain: _Chain, packed: Packed, flow: Flow, layer: int) -> None:

@@ -361,7 +361,7 @@ def _source(matcher: Any, grammar: Grammar) -> str:
         )
     choices = json.loads(grammar.text)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-        raise ValueError("it takes strings, one at least")
+        raise ValueError("it needs at least one string, and only strings")
     # One lexer terminal: as alternatives of a rule, more than some thousand would compile but fail at the
     # first token.
     start = 'start: ""' if not any(choices) else "start: CHOICE" if all(choices) else "start: CHOICE?"

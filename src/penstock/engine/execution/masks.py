@@ -211,5 +211,5 @@ def _why_not(matcher: Matcher | ThoughtMatcher | None) -> str | None:
     if error is None and matcher.is_accepting:
         return None
     return (
-        f"the answer cannot meet its schema or grammar: {error or 'no token of this model can go on with it'}"
+        f"the answer cannot meet its schema or grammar: {error or 'no token of this model can continue it'}"
     )

@@ -317,9 +317,7 @@ class Sampler:
 
     def _require_lane(self) -> None:
         if not self._lane.is_current():
-            raise InvariantBroken(
-                f"the sampler's state is touched by what is no work of lane {self._lane.name}"
-            )
+            raise InvariantBroken(f"the sampler's state is used outside lane {self._lane.name}")
 
     def sample(
         self,

@@ -35,7 +35,7 @@ class StagingRing:
         self._turn = (self._turn + 1) % _DEPTH
         fence = self._fences[self._turn]
         if fence is not None and not fence.passed():
-            raise InvariantBroken("a staging buffer came round while its step was still running")
+            raise InvariantBroken("a staging buffer was reused while its step was still running")
         self._lane.touch((self.access(Mode.WRITE),), label="refill")
         return self._buffers[self._turn], self._arrays[self._turn]
 

@@ -62,24 +62,9 @@ class Division:
         moving = max(1, rest // MOVING_SHARE)
         if rest - moving < 2:
             size, tokens = part_blocks * block_tokens, resident_blocks * block_tokens
-            sizes = (
-                f"{size} tokens at the beginning, {size} "
-                f"in "
-                f"the "
-                f"trailing "
-                f"window, "
-                f"{SLACK_PARTS * size} "
-                f"being saved"
-            )
-            need = f"{sizes}, {size} chosen and {size} on their way make {(4 + SLACK_PARTS) * size}"
             raise ConfigError(
-                f"--kv-residency scored: {need}, and a sequence "
-                f"has "
-                f"{tokens} "
-                f"on "
-                f"the "
-                f"device; "
-                f"raise --kv-resident-tokens"
+                f"--kv-residency scored needs {(4 + SLACK_PARTS) * size} tokens of a sequence on the device, "
+                f"and it has {tokens}; raise --kv-resident-tokens"
             )
         return cls(part_blocks, block_tokens, window, rest - moving, moving)
 

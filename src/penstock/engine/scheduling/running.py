@@ -358,16 +358,13 @@ class Running:
         deep = sum(self._lifetime(track) for track in self.tracks.values() if track.is_deep)
         if deep != self.num_deep or (deep and deep > self._ledger.num_pageable):
             raise InvariantBroken(
-                f"deep requests may need {deep} blocks "
-                f"of "
-                f"host "
-                f"memory, "
-                f"{self.num_deep} "
-                f"of "
-                f"{self._ledger.num_pageable} are noted"
+                f"deep requests may need {deep} host blocks; {self.num_deep} are counted, "
+                f"{self._ledger.num_pageable} exist"
             )
         if self.num_scored != sum(track.resident is not None for track in self.tracks.values()):
-            raise InvariantBroken(f"{self.num_scored} scored requests are noted, and others run")
+            raise InvariantBroken(
+                f"{self.num_scored} scored requests are counted, but a different number runs"
+            )
         rows = sorted([track.row for track in self.tracks.values()] + self.free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")

@@ -672,7 +672,7 @@ class Scheduler:
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None
         if sampled is None:
             raise InvariantBroken(
-                f"step sampled nothing for request {track.request.id}, though its plan said so"
+                f"step sampled nothing for request {track.request.id}, though its plan asked for a token"
             )
         track.num_in_flight -= share.num_logits
         event = self._events.of_tokens(track, sampled)
@@ -683,13 +683,8 @@ class Scheduler:
         track = share.track
         if sampled is None or not 1 <= len(sampled.tokens) <= share.num_logits:
             raise InvariantBroken(
-                f"step verified {share.num_drafts} drafts of request "
-                f"{track.request.id}, "
-                f"and "
-                f"does "
-                f"not "
-                f"say "
-                f"how many it kept"
+                f"step verified {share.num_drafts} drafts of request {track.request.id}, "
+                f"but does not report how many were accepted"
             )
         num_kept = len(sampled.tokens) - 1
         track.num_in_flight -= share.num_logits

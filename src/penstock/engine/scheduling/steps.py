@@ -193,7 +193,7 @@ class Steps:
         """The oldest one, which has to be `number`: its result is in."""
         step = self._unread.popleft()
         if step.number != number:
-            raise InvariantBroken(f"result of step {number} came while step {step.number} was due")
+            raise InvariantBroken(f"result of step {number} arrived, but step {step.number} was due")
         self.num_drafted -= step.has_drafts
         self.num_rewriting -= step.rewrites
         return step
