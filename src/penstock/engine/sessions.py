@@ -220,7 +220,7 @@ class Sessions:
         self._due: dict[int, dict[_Session, None]] = {}
         self._seconds: list[int] = []  # a heap of those
         self._releases: deque[_Release] = deque()
-        self._prefetches: list[tuple[_Tenant, SessionPrefetch]] = []  # under way
+        self._prefetches: list[tuple[_Tenant, SessionPrefetch]] = []  # running
         self._moving: deque[_Session] = deque()  # retained sessions, and some whose retention has ended
         self._num_steps = 0
         self._counts: Counter[str] = Counter()

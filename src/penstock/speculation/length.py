@@ -138,7 +138,7 @@ class _Batch:
 
 
 class Estimate(NamedTuple):
-    """Of the next step."""
+    """Estimated times of the next step."""
 
     plain_s: float  # without drafts
     extra_s: float  # expected cost of drafting, without its rows

@@ -270,8 +270,8 @@ class Executor:
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
         """Put the step on the compute lane and return; the step before may still be running. `waits`: fences
-        and loads behind the plan's ids. If a grammar applies, sampling is not launched: call `sample` after
-        the step before was read."""
+        and loads for the plan's ids. If a grammar applies, sampling is not launched: call `sample` after the
+        step before was read."""
         after, loads = waits.of(plan)
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             raise InvariantBroken(

@@ -32,7 +32,7 @@ from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 PART_TOKENS = 64
-WINDOW_SHARE = 4  # one in so many of the resident parts is the trailing window, and one at least
+WINDOW_SHARE = 4  # one in this many of the resident parts is the trailing window, at least one part
 SLACK_PARTS = 2  # growth of the window until its first part has been saved and its key bounds computed
 MOVING_SHARE = 8  # one in this many of the parts that can be chosen stays free for the next choice
 FIRST_TAU = 16  # tokens between two scorings, until their times are known

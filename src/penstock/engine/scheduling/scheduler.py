@@ -93,7 +93,7 @@ class Scheduler:
         self._running = Running(ledger, budget, self.lengths)
         self._draft = Draft()
         self._steps = Steps()
-        self.waits = Waits()  # fences and loads behind the ids of the last plan
+        self.waits = Waits()  # fences and loads for the ids in the last plan
         self._num_orders = 0
         self._shortest_first = True  # in the next step
         self._num_looks = 0

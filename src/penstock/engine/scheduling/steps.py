@@ -130,7 +130,7 @@ class Share(NamedTuple):
 class Step(NamedTuple):
     number: int
     shares: dict[Track, Share]
-    fence: Fence | None = None  # behind the step
+    fence: Fence | None = None  # after the step
     has_drafts: bool = False  # it verifies drafts
     rewrites: bool = False  # it may write tokens that come before its own
     # the draft model processes its tokens or earlier ones, or skips earlier ones
@@ -141,7 +141,7 @@ class Steps:
     """Planned steps whose results are outstanding, oldest first."""
 
     def __init__(self) -> None:
-        self.last_fence: Fence | None = None  # behind every step launched so far
+        self.last_fence: Fence | None = None  # after every step launched so far
         self._num_steps = 0
         self._unread: deque[Step] = deque()
         self.num_drafted = 0  # of these, steps that verify drafts

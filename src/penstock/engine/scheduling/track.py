@@ -134,7 +134,7 @@ class Track:
 
     @property
     def reads_host(self) -> bool:
-        """Whether its next tokens read KV in host memory."""
+        """True if its next tokens read KV in host memory."""
         return self.is_deep and self.held_table().num_paged > 0 and self.deciding is None
 
     @property
