@@ -1,5 +1,5 @@
-"""The adapters that requests may name: loaded, replaced and unloaded while others run. Owns names, and
-weights for as long as anybody uses them; reads files on the caller's thread."""
+"""The adapters that requests may name: loaded, replaced and unloaded while requests run. Owns names, and
+weights while a request or a name uses them; reads files on the caller's thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from penstock.models.progress import Progress
 
 log = logging.getLogger(__name__)
 
-# names cost nothing but must not grow without bound; equal content is kept once, under however many names
+# names are cheap but must be bounded; equal content is kept once, under any number of names
 MAX_NAMES = 1024
 
 
 class AdapterHold:
-    """Keeps the weights of one adapter, unloaded or not, until it ends; ends exactly once, from any
-    thread."""
+    """Keeps the weights of one adapter until the hold ends, even if the adapter is unloaded. Ends exactly
+    once, from any thread."""
 
     def __init__(self, store: AdapterStore, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -40,7 +40,7 @@ class AdapterHold:
         store.let_go(self.adapter)
 
     def until_finished(self, listener: Listener) -> Listener:
-        """`listener`, and the hold ends with its last event."""
+        """`listener`, wrapped so that the hold ends with the last event."""
 
         def listen(event: TokenEvent) -> None:
             try:
@@ -61,23 +61,23 @@ class AdapterHold:
 
 
 class AdapterStore:
-    """Every method may be called from any thread, and none but the loading ones takes long. `read` makes
-    weights of a directory."""
+    """All methods may be called from any thread; only those that load take long. `read` reads weights from a
+    directory."""
 
     def __init__(self, base: str, read: Callable[[Path], AdapterFiles], root: Path | None = None) -> None:
-        self.root = root  # resolved; what `load_inside` may read
+        self.root = root  # resolved; `load_inside` reads only below it
         self._base = base  # the model's own name, which no adapter may take
         self._read = read
         self._lock = threading.Lock()
         self._named: dict[str, LoadedAdapter] = {}
-        self._weights: dict[str, AdapterWeights] = {}  # by digest: of everything named or held
+        self._weights: dict[str, AdapterWeights] = {}  # by digest: all that are named or held
         self._num_holds: Counter[str] = Counter()  # by digest
 
     # -------------------------------------------------------------------------------------------------- names
 
     def load(self, name: str, directory: Path, root: str | None = None) -> LoadedAdapter:
-        """Read the adapter in `directory` and give it `name`. Where another had the name, requests that run
-        on that finish on it. Blocks while files are read; a failure changes nothing."""
+        """Read the adapter in `directory` and give it `name`. If another adapter had the name, its running
+        requests finish on it. Blocks while files are read; a failure changes nothing."""
         self._check_name(name)
         files = self._read(directory)
         with self._lock:
@@ -97,9 +97,9 @@ class AdapterStore:
         return loaded
 
     def load_inside(self, name: str, path: str) -> LoadedAdapter:
-        """As `load`, for callers who may name only what lies inside `root`, symbolic links followed."""
+        """As `load`, but only for paths inside `root`, after resolving symbolic links."""
         if self.root is None:
-            raise ConfigError("clients may not load adapters: there is no --lora-dir")
+            raise ConfigError("clients may not load adapters: the server has no --lora-dir")
         self._check_name(name)
         directory = _resolved(self.root / path)
         files = (
@@ -116,13 +116,13 @@ class AdapterStore:
         try:
             return self.load(name, directory, path)
         except ModelError as error:
-            # Where the directory lies is not the caller's to know.
+            # The client must not learn the server's path.
             raise InvalidRequest(
                 str(error).replace(f"{self.root}/", "").replace(str(self.root), "--lora-dir"), "lora_path"
             ) from error
 
     def unload(self, name: str) -> bool:
-        """Forget the name; False where there is none. Requests that run on it finish."""
+        """Forget the name; False if there is none. Its running requests finish."""
         with self._lock:
             loaded = self._named.pop(name, None)
             if loaded is not None:
@@ -130,7 +130,7 @@ class AdapterStore:
         return loaded is not None
 
     def all(self) -> tuple[LoadedAdapter, ...]:
-        """In the order in which the names came."""
+        """In the order in which names were first loaded."""
         with self._lock:
             return tuple(self._named.values())
 
@@ -141,13 +141,13 @@ class AdapterStore:
     # ------------------------------------------------------------------------------------------------ weights
 
     def try_hold(self, name: str) -> AdapterHold | None:
-        """The adapter that has the name now; None where none has."""
+        """A hold on the adapter that has the name now; None if none has."""
         with self._lock:
             loaded = self._named.get(name)
             return None if loaded is None else self._hold(loaded.adapter)
 
     def hold(self, adapter: Adapter) -> AdapterHold:
-        """Exactly this content. Raises InvalidRequest once it is gone."""
+        """A hold on exactly this content. Raises InvalidRequest if it is not loaded any more."""
         with self._lock:
             if adapter.digest not in self._weights:
                 raise InvalidRequest(
@@ -156,11 +156,11 @@ class AdapterStore:
             return self._hold(adapter)
 
     def weights_of(self, adapter: Adapter) -> AdapterWeights:
-        """Of an adapter that the caller has a hold on."""
+        """The caller must have a hold on the adapter."""
         return self._weights[adapter.digest]
 
     def let_go(self, adapter: Adapter) -> None:
-        """What a hold does when it ends."""
+        """Called by a hold when it ends."""
         with self._lock:
             self._num_holds[adapter.digest] -= 1
             self._drop_unused(adapter.digest)
@@ -180,7 +180,8 @@ class AdapterStore:
     def _check_name(self, name: str) -> None:
         if ADAPTER_NAME.fullmatch(name) is None:
             raise InvalidRequest(
-                f"{name!r} is no name for an adapter: letters, digits and ._:/@+-, at most 128", "lora_name"
+                f"{name!r} is not a valid adapter name: use letters, digits and ._:/@+-, at most 128",
+                "lora_name",
             )
         if name == self._base:
             raise InvalidRequest(
@@ -189,7 +190,7 @@ class AdapterStore:
 
 
 def _resolved(path: Path) -> Path | None:
-    """None: a loop of links, or what no file can be called."""
+    """None: a loop of links, or an impossible file name."""
     try:
         return path.resolve()
     except (OSError, ValueError, RuntimeError):
@@ -199,8 +200,7 @@ def _resolved(path: Path) -> Path | None:
 def open_store(
     config: LoraConfig, base: str, read: Callable[[Path], AdapterFiles], progress: Progress
 ) -> AdapterStore:
-    """A store with the adapters that the configuration names. Everything that is wrong with them is a
-    ConfigError."""
+    """A store with the configured adapters. Raises ConfigError for any problem with them."""
     root = None
     if config.dir is not None:
         root = Path(os.path.expanduser(config.dir))

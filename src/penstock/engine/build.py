@@ -64,24 +64,23 @@ from penstock.speculation.mtp import MtpHead, installed_head, read_head
 log = logging.getLogger(__name__)
 
 CPU_KV_GIB = 1.0
-# of what is free once the weights are there: left for activations, graphs and the sampler
+# share of the memory that is free after loading weights, left for activations, graphs and the sampler
 _CUDA_SPARE_SHARE = 0.1
-_CUDA_SPARE_GIB = 1.0  # at least, on top of what `_working_bytes` counts: graphs, libraries, fragmentation
-# more than 8192 tokens of a short prompt take: the rate of prefill stays, only deep chunks get smaller
+_CUDA_SPARE_GIB = 1.0  # least spare on top of `_working_bytes`: graphs, libraries, fragmentation
+# more than 8192 tokens at low depth take: prefill keeps its rate, only deep chunks get smaller
 _CUDA_CHUNK_MS = 150.0
-# Tokens of a chunk at least: with fewer, launching a step and reading all weights takes a good part of it.
+# Least tokens of a chunk: with fewer, launch overhead and reading the weights are a large share.
 _CUDA_MIN_CHUNK = 512
 _CPU_MIN_CHUNK = 64
-# KV that is fetched from host memory at a time: a size for which fused attention is planned, and few enough
-# launches.
+# Tokens of KV per fetch from host memory: a size that fused attention has a plan for, with few launches.
 _CUDA_PIECE_TOKENS = 16384
 _CPU_PIECE_TOKENS = 4096
-_WAITING_PER_ROW = 16  # requests that may wait for each one that can run
-_MAX_STEP_DRAFTS = 64  # verified in one step: where many requests decode, a row more is work
+_WAITING_PER_ROW = 16  # waiting requests allowed per row
+_MAX_STEP_DRAFTS = 64  # verified in one step: with many decoding requests, each further row costs time
 _CPU_COST_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
-_GUESSED_ROW = 0.05  # of a step of one row, what a further row takes, until it was measured
-# Of every step, for drafts that are not made: of the engine's thread, and on the device, where hidden states
-# are noted. Seen were 3 to 8 us and, where the device makes drafts, 15 to 20.
+_GUESSED_ROW = 0.05  # time of a further row relative to a one-row step, until measured
+# Overhead per step without drafts: on the engine thread; and with drafts made on the device, which stores
+# hidden states. Measured: 3 to 8 us, and 15 to 20.
 _BOOKKEEPING_S, _DEVICE_BOOKKEEPING_S = 5e-6, 15e-6
 
 
@@ -91,8 +90,8 @@ def build(config: Config, progress: Progress = silent, sanitizer: Sanitizer | No
     device = device_for(config)
     if device.type == "cuda":
         return _build(config, device, progress, sanitizer, None)
-    # On a thread that ends: OpenMP keeps a team for every thread that ever computed, and with more of them
-    # than cores it puts its workers to sleep between any two operations of the compute lane's.
+    # On a short-lived thread: OpenMP keeps a team for every thread that has computed. With more threads than
+    # cores it puts workers to sleep between any two operations of the compute lane.
     made: Future[Engine] = Future()
 
     def build_apart() -> None:
@@ -114,7 +113,7 @@ def _build(
     sanitizer: Sanitizer | None,
     threads: ThreadsByLoad | None,
 ) -> Engine:
-    # a directory stays locked, and memory taken, for as long as a cache is open
+    # an open cache keeps its directory locked and its memory allocated
     with contextlib.ExitStack() as undo:
         engine = _assemble(config, device, progress, sanitizer, threads, undo)
         undo.pop_all()
@@ -129,7 +128,7 @@ def _assemble(
     threads: ThreadsByLoad | None,
     undo: contextlib.ExitStack,
 ) -> Engine:
-    """What has to be closed where it comes to nothing is given to `undo`."""
+    """Parts that must be closed if building fails are registered with `undo`."""
     _check_deterministic(config, device)
     deterministic = config.source.deterministic
     dtype = _dtype(config, device)
@@ -144,9 +143,9 @@ def _assemble(
     head, draft = _head(config, model), _draft(config, loaded, device, dtype, progress)
     layout = layout_for(config, dims, device, None if draft is None else draft.model.config)
     num_blocks = _num_blocks(config, layout, model)
-    if draft is not None:  # where nobody asks for more, sequences are no longer than its positions
+    if draft is not None:  # by default, sequences are no longer than its positions
         dims = replace(dims, context=min(dims.default_len, draft.model.config.max_position))
-    _max_model_len(config, dims, num_blocks)  # raises before memory is taken for what could not be used
+    _max_model_len(config, dims, num_blocks)  # raises before memory is allocated
     proposer = head or draft
     storage = open_cache(
         config,
@@ -253,16 +252,15 @@ def _assemble(
 
 
 def _close(close: Callable[[], None]) -> None:
-    """Of what comes to nothing: why that is, is the error to be told."""
+    """Close a part after building failed; only log its errors, since the first error is raised."""
     try:
         close()
     except Exception:
-        log.exception("what was built could not be closed")
+        log.exception("a part of the engine could not be closed after building failed")
 
 
 def check_ahead(config: Config) -> None:
-    """Raises what `build` would raise for want of memory or positions, as far as that is known before any
-    weights are read."""
+    """Raises the errors of `build` about memory or positions that are known before weights are read."""
     if config.source.load_format == "dummy":
         return
     device = device_for(config)
@@ -297,12 +295,12 @@ def check_ahead(config: Config) -> None:
         raise ConfigError(
             f"{size}, and {free / GIB:.1f} GiB of {device.type} memory are free; lower --device-kv-gib"
         )
-    room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # where nothing is said, at most
+    room = free - needed if device.type == "cuda" else int(CPU_KV_GIB * GIB)  # the default, at most
     _max_model_len(config, facts.config, room // layout.block_bytes if given is None else given)
 
 
 def _check_deterministic(config: Config, device: torch.device) -> None:
-    """What has products or attention of its own is refused: it would be none of it."""
+    """Refuses options whose matrix products or attention are not deterministic."""
     if not config.source.deterministic:
         return
     if device.type != "cpu" or _dtype(config, device) != torch.float32:
@@ -335,9 +333,9 @@ def device_for(config: Config) -> torch.device:
 def layout_for(
     config: Config, dims: ModelConfig, device: torch.device, draft: ModelConfig | None = None
 ) -> BlockLayout:
-    """`draft`: the dimensions of a draft model, where they are known already."""
+    """`draft`: the dimensions of a draft model, if known already."""
     dtype = str(_dtype(config, device)).removeprefix("torch.")
-    num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # a head has one of its own
+    num_layers = dims.num_layers + (config.speculation.kind == "mtp")  # the head's own layer
     if config.speculation.kind == "draft":
         num_layers += num_draft_layers(dims, draft or inspect_model(_draft_source(config)).config)
     return BlockLayout(num_layers, dims.num_kv_heads, dims.head_dim, config.kv.block_tokens, dtype)
@@ -380,8 +378,8 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
         raise ConfigError(f"{size}; raise --device-kv-gib")
     if config.kv.device_gib is not None:
         return num_blocks
-    # A tiny model would otherwise get tens of millions of blocks: no more than can be used, and as much again
-    # thrice to remember.
+    # A tiny model would otherwise get tens of millions of blocks. Take what running requests can use, and
+    # three times that as cache.
     most = config.engine.max_batch * blocks_for(
         config.engine.max_model_len or model.config.default_len, layout.block_tokens
     )
@@ -389,13 +387,12 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
 
 
 def _working_bytes(config: Config, model: Decoder) -> float:
-    """What the largest step holds besides weights and KV: a few rows per token of its widest layer, and
-    logits while they are sampled."""
+    """Memory of the largest step besides weights and KV: a few rows per token of its widest layer, and logits
+    during sampling."""
     c = model.config
     tokens = min(_prefill_chunk(config, model.device), c.max_position) + config.engine.max_batch
     per_token = (6 * c.hidden + 2 * c.qkv_width + 3 * c.ffn) * model.dtype.itemsize
-    # raw, float32, noise, sorted values and their indices, masks; what grammars allow, and logits with that
-    # taken out
+    # raw, float32, noise, sorted values and their indices, masks; grammar masks, and masked logits
     per_logit = 52
     return tokens * per_token + config.engine.max_batch * c.vocab * per_logit
 
@@ -416,20 +413,20 @@ def _budget(config: Config, device: torch.device, max_model_len: int) -> Budget:
 
 
 def _lengths(config: Config) -> Lengths:
-    """Where a request that is pushed out is computed again, more is promised to each."""
+    """Without offloading a retracted request is computed again, so more blocks are promised to each."""
     if config.engine.admission == "lifetime":
         return WholeLife()
     return WrittenLengths(SAVED_QUANTILE if config.offload.enabled else LOST_QUANTILE)
 
 
 def _may_be_paged(config: Config, max_model_len: int, num_blocks: int) -> bool:
-    """Whether a sequence may be longer than what it may have on the device."""
+    """True if a sequence may be longer than its share of the device."""
     resident = config.kv.resident_tokens
     return max_model_len > (num_blocks * config.kv.block_tokens if resident is None else resident)
 
 
 def _with_deep(budget: Budget, config: Config, num_blocks: int) -> Budget:
-    """Sequences that do not fit have half of the device, or what they were given: others find room beside
+    """Deep sequences get half of the device, or the configured size, so that other requests fit beside
     them."""
     resident = config.kv.resident_tokens
     if resident is None:
@@ -449,8 +446,7 @@ def _prefill_chunk(config: Config, device: torch.device) -> int:
 def _max_model_len(
     config: Config, dims: ModelConfig, num_blocks: int, num_pageable: int | None = None
 ) -> int:
-    """`num_pageable`: blocks of host memory that a sequence which does not fit may be paged out to; None:
-    nobody knows yet."""
+    """`num_pageable`: host blocks that a deep sequence may be paged out to; None: not known yet."""
     fits = num_blocks * config.kv.block_tokens
     wanted = config.engine.max_model_len
     resident, may_be_paged = (
@@ -460,9 +456,10 @@ def _max_model_len(
     if resident is not None and not may_be_paged:
         why = "a model with sliding windows is not paged out"
         if not any(dims.windows):
-            why = "what is not there needs --kv-offload and a prefix cache"
+            why = "paging needs --kv-offload and a prefix cache"
         raise ConfigError(f"--kv-resident-tokens {resident}: {why}")
-    takes = fits  # of a sequence: on the device, or in host memory where it may have less than it needs there
+    # longest possible sequence, in tokens: on the device, or in host memory if its device share is limited
+    takes = fits
     if resident is not None and num_pageable is not None:
         takes = min(fits, max(resident // config.kv.block_tokens, num_pageable) * config.kv.block_tokens)
     if wanted is None:
@@ -505,13 +502,7 @@ def _max_model_len(
         )
     if num_blocks < FEWEST_RESIDENT:
         raise ConfigError(
-            f"{size}; raise --device-kv-gib: what "
-            f"is "
-            f"paged "
-            f"out "
-            f"needs "
-            f"{FEWEST_RESIDENT} "
-            f"blocks there all the same"
+            f"{size}; raise --device-kv-gib: a paged-out sequence needs {FEWEST_RESIDENT} device blocks"
         )
     if any(dims.windows):
         raise ConfigError(f"{size}; raise --device-kv-gib: a model with sliding windows is not paged out")
@@ -521,7 +512,7 @@ def _max_model_len(
 
 
 def _head(config: Config, model: Decoder) -> MtpHead | None:
-    """What is wrong with it is said before memory is taken."""
+    """Raises for a bad head before memory is allocated."""
     if config.speculation.kind != "mtp":
         return None
     if config.speculation.path is not None:
@@ -532,7 +523,7 @@ def _head(config: Config, model: Decoder) -> MtpHead | None:
 def _draft(
     config: Config, loaded: LoadedModel, device: torch.device, dtype: torch.dtype, progress: Progress
 ) -> DraftModel | None:
-    """A smaller model that proposes, checked before memory is taken."""
+    """A smaller model that proposes, checked before memory is allocated."""
     if config.speculation.kind != "draft":
         return None
     draft = load_model(
@@ -545,7 +536,7 @@ def _draft(
 
 
 def _scope(model: Decoder, layout: BlockLayout, proposer: bytes = b"") -> Scope:
-    """`proposer`: the digest of what has layers of its own in every block."""
+    """`proposer`: the digest of a draft model or head with layers of its own in every block."""
     digest = (
         hashlib.blake2b(model.digest + proposer, digest_size=len(model.digest)).digest()
         if proposer
@@ -563,8 +554,8 @@ def _layer_ops(device: torch.device, deterministic: bool = False) -> LayerOps:
 
 
 def _target_part(arena: DeviceArena, model: Decoder, draft: DraftModel | None) -> tuple[Tensor, ModelConfig]:
-    """What the target's attention reads, with its dimensions. A head's layer is like the target's last, and
-    is read by the same one."""
+    """The arena part that the target's attention reads, and its dimensions. A head's layer has the shape of
+    the target's last layer and uses the same attention."""
     dims = model.config
     if draft is not None:
         return arena.tensor[:, : dims.num_layers], dims
@@ -582,7 +573,7 @@ def _attention(arena: Tensor, dims: ModelConfig, rope: Tensor, deterministic: bo
 
 
 def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Speculation | None:
-    """With step costs that are a guess: what a machine does with memory, not with arithmetic."""
+    """Starts with guessed step costs: those of a machine limited by memory, not by arithmetic."""
     if config.speculation.proposer is None:
         return None
     sizes = decode_sizes(limits.max_rows) if device.type == "cuda" else _CPU_COST_SIZES
@@ -596,7 +587,7 @@ def _speculation(config: Config, limits: StepLimits, device: torch.device) -> Sp
 
 
 def _buckets(config: Config, limits: StepLimits, device: torch.device) -> tuple[Shape, ...]:
-    """On the CPU a recording costs nothing and padding costs work, so every batch size has its own, and
+    """On the CPU a capture is free and padding costs work, so every batch size has its own capture, and
     prompts have none."""
     if not config.engine.capture:
         return ()

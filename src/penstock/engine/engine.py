@@ -1,5 +1,5 @@
-"""The engine: requests in, tokens out, one step at a time. Owns the loop body; what steps do is decided and
-done elsewhere."""
+"""The engine: requests in, tokens out, one step at a time. Owns the loop body; the scheduler decides the
+steps and the executor runs them."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ from penstock.speculation.drafter import Speculation
 log = logging.getLogger(__name__)
 
 FlushLevel = Literal["captured", "visible", "persisted"]
-RESET_DEADLINE_S = 600.0  # for the engine thread to come round, and for stores to be emptied
-_GRACE_S = 1.0  # for a lane that has nothing to do any more to end
+RESET_DEADLINE_S = 600.0  # for the engine thread to start it, and for stores to be emptied
+_GRACE_S = 1.0  # for an idle lane to end
 
 
 @dataclass(slots=True)
 class EngineParts:
-    """What `engine.build` puts together."""
+    """The parts that `engine.build` makes."""
 
     name: str
-    weights: str  # how matrices are held, in words
+    weights: str  # how matrices are stored, as text
     tokenizer: TextCodec
     scheduler: Scheduler
     executor: Executor
@@ -82,15 +82,15 @@ class EngineParts:
     lanes: Sequence[Lane]
     vocab: int
     max_model_len: int
-    max_open: int  # requests known to the engine at once; one more is refused as overload
+    max_open: int  # open requests; one more is refused as overload
     seed: int
-    # fields of SamplingParams that the model states for requests which leave them out
+    # the model's defaults for fields of SamplingParams
     sampling: Mapping[str, Any]
     grammars: Grammars
     residency: ResidencyChoice
-    sanitizer: Sanitizer | None = None  # listening to all of the above, where it was asked for
-    speculation: Speculation | None = None  # proposes tokens, where that was asked for
-    threads: ThreadsByLoad | None = None  # that compute, on a CPU
+    sanitizer: Sanitizer | None = None  # observes all of the above, if enabled
+    speculation: Speculation | None = None  # proposes tokens, if enabled
+    threads: ThreadsByLoad | None = None  # compute threads, on a CPU
 
 
 class Engine:
@@ -105,27 +105,28 @@ class Engine:
         self.weights = parts.weights
         self.threads = parts.threads
         self._parts = parts
-        # elsewhere compute has better use for the core
+        # without a GPU, compute needs the core
         self._inbox = Inbox(sharp=parts.arena.device.type == "cuda")
         self._outbox = Outbox()
         self._running: RunningStep | None = None
         self._seeds = random.Random(parts.seed)
         self._blocked_s = {"result": 0.0, "mask": 0.0, "save": 0.0, "settle": 0.0}
         self._load_exposed_s = 0.0
-        # who waits for saves and resets, and for which
+        # saves and resets, with the futures that wait for them
         self._flushes: list[tuple[Settling | None, Future[Any]]] = []
         self._num_steps = 0
         self._pace = Pace()
-        # the last one that read KV in host memory: its number, and when it was launched
+        # last step that read KV in host memory: its number and launch time
         self._host_step = 0, 0.0
         self._num_host_steps = 0
-        self._reads_host_s = 0.0  # monotonic; from then on a step may do so, where others run
+        # monotonic; the earliest time of the next such step while other requests run
+        self._reads_host_s = 0.0
         cache = parts.cache
         stats = cache.stats()
-        self.tiers = (*stats.slots, *stats.cold)  # where KV can be, hottest first
+        self.tiers = (*stats.slots, *stats.cold)  # all tiers, hottest first
         num_blocks = sum(sum(counts) for counts in stats.slots.values())
         self._sessions = Sessions(cache, SessionLimits(retained_blocks=int(num_blocks * RETAINED_SHARE)))
-        # Host memory that is promised to deep requests is not pinned.
+        # Host memory promised to deep requests may not be pinned by snapshots.
         may_be_deep = parts.max_model_len > parts.scheduler.deep_blocks * cache.block_tokens
         most_in_host = sum(stats.slots.get("host", ())) - cache.num_pageable if may_be_deep else None
         self.snapshots = EngineSnapshots(self, self._sessions, self._inbox.put, most_in_host)
@@ -150,15 +151,15 @@ class Engine:
         pins: Sequence[tuple[int, int]] | None = None,
         route: str = "",
     ) -> str:
-        """Check the request on the caller's thread and hand it to the engine's. `listener` is called there,
-        once per step at most. `hint` is about the KV of its `session`. `residency` and `pins`: where it does
-        not fit, what it attends to; None: as configured. `route`: requests of the same write about as
-        much."""
+        """Check the request on the caller's thread and pass it to the engine thread. `listener` is called
+        there, at most once per step. `hint` is about the KV of its `session`. `residency` and `pins`: what it
+        attends to if it does not fit; None: as configured. `route`: requests of one route write answers of
+        similar length."""
         self._inbox.check_open()
         if len(self._outbox) + len(self._inbox) >= self._parts.max_open:
             raise Overloaded(f"{self._parts.max_open} requests are open already")
         tokens, known = self.limits.checked(prompt, sampling)
-        # compiled here, where nobody else waits; found again for as long as the request is open
+        # compiled on the caller's thread, so no other request waits; kept while the request is open
         if sampling.grammar is not None:
             listener = functools.partial(_pass_on, listener, self.grammars.wait_compiled(sampling.grammar))
         if sampling.seed is None:
@@ -174,13 +175,13 @@ class Engine:
         about = priority, session, part, route
         request = Request(own_id, tokens, sampling, prefix, arrival_s, adapter, distinct, *about)
         listener = self._sessions.follow(request, cache_salt, hint, listener)
-        with contextlib.ExitStack() as undo:  # what the request has taken goes back where it is not accepted
+        with contextlib.ExitStack() as undo:  # releases what the request took if it is not accepted
             if adapter is not None:
                 hold = self.adapters.hold(adapter)
                 undo.callback(hold.end)
                 listener = hold.until_finished(listener)
-            # Colder tiers are matched here, on the caller's thread, and what they have stays until the
-            # scheduler has looked at it.
+            # Colder tiers are matched on the caller's thread, and the lease keeps their blocks until the
+            # scheduler has matched.
             lease = cache.lease(request.id, prefix) if prefix is not None and request.may_match else None
             if lease is not None:
                 undo.callback(lease.end)
@@ -195,22 +196,22 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """Compiles what structured output has to be; from any thread."""
+        """Compiles grammars of structured output; from any thread."""
         return self._parts.grammars
 
     @property
     def adapters(self) -> AdapterStore:
-        """Load, unload and find adapters; see its own promises about threads."""
+        """Load, unload and find adapters; from any thread."""
         return self._parts.adapters
 
     def cancel(self, request_id: str) -> None:
-        """Ask for the request to end; it does at the next step, wherever it is. No error if it has ended."""
+        """End the request at the next turn. No error if it has ended."""
         self._inbox.put(lambda: self._outbox.publish([self._parts.scheduler.cancel(request_id)]))
 
     def note_seen(self, request_id: str, num_tokens: int) -> Future[None]:
-        """Of what a request of a session generated, its client was given so many tokens: the session is what
-        the client has seen. After its end, or after its cancel. Over when snapshots of the session know it.
-        Raises EngineClosed."""
+        """The client received `num_tokens` of a request's tokens, so its session ends there. Call it after
+        the request's end or cancel. The future ends when snapshots of the session see it. Raises
+        EngineClosed."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -222,13 +223,13 @@ class Engine:
         return done
 
     def call_after_events(self, callback: Callable[[], None]) -> None:
-        """Call it on the engine thread when the listeners have heard all events that there are for now: a
-        step's, usually. Before the first submission."""
+        """Run `callback` on the engine thread after each batch of events, usually a step's. Call this before
+        the first submission."""
         self._outbox.after.append(callback)
 
     @property
     def limits(self) -> PromptLimits:
-        """What every prompt has to keep to."""
+        """Limits of every prompt."""
         cache = self._parts.cache
         return PromptLimits(
             self.max_model_len,
@@ -238,39 +239,39 @@ class Engine:
 
     @property
     def residency(self) -> ResidencyChoice:
-        """What requests may ask for where they do not fit."""
+        """What requests may ask for if they do not fit."""
         return self._parts.residency
 
     @property
     def max_open(self) -> int:
-        """Requests known at once; one more is refused as overload."""
+        """Open requests; one more is refused as overload."""
         return self._parts.max_open
 
     @property
     def resident_tokens(self) -> int:
-        """Of a sequence that are on the device at most: all, where they fit."""
+        """Most tokens that a sequence has on the device before it is paged."""
         return self._parts.scheduler.deep_blocks * self._parts.cache.block_tokens
 
     @property
     def cache(self) -> KvCache:
-        """The door to its KV; the engine thread's."""
+        """The KV cache; for the engine thread only."""
         return self._parts.cache
 
     @property
     def arena(self) -> DeviceArena:
-        """Where its KV is: on which device, in which layout."""
+        """The memory of its KV: device and layout."""
         return self._parts.arena
 
     def reset_cache(self, tiers: Sequence[str] = ("device", "host")) -> dict[str, int]:
-        """Forget all KV that no request holds; returns the number of blocks by tier. Blocks until the engine
-        thread has done it, and until disks and stores have. Raises StoreFailed where one could not."""
+        """Evict all KV that no request holds; returns the number of blocks by tier. Blocks until the engine
+        thread, disks and stores are done. Raises StoreFailed if a store failed."""
         done = self._begin(lambda: self._parts.cache.reset(tiers))
         try:
             forgotten: dict[str, int] = done.result(timeout=RESET_DEADLINE_S)
             return forgotten
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the cache was not reset within {RESET_DEADLINE_S:g} s; what is under way goes on"
+                f"the cache was not reset within {RESET_DEADLINE_S:g} s; it continues in the background"
             ) from None
 
     def prefetch(
@@ -281,8 +282,8 @@ class Engine:
         cache_salt: str = "",
         adapter: Adapter | None = None,
     ) -> Future[Prefetched | None]:
-        """Begin to bring up the KV of `prompt`, or of `session`, from cold tiers; the future ends when it has
-        begun. None: nobody knows the session. Overloaded in it: too many are under way."""
+        """Start to prefetch the KV of `prompt` or of `session` from cold tiers; the future ends when the read
+        has started. None in it: the session is unknown. Overloaded in it: too many prefetches run."""
         asked: str | Prefix | None = session
         if prompt is not None:
             asked = self._parts.cache.prefix_of(
@@ -292,7 +293,7 @@ class Engine:
 
         def run() -> None:
             if not done.set_running_or_notify_cancel():
-                return  # nobody waits for it any more
+                return  # cancelled by its caller
             try:
                 done.set_result(
                     Prefetched(0, False) if asked is None else self._sessions.prefetch(cache_salt, asked)
@@ -304,19 +305,19 @@ class Engine:
         return done
 
     def wait_flushed(self, level: FlushLevel, timeout_s: float) -> None:
-        """Block until what was sealed before this call has been read from device memory (captured), can be
-        found in the host tier (visible), or is in the first tier behind it to stay (persisted). Raises
-        DeadlineExceeded, and StoreFailed where not all of it could be persisted."""
+        """Block until all blocks sealed before this call are read from device memory (captured), can be found
+        in the host tier (visible), or are stored in the first cold tier (persisted). Raises DeadlineExceeded,
+        and StoreFailed if some could not be persisted."""
         done = self.begin_flush(level)
         try:
             done.result(timeout=timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"the cache was not {level} within {timeout_s:g} s; what is under way goes on"
+                f"the cache was not {level} within {timeout_s:g} s; it continues in the background"
             ) from None
 
     def begin_flush(self, level: FlushLevel) -> Future[None]:
-        """What `wait_flushed` waits for; it may be cancelled."""
+        """The future that `wait_flushed` waits for; it may be cancelled."""
         cache = self._parts.cache
         if level == "persisted" and not cache.cold_tiers:
             raise InvalidRequest(
@@ -325,8 +326,8 @@ class Engine:
         return self._begin(cache.persist if level == "persisted" else cache.submit_saves)
 
     def _begin(self, start: Callable[[], Settling | None]) -> Future[Any]:
-        """Have the engine thread start something. The future ends when that is settled, and at the latest
-        when the engine does."""
+        """Run `start` on the engine thread. The future ends when its result is settled, or when the engine
+        ends."""
         done: Future[Any] = Future()
         self._inbox.put(
             lambda: self._flushes.append((start(), done)), fail=functools.partial(fail, done), only_open=True
@@ -335,7 +336,7 @@ class Engine:
 
     @property
     def ended(self) -> str | None:
-        """Why no listener will ever hear anything again; None while the engine may still say something."""
+        """Why listeners get no more events; None while they may."""
         return self._inbox.ended
 
     def stats(self) -> EngineStats:
@@ -379,7 +380,7 @@ class Engine:
         )
 
     def wait_work(self, timeout_s: float) -> None:
-        """Block until somebody asks for something or a transfer has got further."""
+        """Block until a command arrives or a transfer makes progress."""
         cache = self._parts.cache
         if not cache.num_in_flight:
             self._inbox.wait(timeout_s)
@@ -390,20 +391,20 @@ class Engine:
             self._load_exposed_s += time.monotonic() - started
 
     def refuse(self, why: str) -> None:
-        """Take no further submissions; what is open goes on."""
+        """Take no further submissions; open requests continue."""
         self._inbox.close(why)
 
     # -------------------------------------------------------------------------------------- the engine thread
 
     def launching(self) -> AbstractContextManager[None]:
-        """Around the steps of one thread: where it stays inside for its whole life, a step does not switch to
-        the compute lane and back."""
+        """Makes the compute lane current for the calling thread. Held around all steps, it saves the switch
+        in each step."""
         return as_current(self._parts.lanes[0])
 
     def warm(self, progress: Progress = silent) -> None:
-        """Run a step of every kind, so that no request pays for what is done once. Optional, before the first
+        """Run a step of every kind, so that no request pays for one-time work. Optional; before the first
         step, on the same thread."""
-        # goes on beside the rest; without the package it comes to nothing
+        # runs in the background; does nothing without the package
         self.grammars.begin(Grammar("choice", '["warm"]'))
         cache = self._parts.cache
         table = cache.open("warm-up", None, 0)
@@ -448,9 +449,9 @@ class Engine:
         return launched is not None or reads or settled or more
 
     def _plan(self) -> StepPlan | None:
-        """Steps that read KV in host memory have half of the time, where others run: they take as long as
-        dozens of others, and whoever is in them waits for the link. What runs is read before such a step:
-        launching one takes as long as the link does."""
+        """Steps that read KV in host memory get half of the time while other requests run: one takes as long
+        as dozens of other steps, and its requests wait for the link. The running step is read before such a
+        step, since launching one takes as long as its transfers."""
         scheduler = self._parts.scheduler
         if time.monotonic() < self._reads_host_s and (plan := scheduler.plan(reads_host=False)) is not None:
             return plan
@@ -464,32 +465,31 @@ class Engine:
             self._read(running)
 
     def has_work(self) -> bool:
-        """Whether requests are open. Saves may be under way beyond that; they end by themselves."""
+        """True while requests are open. Saves may still run; they end by themselves."""
         return bool(self._inbox) or self._running is not None or self._parts.scheduler.has_work()
 
     def launched(self) -> Fence:
-        """Behind all that is on the compute lane now."""
+        """A fence after all work on the compute lane so far."""
         return self._parts.lanes[0].record()
 
     def is_transferring(self) -> bool:
-        """Whether KV is on its way between tiers."""
+        """True while KV moves between tiers."""
         return self._parts.cache.num_in_flight > 0
 
     def check(self) -> None:
-        """Recount; raises InvariantBroken where the books do not add up. For the engine thread, or for
-        anybody after `close`."""
+        """Recount; raises InvariantBroken if totals do not add up. For the engine thread, or any thread after
+        `close`."""
         self._parts.scheduler.check()
         self._parts.cache.check()
 
     def fail_all(self, error: BaseException) -> None:
-        """The loop cannot go on: end every request, and everybody else's wait, with `error`. Touches neither
-        scheduler nor cache, which may be what is broken. Never raises."""
+        """The loop cannot continue: end every request and every waiting future with `error`. Touches neither
+        scheduler nor cache, which may be broken. Never raises."""
         self._end_all(f"the engine stopped: {type(error).__name__}: {error}")
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Cancel what is open, let the device finish, check that nothing is left. Transfers and lanes have
-        `timeout_s` in all; where they take longer this raises DeadlineExceeded, and closing may be tried
-        again."""
+        """Cancel open requests, let the device finish, check that nothing is left. Transfers and lanes have
+        `timeout_s` together; if they take longer, this raises DeadlineExceeded and may be called again."""
         self.refuse("the engine is closed")
         by_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -511,7 +511,7 @@ class Engine:
         self._end_all("the engine is closed")
 
     def _end_all(self, why: str) -> None:
-        """Nobody hears anything from here on; whoever waits is told so."""
+        """Fail every waiting caller and end every open request. No events follow."""
         self._inbox.end(why)
         for _, done in self._flushes:
             fail(done, EngineClosed(why))
@@ -532,20 +532,21 @@ class Engine:
     def _read(self, step: RunningStep) -> None:
         started = time.monotonic()
         while any(not load.settled for load in step.loads) and not step.fence.passed():
-            # bookkeeping of what the step waits for is done while it computes, not after
+            # settle the step's loads while it computes, not afterwards
             if not self._settle():
                 time.sleep(self._parts.cache.look_again_s)
         with self._watch.may_wait("result"):
             result = step.wait_result()
         self._blocked_s["result"] += time.monotonic() - started
         if step.number == self._host_step[0]:
-            self._reads_host_s = 2 * time.monotonic() - self._host_step[1]  # as long again for others
+            # the same time again for other steps
+            self._reads_host_s = 2 * time.monotonic() - self._host_step[1]
         if (prefill := self._pace.read()) is not None:
             self._parts.cache.prefill.add(*prefill)
         self._parts.scheduler.tau = self._pace.scoring.tau
-        # what the step has waited for is over: it gets its keys before anything behind it does
+        # the step's loads are over: seal their blocks before later ones
         self._settle()
-        # the fence behind their bytes may be a moment late
+        # the fence of a load may be a moment late
         while result.error is None and any(not load.settled for load in step.loads):
             time.sleep(POLL_S)
             self._settle()
@@ -557,7 +558,7 @@ class Engine:
             else:
                 self._parts.speculation.step_took(*decoded)
         if (masks := self._parts.executor.masks).answers:
-            # their masks are computed from now on
+            # their masks can be computed now
             masks.advance((event.request_id, event.tokens) for event in events)
         self._outbox.publish(events)
         started = time.monotonic()
@@ -567,14 +568,13 @@ class Engine:
             self._outbox.note_lives(self._parts.scheduler.lives)
 
     def _sample(self, step: RunningStep) -> RunningStep:
-        """Its sampling is on the lane from now on, if it was not: masks are waited for while its forward pass
-        runs."""
+        """Launch its sampling if it waits for masks; they are computed while its forward pass runs."""
         if step.late is None:
             return step
         started = time.monotonic()
         with self._watch.may_wait("result"):
             step = self._parts.executor.sample(step)
-        # what makes drafts runs behind the sampling, over the same slots
+        # the draft model runs after the sampling, over the same slots
         self._parts.scheduler.launched(step.fence)
         self._blocked_s["mask"] += time.monotonic() - started
         self._outbox.publish(
@@ -602,13 +602,13 @@ class Engine:
         if request.id in self._outbox:
             self._give_up(request, listener, lease, InvalidRequest(f"request id {request.id} is in use"))
             return
-        self._parts.scheduler.add(request, lease)  # where it raises, the request was never open
+        self._parts.scheduler.add(request, lease)  # if it raises, the request was never open
         self._outbox.open(request.id, listener, request.arrival_s, matched_s)
 
     def _give_up(
         self, request: Request, listener: Listener, lease: Lease | None, error: BaseException
     ) -> None:
-        """What was submitted is not added."""
+        """Refuse a submitted request."""
         try:
             if lease is not None:
                 lease.end()

@@ -1,4 +1,4 @@
-"""The engine's own thread. Owns its life: start, heartbeat, orderly end; what a step does is the engine's."""
+"""The engine's thread. Owns its start, heartbeat and orderly end; the engine runs the steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from penstock.models.progress import Progress, silent
 log = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005
-# By generation. The youngest holds what a step or two have made, and is looked through in a tenth of a
-# millisecond. The others hold what open requests keep, and take up to a step's time: by Python's own numbers
-# every ten steps.
+# By generation. The youngest holds objects of a step or two and is scanned in a tenth of a millisecond. The
+# others hold the state of open requests and take up to a step's time: with Python's defaults every ten steps.
 _COLLECT_AFTER = (1000, 1000, 10)
-_CLOSE_S = 20.0  # for transfers that are under way when the engine closes
+_CLOSE_S = 20.0  # for transfers in flight when the engine closes
 _MARGIN_S = 10.0  # for everything else that closing does
-_IDLE_S = 0.5  # an idle loop comes round this often, so that its heartbeat stays fresh
+_IDLE_S = 0.5  # an idle loop wakes this often, so that its heartbeat stays fresh
 
 
 def settle_process() -> None:
-    """What exists now lives as long as the engine: keep the collector from walking it again, which costs a
-    step tens of milliseconds. And threads that launch transfers give the interpreter back to the engine's
-    within a part of a step, not within a whole one."""
+    """All objects of now live as long as the engine: keep the garbage collector from scanning them again,
+    which takes tens of milliseconds. Also shorten the switch interval, so that threads that launch transfers
+    give the interpreter back within a part of a step."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
@@ -43,18 +42,17 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._beat_s = time.monotonic()
-        self._stop_by_s: float | None = None  # set by close: when running requests are cancelled
+        self._stop_by_s: float | None = None  # set by close: the time at which running requests are cancelled
         self._error: BaseException | None = None
-        self._warm = threading.Event()  # warming up is over,
-        self._is_warm = False  # and has worked
+        self._warm = threading.Event()  # warm-up is over
+        self._is_warm = False  # warm-up has succeeded
         self._starting = threading.Lock()  # the first start or close starts its thread
         self._progress: Progress = silent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, progress: Progress = silent) -> None:
-        """Blocks until the engine is warm: requests of every kind are served at their usual speed from then
-        on. Idempotent, also where it fails; then the engine is closed. So it is where the loop was closed
-        before."""
+        """Blocks until the engine is warm: from then on all requests run at their usual speed. Idempotent.
+        Raises EngineClosed if warm-up fails, which closes the engine, or if the loop was closed before."""
         if self._is_warm:
             return
         with self._starting:
@@ -74,35 +72,34 @@ class EngineLoop:
 
     @property
     def is_warm(self) -> bool:
-        """Whether requests are served at their usual speed: those that come before wait."""
+        """True once warm-up is over. Earlier requests wait."""
         return self._is_warm
 
     def beat_age_s(self) -> float:
-        """Seconds since the loop last came round, or since it got further with warming up; grows without
-        bound when it is wedged."""
+        """Seconds since the last turn of the loop, or the last progress of warm-up; grows without bound if it
+        hangs."""
         return time.monotonic() - self._beat_s
 
     def failed(self) -> BaseException | None:
         return self._error
 
     def close(self, deadline_s: float) -> None:
-        """Stop admission, let running requests end for `deadline_s`, cancel the rest, join. Idempotent, and
-        possible at any time: a loop that was not started never will be."""
+        """Stop admission, give running requests `deadline_s` to end, cancel the rest, join. Idempotent. Works
+        at any time: a loop closed before its start never runs."""
         self._stop_by_s = time.monotonic() + deadline_s
         self._engine.refuse("the server is shutting down")
         atexit.unregister(self._close_at_exit)
         if self._thread is threading.current_thread():
-            return  # its owner was collected here; this thread ends when it comes round
+            return  # the owner was garbage-collected on this thread, which ends after its current turn
         with self._starting:
             if self._thread.ident is None:
-                self._thread.start()  # to close the engine, and for nothing else
+                self._thread.start()  # only to close the engine
         self._thread.join(deadline_s + _CLOSE_S + _MARGIN_S)
         if self._thread.is_alive():
             raise DeadlineExceeded("the engine thread did not end: a step is stuck on the device")
 
     def _close_at_exit(self) -> None:
-        """It was not closed, and the process ends: the interpreter would stop its thread in the middle of a
-        step."""
+        """The process ends without a close: the interpreter would stop the thread in the middle of a step."""
         with contextlib.suppress(DeadlineExceeded):
             self.close(0.0)
 
@@ -133,18 +130,17 @@ class EngineLoop:
         self._progress(stage, done, total)
 
     def _close_unused(self) -> None:
-        """Where it could not be warmed up, no request has run, and nothing of it is in doubt: what it has, a
-        directory for one, is free for the next."""
+        """Warm-up failed before any request ran, so the state is sound. Close the engine to free what it
+        holds, such as a directory lock."""
         if self._is_warm:
-            return  # what it keeps of requests may be what is broken
+            return  # its state of requests may be broken
         try:
             self._engine.close(_CLOSE_S)
         except BaseException:
             log.exception("the engine that could not be warmed up could not be closed either")
 
     def _patience_s(self) -> float:
-        """How long it may wait for work: it comes round for its heartbeat, and for the deadline of a
-        close."""
+        """How long it may wait for work: it wakes for its heartbeat and for the deadline of a close."""
         return (
             _IDLE_S if self._stop_by_s is None else max(0.0, min(_IDLE_S, self._stop_by_s - time.monotonic()))
         )

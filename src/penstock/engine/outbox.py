@@ -1,4 +1,4 @@
-"""Who listens to which open request, and when tokens came. Owns delivery and the latency histograms; decides
+"""The listeners of open requests, and token times. Owns delivery and the latency histograms; decides
 nothing."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class _Open:
     listener: Listener
     arrival_s: float
-    matched_s: float = 0.0  # seconds; the others are instants
+    matched_s: float = 0.0  # a duration; the others are points in time
     loading_s: float = 0.0
     started_s: float = 0.0
     last_token_s: float = 0.0
@@ -28,12 +28,11 @@ class _Open:
 
 
 class Outbox:
-    """Listeners of requests that have not ended. Used by the engine thread; only its size is read by
-    others."""
+    """Listeners of open requests. Used by the engine thread; other threads read only its size."""
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
-        self.after: list[Callable[[], None]] = []  # called when all listeners of a step have heard its events
+        self.after: list[Callable[[], None]] = []  # called when all events of a step are delivered
         self.ttft = Histogram(TTFT_BOUNDS_S)
         self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
         self.resume = Histogram(TTFT_BOUNDS_S)  # seconds from a retraction to the first step after it
@@ -51,8 +50,7 @@ class Outbox:
         self._open[request_id] = _Open(listener, arrival_s, matched_s)
 
     def note_starts(self, starts: Iterable[Start]) -> None:
-        """A step that these take part in has been launched. A request that was retracted has started
-        before."""
+        """A step with these requests was launched. A retracted request keeps its first start."""
         now = time.monotonic()
         for start in starts:
             entry = self._open.get(start.request_id)
@@ -60,8 +58,7 @@ class Outbox:
                 entry.started_s = now
 
     def note_lives(self, lives: list[tuple[str, State]]) -> None:
-        """Requests that began to load, were retracted or came back since the last call; takes them out of the
-        list."""
+        """Requests that began to load, were retracted or resumed since the last call; clears the list."""
         now = time.monotonic()
         for request_id, state in lives:
             entry = self._open.get(request_id)
@@ -74,8 +71,8 @@ class Outbox:
         lives.clear()
 
     def publish(self, events: Iterable[TokenEvent | None]) -> None:
-        """Hand events to their listeners; the one with `finish` set is a request's last. A listener that
-        raises is logged, no more."""
+        """Deliver events to their listeners; an event with `finish` set is a request's last. If a listener
+        raises, that is only logged."""
         now = time.monotonic()
         for event in events:
             if event is None:
@@ -97,23 +94,22 @@ class Outbox:
             try:
                 entry.listener(event)
             except Exception:
-                log.exception("the listener of request %s raised; the request goes on", event.request_id)
+                log.exception("the listener of request %s raised; the request continues", event.request_id)
         if self.after:
             self._tell_over()
 
     def end_all(self, why: str) -> None:
-        """The last event of every open request: it ends with an error. Never raises: whatever one listener
-        does, the others are told."""
+        """End every open request with an error event. Never raises: a failing listener does not keep events
+        from the others."""
         for request_id in self.open_ids():
             self.refuse(request_id, self._open.pop(request_id).listener, why)
 
     def refuse(self, request_id: str, listener: Listener, why: str) -> None:
-        """The only event of a request that was not opened, or the last of one that is no longer. Never
-        raises."""
+        """Send an error event to a request that was not opened, or is open no more. Never raises."""
         try:
             listener(TokenEvent(request_id, finish=FinishReason.ERROR, error=why))
         except BaseException:
-            log.exception("the listener of request %s raised when it was told: %s", request_id, why)
+            log.exception("the listener of request %s raised on the event: %s", request_id, why)
         self._tell_over()
 
     def _tell_over(self) -> None:

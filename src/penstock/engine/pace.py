@@ -1,5 +1,5 @@
-"""How long steps take. Owns the times of those that are on the lane; what is made of them is the business of
-`kv/tiers/policy.py` and of `speculation/length.py`."""
+"""How long steps take. Owns the times of launched steps; `kv/tiers/policy.py` and `speculation/length.py` use
+them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from penstock.contract import StepPlan
 from penstock.engine.scheduling.residency import FIRST_TAU
 
-_MIN_TOKENS = 32  # fewer say more about launching a step than about computing it
-_MIN_SHARE = 0.9  # of a step's tokens that are prefill, for its time to count as prefill's
+_MIN_TOKENS = 32  # the time of fewer tokens is mostly launch overhead
+_MIN_SHARE = 0.9  # least share of prefill tokens for a step's time to count as prefill time
 
 
-# Of decode steps' time that scoring may take, and the tokens between two scorings that follow: more of them
-# see too little, and fewer than a fetch takes to land see nothing new.
+# Share of decode time that scoring may take, and limits of the tokens between two scorings. A longer interval
+# misses too much; one shorter than a fetch finds nothing new.
 SCORING_SHARE = 0.05
 LEAST_TAU = 4
 MOST_TAU = 256
@@ -28,9 +28,9 @@ class Prefill(NamedTuple):
     """One step's worth of prompt tokens."""
 
     num_tokens: int
-    depth: float  # tokens before them, on average
+    depth: float  # tokens before each of them, on average
     seconds: float
-    at_most: bool = False  # the step did much else as well
+    at_most: bool = False  # an upper bound: the step also did much other work
 
 
 class Decoded(NamedTuple):
@@ -38,33 +38,33 @@ class Decoded(NamedTuple):
 
     num_requests: int
     num_rows: int  # drafts included
-    # from the end of the step before, where this one was waited for: what the host did in between counts
+    # from the end of the step before if the device was idle for it: host time in between counts
     seconds: float
-    num_ahead: int  # drafts made behind it for each request
-    catches_up: bool = False  # what makes drafts has passed over earlier tokens behind it
-    # the step behind it, launched meanwhile, does any of this: what the host did for that is in its time
+    num_ahead: int  # drafts per request made after it
+    catches_up: bool = False  # the draft model processed earlier tokens after it
+    # the next step, launched meanwhile, drafts or catches up: its host time counts in this one
     leads: bool = False
 
 
 class _LaunchedStep(NamedTuple):
     """A step on the lane."""
 
-    prefill: Prefill | None  # what it computes, where that is of interest
+    prefill: Prefill | None  # its prompt tokens, if their time is measured
     plan: StepPlan
     at_s: float
-    scores: bool | None  # of a step that only decodes, whether it scores
+    scores: bool | None  # of a decode-only step: whether it scores
 
 
 class ScoringCost:
-    """What scoring takes beside decoding, and how often it may be done so that this stays a small share."""
+    """The extra time of scoring, and the interval that keeps it a small share."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # that steps took longer for it, all together
-        self._plain_s: float | None = None  # of a decode step, lately
-        self._extra_s: float | None = None  # of one that scores, on top of that
+        self.seconds = 0.0  # total extra time
+        self._plain_s: float | None = None  # of a recent decode step
+        self._extra_s: float | None = None  # extra time of one that scores
 
     def add(self, seconds: float, scores: bool) -> None:
-        """A decode step has taken so long."""
+        """A decode step took `seconds`."""
         if not scores:
             self._plain_s = (
                 seconds if self._plain_s is None else self._plain_s + _NEWEST * (seconds - self._plain_s)
@@ -93,7 +93,7 @@ class Pace:
         self.scoring = ScoringCost()
         self._launched: deque[_LaunchedStep] = deque()
         self._last_end_s = 0.0
-        self.decoded: Decoded | None = None  # the step read last, where it was one
+        self.decoded: Decoded | None = None  # the step read last, if it only decoded
 
     def launched(self, plan: StepPlan) -> None:
         chunks = plan.chunks[plan.num_decodes :]
@@ -107,7 +107,7 @@ class Pace:
         self._launched.append(_LaunchedStep(prefill, plan, self._clock(), scores))
 
     def read(self) -> Prefill | None:
-        """The oldest step is over; None where it says nothing about prefills."""
+        """The oldest step is over; None if its time is no measure of prefill."""
         prefill, plan, launched_s, scores = self._launched.popleft()
         before_s = self._last_end_s
         started_s, self._last_end_s = max(launched_s, before_s), self._clock()
@@ -127,5 +127,5 @@ class Pace:
 
 
 def _drafts(plan: StepPlan) -> bool:
-    """Whether it makes drafts, verifies some, or catches up with what makes them."""
+    """True if the step makes or verifies drafts, or the draft model catches up."""
     return plan.num_ahead > 0 or bool(plan.missed) or plan.num_rows > len(plan.chunks)

@@ -1,10 +1,10 @@
-"""What clients say about their conversations: which KV is wanted again, for how long, and which is not. Owns
-the records of sessions and who may keep how much; the blocks are storage's.
+"""What clients say about their conversations: which KV to keep, for how long, and which to drop. Owns the
+records of sessions and the limits per tenant; storage owns the blocks.
 
 A session is known by its tenant's salt and its own name, of which only digests are kept. Its record holds the
-keys of its last request. Everything is bounded, and where a bound is met the tenant that has most gives way:
-who has no more than an equal share loses nothing to others. All calls come from the engine thread but
-`follow` and `figures`; each turn does a slice of what is due.
+keys of its last request. Everything is bounded. At a bound the tenant with the most gives way, so a tenant
+within an equal share loses nothing to others. All calls come from the engine thread, except `follow` and
+`figures`. Each turn does a slice of the work that is due.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from penstock.figures import SessionFigures
 from penstock.kv.blocks.key import KEY_BYTES, prefix_keys, tenant_of
 from penstock.kv.cache import Settling
 
-RETAINED_SHARE = 0.5  # of the blocks of device and host memory: what retained sessions may have in all
-# requests whose sessions are brought up to date in one turn: a long one takes some hundred microseconds
+RETAINED_SHARE = 0.5  # share of all device and host blocks that retained sessions may have together
+# ended requests whose sessions one turn updates: a long one takes some hundred microseconds
 _ENDS_AT_ONCE = 16
 _EXPIRIES_AT_ONCE = 32
 _FORGET_AT_ONCE = 512  # blocks
-_MARK_EVERY = 4  # blocks: what sessions share is known to within so many
-_LOOK_EVERY = 16  # turns of the engine: a look at a long conversation takes about half a millisecond
+_MARK_EVERY = 4  # blocks: the precision to which shared prefixes are known
+_LOOK_EVERY = 16  # turns of the engine: checking a long conversation takes about half a millisecond
 _TOKEN_BYTES = 4
-# between weights, and above any time of arrival: what a request in line wants is kept longer
+# distance of two weights, above any arrival time: blocks that a request in line wants are kept longer
 _RANK_STEP = 1e12
 
 
 class Retained(Protocol):
-    """Blocks that are forgotten after all that nobody wants. Ends exactly once."""
+    """Wanted blocks: they are evicted after all unwanted ones. Ends exactly once."""
 
     def look_again(self) -> None:
-        """They may have moved."""
+        """The blocks may have moved to another tier."""
 
     def end(self) -> None: ...
 
@@ -64,7 +64,7 @@ class SessionPrefetch(Settling, Protocol):
 
 
 class SessionStorage(Protocol):
-    """What sessions ask of KV storage. None of it blocks."""
+    """The KV storage that sessions use. No call blocks."""
 
     @property
     def block_tokens(self) -> int: ...
@@ -72,22 +72,23 @@ class SessionStorage(Protocol):
     def submit_saves(self) -> Settling | None: ...
 
     def retain(self, prefix: Prefix, rank: float) -> Retained:
-        """Of wanted blocks those of the greatest rank are forgotten first."""
+        """Among wanted blocks, the greatest rank is evicted first."""
 
     def forget(self, keys: Sequence[bytes]) -> int:
-        """Forget those of the blocks that no request holds, in memory; returns how many copies."""
+        """Evict the blocks that no request holds from device and host memory; returns the number of
+        copies."""
 
     def prefetch(self, prefix: Prefix, owner: str) -> SessionPrefetch | None:
-        """Bring up what lies in cold tiers; None where that is nothing."""
+        """Read blocks from cold tiers; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """In all, over all tenants."""
+    """Limits over all tenants together."""
 
     retained_blocks: int
     sessions: int = 65_536
-    # of all sessions: 16 bytes each for the key, as much again for what they share, and 4 for each token
+    # of all sessions: 16 bytes for each key, as much again for shared prefixes, and 4 for each token
     known_blocks: int = 1 << 21
     prefetches: int = 16
 
@@ -109,18 +110,19 @@ class _Session:
     id: bytes
     tenant: _Tenant
     scope: bytes = b""
-    keys: bytes = b""  # one behind the other: a tuple of them would take four times as much
+    keys: bytes = b""  # concatenated: a tuple of keys would take four times the memory
     tokens: bytes = b""  # 32 bits each
     adapter: Adapter | None = None
     request: str = ""  # the id of its last request
-    num_prompt: int = 0  # tokens of that
-    found: int | None = None  # blocks that were in memory before it, whose they may be; None: not known yet
+    num_prompt: int = 0  # prompt tokens of that request
+    # blocks that were in memory before the session, perhaps of others; None: not known yet
+    found: int | None = None
     retain_s: float = 0.0
     weight: Weight = Weight.NORMAL
     used_s: float = 0.0
-    due: int | None = None  # the second in which its retention ends; None: it is not retained
+    due: int | None = None  # second in which its retention ends; None: not retained
     want: Retained | None = None
-    is_looked_at: bool = False  # now and then, in turn with others
+    is_looked_at: bool = False  # it is in the rotation of `_look_again`
 
     @property
     def num_blocks(self) -> int:
@@ -132,7 +134,7 @@ class _Session:
 
 
 class _Ending:
-    """A request of a session, from its submission to its last event. Collects what it generates."""
+    """A request of a session, from its submission to its last event. Collects its generated tokens."""
 
     def __init__(
         self,
@@ -145,11 +147,11 @@ class _Ending:
         self._request = request
         self.ids = ids
         self.hint = hint
-        # tokens in memory when it began; None: it was cancelled before anybody was told
+        # tokens in memory when it began; None: it was cancelled before its first event
         self.num_found: int | None = None
         self._tokens: list[int] = []
-        self._num_computed = 0  # of those
-        # here, on the caller's thread: a long one takes milliseconds
+        self._num_computed = 0  # of these, tokens with KV
+        # on the caller's thread: a long prompt takes milliseconds
         self._prompt = array("I", request.prompt).tobytes()
         self._listener = listener
         self._ended = ended
@@ -160,7 +162,7 @@ class _Ending:
             self.num_found = event.source.device + event.source.host
         if event.finish is not None:
             is_fed_back = event.finish is FinishReason.STOP
-            # else the last one has no KV
+            # otherwise the last token has no KV
             self._num_computed = len(self._tokens) if is_fed_back else max(0, len(self._tokens) - 1)
             if event.finish is not FinishReason.ERROR:
                 self._ended.append(self)
@@ -175,7 +177,7 @@ class _Ending:
         return len(self._request.prompt)
 
     def prefix(self, block_tokens: int) -> Prefix:
-        """Of its prompt and of what it has generated, as far as that was computed."""
+        """Keys of its prompt and of the generated tokens that have KV."""
         scope, keys = self._request.prefix or Prefix(b"", ())
         tail = [*self._request.prompt[len(keys) * block_tokens :], *self._tokens[: self._num_computed]]
         return Prefix(scope, (*keys, *prefix_keys(tail, block_tokens, scope, keys[-1] if keys else None)))
@@ -187,13 +189,12 @@ class _Ending:
 class SessionContent(NamedTuple):
     """A session as its last request left it."""
 
-    tokens: bytes  # ids, 32 bits each: of its prompt and of what it has generated
+    tokens: bytes  # ids of prompt and generated tokens, 32 bits each
     adapter: Adapter | None
 
 
 class _Release(NamedTuple):
-    """Blocks of a session that ended: forgotten from the last on, once saves of them that were under way have
-    landed."""
+    """Blocks of a released session. They are evicted last block first, once running saves have landed."""
 
     keys: bytes
     found: int
@@ -211,22 +212,24 @@ class Sessions:
         self._clock = clock
         self._tenants: dict[bytes, _Tenant] = {}
         self._by_sessions, self._by_known, self._by_retained = _Largest(), _Largest(), _Largest()
-        self._marks: Counter[bytes] = Counter()  # every so many keys of a session: in how many it is
+        # by every fourth key of a session: number of sessions that have it
+        self._marks: Counter[bytes] = Counter()
         self._by_request: dict[str, _Session] = {}  # by the id of its last request
         self._ended: deque[_Ending] = deque()
-        self._due: dict[int, dict[_Session, None]] = {}  # retained sessions by the second in which that ends
+        # retained sessions by the second in which their retention ends
+        self._due: dict[int, dict[_Session, None]] = {}
         self._seconds: list[int] = []  # a heap of those
         self._releases: deque[_Release] = deque()
-        self._prefetches: list[tuple[_Tenant, SessionPrefetch]] = []  # under way
-        self._moving: deque[_Session] = deque()  # those that are retained, and some that were
+        self._prefetches: list[tuple[_Tenant, SessionPrefetch]] = []  # running
+        self._moving: deque[_Session] = deque()  # retained sessions, and some whose retention has ended
         self._num_steps = 0
         self._counts: Counter[str] = Counter()
 
     # ---------------------------------------------------------------------------------------- from any thread
 
     def follow(self, request: Request, salt: str, hint: CacheHint | None, listener: Listener) -> Listener:
-        """A listener for `request` that notes what becomes of it. Where nothing is reused there is nothing to
-        know."""
+        """A listener for `request` that records its tokens for the session. Without a session or a prefix,
+        `listener` itself."""
         if not request.session or request.prefix is None:
             return listener
         return _Ending(
@@ -256,7 +259,7 @@ class Sessions:
     # -------------------------------------------------------------------------------------- the engine thread
 
     def step(self) -> bool:
-        """A slice of what is due; says whether more of it is due at once."""
+        """Do a slice of the due work; returns True if more is due now."""
         if not (self._ended or self._seconds or self._prefetches or self._releases or self._moving):
             return False
         for _ in range(min(len(self._ended), _ENDS_AT_ONCE)):
@@ -268,8 +271,8 @@ class Sessions:
         return bool(self._ended) or is_late or self._may_release
 
     def _look_again(self) -> None:
-        """Now and then, for one session: its blocks move between device and host memory, and are to be wanted
-        where they are."""
+        """Every few turns, for one session: its blocks may have moved between device and host memory, so want
+        them where they are now."""
         self._num_steps += 1
         if self._moving and self._num_steps % _LOOK_EVERY == 0:
             session = self._moving.popleft()
@@ -279,9 +282,8 @@ class Sessions:
                 self._moving.append(session)
 
     def prefetch(self, salt: str, asked: str | Prefix) -> Prefetched | None:
-        """Bring up the KV of a session by its name, or of a prefix. None: there is no such session. Raises
-        Overloaded where too many are under way: a tenant may have no more of them than it leaves free for
-        others."""
+        """Prefetch the KV of a session by name, or of a prefix. None: no such session. Raises Overloaded if
+        too many prefetches run: a tenant may have at most as many as it leaves free for others."""
         if isinstance(asked, str):
             session = self._find(salt, asked)
             if session is None:
@@ -292,13 +294,7 @@ class Sessions:
         if tenant.num_prefetches >= self._limits.prefetches - len(self._prefetches):
             self._counts["refused"] += 1
             raise Overloaded(
-                f"{tenant.num_prefetches} prefetches of "
-                f"this "
-                f"tenant "
-                f"are "
-                f"under "
-                f"way, "
-                f"{len(self._prefetches)} in all"
+                f"{tenant.num_prefetches} prefetches of this tenant run, {len(self._prefetches)} in all"
             )
         prefetch = (
             self._storage.prefetch(asked, f"prefetch {self._counts['started']}") if asked.keys else None
@@ -312,13 +308,13 @@ class Sessions:
         return Prefetched(prefetch.num_blocks, True)
 
     def content_of(self, salt: str, name: str) -> SessionContent | None:
-        """What a session consists of now. None: there is no such session."""
+        """The session's current tokens. None: no such session."""
         session = self._find(salt, name)
         return None if session is None else SessionContent(session.tokens, session.adapter)
 
     def note_seen(self, request_id: str, num_tokens: int) -> None:
-        """Of what a request generated, which has ended, its client was given so many tokens: its session goes
-        no further. What was computed beyond that stays known as its KV."""
+        """The client of an ended request received `num_tokens` of its tokens, so the session ends there. KV
+        beyond them stays recorded."""
         self._end_all()
         session = self._by_request.get(request_id)
         if session is not None:
@@ -329,12 +325,12 @@ class Sessions:
             self._end(self._ended.popleft())
 
     def _find(self, salt: str, name: str) -> _Session | None:
-        self._end_all()  # it may be the session of a request that has just ended
+        self._end_all()  # its request may have just ended
         tenant, session = session_ids(salt, name)
         return self._tenants[tenant].sessions.get(session) if tenant in self._tenants else None
 
     def close(self) -> None:
-        """Nothing is wanted any more. Idempotent."""
+        """End all wants. Idempotent."""
         self._ended.clear()
         self._releases.clear()
         for tenant in list(self._tenants.values()):
@@ -344,7 +340,7 @@ class Sessions:
     # ----------------------------------------------------------------------------------------------- requests
 
     def _end(self, ending: _Ending) -> None:
-        """The KV of a session is now that of its last request."""
+        """The session's KV is now that of its last request."""
         hint, prefix = ending.hint, ending.prefix(self._storage.block_tokens)
         tenant = self._tenants.setdefault(ending.ids[0], _Tenant(ending.ids[0]))
         session = tenant.sessions.get(ending.ids[1]) or _Session(ending.ids[1], tenant)
@@ -367,7 +363,7 @@ class Sessions:
         self._bound_known()
 
     def _know(self, session: _Session, prefix: Prefix) -> None:
-        """Its keys are those of `prefix`, most of which it mostly had before."""
+        """Its keys become those of `prefix`, which usually extends the keys before."""
         self._end_retention(session)
         tenant = session.tenant
         self._counts["sessions"] += session.id not in tenant.sessions
@@ -420,7 +416,7 @@ class Sessions:
         num_blocks = session.num_blocks
         if not num_blocks:
             return
-        # it would push out everything else of its tenant, and then itself
+        # it would push out all other sessions of its tenant, and then itself
         if num_blocks > self._limits.retained_blocks:
             self._counts["cut"] += 1
             return
@@ -464,7 +460,7 @@ class Sessions:
         self._by_retained.note(tenant, tenant.num_retained)
 
     def _expire(self) -> bool:
-        """Says whether it has left some for the next turn."""
+        """Returns True if some are left for the next turn."""
         now = self._clock()
         for _ in range(_EXPIRIES_AT_ONCE):
             if not self._seconds or self._seconds[0] > now:
@@ -479,8 +475,8 @@ class Sessions:
     # ------------------------------------------------------------------------------------------------ release
 
     def _release(self, session: _Session, keys_before: bytes) -> None:
-        """Its KV goes, and what it had before its last request, where that is no part of it. Where nobody
-        knows what was there before the session, all stays."""
+        """Evict its KV, and the KV before its last request if that is no prefix of it. If it is not known
+        which blocks were there before the session, all stay."""
         found, keys = session.found, session.keys
         self._drop(session)
         self._counts["releases"] += 1
@@ -501,15 +497,15 @@ class Sessions:
         release = self._releases.popleft()
         num_blocks = len(release.keys) // KEY_BYTES
         first = max(release.found, self._num_shared(release.keys), num_blocks - _FORGET_AT_ONCE)
-        if first < num_blocks:  # the last ones go first: a prefix is of use without its continuation
+        if first < num_blocks:  # last blocks first: a prefix is useful without its continuation
             self._counts["released"] += self._storage.forget(
                 [_key(release.keys, number) for number in range(first, num_blocks)]
             )
             self._releases.appendleft(release._replace(keys=release.keys[: first * KEY_BYTES]))
 
     def _num_shared(self, keys: bytes) -> int:
-        """How many of the first blocks a known session may have as well. A key covers all before it, so what
-        is shared has no gaps."""
+        """How many first blocks another known session may share. A key covers all blocks before it, so shared
+        blocks have no gaps."""
         num_marks = -(-len(keys) // (KEY_BYTES * _MARK_EVERY))
         return _MARK_EVERY * _num_first(num_marks, lambda mark: _key(keys, mark * _MARK_EVERY) in self._marks)
 
@@ -522,10 +518,10 @@ class Sessions:
 
 
 class _Largest:
-    """Which tenant has most of something. Those with none are not in it."""
+    """Which tenant has the most of something. Tenants with none are not in it."""
 
     def __init__(self) -> None:
-        self._ordered: list[tuple[int, bytes, _Tenant]] = []  # by number, and by id where that is the same
+        self._ordered: list[tuple[int, bytes, _Tenant]] = []  # by number, then by id
         self._nums: dict[bytes, int] = {}  # by id of the tenant
 
     def __len__(self) -> int:
@@ -535,8 +531,8 @@ class _Largest:
         return self._ordered[-1][2]
 
     def note(self, tenant: _Tenant, num: int) -> None:
-        """A list takes less than a heap in Python for thousands of tenants, and some 40 us for 65,536 of
-        them."""
+        """For thousands of tenants a sorted list is faster than a heap in Python; it takes some 40 us for
+        65,536."""
         if before := self._nums.pop(tenant.id, 0):
             del self._ordered[bisect_left(self._ordered, (before, tenant.id))]
         if num:
@@ -545,7 +541,7 @@ class _Largest:
 
 
 def session_ids(salt: str, session: str) -> tuple[bytes, bytes]:
-    """Of the tenant and of its session."""
+    """Digests of the tenant and of its session."""
     tenant = tenant_of(salt)
     return tenant, blake2b(
         tenant + session.encode("utf-8", "surrogatepass"), digest_size=16, person=b"penstock session"
@@ -553,23 +549,24 @@ def session_ids(salt: str, session: str) -> tuple[bytes, bytes]:
 
 
 def _rank(session: _Session) -> float:
-    """Among what is wanted: lighter ones go first, of the same weight those that were used longer ago."""
+    """Eviction rank among wanted blocks: lower weights first, then least recently used."""
     return _RANK_STEP * (len(Weight) - session.weight) - session.used_s
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Blocks with which both begin."""
+    """Number of common first blocks."""
     num = min(len(one), len(other)) // KEY_BYTES
     return _num_first(num, lambda number: _key(one, number) == _key(other, number))
 
 
 def _num_first(num: int, holds: Callable[[int], bool]) -> int:
-    """Of the numbers below `num` those for which something holds that holds for all before it as well."""
+    """How many numbers from 0 on satisfy `holds`, below `num`. `holds` must never become true again after it
+    was false."""
     return bisect_left(range(num), True, key=lambda number: not holds(number))
 
 
 def _marks(keys: bytes, first: int) -> Iterator[bytes]:
-    """Of the blocks from number `first` on."""
+    """Every fourth key from block `first` on."""
     return (
         _key(keys, number)
         for number in range(-(-first // _MARK_EVERY) * _MARK_EVERY, len(keys) // KEY_BYTES, _MARK_EVERY)

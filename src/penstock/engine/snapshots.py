@@ -1,5 +1,5 @@
-"""Snapshots as callers of an engine ask for them. Owns the way from a session or a prompt to the tokens that
-a snapshot is of; snapshots themselves are storage's."""
+"""Snapshots as callers of the engine request them. Owns the step from a session or a prompt to its tokens;
+storage owns the snapshots."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SAVE_S = 60.0  # for what was computed to reach the tiers
-TAKE_S = 150.0  # for the engine thread and the lane to come round besides
+SAVE_S = 60.0  # for computed blocks to reach the tiers
+TAKE_S = 150.0  # in all, with the wait for the engine thread and the lane
 _NAME_BYTES = 8
 
 
 class EngineSnapshots(Snapshots):
-    """Everything may be called from any thread but `step`. What is called `begin_x` never blocks."""
+    """All methods but `step` may be called from any thread. `begin_x` never blocks."""
 
     def __init__(
         self, engine: Engine, sessions: Sessions, run: Callable[..., None], most_in_host: int | None
@@ -39,16 +39,14 @@ class EngineSnapshots(Snapshots):
         self._engine = engine
         self._sessions = sessions
         self._run = run  # on the engine thread
-        self._saving: deque[tuple[float, Future[None]]] = deque()  # with its deadline, which are in order
+        self._saving: deque[tuple[float, Future[None]]] = deque()  # with deadlines, in order
         super().__init__(engine.cache, most_in_host)
 
     def begin_take(self, asked: SnapshotRequest) -> Future[Snapshot]:
         """Raises SnapshotTaken, SnapshotSpace, SnapshotRefused, SessionMissing, StoreFailed."""
         asked = asked if asked.name else asked._replace(name=f"snapshot-{secrets.token_hex(_NAME_BYTES)}")
         if bool(asked.session) == bool(asked.prompt):
-            raise InvalidRequest(
-                "a snapshot is taken of a session or of a prompt, and not of both", "session_id"
-            )
+            raise InvalidRequest("give either a session or a prompt to take a snapshot of", "session_id")
         if not asked.session:
             self._engine.limits.checked(np.frombuffer(asked.prompt, np.uint32), SamplingParams(max_tokens=0))  # type: ignore[arg-type]
         return run_steps(self._taken(asked))
@@ -65,19 +63,13 @@ class EngineSnapshots(Snapshots):
             )
             if content is None:
                 raise SessionMissing(
-                    "no request of this session has ended "
-                    "here "
-                    "lately, "
-                    "or "
-                    "the "
-                    "cache_salt "
-                    "is not the one that it had"
+                    "no request of this session has ended here recently, or its cache_salt was different"
                 )
             tokens, asked = content.tokens, asked._replace(adapter=content.adapter)
         return (yield from self.taking(asked, np.frombuffer(tokens, np.uint32), self._begin_save))
 
     def _begin_save(self, keys: Sequence[bytes]) -> Future[None]:
-        """Ends when these blocks are where they outlive the process, where they can, or in host memory."""
+        """Ends when these blocks are in the first cold tier, or in host memory if there is none."""
         cache = self._engine.cache
         self._run(lambda: cache.save(keys, self._engine.launched()), only_open=True)
         saved = self._engine.begin_flush("persisted" if cache.cold_tiers else "visible")
@@ -85,7 +77,7 @@ class EngineSnapshots(Snapshots):
         return saved
 
     def _begin_turn(self, work: Callable[[], T]) -> Future[T]:
-        """On the engine thread."""
+        """Run `work` on the engine thread."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -99,6 +91,8 @@ class EngineSnapshots(Snapshots):
         while self._saving and (self._saving[0][1].done() or time.monotonic() >= self._saving[0][0]):
             fail(
                 self._saving.popleft()[1],
-                DeadlineExceeded(f"its blocks were not saved within {SAVE_S:g} s; what is under way goes on"),
+                DeadlineExceeded(
+                    f"its blocks were not saved within {SAVE_S:g} s; this continues in the background"
+                ),
             )
         super().step()

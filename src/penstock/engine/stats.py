@@ -23,17 +23,17 @@ class EngineStats:
     ttft: Histogram
     inter_token: Histogram
     steps: int
-    sanitizer: dict[str, int]  # findings by kind; empty where it does not listen
+    sanitizer: dict[str, int]  # findings by kind; empty if it is off
     cache: dict[str, int]  # hits, misses, evictions, duplicate seals, in blocks
-    traffic: Traffic | None  # between tiers; None where there is only the device
+    traffic: Traffic | None  # between tiers; None if there is only the device
     resume: Histogram
     # seconds that requests waited for a promotion while nothing else could be computed for them
     load_exposed_s: float
     sessions: SessionFigures = field(default_factory=SessionFigures)
-    # draft tokens verified: how many first ones of a step, second ones, ..; empty where there were none
+    # verified drafts by position in a step: first, second, ...; empty without speculation
     drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()  # and those that were kept
+    accepted: tuple[int, ...] = ()  # of these, accepted
     residency: ResidencyFigures = field(default_factory=ResidencyFigures)
-    host_steps: int = 0  # those of `steps` that read KV in host memory, which deep requests have there
-    expected_tokens: dict[str, int] = field(default_factory=dict)  # by route: of one answer
+    host_steps: int = 0  # steps that read KV of deep requests in host memory
+    expected_tokens: dict[str, int] = field(default_factory=dict)  # by route: expected length of an answer
     snapshots: SnapshotFigures = field(default_factory=SnapshotFigures)

@@ -1,9 +1,9 @@
 """Token ids to text as they arrive: incremental decoding and stop strings. Owns no request; runs on the
-reader's thread.
+thread of the reader.
 
-`tokenizers.decoders.DecodeStream` is not used for any vocabulary: it loses what is unfinished at the end,
-holds back U+FFFD that is text, takes back characters of byte tokens, and has no offsets. docs/tokenizers.md
-says more.
+`tokenizers.decoders.DecodeStream` is not used for any vocabulary: it loses an unfinished character at the
+end, holds back U+FFFD that is real text, changes characters of byte tokens that it has emitted, and has no
+offsets. docs/tokenizers.md says more.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import NamedTuple, Protocol
 
 
 class TokenBytes(Protocol):
-    """What a stream needs of a tokenizer: its text is the bytes of its tokens in a row, special ones left
-    out."""
+    """What a stream needs of a tokenizer: the bytes of its tokens, concatenated without special ones, are the
+    text."""
 
     @property
     def errors(self) -> str:
-        """What becomes of bytes that are no character: the name of a codec error handler."""
+        """Name of the codec error handler for bytes that are no character."""
 
     def token_bytes(self, id: int, first: bool = False) -> bytes:
-        """`first`: of the first token of a text, which may have a blank less."""
+        """`first`: the first token of a text, which may have one blank less."""
 
     def is_special(self, id: int) -> bool: ...
 
 
 class TextDelta(NamedTuple):
-    """What became certain by one push."""
+    """The text that one push made certain."""
 
     text: str
-    stopped: bool  # a stop string is complete: the text ends before it, and further tokens are ignored
-    # per consumed token, the character of the whole output at which its text starts or goes on
+    stopped: bool  # a stop string is complete: the text ends before it; later tokens are ignored
+    # per consumed token: index in the whole output where its text starts or continues
     offsets: tuple[int, ...]
 
 
@@ -41,31 +41,31 @@ class TextStream:
     """Incremental decoding of one output. Each token is decoded once, and nothing is emitted that a later
     token could take back: neither part of a character nor a possible start of a stop string.
 
-    An output either begins a text or goes on with its prompt's: where it `begins` one, its pieces are what
-    decoding it alone gives. No stop string ends it that is complete within its first `least` tokens.
+    An output either `begins` a text of its own, decoded as if alone, or continues that of its prompt. A stop
+    string that is complete within the first `least` tokens does not end it.
     """
 
     def __init__(
         self, tokenizer: TokenBytes, stops: Sequence[StopString] = (), begins: bool = False, least: int = 0
     ) -> None:
         self._least = least
-        self.first: int | None = None  # which of the consumed tokens began a text
-        self.stopped_by: str | None = None  # the stop string that is complete
+        self.first: int | None = None  # index of the consumed token that began a text
+        self.stopped_by: str | None = None  # the completed stop string
         self._tokenizer = tokenizer
-        self._begins = begins  # and no token had any text yet
+        self._begins = begins  # and no token had text yet
         self._decoder = codecs.getincrementaldecoder("utf-8")(tokenizer.errors)
         self._num_tokens = 0
         self._stops = stops
-        self._matched = [0] * len(stops)  # how much of each the decoded text ends with
-        self._held = ""  # decoded, but possibly the start of a stop string
+        self._matched = [0] * len(stops)  # length of each one's prefix that the decoded text ends with
+        self._held = ""  # decoded, but may be the start of a stop string
         self._num_decoded = 0  # characters decoded so far, held ones included
         self._num_out = 0  # characters handed out
-        # tokens and characters where both end; the first that is not out, on
+        # (tokens, characters) at which both end, from the first that is not emitted on
         self._ends: deque[tuple[int, int]] = deque([(0, 0)])
         self._stopped = False
 
     def push(self, tokens: Sequence[int]) -> TextDelta:
-        """Tokens behind the one that completes a stop string are not consumed and have no offset."""
+        """Tokens after the one that completes a stop string are not consumed and have no offset."""
         pieces: list[str] = []
         offsets: list[int] = []
         for token in tokens:
@@ -88,7 +88,7 @@ class TextStream:
         return TextDelta("".join(pieces), self._stopped, tuple(offsets))
 
     def finish(self) -> str:
-        """What was held back, when no more tokens come. Empty after a stop string."""
+        """The held text, when no more tokens come. Empty after a stop string."""
         if self._stopped:
             return ""
         text = self._decoder.decode(b"", final=True)
@@ -100,8 +100,8 @@ class TextStream:
 
     @property
     def num_shown(self) -> int:
-        """Tokens whose whole text was handed out. One whose text ends in a stop string is not among them, nor
-        is any behind it."""
+        """Tokens whose whole text was emitted. Excludes a token that ends in a stop string, and all after
+        it."""
         if not self._decoder.getstate()[0]:
             self._note_end()
         return max(tokens for tokens, characters in self._ends if characters <= self._num_out)
@@ -113,8 +113,7 @@ class TextStream:
             self._ends.popleft()
 
     def _num_broken(self, pending: bytes, data: bytes) -> int:
-        """Replacement characters that the unfinished character `pending` becomes, where `data` leaves it
-        unfinished for good."""
+        """Replacement characters for the unfinished character `pending`, if `data` does not continue it."""
         joined = pending + data[:1]
         try:
             joined.decode("utf-8")
@@ -128,12 +127,11 @@ class TextStream:
         return 0
 
     def _release(self, text: str) -> str:
-        """The part of the held and the new text that is certain, up to a stop string."""
+        """The certain part of the held and the new text, up to a stop string."""
         start = len(self._held)
         self._held += text
         for end, character in enumerate(text, start + 1):
-            # The longest of those that end here starts first. All of them advance: each follows the text for
-            # itself.
+            # The longest stop string that ends here starts first. All of them advance independently.
             self._matched = [
                 stop.advance(matched, character)
                 for stop, matched in zip(self._stops, self._matched, strict=True)
@@ -163,14 +161,13 @@ class StopString:
         self._borders = [0]
 
     def advance(self, matched: int, character: str) -> int:
-        """How much of it the output ends with behind `character`, where it was `matched` before. Constant
-        amortised time."""
+        """Length of the match after `character`, given `matched` before. Constant amortised time."""
         while matched and (matched == self.length or self.text[matched] != character):
             matched = self._border(matched)
         return matched + (self.text[matched] == character)
 
     def _border(self, length: int) -> int:
-        """Of the prefix of `length` characters."""
+        """Border of the prefix of `length` characters."""
         borders = self._borders
         while len(borders) < length:
             next_one, border = self.text[len(borders)], borders[-1]

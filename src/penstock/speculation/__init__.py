@@ -1,2 +1,2 @@
-"""Speculative decoding: who proposes tokens, how many, and which of them are kept. Owns no step and no KV:
-the engine runs both."""
+"""Speculative decoding: proposers, the number of drafts, and their acceptance. Owns no step and no KV: the
+engine runs both."""

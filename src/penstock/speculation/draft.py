@@ -1,8 +1,8 @@
-"""A smaller model that proposes tokens. Owns its pass over tokens, what it must have in common with the
-target, and where its KV lies.
+"""A smaller model that proposes tokens. Owns its pass over tokens, the checks against the target, and the
+place of its KV.
 
-Its KV is further layers of every block, behind the target's. Its own layers have other sizes than the
-target's: they lie one behind the other in as many of the target's as they fill.
+Its KV is in further layers of every block, after the target's. Its layers may have another size than the
+target's: they are packed into as many layers of the target's size as they need.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from penstock.models.decoder import Decoder
 from penstock.models.model import ModelConfig, PagedKv
 from penstock.models.tokenizer import TextCodec
 
-_NAMED = 3  # tokens that differ, in a message
+_NAMED = 3  # differing tokens that a message names
 
 
 class DraftModel:
     """A model on the device of its target."""
 
     def __init__(self, model: Decoder, vocab: int) -> None:
-        """`vocab`: of the target. Either may have rows behind the last token that has a text."""
+        """`vocab`: size of the target's. Both models may have unused rows after the last real token."""
         self.model = model
         self.vocab = vocab
 
@@ -30,8 +30,8 @@ class DraftModel:
         return self.model.digest + self.model.config.positions.encode()
 
     def step(self, tokens: Tensor, kv: PagedKv, at: slice) -> Tensor | None:
-        """KV of all `tokens` int32 [T]; logits [n, vocab] of those `at` these places, None where there are
-        none."""
+        """Compute KV of all `tokens` int32 [T]; returns logits [n, vocab] of the tokens `at`, None if there
+        are none."""
         model = self.model
         own = model.config.vocab
         hidden, residual = model.embed(tokens if own >= self.vocab else tokens.clamp(max=own - 1)), None
@@ -46,16 +46,18 @@ class DraftModel:
 def check_draft(
     draft: Decoder, codec: TextCodec, target: Decoder, target_codec: TextCodec, max_model_len: int
 ) -> None:
-    """Raises ConfigError where the two do not speak of the same tokens, or not of as many positions."""
+    """Raises ConfigError if the models have different tokens, or the draft model has too few positions."""
     vocab = max(draft.config.vocab, target.config.vocab)
     differing = [id for id in range(vocab) if _text(codec, draft, id) != _text(target_codec, target, id)]
     if differing:
         named = (
-            f"{id} is {_text(codec, draft, id)!r} and not {_text(target_codec, target, id)!r}"
+            f"{id} is {_text(codec, draft, id)!r}, not {_text(target_codec, target, id)!r}"
             for id in differing[:_NAMED]
         )
         more = f", and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
-        raise ConfigError(f"--speculate draft: its tokens are not the model's: {'; '.join(named)}{more}")
+        raise ConfigError(
+            f"--speculate draft: the draft model has other tokens than the target: {'; '.join(named)}{more}"
+        )
     if draft.config.max_position < max_model_len:
         size = (
             f"it has {draft.config.max_position} positions, and sequences have up to {max_model_len} tokens"
@@ -69,8 +71,8 @@ def _text(codec: TextCodec, model: Decoder, id: int) -> bytes:
 
 
 def num_draft_layers(target: ModelConfig, draft: ModelConfig) -> int:
-    """Of the target's size that hold the draft's KV. A few more than it fills where a slot would else be no
-    whole number of its blocks: the CPU reads an arena as one array of them."""
+    """Layers of the target's size that hold the draft model's KV. Rounded up until a slot is a whole number
+    of draft blocks, since the CPU backend reads an arena as one array of blocks."""
     width, draft_width = (dims.num_kv_heads * dims.head_dim for dims in (target, draft))
     num = -(-draft.num_layers * draft_width // width)
     while 2 * (target.num_layers + num) * width % draft_width:
@@ -79,8 +81,8 @@ def num_draft_layers(target: ModelConfig, draft: ModelConfig) -> int:
 
 
 def draft_arena(arena: Tensor, target: ModelConfig, draft: ModelConfig) -> Tensor:
-    """[slots, layers, 2, block_tokens, kv_heads, head_dim] of the draft's, over the layers behind the
-    target's of `arena`."""
+    """[slots, layers, 2, block_tokens, kv_heads, head_dim] view for the draft model, over the layers of
+    `arena` after the target's."""
     num_slots, block_tokens = arena.shape[0], arena.shape[3]
     width = draft.num_kv_heads * draft.head_dim
     part = block_tokens * width

@@ -1,13 +1,13 @@
-"""Drafts for the requests of a step. Owns what is known of each request: its proposer, how its drafts fared,
-and its account.
+"""Drafts for the requests of a step. Owns the state of each request: its proposer, the acceptance of its
+drafts, and its account.
 
-While nothing is drafted, steps are planned ahead as they are without speculation, and what is done here takes
-a few microseconds of a step whatever the number of requests. Prompt lookup is then tried on one request after
-the other, within a small share of the time: what it would have proposed some tokens ago is compared with what
-came. So how many are kept is known before a step is spent on them. Drafts of the device cannot be had without
-its passes: a few steps show how they fare, when every account can pay for them. While drafts do not pay, or
-are far from being paid for, nothing passes over what is decoded. Passes begin some tokens before drafts do:
-what was said last matters most to a draft.
+While nothing is drafted, steps are planned ahead as without speculation, and the overhead is a few
+microseconds per step for any number of requests. Prompt lookup is then tried on one request after the other,
+within a small share of the time: what it would have proposed some tokens ago is compared with the actual
+tokens. So its acceptance is known before a step is spent on drafts. Drafts made on the device need real
+passes: a few steps measure their acceptance when every account can pay for them. While drafts do not pay, or
+accounts are far from able to pay, the draft model skips decoded tokens. Its passes begin some tokens before
+drafts do, since the latest tokens matter most to a draft.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from penstock.speculation.ngram import NgramProposer, SharedTexts
 _Found = TypeVar("_Found")
 log = logging.getLogger(__name__)
 
-LOOK_SHARE = 0.005  # of the time, for lookups that nobody verifies
-_SAVED_STEPS = 8  # whose share is saved up
-# Rates at which drafts are taken to be kept before any was. Looking shows the first, for nothing. The second
-# is that of a good draft model: what would not pay even then is not tried, and what is tried the accounts
-# bound.
+LOOK_SHARE = 0.005  # share of the time for trial lookups
+_SAVED_STEPS = 8  # steps whose share can be saved up
+# Acceptance rates assumed before any observation. Trial lookups correct the first one for free. The second is
+# that of a good draft model: drafts that would not pay even then are not tried, and accounts bound the cost
+# of trials.
 _SEARCH_PRIOR, _DEVICE_PRIOR = 0.3, 0.8
-_TRUSTED = 64  # steps with drafts, after which what was tried in vain before says nothing any more
-_PROMISING = 0.5  # drafts kept of a proposal, from which on a request is looked up for a step
-_FORGOTTEN_TOKENS = 8  # after which a request that was not promising may be again, where others are
-_MOST_VAIN = 31  # steps without lookups, after several that came to nothing
+_TRUSTED = 64  # steps with drafts after which the retry interval is reset
+_PROMISING = 0.5  # expected accepted drafts from which a request is looked up for a step
+_FORGOTTEN_TOKENS = 8  # tokens after which an unpromising request is looked up again
+_MOST_VAIN = 31  # most steps without lookups, after several without drafts
 _NEWEST = 0.1  # weight of the newest lookup
-_LEAD_TOKENS = 64  # behind those that were left out, before drafts are made of a request
-# Steps for which it is not asked again whether drafts pay, where nothing is learned meanwhile, and for which
-# no text is searched.
+_LEAD_TOKENS = 64  # tokens that the draft model processes after skipped ones before it drafts for a request
+# Most steps between two checks whether drafts pay, if nothing is learned meanwhile; the second for prompt
+# lookup, which also searches no text then.
 _REST_STEPS, _SEARCH_REST_STEPS = 15, 7
 
 
 @dataclass(slots=True)
 class _Request:
-    proposer: NgramProposer | None  # None: drafts are made on the device, or it has failed
+    proposer: NgramProposer | None  # None: drafts are made on the device, or the proposer failed
     record: DraftRecord
     account: Account
-    gained_s: float = 0.0  # that its accepted drafts have saved
+    gained_s: float = 0.0  # time saved by its accepted drafts
     is_promising: bool = True  # by its record
-    num_seen: int = 0  # tokens that it had when its record was last added to
+    num_seen: int = 0  # tokens that it had when its record was last updated
 
 
 @dataclass(slots=True)
 class _Rested:
-    """Plain steps that are not in the books yet."""
+    """Plain steps that are not booked yet."""
 
     num_requests: int = 0
-    most_s: float = 0.0  # that one of them is taken to have taken: a longer one had another reason
+    most_s: float = 0.0  # upper clip of one step's time, against outliers
     num_steps: int = 0
     seconds: float = 0.0
 
@@ -86,38 +86,39 @@ class Speculation:
         on_device: bool,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`max_drafts` of a request, `max_step_drafts` of all requests of a step. `on_device`: drafts are
-        made there."""
+        """`max_drafts`: per request. `max_step_drafts`: of all requests of a step. `on_device`: the device
+        makes the drafts."""
         self.books = Books(costs, on_device)
         self._max_drafts, self._max_step_drafts = max_drafts, max_step_drafts
         self._on_device, self._clock = on_device, clock
         self._shared = SharedTexts()
         self._requests: dict[str, _Request] = {}
         self._prior = _DEVICE_PRIOR if on_device else _SEARCH_PRIOR
-        self._pool = DraftRecord(max_drafts)  # of all requests,
-        self._survival = self._pool.survival(self._prior)  # and what it says of each place
-        self._num_kept = 0.0  # drafts of one lookup that were kept, lately
-        self._look_s = 0.0  # left for looking
-        self._search_s = 0.0  # that one lookup takes
-        self._busy_s = 0.0  # that lookups took since a step was last read: no part of what steps take
-        # steps for which lookups wait, after those for a step came to nothing
+        self._pool = DraftRecord(max_drafts)  # of all requests
+        self._survival = self._pool.survival(self._prior)  # its acceptance by position
+        self._num_kept = 0.0  # recent average of accepted drafts per lookup
+        self._look_s = 0.0  # time left for trial lookups
+        self._search_s = 0.0  # time of one lookup
+        self._busy_s = 0.0  # time of lookups since the last step was read; not part of the step's time
+        # steps without lookups, after lookups that gave no drafts
         self._num_skipped = self._num_vain = 0
         self._num_looks = 0
-        # the step planned last leaves drafts on the device, and so did the one before
+        # the step planned last leaves drafts on the device; the one before did
         self._makes = self._was_made = False
-        self._has_drafts = False  # the step planned last verifies some
-        self._room_s = 0.0  # that it may take longer than a plain one
-        self._paid_at_s = 0.0  # on the clock of plain steps: before, some account cannot pay
-        self._followed_from_s = 0.0  # before, what is decoded is left out
+        self._has_drafts = False  # the step planned last verifies drafts
+        self._room_s = 0.0  # extra time that it may take
+        self._paid_at_s = 0.0  # on the clock of plain steps: until then some account cannot pay
+        self._followed_from_s = 0.0  # until then the draft model skips decoded tokens
         self._num_idle, self._retry_steps = 0, RETRY_STEPS
-        self._num_paying = 0  # steps with drafts since it was last found that they do not pay
-        self._num_resting = 0  # steps for which nothing is asked
-        self.leaves_out = on_device  # until drafts are near
+        self._num_paying = 0  # steps with drafts since they last did not pay
+        self._num_resting = 0  # remaining steps without a check
+        self.leaves_out = on_device  # until drafts are due soon
         self._rested = _Rested()
         self._started_s = 0.0
-        # what makes drafts on the device: then there are none any more
+        # True if drafting on the device failed: then no more drafts are made
         self.has_failed: Callable[[], bool] = lambda: False
-        self.force: Callable[[int], int] | None = None  # for tests: drafts of a request, whatever they cost
+        # for tests: number of drafts of a request, at any cost
+        self.force: Callable[[int], int] | None = None
 
     @property
     def needs_results(self) -> bool:
@@ -168,7 +169,7 @@ class Speculation:
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
         none: list[tuple[int, ...]] = [()] * len(requests)
-        if num_others and self.force is None:  # what drafts take beside prompts is not known
+        if num_others and self.force is None:  # the cost of drafts beside prompts is not known
             self._makes = False
             return none
         proposed = [self._proposal(one) for one in requests]
@@ -176,7 +177,7 @@ class Speculation:
             return [drafts[: self.force(len(drafts))] for drafts in proposed]
         nums = [0] * len(requests)
         if any(proposed):
-            # who gets none pays all the same
+            # requests without drafts pay, too
             prior, depth = self._pool.rate(self._prior), self._depth(sum(map(bool, proposed)))
             rows = [
                 Row(self._of(one.track).record.survival(prior), min(depth, len(drafts)))
@@ -209,9 +210,9 @@ class Speculation:
         catches_up: bool = False,
         leads: bool = False,
     ) -> None:
-        """A step of so many requests that did nothing but decode, with `num_ahead` drafts made behind it, or
-        a pass over what was decoded before. `leads`: the next one has to do with drafts, and was launched in
-        this time."""
+        """A decode-only step of `num_requests` requests took `seconds`, with `num_ahead` drafts made after
+        it, or a pass over earlier tokens. `leads`: the next step involves drafts and was launched in this
+        time."""
         rested = self._rested
         seconds, self._busy_s = max(0.0, seconds - self._busy_s), 0.0
         if (
@@ -226,8 +227,8 @@ class Speculation:
         self.books.took(num_requests, num_rows, seconds, num_ahead, catches_up, leads)
 
     def step_had_prompts(self) -> None:
-        """A step that also computed prompts: what drafts took in it is not known, and taken to be the
-        most."""
+        """A step also computed prompts: the cost of its drafts is not known, so the upper bound is
+        charged."""
         if self._makes or self._was_made or self._has_drafts:
             self.books.charge(self.books.estimate(max(1, len(self._requests))).most_extra_s)
 
@@ -243,8 +244,8 @@ class Speculation:
     # ---------------------------------------------------------------------------------------- whether it pays
 
     def _pays(self, num_requests: int) -> bool:
-        """Whether steps with drafts are expected to give more tokens per second. What does not is tried again
-        now and then, ever more seldom: costs and texts change."""
+        """True if steps with drafts should give more tokens per second. If not, they are tried again at
+        growing intervals: costs and texts change."""
         if not self.books.is_known(num_requests):
             return False
         plain_s, extra_s, _ = self.books.estimate(num_requests)
@@ -262,7 +263,7 @@ class Speculation:
         if self._num_idle >= self._retry_steps:
             self._num_idle, self._retry_steps = 0, min(2 * self._retry_steps, MOST_RETRY_STEPS)
             self.books.forget(num_requests)
-            if self._on_device:  # lookups are seen to fare better without being tried
+            if self._on_device:  # trial lookups notice it without this
                 for record in (self._pool, *(request.record for request in self._requests.values())):
                     record.forget()
             self._survival = self._pool.survival(self._prior)
@@ -272,14 +273,14 @@ class Speculation:
         return False
 
     def _rest(self, num_requests: int, num_steps: int) -> None:
-        """For so many steps at most, drafts do not pay or cannot be paid. Until something is learned or
-        somebody comes or leaves, asking again would say the same."""
+        """For at most `num_steps` steps drafts do not pay or accounts cannot pay. The answer stays the same
+        until something is learned or a request joins or leaves."""
         self._num_resting = max(0, min(num_steps, _REST_STEPS if self._on_device else _SEARCH_REST_STEPS))
         self._rested = _Rested(num_requests, 2 * self.books.plain_step_s(num_requests))
 
     def _num_waiting(self, tracks: Sequence[Track]) -> int:
-        """Steps before the one with which passes begin, or by which the accounts have earned drafts and all
-        has been passed over that has to be."""
+        """Steps before the draft model's passes begin, or before accounts can pay for drafts and the passes
+        have caught up."""
         until_s = min(self._paid_at_s, self._followed_from_s) if self.leaves_out else self._paid_at_s
         num = math.ceil(
             min(1.0 + _REST_STEPS, (until_s - self.books.plain_s) / self.books.plain_step_s(len(tracks)))
@@ -287,8 +288,7 @@ class Speculation:
         return (num if self.leaves_out else max(num, *map(_num_lacking, tracks))) - 1
 
     def _end_rest(self) -> None:
-        """What was put off is done before anything else is: accounts begin where the clocks of the books
-        are."""
+        """Book the postponed steps before anything else: new accounts start at the clocks of the books."""
         self._num_resting, rested = 0, self._rested
         if rested.num_steps:
             step_s = rested.seconds / rested.num_steps
@@ -297,16 +297,16 @@ class Speculation:
             self._rested = _Rested()
 
     def _save_up(self, step_s: float, num_steps: int) -> None:
-        """Time for lookups, of so many steps."""
+        """Add the lookup time of `num_steps` steps."""
         self._look_s = min(_SAVED_STEPS * LOOK_SHARE * step_s, self._look_s + num_steps * LOOK_SHARE * step_s)
 
     def _depth(self, num_requests: int) -> int:
-        """Drafts of each request that a step verifies at most."""
+        """Most drafts per request that a step verifies."""
         return max(1, min(self._max_drafts, self._max_step_drafts // num_requests))
 
     def _can_pay(self, tracks: Sequence[Track], wants: bool) -> bool:
-        """Whether every account can pay for the next step, and for the one that is not read yet, though all
-        drafts fail."""
+        """True if every account can pay for the next step and the outstanding one, even if all drafts
+        fail."""
         if self.books.plain_s < self._paid_at_s and not self._was_made:
             return False
         num = len(tracks)
@@ -324,9 +324,9 @@ class Speculation:
         return wants and least_s >= (1 + self._was_made) * need_s
 
     def _when_paid(self, tracks: Sequence[Track], missing_s: float) -> tuple[float, float]:
-        """On the clock of plain steps: when every account has earned what is missing, and from when on what
-        is decoded is passed over until then. Passes cost as well. Where they cost more than they are worth,
-        they begin as late as drafts allow."""
+        """On the clock of plain steps: when every account has earned what is missing, and when the draft
+        model's passes begin. Passes cost time, too. If they cost more than they bring, they begin as late as
+        drafts allow."""
         books, num, now_s = self.books, len(tracks), self.books.plain_s
         share = books.earned_share(num)
         if share <= 0:
@@ -334,7 +334,7 @@ class Speculation:
         if not self._on_device:
             return now_s + missing_s / share, now_s
         step_s, follow_s = books.plain_step_s(num), SURE * books.follow_s(num)
-        # of the time, while all is passed over
+        # share of the time earned while passes run
         wait_s, earned = step_s * max(map(_num_lacking, tracks)), share - follow_s / step_s
         if earned > 0:
             wait_s = max(wait_s, missing_s / earned)
@@ -356,7 +356,7 @@ class Speculation:
     # ------------------------------------------------------------------------------------------------ lookups
 
     def _look(self, tracks: Sequence[Track]) -> None:
-        """Try the lookup on a few requests, as long as there is time for it."""
+        """Try lookups on a few requests while the time for them lasts."""
         for _ in tracks:
             if self._look_s <= 0:
                 return
@@ -366,7 +366,7 @@ class Speculation:
                 len(track.tokens) < track.num_prompt + self._max_drafts
                 or track.request.sampling.grammar is not None
             ):
-                return  # there is nothing to see; another has its turn with the next step
+                return  # nothing to compare; the next step tries another request
             started_s = self._clock()
             self._look_at(track)
             took_s = self._clock() - started_s
@@ -375,7 +375,7 @@ class Speculation:
             self._search_s = max(took_s, 0.9 * self._search_s)
 
     def _look_at(self, track: Track) -> None:
-        """How its last tokens would have fared as drafts."""
+        """Measure how many of its last tokens a lookup would have proposed."""
         request, num = self._of(track), self._max_drafts
         num_kept = self._search(request, track, lambda proposer: proposer.hindsight(track.tokens, num))
         self._learn(request, track, *((1, 0) if num_kept is None else (num, num_kept)))
@@ -387,14 +387,14 @@ class Speculation:
             return None
         try:
             return look(request.proposer)
-        except Exception:  # nobody needs a proposal
+        except Exception:  # proposals are optional
             log.exception("nothing more is proposed for request %s", track.request.id)
             request.proposer = None
             return None
 
     def _proposal(self, one: Decoding) -> tuple[int, ...]:
-        """Of what the device has drafted the host knows the number. A token that is being sampled comes
-        first: what is proposed for its place is left out."""
+        """Of drafts on the device the host knows only the number. If a token is still being sampled, the
+        proposal for its position is dropped."""
         most, track = min(one.most, self._max_drafts), one.track
         if self._on_device:
             return tuple(range(-2, -2 - min(most, one.num_pending), -1))
@@ -427,11 +427,10 @@ class Speculation:
 
 
 def _num_lacking(track: Track) -> int:
-    """Tokens that what makes drafts has to pass over before it makes some: those before them were left
-    out."""
+    """Tokens that the draft model must still process before it drafts, since it skipped earlier ones."""
     return max(0, track.blank_to + _LEAD_TOKENS - track.num_planned) if track.blank_to else 0
 
 
 def _is_looked_up(request: _Request, track: Track) -> bool:
-    """For a step; to see how lookups fare every request is."""
+    """True if a step looks it up. Trial lookups cover every request."""
     return request.is_promising or len(track.tokens) - request.num_seen >= _FORGOTTEN_TOKENS

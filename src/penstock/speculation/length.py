@@ -1,16 +1,16 @@
-"""Whether drafts pay, and how many of each request a step verifies. Owns what was learned of steps and of
-requests, and the accounts that bound what a request can lose.
+"""Whether drafts pay, and how many of each request a step verifies. Owns measured costs and acceptance, and
+the accounts that bound the loss of a request.
 
-A draft is worth the probability that it and all before it survive. A step takes what the same step took
-without drafts, measured; what its further rows take, by a table; and what drafting itself takes, measured as
-well: passes that make drafts, or results that are read before the next step is planned. Drafts are taken by
-worth, and as many as give the most tokens per second.
+The worth of a draft is the probability that it and all drafts before it are accepted. The time of a step has
+three parts: the measured time of the same step without drafts; the time of further rows, from a table; and
+the measured cost of drafting, which is draft passes, or reading results before the next step is planned.
+Drafts are taken in order of worth, as many as give the most tokens per second.
 
-Estimates may be wrong, and a request's luck may turn. So each request has an account. It earns `MAX_LOSS` of
-the time that it decodes, and what its accepted drafts save. It pays what steps with drafts take longer,
-whoever the drafts are of, and in every step what keeping these books takes. A step has drafts only where
-every account of the batch could pay for it though all drafts failed. So a request is at no time more than
-`MAX_LOSS` behind plain decoding, as long as a step takes no longer than was expected of it.
+Estimates may be wrong, and acceptance may change. So each request has an account. It earns `MAX_LOSS` of its
+decode time, and the time that its accepted drafts save. It pays the extra time of all steps with drafts, also
+of drafts of other requests, and the bookkeeping of every step. A step has drafts only if every account of the
+batch can pay for it even if all drafts fail. So a request is never more than `MAX_LOSS` behind plain
+decoding, as long as steps take no longer than estimated.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# of a request's time, by drafts; looking for drafts that nobody verifies has a share of its own
+# share of a request's time that drafts may cost; trial lookups have a share of their own
 MAX_LOSS = 0.025
-LEAST_GAIN = 1.05  # times as many tokens per second: less is within what estimates miss
-FIRST_PLAIN_STEPS = 4  # that are seen with so many requests before one has drafts, and again after
-STALE_STEPS = 256  # with drafts: what plain ones take is measured again
-RETRY_STEPS, MOST_RETRY_STEPS = 512, 8192  # for which what does not pay is not tried again
-SURE = 1.25  # times what a step with drafts is expected to take longer is put aside for it
-_LEARNS = 0.2  # share of a step in what its like are taken to take
-_NUM_EXTRAS, _BURST = 5, 8  # measurements of what drafting takes, and steps of one
-_DECAY = 0.97  # of what was learned, with every step: a request that has changed is tried again
-_PRIOR_TRIES = 2.0  # how many observations the prior is worth
-_LEAST_WORTH = 0.02  # drafts that hardly ever survive take KV slots, even where their rows are free
+LEAST_GAIN = 1.05  # least factor of tokens per second: less is within the error of estimates
+FIRST_PLAIN_STEPS = 4  # plain steps measured per batch size before drafts start, and again after STALE_STEPS
+STALE_STEPS = 256  # steps with drafts after which plain steps are measured again
+RETRY_STEPS, MOST_RETRY_STEPS = 512, 8192  # steps before drafts that did not pay are tried again
+SURE = 1.25  # safety factor on the expected extra time of a step with drafts
+_LEARNS = 0.2  # weight of the newest plain step
+_NUM_EXTRAS, _BURST = 5, 8  # measurements of drafting cost kept, and steps per measurement
+_DECAY = 0.97  # of old observations, per step: a request that has changed is tried again
+_PRIOR_TRIES = 2.0  # weight of the prior, in observations
+_LEAST_WORTH = 0.02  # drafts that are hardly ever accepted take KV slots, even if their rows are free
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class StepCosts:
 
     sizes: tuple[int, ...]  # ascending
     seconds: tuple[float, ...]
-    # of making drafts on the device behind a step of one request; None: not measured, or not made there
+    # of making drafts on the device after a step of one request; None: not measured, or not made there
     ahead_s: float | None = None
     ahead_row_s: float = 0.0  # of each further request
-    follow_s: float = 0.0  # of passing over a token of one request later, by what makes drafts
+    follow_s: float = 0.0  # of a draft model's later pass over one token of one request
     follow_row_s: float = 0.0  # of each further request
-    bookkeeping_s: float = 0.0  # of the engine's thread for all of this, whether there are drafts or not
+    bookkeeping_s: float = 0.0  # per step on the engine thread, with or without drafts
 
     def __post_init__(self) -> None:
         if (
@@ -63,13 +63,13 @@ class StepCosts:
             raise ValueError("costs need one time for each of their ascending sizes")
 
     def of(self, num_tokens: int) -> float:
-        """A step beyond the table grows with its tokens."""
+        """Beyond the table, the time grows in proportion to tokens."""
         at = bisect_left(self.sizes, num_tokens)
         return self.seconds[at] if at < len(self.sizes) else self.seconds[-1] * num_tokens / self.sizes[-1]
 
 
 class DraftRecord:
-    """How drafts fared, by their place."""
+    """Acceptance of drafts by position."""
 
     __slots__ = ("hits", "max_drafts", "tries")
 
@@ -81,9 +81,8 @@ class DraftRecord:
         self.hits, self.tries = [0.0] * self.max_drafts, [0.0] * self.max_drafts
 
     def survival(self, prior: float) -> list[float]:
-        """For each place, the probability that it and all before it are kept. A place that was seldom reached
-        is taken to be like the average of all, and where nothing was seen each is kept at the rate
-        `prior`."""
+        """For each position, the probability that it and all before it are accepted. A rarely reached
+        position is estimated by the average of all; without observations each has the rate `prior`."""
         mean = self.rate(prior)
         rates = (
             (hits + mean * _PRIOR_TRIES) / (tries + _PRIOR_TRIES)
@@ -95,14 +94,14 @@ class DraftRecord:
         return (sum(self.hits) + prior * _PRIOR_TRIES) / (sum(self.tries) + _PRIOR_TRIES)
 
     def saw(self, num_drafts: int, num_kept: int) -> None:
-        """A step's outcome; places behind the first that was rejected say nothing."""
+        """A step's outcome; positions after the first rejected draft say nothing."""
         reached = min(num_kept + 1, num_drafts)
         self.hits = [_DECAY * hits + (place < num_kept) for place, hits in enumerate(self.hits)]
         self.tries = [_DECAY * tries + (place < reached) for place, tries in enumerate(self.tries)]
 
 
 class Account(NamedTuple):
-    """Of one request: what the clocks of `Books` showed when it began."""
+    """The clocks of `Books` when a request began."""
 
     plain_s: float
     extra_s: float
@@ -110,23 +109,23 @@ class Account(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Steps of about so many requests."""
+    """Steps of one batch size class."""
 
-    plain_s: float = 0.0  # of one without drafts, lately
-    num_plain: int = 0  # of these, since the last time that enough of them were seen
+    plain_s: float = 0.0  # recent time of a step without drafts
+    num_plain: int = 0  # plain steps since the last complete measurement
     num_drafting: int = STALE_STEPS  # steps with drafts since then
     is_new: bool = True
-    # what drafting took, its rows aside
+    # cost of drafting, without its rows
     extras: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_EXTRAS))
 
     @property
     def is_known(self) -> bool:
-        """Whether it was measured what plain steps take, and not long ago."""
+        """True if plain steps were measured recently."""
         return self.num_drafting < STALE_STEPS
 
     def saw_plain(self, seconds: float) -> None:
-        """Of the first ones the least counts: they have to do with what came before. A step that took very
-        long had another reason."""
+        """Of the first steps the fastest counts: the others include effects of earlier work. Outliers are
+        clipped."""
         before = self.plain_s
         if self.is_new:
             self.plain_s = min(seconds, before or seconds)
@@ -139,26 +138,26 @@ class _Batch:
 
 
 class Estimate(NamedTuple):
-    """Of the next step."""
+    """Estimated times of the next step."""
 
     plain_s: float  # without drafts
-    extra_s: float  # what drafting takes, its rows aside: as expected,
-    most_extra_s: float  # and at most
+    extra_s: float  # expected cost of drafting, without its rows
+    most_extra_s: float  # upper bound of it
 
 
 class Books:
-    """What steps took with drafts and without, and two clocks that every account is read from: what all steps
-    would have taken without drafts, and what they took longer with them."""
+    """Times of steps with and without drafts, and the two clocks of all accounts: the time that all steps
+    would have taken without drafts, and their extra time with drafts."""
 
     def __init__(self, costs: StepCosts, on_device: bool) -> None:
-        """`on_device`: steps that make drafts are followed by those that verify them. Else drafting means to
-        read results first."""
+        """`on_device`: the device makes drafts after one step, and the next step verifies them. Otherwise
+        drafting needs the results of the step before."""
         self.costs = costs
         self._on_device = on_device
         self._batches: dict[int, _Batch] = {}
         self._plain_s = self._extra_s = 0.0  # the two clocks
-        self.is_drafting = False  # the step read last had to do with drafts
-        # steps with drafts whose like are not known yet, and how many made some
+        self.is_drafting = False  # the step read last made or verified drafts
+        # extra time of the current run of steps with drafts, and how many of them drafted
         self._burst_s, self._num_burst = 0.0, 0
 
     @property
@@ -169,11 +168,11 @@ class Books:
         return Account(self._plain_s, self._extra_s)
 
     def balance_s(self, account: Account, gained_s: float) -> float:
-        """What a request may lose now; `gained_s` is what its accepted drafts have saved."""
+        """Time that a request may lose now; `gained_s`: time saved by its accepted drafts."""
         return MAX_LOSS * (self._plain_s - account.plain_s) + gained_s - (self._extra_s - account.extra_s)
 
     def charge(self, seconds: float) -> None:
-        """What drafts took that is not in the time of a step."""
+        """Cost of drafts outside the time of a step."""
         self._extra_s += seconds
 
     def is_known(self, num_requests: int) -> bool:
@@ -183,17 +182,17 @@ class Books:
         return self._batch(num_requests).plain_s or self.costs.of(num_requests)
 
     def rows_s(self, num_requests: int, num_drafts: int) -> float:
-        """What the rows of so many drafts take."""
+        """Extra time for the rows of `num_drafts` drafts."""
         return max(0.0, self.costs.of(num_requests + num_drafts) - self.costs.of(num_requests))
 
     def follow_s(self, num_requests: int) -> float:
-        """What passes take for a token of each, while no drafts are made."""
+        """Time of draft-model passes over one token per request, while no drafts are made."""
         return self.costs.follow_s + self.costs.follow_row_s * (num_requests - 1)
 
     def estimate(self, num_requests: int) -> Estimate:
-        """Where drafting was not measured yet: what warming up has measured of passes. To read results first
-        takes at most as long as the step, since host and device then wait for each other; how much less is
-        worth finding out."""
+        """Before drafting is measured, uses the warm-up times of passes. Reading results first costs at most
+        the time of a step, since host and device then wait for each other. The expected cost is taken as 0,
+        so that drafting is tried and measured."""
         batch, plain_s = self._batch(num_requests), self.plain_step_s(num_requests)
         if batch.extras:
             extra_s = statistics.median(batch.extras)
@@ -204,7 +203,7 @@ class Books:
         return Estimate(plain_s, 0.0, plain_s)
 
     def forget(self, num_requests: int) -> None:
-        """What drafting takes may have changed."""
+        """Drop measurements: the cost of drafting may have changed."""
         self._batch(num_requests).extras.clear()
 
     def took(
@@ -216,10 +215,10 @@ class Books:
         catches_up: bool = False,
         leads: bool = False,
     ) -> None:
-        """A step that did nothing but decode. The first one after steps with drafts belongs to them: it has
-        to fill the pipe again. So does the one that `leads` to them: they are planned and launched while it
-        runs, and where the host is what steps wait for, its time is theirs. `catches_up`: what makes drafts
-        has passed over tokens of earlier steps behind it."""
+        """A decode-only step took `seconds`. The first plain step after steps with drafts counts as one of
+        them: it refills the pipeline. So does the step that `leads` to them: they are planned and launched
+        while it runs, and if the host is the bottleneck, its time includes their cost. `catches_up`: the
+        draft model processed tokens of earlier steps after it."""
         has_drafts = num_rows > num_requests or num_ahead > 0
         if not has_drafts and not catches_up and not leads and not self.is_drafting:
             self.took_plain(num_requests, seconds)
@@ -238,14 +237,14 @@ class Books:
             self._burst_s, self._num_burst = 0.0, 0
 
     def took_plain(self, num_requests: int, seconds: float, num_steps: int = 1) -> None:
-        """Steps without drafts took so long each."""
+        """`num_steps` steps without drafts took `seconds` each."""
         batch = self._batch(num_requests)
         batch.saw_plain(seconds)
         self._plain_s += num_steps * min(seconds, 2 * batch.plain_s)
         self._extra_s += num_steps * self.costs.bookkeeping_s
 
     def earned_share(self, num_requests: int) -> float:
-        """Of the time of plain steps, that an account has more after them."""
+        """Share of plain-step time that an account gains."""
         return MAX_LOSS - self.costs.bookkeeping_s / self.plain_step_s(num_requests)
 
     def _batch(self, num_requests: int) -> _Batch:
@@ -260,18 +259,18 @@ class Row(NamedTuple):
     """A request in the next step."""
 
     survival: Sequence[float]
-    most: int  # drafts that there are
+    most: int  # available drafts
 
 
 def choose(rows: Sequence[Row], books: Books, budget: int, room_s: float, is_paid: bool = False) -> list[int]:
-    """Drafts for each row, `budget` in all at most. The step may take `room_s` longer than without any.
-    `is_paid`: what drafting takes is spent already, and drafts are there; what counts is the rows."""
+    """Number of drafts for each row, at most `budget` in all. The step may take `room_s` longer than without
+    drafts. `is_paid`: the drafts exist already, so only the cost of their rows counts."""
     num = len(rows)
     none = [0] * num
     if not rows or budget <= 0:
         return none
     worth = _worth(rows)
-    # of equal worth the lower place first, so that no place is skipped
+    # ties: lower position first, so that no position is skipped
     order = np.argsort(-worth, axis=None, kind="stable")
     order = order[worth.ravel()[order] >= _LEAST_WORTH][:budget]
     gains = np.cumsum(worth.ravel()[order])
@@ -288,7 +287,7 @@ def choose(rows: Sequence[Row], books: Books, budget: int, room_s: float, is_pai
 
 
 def _worth(rows: Sequence[Row]) -> NDArray[np.float64]:
-    """[rows, places]: falls from place to place in every row; 0 where there is no draft."""
+    """[rows, positions]: falls along every row; 0 if there is no draft."""
     worth = np.array([row.survival for row in rows])
     most = np.array([row.most for row in rows])
     worth[np.arange(worth.shape[1]) >= most[:, None]] = 0.0
@@ -296,7 +295,7 @@ def _worth(rows: Sequence[Row]) -> NDArray[np.float64]:
 
 
 def _sizes(base: int, most: int, costs: StepCosts) -> list[int]:
-    """Numbers of drafts that fill a step up to a padded size, and all of them: between two of these a draft
-    more costs nothing."""
+    """Numbers of drafts that fill a step up to a padded size, and `most`: between two of them a further draft
+    is free."""
     filled = [size - base for size in costs.sizes if 0 < size - base < most]
     return [*filled, most] if most else []

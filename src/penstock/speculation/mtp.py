@@ -48,23 +48,23 @@ CONFIG_FILE, TENSORS_FILE = "config.json", "head.safetensors"
 FORMAT, VERSION = "penstock-mtp", 1
 HEADS_PACKAGE = "penstock_heads"
 MAX_DEPTH = 16
-# of the target
+# fields of the target's config
 _SHAPE = ("architecture", "num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab")
 _MAP_FORMS = ("absolute", "offset")
 
 
 class Guess(NamedTuple):
-    """What one step of the head says of its entries."""
+    """The output of one step of the head."""
 
-    hidden: Tensor  # [T, hidden]: for the step that goes one token further
+    hidden: Tensor  # [T, hidden]: input of the step one token further
     logits: Tensor  # [T, draft vocab]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """What config.json of a head says."""
+    """The content of a head's config.json."""
 
-    depth: int  # tokens ahead that it was trained for
+    depth: int  # number of tokens ahead that it was trained for
     draft_vocab: int  # 0: the whole vocabulary
     d2t_form: str = "absolute"
 
@@ -101,7 +101,7 @@ class MtpHead:
 
     def step(self, hidden: Tensor, tokens: Tensor, kv: PagedKv, at: Tensor | None = None) -> Guess:
         """`hidden` [T, hidden] of the tokens before `tokens` int32 [T]. `kv` holds the head's own rows, as
-        its layer 0. `at`: entries whose guesses are wanted; None: all."""
+        its layer 0. `at`: entries to guess for; None: all."""
         inner, residual = self._block.layer(0, self._joined(hidden, tokens), None, kv)
         if at is not None:
             inner, residual = inner[..., at, :], residual[at]
@@ -109,7 +109,7 @@ class MtpHead:
         return Guess(state, self._block.head(inner, residual))
 
     def fill(self, hidden: Tensor, tokens: Tensor, kv: PagedKv) -> None:
-        """The rows of `kv` alone: with a single layer they need no attention."""
+        """Only write the rows of `kv`: with a single layer this needs no attention."""
         self._block.project(0, self._joined(hidden, tokens), None, kv)
 
     def _joined(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ class MtpHead:
 
 
 def head_dims(target: ModelConfig) -> ModelConfig:
-    """One layer of the target's shape; what else its windows say is for its own layers."""
+    """One layer of the target's shape, with the window of its last layer."""
     return dataclasses.replace(target, num_layers=1, windows=target.windows[-1:], tied_embeddings=False)
 
 
 def head_layout(target: ModelConfig) -> tuple[WeightSpec, ...]:
-    """Every tensor of a head but its map of ids."""
+    """All tensors of a head except its id map."""
     hidden = target.hidden
     layer = architecture_of(target).layer(head_dims(target))
     return (
@@ -149,8 +149,8 @@ def rows_of(output: Weight, ids: Tensor) -> Weight:
 
 
 def fingerprint(target: Decoder) -> str:
-    """Identity of a target's weights whatever they run in: its shape, and its norms, which every form holds
-    alike, in bfloat16."""
+    """Identity of a target's weights, independent of their storage form: its shape, and its norms in
+    bfloat16, which are the same in every form."""
     state = hashlib.blake2b(digest_size=16, person=b"penstock-mtp")
     state.update(json.dumps(target_shape(target.config)).encode())
     for norm in (
@@ -176,8 +176,8 @@ def write_head(
     depth: int,
     notes: Mapping[str, Any],
 ) -> None:
-    """`tensors` as `head_layout` names them, written in bfloat16. `notes` are for readers: how it was
-    trained, what it reached."""
+    """`tensors` as `head_layout` names them, written in bfloat16. `notes`: for readers, about its training
+    and results."""
     directory.mkdir(parents=True, exist_ok=True)
     stored = {name: tensor.detach().to(torch.bfloat16).contiguous().cpu() for name, tensor in tensors.items()}
     if vocab is not None:
@@ -197,7 +197,7 @@ def write_head(
 
 
 def read_head(directory: Path, target: Decoder) -> MtpHead:
-    """The head in `directory`, for `target`. Everything that is wrong with it is a ModelError."""
+    """The head in `directory`, for `target`. Raises ModelError for any problem with it."""
     file = directory / CONFIG_FILE
     config = _checked_config(read_json(file), target, str(file))
     tensors, data = read_tensors(directory / TENSORS_FILE)
@@ -210,7 +210,7 @@ def read_head(directory: Path, target: Decoder) -> MtpHead:
 
 
 def installed_heads() -> list[Path]:
-    """Folders with heads: of the package of heads, or of a checkout's own folder."""
+    """Folders with heads: in the package of heads, or in the folder of a checkout."""
     spec = importlib.util.find_spec(HEADS_PACKAGE)
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
     places = places or [Path(__file__).parents[3] / "heads" / HEADS_PACKAGE]
@@ -218,7 +218,7 @@ def installed_heads() -> list[Path]:
 
 
 def installed_head(target: Decoder) -> MtpHead:
-    """The head for these weights. ModelError: there is none, with what to do about it."""
+    """The head for these weights. Raises ModelError if there is none, with advice."""
     own, heads = fingerprint(target), installed_heads()
     for directory in heads:
         if read_json(directory / CONFIG_FILE).get("target_fingerprint") == own:
@@ -268,8 +268,8 @@ def _checked_config(raw: Mapping[str, Any], target: Decoder, where: str) -> Head
 
 
 def _vocab(d2t: Tensor | None, config: HeadConfig, vocab: int, where: str) -> DraftVocab | None:
-    """A smaller vocabulary without its map would be taken for the first ids, and nearly every draft rejected:
-    it is refused."""
+    """Refuses a smaller vocabulary without its map: its ids would be taken as target ids, and nearly every
+    draft would be rejected."""
     if (d2t is None) != (config.draft_vocab == 0):
         raise ModelError(
             f"{where}: draft_vocab is {config.draft_vocab}, and there is {'no' if d2t is None else 'a'} d2t"
@@ -297,7 +297,7 @@ def _check_tensors(tensors: Mapping[str, Tensor], target: ModelConfig, where: Pa
 
 
 def _placed(weight: WeightSpec, values: Tensor, target: Decoder) -> Weight:
-    """On the target's device, in the form that the target's own matrices have."""
+    """Put a weight on the target's device, in the storage form of the target's matrices."""
     like = target.layers[-1].qkv
     if isinstance(like, Matrix):
         forms = Forms(torch.bfloat16 if like.wide is None else like.wide.dtype, like.few_rows)

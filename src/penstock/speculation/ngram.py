@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the same tokens before, in the request itself or in recent requests of the
-same scope. Owns recent texts.
+"""Prompt lookup: proposes the tokens that followed the same tokens before, in the request itself or in recent
+requests of its scope. Owns recent texts.
 
-There is no index: a text of 32,768 tokens is searched by comparing it with the last token at once, which
-takes as long as a handful of dictionary operations, and costs nothing for prompts that never need it. The
-longest run of tokens that was seen before wins, and of equals the latest.
+There is no index. A text of 32,768 tokens is searched with one vectorised comparison, which takes as long as
+a few dictionary operations and costs nothing for prompts that never need it. The longest match wins; of equal
+ones the latest.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MOST, LEAST = 16, 2  # tokens of a match; what one token has in common with a text is chance
-OWN_TOKENS = 32768  # of a request that are searched, the last ones
-_BETWEEN = -1  # stands between two texts
+MOST, LEAST = 16, 2  # tokens of a match; a match of one token is chance
+OWN_TOKENS = 32768  # last tokens of a request that are searched
+_BETWEEN = -1  # separates two texts
 
 Tokens = NDArray[np.int32]
 
 
 class _Match(NamedTuple):
     length: int  # tokens that agree
-    place: int  # of the token behind them
+    place: int  # of the token after them
 
 
 def longest(text: Tokens, run: Tokens) -> _Match | None:
-    """Where `text` has most of the last tokens of `run`, with a token of the same text behind them."""
+    """The longest match of the end of `run` in `text` that is followed by a token of the same text."""
     if len(run) < LEAST or len(text) < LEAST + 1:
         return None
     places = np.flatnonzero((text[1:-1] == run[-1]) & (text[:-2] == run[-2])) + LEAST
@@ -54,17 +54,17 @@ def longest(text: Tokens, run: Tokens) -> _Match | None:
 
 
 class SharedTexts:
-    """Recent texts by scope: tenant, adapter and whatever else keeps requests apart. A request finds texts of
-    its own scope alone."""
+    """Recent texts by scope: tenant, adapter and all else that separates requests. A request finds only texts
+    of its own scope."""
 
     def __init__(self, tokens_per_scope: int = 65536, max_scopes: int = 64) -> None:
         self._tokens_per_scope, self._max_scopes = tokens_per_scope, max_scopes
-        self._scopes: OrderedDict[bytes, Tokens] = OrderedDict()  # used last at the end
-        # what is not in there yet: often nobody asks, and many requests end together
+        self._scopes: OrderedDict[bytes, Tokens] = OrderedDict()  # most recently used last
+        # not merged yet: texts are often never searched, and many requests end together
         self._new: dict[bytes, list[int]] = {}
 
     def add(self, scope: bytes, tokens: Sequence[int]) -> None:
-        """A request has ended with these accepted tokens. Of a long one the end is kept."""
+        """A request has ended with these accepted tokens. Only the end of a long text is kept."""
         new = self._new.setdefault(scope, [])
         new += tokens[-self._tokens_per_scope :]
         new.append(_BETWEEN)
@@ -95,22 +95,22 @@ class SharedTexts:
 
 
 class NgramProposer:
-    """Proposes for one request. Called by one thread; `end` hands its text to those that come after it."""
+    """Proposes for one request. Called by one thread; `end` shares its text with later requests."""
 
     def __init__(self, scope: bytes = b"", shared: SharedTexts | None = None) -> None:
         self._scope, self._shared = scope, shared
-        self._text = np.empty(0, np.int32)  # a buffer that grows by halves
+        self._text = np.empty(0, np.int32)  # a buffer that grows by half
         self._num = 0
 
     def propose(self, history: Sequence[int], k: int) -> tuple[int, ...]:
-        """At most `k` tokens behind `history`, which is that of the last call with accepted tokens appended.
-        May be fewer, or none."""
+        """At most `k` tokens to follow `history`, perhaps none. `history` is that of the last call with
+        accepted tokens appended."""
         self._extend(history)
         return self._continued(self._num, k)
 
     def hindsight(self, history: Sequence[int], k: int) -> int | None:
-        """How many of the last `k` tokens of `history` would have been proposed before they came; None:
-        nothing would."""
+        """How many of the last `k` tokens of `history` a proposal before them would have got right; None: no
+        proposal."""
         self._extend(history)
         proposed = self._continued(max(0, self._num - k), k)
         agree = (
@@ -119,7 +119,7 @@ class NgramProposer:
         return next(agree, len(proposed)) if proposed else None
 
     def _continued(self, num: int, k: int) -> tuple[int, ...]:
-        """At most `k` tokens behind the first `num` of the text."""
+        """At most `k` tokens to follow the first `num` of the text."""
         text = self._text[max(0, num - OWN_TOKENS) : num]
         if k <= 0:
             return ()
@@ -132,7 +132,7 @@ class NgramProposer:
             return tuple(found[: ends[0] if len(ends) else k].tolist())
         if own is None:
             return ()
-        period = text[own.place :]  # a text that repeats itself goes on to do so
+        period = text[own.place :]  # a repeating text is expected to continue repeating
         return tuple(np.resize(period, k).tolist())
 
     def end(self, history: Sequence[int]) -> None:

@@ -12,11 +12,11 @@ from penstock.errors import ModelError
 
 
 class DraftVocab:
-    """Draft id -> target id. A head without one covers the whole vocabulary, id by id."""
+    """Draft id -> target id. A head without this map covers the whole vocabulary, with equal ids."""
 
     def __init__(self, target_ids: Tensor, vocab: int, where: str) -> None:
-        """Raises ModelError where the map is none: proposals would be of other tokens, or of none, and
-        nothing else would notice."""
+        """Raises ModelError if the map is not valid: otherwise wrong tokens would be proposed without
+        notice."""
         if target_ids.dim() != 1 or target_ids.is_floating_point() or target_ids.dtype == torch.bool:
             raise ModelError(
                 f"{where}: d2t must be a list of "
@@ -43,7 +43,7 @@ class DraftVocab:
 
     @classmethod
     def of_offsets(cls, offsets: Tensor, vocab: int, where: str) -> DraftVocab:
-        """From a checkpoint that stores what is added to each draft id, as EAGLE's do."""
+        """From a checkpoint that stores an offset for each draft id, as EAGLE's do."""
         if offsets.dim() != 1:
             raise ModelError(f"{where}: d2t must be a list of whole numbers, got shape {list(offsets.shape)}")
         return cls(
@@ -52,8 +52,7 @@ class DraftVocab:
 
     @classmethod
     def most_frequent(cls, counts: Tensor, size: int, always: Sequence[int] = ()) -> DraftVocab:
-        """The `size` tokens that were counted most often, with those that are `always` in it; of equals the
-        lower ids."""
+        """The `size` most frequent tokens, including those in `always`; ties by lower id."""
         ranked = counts.to(torch.int64).clone()
         ranked[list(always)] = int(ranked.max()) + 1
         ids = ranked.sort(descending=True, stable=True).indices[:size]

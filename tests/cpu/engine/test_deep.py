@@ -385,12 +385,7 @@ def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts
         with pytest.raises(
             ConfigError,
             match=r"--kv-resident-tokens 256: "
-            r"what "
-            r"is "
-            r"not "
-            r"there "
-            r"needs "
-            r"--kv-offload and a prefix cache",
+            r"paging needs --kv-offload and a prefix cache",
         ):
             make_engine(blocks=64, resident_tokens=256, **settings)
     engine = deep_engine(make_engine, 256)

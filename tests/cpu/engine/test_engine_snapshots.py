@@ -133,8 +133,8 @@ def test_what_cannot_be_of_this_model_is_refused_by_name(make_engine: Make, prom
     engine = make_engine(blocks=64, host_blocks=64)
     limits = engine.limits
     for asked, said in (
-        (SnapshotRequest("talk"), "a session or of a prompt, and not of both"),
-        (request(prompts(70), session="agent"), "a session or of a prompt, and not of both"),
+        (SnapshotRequest("talk"), "either a session or a prompt"),
+        (request(prompts(70), session="agent"), "either a session or a prompt"),
         (request([limits.vocab] * 70), f"token ids must lie between 0 and {limits.vocab - 1}"),
         (request(prompts(limits.max_model_len + 1)), f"{limits.max_model_len + 1} tokens"),
     ):

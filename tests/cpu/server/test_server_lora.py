@@ -224,7 +224,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "lora_name",
         "name of the model itself",
     ),
-    "a name with a blank": ({"lora_name": "a b", "lora_path": "one"}, "lora_name", "no name for an adapter"),
+    "a name with a blank": ({"lora_name": "a b", "lora_path": "one"}, "lora_name", "a valid adapter name"),
     "nothing there": ({"lora_name": "a", "lora_path": "three"}, "lora_path", "three is no directory"),
     "no adapter": ({"lora_name": "a", "lora_path": "group"}, "lora_path", "group has no adapter_config.json"),
     "another model's": ({"lora_name": "a", "lora_path": "qwen"}, "lora_path", "do not fit the model"),

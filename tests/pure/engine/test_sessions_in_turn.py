@@ -192,7 +192,7 @@ def test_two_prefetches_have_two_owners_and_one_that_finds_nothing_leaves_no_ten
     for _ in range(2):
         assert world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
     assert len(set(storage.owners[-2:])) == 2
-    with pytest.raises(Overloaded, match="2 prefetches of this tenant are under way, 2 in all"):
+    with pytest.raises(Overloaded, match="2 prefetches of this tenant run, 2 in all"):
         world.sessions.prefetch("a", Prefix(b"", keys_of(talk(0, 2))))
     assert world.sessions.prefetch("b", Prefix(b"", keys_of(talk(0, 2)))) == (2, True)
     assert (world.figures.tenants, world.figures.prefetches_refused, world.figures.prefetches_under_way) == (

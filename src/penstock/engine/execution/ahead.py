@@ -1,13 +1,12 @@
-"""Drafts that the device makes behind a step, for the next one. Owns the passes of a head, or of a smaller
-model, over the paged KV.
+"""Drafts that the device makes after a step, for the next step. Owns the passes of a head or a smaller model
+over the paged KV.
 
-Their KV is further layers of every block, behind the target's: it is saved, loaded and forgotten with them. A
-model's entry of a token stands at the token's own place. A head's stands at the place of the token before it,
-whose hidden state it takes.
+Their KV is in further layers of every block, after the target's: it is saved, loaded and evicted with them. A
+model's entry of a token is at the token's own position. A head's entry is at the position of the token
+before, whose hidden state it takes.
 
-A step that only decodes leaves zeros there. A pass puts KV in their place, behind the step or some steps
-later. While drafts do not pay there may be none: then the zeros stay, and whoever attends to these tokens
-later does not see them.
+A decode-only step writes zeros there. A pass replaces them with KV, right after the step or some steps later.
+While drafts do not pay there may be no pass: then the zeros stay, and attention masks these tokens.
 """
 
 from __future__ import annotations
@@ -30,39 +29,39 @@ from penstock.speculation.mtp import MtpHead
 log = logging.getLogger(__name__)
 
 _NO_TOKENS, _ALL_TOKENS = slice(0, 0), slice(None)
-# of a step that only decodes
+# of a decode-only step
 _BY_ROW = ("tokens", "positions", "write_at", "kv_lens", "table_starts", "rows")
 
 
 class _Guess(NamedTuple):
-    """What is known of the next token of each request."""
+    """A guess at the next token of each request."""
 
     logits: Tensor  # [G, draft vocab]
-    place: StepInputs  # a row for each request: what was run last
-    hidden: Tensor | None = None  # of the same, where the next pass takes it
+    place: StepInputs  # one row per request: the inputs of the last pass
+    hidden: Tensor | None = None  # of the same rows, if the next pass needs it
 
 
 class Guesser(Protocol):
-    """Makes guesses from a step and from drafts, and keeps its own KV."""
+    """Guesses from a step and from drafts, and keeps KV of its own."""
 
     max_position: int
-    target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: they are the same
+    target_ids: Tensor | None  # int64 [draft vocab]: the target's token of each; None: ids are equal
 
     def fill(self, flow: Flow, nexts: Tensor) -> None:
-        """KV of the step's tokens alone."""
+        """Only the KV of the step's tokens."""
 
     def note(self, flow: Flow) -> None:
-        """Of a step that only decodes: what `catch_up` needs, and zeros for the KV of its tokens."""
+        """After a decode-only step: store what `catch_up` needs, and zeros as KV of its tokens."""
 
     def catch_up(self, inputs: StepInputs, rows: Tensor, nexts: Tensor) -> None:
-        """KV of tokens of earlier steps, at most a block of each request, which have the `rows` [T]."""
+        """KV of tokens of earlier steps, at most a block per request; `rows` [T] are their rows."""
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
-        """The same, and what comes behind the token that each request has sampled; `place` is at the token
-        before that."""
+        """The KV, and a guess at the token after the one that each request has sampled; `place` is at the
+        token before that one."""
 
     def further(self, guess: _Guess, place: StepInputs) -> _Guess:
-        """One token further: `place` has the drafts."""
+        """One token further: `place` holds the drafts."""
 
 
 class HeadGuesser:
@@ -73,7 +72,7 @@ class HeadGuesser:
         attention.blank_from = attention.arena.shape[1] - 1
         self._own = attention.arena[:, attention.blank_from :]
         arena, size = attention.arena, (num_rows, 2 * attention.arena.shape[3], head.dims.hidden)
-        # hidden states: of a block, and of what comes meanwhile
+        # hidden states: of one block, and of the tokens decoded meanwhile
         self._noted = torch.zeros(size, dtype=head.dtype, device=arena.device)
         self.max_position = head.dims.max_position
         self.target_ids = None if head.vocab is None else head.vocab.target_ids
@@ -100,12 +99,12 @@ class HeadGuesser:
         return _Guess(made.logits, place, made.hidden)
 
     def _kv(self, inputs: StepInputs) -> BoundKv:
-        """The head's only layer is the last of the arena's."""
+        """The head's only layer is the last one of the arena."""
         return BoundKv(self._attention, inputs, self._attention.blank_from)
 
 
 class ModelGuesser:
-    """A smaller model. It runs over tokens alone, without adapters."""
+    """A smaller model. It needs only tokens, and uses no adapters."""
 
     def __init__(self, draft: DraftModel, attention: Attention) -> None:
         """`attention` is over the model's own part of the arena."""
@@ -124,7 +123,7 @@ class ModelGuesser:
         self._run(inputs, _NO_TOKENS)
 
     def first(self, flow: Flow, nexts: Tensor, lasts: Tensor, place: StepInputs, passes: Passes) -> _Guess:
-        """In one pass where the step has no prompts: all KV of a layer is written before any row attends."""
+        """In one pass if the step has no prompts: all KV of a layer is written before any row attends."""
         inputs, place = flow.bound_inputs(), passes.moved(place, nexts[lasts])
         if inputs.num_decodes < len(inputs.tokens):
             self._run(inputs, _NO_TOKENS)
@@ -144,7 +143,7 @@ class ModelGuesser:
 
 
 class Passes:
-    """Leaves drafts in `pending` [rows, 1 + most], behind each request's last token."""
+    """Writes drafts to `pending` [rows, 1 + most], after each request's last token."""
 
     def __init__(self, guesser: Guesser, draws: RowDraws, pending: Tensor, block_tokens: int) -> None:
         self.draws = draws
@@ -152,18 +151,18 @@ class Passes:
         self._pending = pending
         self._block_tokens = block_tokens
         self._last_position = guesser.max_position - 1
-        self.failed = False  # nothing is proposed any more
+        self.failed = False  # drafting has stopped for good
 
     def attempt(self, work: Callable[..., None], *args: object) -> None:
-        """Nobody needs a draft: where it fails, the step's own result stands, and nothing is drafted from
-        then on."""
+        """Drafts are optional: if a pass fails, the step's own result stays valid, and no more drafts are
+        made."""
         if self.failed:
             return
         try:
             work(*args)
         except Exception:
             self.failed = True
-            log.exception("drafting failed: requests go on without drafts until the next start")
+            log.exception("drafting failed: requests continue without drafts until the next start")
 
     def run(
         self,
@@ -174,10 +173,9 @@ class Passes:
         num_drafts: int,
         choice: DrawKind = DrawKind.LIKELIEST,
     ) -> None:
-        """`nexts` [T] are the tokens behind those of the step, as far as they are known by now; `lasts` int64
-        [G] the places in the step of the last token that each request has kept, and `rows` [G] whose they
-        are."""
-        if num_drafts == 0 or len(lasts) == 0:  # a prompt is under way, or drafts are not worth it
+        """`nexts` [T]: the token after each token of the step, if known. `lasts` int64 [G]: index in the step
+        of each request's last accepted token. `rows` [G]: rows of these requests."""
+        if num_drafts == 0 or len(lasts) == 0:  # the step is part of a prompt, or drafts do not pay
             self.guesser.fill(flow, nexts)
             return
         place = _last_rows(flow.bound_inputs(), lasts, rows)
@@ -191,8 +189,7 @@ class Passes:
                 guess = self.guesser.further(guess, self.moved(guess.place, drafts))
 
     def moved(self, place: StepInputs, tokens: Tensor) -> StepInputs:
-        """One token further. Tables have an entry for every place that drafts can have: where the request has
-        no room there, it is the padding block."""
+        """One token further. Tables have an entry for every draft; without room it is the padding block."""
         size, at = self._block_tokens, place.kv_lens
         slots = place.tables[(place.table_starts + at // size).long()]
         return dataclasses.replace(
@@ -205,8 +202,8 @@ class Passes:
 
 
 def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, noted: Tensor) -> None:
-    """The hidden state of each token goes to its request's row of `noted` [rows, places, width], at the place
-    that its position has."""
+    """Store the hidden state of each token in its request's row of `noted` [rows, places, width], at its
+    position modulo places."""
     if noted.is_cuda:
         from penstock.engine.execution import triton_steps
 
@@ -216,7 +213,7 @@ def note(hidden: Tensor, residual: Tensor, rows: Tensor, positions: Tensor, note
 
 
 def blank(arena: Tensor, write_at: Tensor) -> None:
-    """Zeros in all layers of `arena` at these places."""
+    """Write zeros to all layers of `arena` at `write_at`."""
     if arena.is_cuda:
         from penstock.engine.execution import triton_steps
 
@@ -241,13 +238,13 @@ def _hidden_of(flow: Flow) -> Tensor:
 
 
 def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
-    """One row for each request, at the last token that it has kept."""
+    """One row per request, at its last accepted token."""
     num = len(lasts)
     if inputs.num_decodes == len(inputs.tokens):
         of_token, behind = lasts, torch.zeros_like(lasts)
     else:
         of_token = torch.searchsorted(inputs.q_starts[1:], lasts.to(torch.int32), right=True)
-        behind = inputs.q_starts[of_token + 1] - 1 - lasts  # tokens of its chunk that come later
+        behind = inputs.q_starts[of_token + 1] - 1 - lasts  # later tokens of its chunk
     return StepInputs(
         tokens=inputs.tokens[lasts],
         positions=inputs.positions[lasts],
@@ -266,7 +263,7 @@ def _last_rows(inputs: StepInputs, lasts: Tensor, rows: Tensor) -> StepInputs:
 
 
 def _joined(inputs: StepInputs, place: StepInputs) -> StepInputs:
-    """The rows of a step that only decodes, and those of `place` behind them."""
+    """The rows of a decode-only step, followed by those of `place`."""
     both: dict[str, Any] = {
         name: torch.cat((getattr(inputs, name), getattr(place, name))) for name in _BY_ROW
     }

@@ -1,5 +1,5 @@
-"""KV that is still on its way when its step is launched. Owns the step's waits for it: layer by layer, or all
-of them before a replay."""
+"""KV that is still being loaded when its step is launched. Owns the step's waits for it: layer by layer, or
+for all layers before a replay."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Arriving:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the step gains by starting on its first layers before all of it has come."""
+        """True if the step can start on its first layers before all KV has arrived."""
         return bool(self._left) and any(load.layered for load in self._loads)
 
     def wait_on(self, lane: Lane, end: int) -> bool:
-        """What follows on `lane` may read layers below `end`; says whether there was anything to wait for."""
+        """Make later work on `lane` wait for layers below `end`; returns True if there was a fence to wait
+        for."""
         waited = False
         while self._left and self._left[0].layers[0] < end:
             lane.wait(self._left.popleft().fence)
@@ -38,8 +39,8 @@ class Arriving:
         return waited
 
     def check(self) -> None:
-        """An op of the step behind those waits: it fails, and with it the rest of the step, where something
-        did not arrive."""
+        """An op of the step after those waits. If a load failed, it fails, and with it the rest of the
+        step."""
         for load in self._loads:
             if (error := load.error()) is not None:
                 raise (

@@ -1,5 +1,4 @@
-"""The tensors of one step. Owns their layout; what they mean to the kernels is written here and nowhere
-else."""
+"""The tensors of one step. Owns their layout, and defines what they mean to the kernels."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from torch import Tensor
 from penstock.contract import Chunk
 from penstock.errors import InvariantBroken
 
-# A sequence with more tokens is deep: where some of a step's few are, their lengths differ by far more than
-# shorter ones', and their keys are cut into so many shares that no multiprocessor waits for another.
+# A sequence with more tokens is deep. In a step of few sequences the lengths of deep ones differ widely, so
+# their keys are split finely enough that no multiprocessor waits for another.
 DEEP_TOKENS = 8192
 TOKENS_OF, _SLOTS_OF = attrgetter("tokens"), attrgetter("slots")
 _WRITES_OF, _UNSURE_OF = attrgetter("writes"), attrgetter("num_unsure")
 
-Spans = tuple[tuple[int, int], ...]  # of each chunk behind the decodes: tokens before it, and its own
+Spans = tuple[tuple[int, int], ...]  # of each chunk after the decodes: tokens before it, and its own
 
 
 @dataclass(slots=True)
@@ -33,22 +32,22 @@ class StepInputs:
 
     Chunk b computes tokens q_starts[b]..q_starts[b+1] of the step, which are the last q_len positions of a
     sequence of kv_lens[b] tokens. Its slots are tables[table_starts[b] :][: ceil(kv_lens[b] / block_tokens)];
-    behind them are entries for the places of drafts that may be made behind the step, where any are. The
-    first `num_decodes` chunks have exactly one token each: of a plan's chunk with drafts each token is one of
-    them, over the same table and with one token more than the one before. Of a sequence some of whose blocks
-    are not on the device, all this is about the rest; only `positions` count from its beginning, and `paged`
-    says which of the others are read.
+    entries for drafts made after the step follow, if there are any. The first `num_decodes` chunks have
+    exactly one token each: a plan's chunk with drafts becomes one such chunk per token, all over the same
+    table, each with one token more than the one before. For a sequence that is partly on the device, all of
+    this describes that part; only `positions` count from its beginning, and `paged` lists the host blocks
+    that are read.
 
     A captured replay reads the same tensors, refilled in place, so kernels must take everything that changes
     from step to step from them and not from host numbers; `max_q_len`, `max_kv_len` and `spans` are for eager
-    steps. In a capture the first is 0, the second says no more than whether the step is deep, and there are
-    no spans.
+    steps. In a capture the first is 0, the second only tells whether the step is deep, and there are no
+    spans.
     """
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
-    # [T] slot * block_tokens + offset at which the token's KV is written; the padding block's where it must
-    # not be
+    # [T] slot * block_tokens + offset where the token's KV is written; in the padding block if it must not be
+    # written
     write_at: Tensor
     q_starts: Tensor  # [B + 1]
     kv_lens: Tensor  # [B]
@@ -65,9 +64,9 @@ class StepInputs:
 
 
 class PagedChunk(NamedTuple):
-    """Blocks in host memory that a chunk's sequence begins with, or a piece of these."""
+    """Host blocks at the beginning of a chunk's sequence, or a piece of them."""
 
-    rows: tuple[int, int]  # [first, end) of the step's tokens, which see all of it
+    rows: tuple[int, int]  # [first, end) of the step's tokens; they see all of it
     slots: NDArray[np.int32]  # of host memory
     table_at: int  # where in `StepInputs.tables` these slots begin
 
@@ -85,8 +84,8 @@ class Shape:
     num_tokens: int
     num_chunks: int
     num_samples: int
-    deep: bool = False  # of a captured step: some of its sequences have more than `DEEP_TOKENS` tokens
-    num_beside: int = 0  # of a captured step with prompts: the chunks before them, which decode
+    deep: bool = False  # of a captured step: some sequences have more than `DEEP_TOKENS` tokens
+    num_beside: int = 0  # of a captured step with prompts: decodes before them
 
     @property
     def is_decode(self) -> bool:
@@ -94,7 +93,7 @@ class Shape:
 
     @property
     def num_decodes(self) -> int:
-        """Of a captured step: the first of its chunks, which have one token each."""
+        """Of a captured step: its first chunks, of one token each."""
         return self.num_chunks if self.is_decode else self.num_beside
 
     @property
@@ -127,8 +126,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A step on the host, ready to upload. Its arrays are views of a staging buffer, valid until that comes
-    round again."""
+    """A step on the host, ready to upload. Its arrays are views of a staging buffer, valid until that is
+    reused."""
 
     shape: Shape
     ints: NDArray[np.int32]
@@ -139,29 +138,28 @@ class Packed:
     write_slots: NDArray[np.int32]
     spans: Spans
     paged: tuple[PagedChunk, ...] = ()
-    nexts_at: int = 0  # where the tokens behind those of a step with prompts begin, where somebody wants them
-    drafted: Drafted | None = None  # where some chunk has drafts, or starts where the host does not know
-    # that drafts which are made behind the step may be written to
+    nexts_at: int = 0  # offset of the next tokens of a step with prompts, if a draft model needs them
+    drafted: Drafted | None = None  # set if a chunk has drafts, or a start that the host does not know
+    # slots that drafts made after the step may write
     ahead_slots: NDArray[np.int32] | None = None
     gap: int = 0  # rows of padding between the decodes and the prompts
-    num_asking: int = 0  # requests, without what pads the step; 0 where none of them samples
+    num_asking: int = 0  # requests without padding; 0 if none samples
 
     @property
     def row_of(self) -> NDArray[np.int32]:
-        """Of each of the step's chunks."""
+        """The row of each chunk."""
         return self.ints[slice(*self.shape.cuts()[5:7])]
 
 
 class Drafted(NamedTuple):
-    """What the samples of a step have besides where some requests have drafts in it, or had some in the step
-    before. The samples of one request are neighbours: a group. The arrays stand behind all else in the packed
-    ints."""
+    """Extra inputs of a step with drafts, or after a step with drafts. The adjacent samples of one request
+    form a group. The arrays are at the end of the packed ints."""
 
     at: int
     num_samples: int
     num_groups: int
-    num_drafts: int  # of the group that has most
-    num_unsure: int  # most of any chunk
+    num_drafts: int  # most drafts of a group
+    num_unsure: int  # most of a chunk
 
     def views(self, packed: Tensor, tokens: Tensor) -> DraftedInputs:
         sizes = [self.num_samples, self.num_samples, self.num_groups, self.num_groups]
@@ -176,18 +174,18 @@ class Drafted(NamedTuple):
 class DraftedInputs(NamedTuple):
     """The same on the device; all int32."""
 
-    unsure: Tensor  # [S] 1: it starts where the step before says; 0: where the host says
+    unsure: Tensor  # [S] 1: its start depends on the step before; 0: the host knows it
     group_of: Tensor  # [S]
     starts: Tensor  # [G] the first sample of each group
-    lengths: Tensor  # [G] its drafts
-    tokens: Tensor  # of the step: where a sample has a draft behind it, that is the next of them
+    lengths: Tensor  # [G] drafts of each group
+    tokens: Tensor  # tokens of the step; the draft after a sample is the next token
     num_drafts: int
     num_unsure: int
 
 
 class _Rows(NamedTuple):
-    """What kernels see of a step, without padding: by row its tokens, those of its sequence before them, how
-    many of these its table has, and samples."""
+    """A step as kernels see it, without padding. By row: its tokens, tokens of its sequence before them, how
+    many of these are in its table, and samples."""
 
     lens: NDArray[np.int32]
     starts: NDArray[np.int32]
@@ -195,19 +193,18 @@ class _Rows(NamedTuple):
     num_logits: NDArray[np.int32]
     of_chunk: NDArray[np.intp] | slice
     firsts: NDArray[np.intp]  # the first row of each chunk
-    num_decodes: int  # the first rows, of one token each
-    num_paged: int  # blocks of all chunks that are in host memory
+    num_decodes: int  # first rows, of one token each
+    num_paged: int  # host blocks of all chunks
 
 
 class Packer:
-    """Turns chunks into the packed inputs of a step. Pure host work: the step before may be running
-    meanwhile."""
+    """Turns chunks into the packed inputs of a step. Host work only: the step before may still be running."""
 
     def __init__(self, block_tokens: int, padding_slot: int, padding_row: int, num_ahead: int = 0) -> None:
-        """`num_ahead`: drafts of each request that may be made behind a step. Where there are any, steps with
-        prompts also have the tokens behind each of theirs."""
+        """`num_ahead`: drafts per request that may be made after a step. If not 0, steps with prompts also
+        carry the next token of each of their tokens."""
         self._num_ahead = num_ahead
-        self.num_padding = 1 + num_ahead // block_tokens  # entries of the table of a padding chunk
+        self.num_padding = 1 + num_ahead // block_tokens  # table entries of a padding chunk
         self._padding_table = np.full(self.num_padding, padding_slot, np.int32)
         self.block_tokens = block_tokens
         self._padding_slot = padding_slot
@@ -221,14 +218,14 @@ class Packer:
         into: NDArray[np.int32],
         num_ahead: int = 0,
     ) -> Packed:
-        """Write the step into `into`, padded to `bucket` where there is one. The first `num_decodes` chunks
-        have one token and its drafts; those that sample nothing come last of them. Tables have entries for
-        the places of `num_ahead` drafts, which are made behind it.
+        """Write the step into `into`, padded to `bucket` if given. The first `num_decodes` chunks have one
+        token and its drafts; those that sample nothing are the last of them. Tables have entries for
+        `num_ahead` drafts made after the step.
 
-        Padding tokens sit at position 0 of the padding block, and what they compute lands where nobody reads.
-        Those behind the decodes are chunks of their own, so that every program has work; those behind prompts
-        belong to no chunk, and padding chunks there have no tokens. Every row of a bucket is sampled once,
-        the padding last; those that did not ask are sampled into the padding row.
+        Padding tokens are at position 0 of the padding block, and their results are never read. Those after
+        the decodes are chunks of their own, so that every program has work; those after prompts belong to no
+        chunk, and padding chunks there are empty. Every row of a bucket is sampled once, padding last; rows
+        that want no sample are sampled into the padding row.
         """
         table_lens, rows = self._measured(chunks, num_decodes, num_ahead)
         num, num_single, num_decodes = len(rows.lens), num_decodes, rows.num_decodes
@@ -244,7 +241,7 @@ class Packer:
         tokens, positions, write_at, q_starts, kv_lens, tables_at, row_of, sample_at, sample_rows, tables = (
             parts
         )
-        tables[: self.num_padding] = self._padding_slot  # the table of every padding chunk
+        tables[: self.num_padding] = self._padding_slot  # shared by all padding chunks
         if chunks:
             own_tables = (
                 self._padded_tables(chunks, table_lens) if num_ahead else list(map(_SLOTS_OF, chunks))
@@ -256,10 +253,10 @@ class Packer:
                 f"a step of {num} rows, {num_decodes} of which decode, does not fit {bucket}"
             )
         padding = slice(num_decodes, num_decodes + gap)
-        # Where the chunks stand among those of the shape, and their tokens.
+        # Indices of the chunks within the shape, and of their tokens.
         own: NDArray[np.intp] | slice = slice(num)
         own_tokens: NDArray[np.intp] | slice = slice(num_tokens)
-        is_apart = gap > 0 and num > num_decodes  # padding stands between them
+        is_apart = gap > 0 and num > num_decodes  # padding lies between them
         if is_apart:
             own, own_tokens = (np.r_[:num_decodes, padding.stop : end + gap] for end in (num, num_tokens))
         table_starts = np.cumsum(table_lens) - table_lens + self.num_padding
@@ -304,7 +301,7 @@ class Packer:
         )
         write_slots = written // self.block_tokens
         num_decodes += gap
-        # what the device knows better may be written before where the host has it
+        # rows with an unknown start may write earlier slots
         if drafted is not None and drafted.num_unsure:
             write_slots = np.concatenate(
                 [write_slots, *(self._slots_before(chunk) for chunk in chunks if chunk.num_unsure)]
@@ -312,7 +309,7 @@ class Packer:
         most = int(rows.lens.max(initial=0)), int(kv_lens.max())
         read_slots = tables[self.num_padding : num_tables]
         ahead_slots = read_slots[:0]
-        if num_ahead and chunks:  # what drafts may be written to begins behind the last token of each
+        if num_ahead and chunks:  # drafts are written after the last token of each chunk
             ends = [chunk.kv_len - chunk.num_elsewhere * self.block_tokens for chunk in chunks]
             read_slots = np.concatenate(
                 [c.slots[: -(-end // self.block_tokens)] for c, end in zip(chunks, ends, strict=True)]
@@ -340,8 +337,7 @@ class Packer:
     def _measured(
         self, chunks: tuple[Chunk, ...], num_decodes: int, num_ahead: int
     ) -> tuple[NDArray[np.int32], _Rows]:
-        """Entries of the table of each chunk, and the step's rows: a chunk is one, and of a decode every
-        token."""
+        """Table entries of each chunk, and the step's rows: one per chunk, and one per token of a decode."""
         num = len(chunks)
         lens = np.fromiter(map(len, map(TOKENS_OF, chunks)), np.int32, num)
         table_lens = np.fromiter(map(len, map(_SLOTS_OF, chunks)), np.int32, num)
@@ -365,7 +361,7 @@ class Packer:
         num_decodes += num_drafts
         lens, num_logits = lens[of_chunk], num_logits[of_chunk]
         lens[:num_decodes] = 1
-        # one that samples nothing may be among them
+        # some decodes sample nothing
         np.minimum(num_logits[:num_decodes], 1, out=num_logits[:num_decodes])
         firsts = np.flatnonzero(places == 0)
         starts, resident = starts[of_chunk] + places, resident[of_chunk] + places
@@ -374,14 +370,14 @@ class Packer:
     def _padded_tables(
         self, chunks: Sequence[Chunk], table_lens: NDArray[np.int32]
     ) -> list[NDArray[np.int32]]:
-        """Of each chunk its slots, and the padding slot where a draft behind it has no room."""
+        """The slots of each chunk, with the padding slot for drafts that have no room."""
         parts: list[NDArray[np.int32]] = []
         for chunk, length in zip(chunks, table_lens.tolist(), strict=True):
             parts += chunk.slots, self._padding_table[: length - len(chunk.slots)]
         return parts
 
     def _slots_before(self, chunk: Chunk) -> NDArray[np.int32]:
-        """Those that the chunk writes where some drafts before it were rejected."""
+        """Slots that the chunk writes if drafts before it are rejected."""
         first, end = (
             (chunk.start - chunk.num_unsure) // self.block_tokens,
             -(-chunk.start // self.block_tokens),
@@ -391,8 +387,8 @@ class Packer:
     def _by_token(
         self, chunks: Sequence[Chunk], rows: _Rows, table_starts: NDArray[np.int32], tables: NDArray[np.int32]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Its id, its position, and where its KV is written. There may be hundreds of chunks: all at once.
-        `table_starts` are by row."""
+        """By token: its id, its position, and where its KV is written. Vectorised, since there may be
+        hundreds of chunks. `table_starts` are by row."""
         is_one_each = (rows.lens == 1).all()
         owners, places = (slice(None), np.int32(0)) if is_one_each else _numbered(rows.lens)
         where = rows.resident[owners] + places
@@ -410,7 +406,7 @@ class Packer:
 
 
 def _column(chunks: Sequence[Chunk], name: str) -> NDArray[np.int32]:
-    """One field of each chunk: there may be hundreds, so at the speed of C."""
+    """One field of all chunks as an array; fast, since there may be hundreds."""
     return np.fromiter(map(attrgetter(name), chunks), np.int32, len(chunks))
 
 
@@ -436,8 +432,8 @@ def _check_lengths(lens: NDArray[np.int32], num_logits: NDArray[np.int32], num_d
 
 
 def _numbered(lens: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Of all that owners of so many have, one behind the other: the number of the owner, and its own among
-    theirs."""
+    """For a concatenation of `lens` items per owner: the owner of each item, and its index within the
+    owner."""
     owners = np.repeat(np.arange(len(lens)), lens)
     return owners, (np.arange(len(owners)) - (np.cumsum(lens) - lens)[owners]).astype(np.int32)
 
@@ -453,7 +449,7 @@ def _pack_nexts(
             -1 - np.arange(sample, sample + len(chunk.tokens)) if chunk.num_logits else chunk.next_token
         )
         at, sample = end, sample + max(chunk.num_logits, is_bucket)
-    # of hundreds of requests where what they have missed is caught up with
+    # vectorised: a catch-up has hundreds of requests
     if prompts := chunks[num_decodes:]:
         into[at : at + gap] = 0
         at += gap
@@ -473,7 +469,7 @@ def _pack_nexts(
 def _pack_drafted(
     chunks: tuple[Chunk, ...], is_bucket: bool, num_samples: int, ints: NDArray[np.int32], at: int
 ) -> Drafted:
-    """In a bucket every row has a sample, and one that pads it is a group of its own."""
+    """In a bucket every row has a sample, and a padding row is a group of its own."""
     sizes = np.array([max(chunk.num_logits, is_bucket) for chunk in chunks], np.int32)
     flags = np.repeat([chunk.num_unsure > 0 for chunk in chunks], sizes)
     sizes = np.concatenate([sizes[sizes > 0], np.ones(num_samples - len(flags), np.int32)])
@@ -494,7 +490,7 @@ def _pack_paged(
     tables: NDArray[np.int32],
     table_at: int,
 ) -> Iterator[PagedChunk]:
-    """Those whose first blocks were paged out; the slots of these stand behind all tables."""
+    """Chunks with paged-out blocks; their host slots follow all tables."""
     for number, chunk in zip(first_rows.tolist(), chunks, strict=True):
         if chunk.paged is not None and len(chunk.paged):
             tables[table_at : table_at + len(chunk.paged)] = chunk.paged

@@ -1,5 +1,5 @@
-"""A JSON schema whose objects have no properties but those that it lists. Owns where objects may be closed;
-compiles nothing."""
+"""A JSON schema whose objects have only the listed properties. Owns the rule for closing objects; compiles
+nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-# By these, other schemas or given values hold for the same value as what stands beside them.
+# Keywords that apply further schemas or given values to the same value.
 _JOINING = frozenset(
     {
         *(
@@ -28,29 +28,29 @@ _JOINING = frozenset(
         *("unevaluatedProperties", "unevaluatedItems", "contains", "uniqueItems"),
     }
 )
-# beside `properties`, each for values of its own
+# beside `properties`; each applies to other values
 _OF_PARTS = ("additionalProperties", "items", "prefixItems", "additionalItems")
-# alone for a value where nothing stands beside them; allOf where it has one schema
+# the only schema for a value if no keyword stands beside them; allOf only with one schema
 _BRANCHES = ("anyOf", "allOf")
 _OWN = frozenset({"properties", "required", "minProperties", "maxProperties", *_OF_PARTS})
 
 
 def closed(text: str) -> str:
-    """`text` with `additionalProperties: false` in each object schema that lists properties and says nothing
-    of others.
+    """`text` with `additionalProperties: false` in each object schema that lists properties and does not
+    mention others.
 
-    By JSON Schema such an object is open, and few schemas say that it is not. A model then goes on with names
-    of its own, and a program that calls `f(**arguments)` fails. An object is closed only where one schema
-    alone holds for it and asks for no other name. It stays open in whatever several schemas say together
-    (`allOf`; a `$ref` or `anyOf` beside `properties`; `not`), and in a `oneOf`, whose branches exclude each
-    other by what they say in full. So what fits the closed schema fits the given one, and a schema that can
-    be met can still be met.
+    In JSON Schema such an object is open, and few schemas close it. A model then invents further names, and a
+    program that calls `f(**arguments)` fails. An object is closed only if a single schema applies to it and
+    requires no other name. It stays open if several schemas apply together (`allOf`; a `$ref` or `anyOf`
+    beside `properties`; `not`), and in a `oneOf`, whose branches may exclude each other by open properties.
+    So every value of the closed schema is valid for the given one, and a satisfiable schema stays
+    satisfiable.
     """
     try:
         root = json.loads(text)
         closable = [schema for schema in _alone(root) if _is_closable(schema)]
     except (ValueError, LookupError, TypeError, RecursionError):
-        return text  # no schema, or a reference that is not understood here: left to those who compile it
+        return text  # not a schema, or an unsupported reference: the compiler reports it
     for schema in closable:
         schema["additionalProperties"] = False
     return json.dumps(root) if closable else text
@@ -68,8 +68,8 @@ def _is_closable(schema: dict[str, Any]) -> bool:
 
 
 def _alone(root: Any) -> Iterator[dict[str, Any]]:
-    """Schemas that are the only ones to hold for their values, wherever they are used. One that is joined
-    with others anywhere is not, nor is any schema below it."""
+    """Schemas that are the only ones for their values wherever they are used. Excludes a schema that is
+    combined with others anywhere, and all schemas below it."""
     found: dict[int, tuple[Any, bool]] = {}  # by identity
     line = [(root, True)]
     while line:
@@ -94,8 +94,8 @@ def _joins(node: dict[str, Any] | list[Any]) -> bool:
 
 
 def _parts(node: dict[str, Any] | list[Any], alone: bool) -> Iterable[Any]:
-    """Schemas in a schema, or in a list of them. Where it is not alone, all that might be one, values
-    included: those are left as they are."""
+    """Schemas inside a schema or a list of schemas. If it is not alone, everything that might be a schema,
+    plain values included; these are not changed."""
     if isinstance(node, list):
         return node
     if not alone:
@@ -108,7 +108,7 @@ def _parts(node: dict[str, Any] | list[Any], alone: bool) -> Iterable[Any]:
 
 
 def _referred(root: Any, ref: str) -> Any:
-    """Only what begins at the root and is written as it is."""
+    """Only references from the root, without escapes."""
     if "~" in ref or "%" in ref or not f"{ref}/".startswith("#/"):
         raise LookupError(ref)
     node = root

@@ -1,10 +1,10 @@
-"""How each request draws, by row, on the device. Owns what drafts need to be drawn as the target will draw at
-the same place.
+"""Sampling parameters of each request, by row, on the device. Owns what drafts need to be sampled as the
+target will sample at the same position.
 
 The noise of a draw is a function of seed, position and token. The target adds it to its scores and takes the
-largest; a draft adds the same noise to scores of its own. So the two mostly agree where their distributions
-do, and what is kept is what the target chose: the answer is that of plain decoding. Penalties and biases are
-left out of drafts.
+largest; a draft adds the same noise to its own scores. So the two mostly agree if their distributions do.
+Only tokens that the target chose are accepted, so the answer is that of plain decoding. Drafts ignore
+penalties and biases.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 from penstock.engine.execution.sampler import LEAST_NOISE, LEAST_TEMPERATURE, gumbel_noise
 from penstock.engine.execution.staging import Uploads
 
-_CANDIDATES = 256  # likeliest tokens among which top-k and top-p cut; a cut further down is not made
+_CANDIDATES = 256  # likeliest tokens that top-k and top-p look at; a cut below them is ignored
 _STEP, _FIRST, _SECOND = (
     word - (1 << 64) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 class DrawKind(enum.IntEnum):
-    """What choosing the drafts of a step takes."""
+    """How the drafts of a step are chosen."""
 
-    LIKELIEST = 0  # no request of it is sampled
+    LIKELIEST = 0  # all requests are greedy
     DRAWN = 1
-    FILTERED = 2  # and some have a top-k or top-p
+    FILTERED = 2  # drawn, and some requests have a top-k or top-p
 
 
 class RowDraws:
@@ -45,7 +45,7 @@ class RowDraws:
         self._vocab, self._uploads = vocab, uploads
 
     def load(self, words: NDArray[np.int32]) -> None:
-        """Those of all rows, as `Rows.draw_words` has them: work of the lane."""
+        """Load all rows from `Rows.draw_words`; an op of the lane."""
         sent = self._uploads.send(words.ravel()).view(words.shape)
         self._floats.copy_(sent[:3].to(torch.int32).view(torch.float32))
         self._top_k.copy_(sent[3])
@@ -54,9 +54,9 @@ class RowDraws:
     def choose(
         self, logits: Tensor, target_ids: Tensor | None, rows: Tensor, positions: Tensor, choice: DrawKind
     ) -> Tensor:
-        """int64 [G]: which column of `logits` [G, draft vocab] is the draft of each request. `target_ids`
-        [draft vocab] are their tokens, None: the columns are; `positions` int32 [G] those of the tokens
-        before the drafts."""
+        """int64 [G]: the column of `logits` [G, draft vocab] that is the draft of each request. `target_ids`
+        [draft vocab]: the target's token of each column; None: they are equal. `positions` int32 [G]: of the
+        tokens before the drafts."""
         if choice is DrawKind.LIKELIEST:
             return logits.argmax(dim=-1)
         temperature, top_p, min_p = self._floats[:, rows.long(), None]
@@ -76,9 +76,8 @@ class RowDraws:
 
 
 def _cut(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[G, 1]: the least score that top-k and top-p leave, as the sampler applies them; minus infinity where
-    that is none of the likeliest few hundred. Sorting the vocabulary for a draft would cost more than what it
-    might win."""
+    """[G, 1]: the least score that top-k and top-p keep, as in the sampler; minus infinity if it is not among
+    the likeliest few hundred. Sorting the whole vocabulary for a draft would cost more than it gains."""
     ranked = scores.topk(min(_CANDIDATES, scores.shape[-1]), dim=-1).values
     num = ranked.shape[-1]
     place = torch.arange(num, device=scores.device)[None, :]
@@ -97,7 +96,7 @@ def _cut(scores: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def draw_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """int32 [2, G]: as `sampler.draw_keys`, of int64 seeds whose bits are those of unsigned ones."""
+    """int32 [2, G]: as `sampler.draw_keys`, for unsigned seeds stored as int64."""
     x = seeds + (positions.long() + 1) * _STEP
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
@@ -106,5 +105,5 @@ def draw_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """As an unsigned number."""
+    """Logical shift right."""
     return (x >> by) & ((1 << (64 - by)) - 1)

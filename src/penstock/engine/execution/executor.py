@@ -46,19 +46,19 @@ from penstock.models.lora import AdapterWeights, lora_runs
 from penstock.observe import ByteGuard
 from penstock.speculation.length import StepCosts
 
-_LOGPROB_ROWS = 128  # prompt positions whose logits are held at once: 128 * 151936 floats are 78 MB
+_LOGPROB_ROWS = 128  # prompt positions whose logits are held at one time: 128 * 151936 floats are 78 MB
 
-# Device memory that steps use besides KV, as it is called in declared accesses. The sampler's slots are rows;
-# its "layers" are the last token, and what penalties count.
+# Names, in declared accesses, of device memory that steps use besides KV. The sampler's slots are rows; its
+# "layers" are the last token and the state of penalties.
 _SAMPLER, _LAST, _ROW_STATE = "sampler rows", (0, 1), (0, 2)
 _INPUTS = "replay inputs"
 _GRAPHS = "memory of replays"
 _NOTES = "hidden states by row"
 _MISSED = "inputs of catching up"
-_ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # there is one of each, in one piece
+_ONE: tuple[tuple[int, ...], tuple[int, int]] = ((0,), (0, 1))  # one slot, one layer
 _NO_WAITS = Waits()
 _TIMED_STEPS = 8
-_MEASURED_S = 0.5  # that one step of each size takes in all, and no more are measured
+_MEASURED_S = 0.5  # total time of measured steps after which no larger size is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class StepLimits:
     block_tokens: int
     padding_slot: int
     arena: str  # name of the KV arena in declared accesses
-    max_paged: int = 0  # blocks in host memory that the sequences of a step may have
-    max_parts: int = 0  # of a sequence's context, whose scores a step may give
-    max_drafts: int = 0  # of all requests of a step
-    max_request_drafts: int = 0  # of one
-    num_ahead: int = 0  # drafts of one request that the device makes behind a step
-    num_layers: int = 0  # of a block: those of the model, and behind them what proposes tokens has
+    max_paged: int = 0  # host blocks that the sequences of a step may have
+    max_parts: int = 0  # parts of a context that a step may score
+    max_drafts: int = 0  # drafts of all requests of a step
+    max_request_drafts: int = 0  # drafts of one request
+    num_ahead: int = 0  # drafts per request that the device makes after a step
+    num_layers: int = 0  # layers of a block: those of the target, then those of the draft model
 
     @property
     def max_rows(self) -> int:
@@ -84,12 +84,12 @@ class StepLimits:
 
     @property
     def staging_ints(self) -> int:
-        most_rows = self.max_rows + PROMPTS_BESIDE  # with what pads a captured step
+        most_rows = self.max_rows + PROMPTS_BESIDE  # with the padding of a captured step
         most = Shape(self.prefill_chunk + self.max_rows, most_rows, most_rows)
         per_row = NUM_PARAMS + 2 * self.max_request_drafts
         drafted = Drafted.num_ints(most_rows, most_rows) if self.max_drafts else 0
         nexts = most.num_tokens if self.num_ahead else 0
-        beyond = 1 + self.num_ahead // self.block_tokens  # entries of a table for the places of drafts
+        beyond = 1 + self.num_ahead // self.block_tokens  # table entries for drafts
         tables = beyond + self.max_batch * (self.max_table + beyond)
         return most.fixed_ints + tables + most_rows * per_row + drafted + nexts + self.max_paged
 
@@ -99,8 +99,7 @@ class StepLimits:
 
 
 class _Chain:
-    """Ops of one step on the lane, each after the one before: when one fails, the rest are skipped and say
-    why."""
+    """Ops of one step on the lane, in order: if one fails, the rest are skipped with its error."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -132,10 +131,10 @@ class Executor:
         device = forward.model.device
         self.masks = Masks(grammars, limits.max_batch, lane)
         self.guard: ByteGuard | None = None  # in checked mode
-        self.paged: PagedReads | None = None  # where there is host memory to page out to
-        self.scores: ContextKeys | None = None  # where requests may attend to a part of their context
-        self.ahead: Passes | None = None  # where drafts are made on the device
-        self.draft_attention: Attention | None = None  # of a draft model, over its own part of the arena
+        self.paged: PagedReads | None = None  # set if there is host memory to page out to
+        self.scores: ContextKeys | None = None  # set if requests may attend to a part of their context
+        self.ahead: Passes | None = None  # set if drafts are made on the device
+        self.draft_attention: Attention | None = None  # the draft model's, over its own part of the arena
         self._weights_of = weights_of
         self._forward = forward
         self._sampler = sampler
@@ -144,7 +143,7 @@ class Executor:
         self.limits = limits
         self._device = device
         self._rows = Rows(limits.max_batch, sampler.eos_ids, forward.model.config.vocab)
-        self._has_new_draws = False  # rows have changed since drafts were last drawn
+        self._has_new_draws = False  # rows have changed since their draws were last uploaded
         self._packer = Packer(limits.block_tokens, limits.padding_slot, limits.max_batch, limits.num_ahead)
         self._staging = StagingRing(limits.staging_ints, lane, "staged inputs", pinned=device.type == "cuda")
         self._results = StagingRing(limits.result_ints, lane, "staged results", pinned=device.type == "cuda")
@@ -160,12 +159,12 @@ class Executor:
 
     @property
     def pending(self) -> Tensor:
-        """[rows, 1 + drafts]: the last token of each request, and what was drafted behind it."""
+        """[rows, 1 + drafts]: the last token of each request, and the drafts after it."""
         return self._sampler.pending
 
     def capture_all(self, progress: Callable[[str, int, int], None]) -> None:
-        """Record every bucket now, so that no request pays for it; the largest first, whose memory the others
-        reuse."""
+        """Capture every bucket now, so that no request waits for it; the largest first, so that the others
+        reuse its memory."""
         buckets = self._replays.buckets
         for done, bucket in enumerate(reversed(buckets)):
             progress("capturing steps", done, len(buckets))
@@ -174,14 +173,14 @@ class Executor:
                 self._captured_ahead(bucket, 0, DrawKind.LIKELIEST)
                 for choice in DrawKind:
                     self._captured_ahead(bucket, self.limits.num_ahead, choice)
-        # behind all steps: none of them has its results in memory that these use
+        # after all steps: none of them has results in memory that these use
         if self.ahead is not None and buckets:
             for exponent in reversed(range((self.limits.max_batch - 1).bit_length() + 1)):
                 self._replays.get_catch_up(1 << exponent, self.ahead.guesser.catch_up)
         progress("capturing steps", len(buckets), len(buckets))
 
     def draft_with(self, passes: Passes) -> None:
-        """Drafts are made on the device. Before anything is captured."""
+        """Make drafts on the device. Call it before any capture."""
         self.ahead = passes
         num_ints = self._replays.catch_up_ints(2 * self.limits.max_batch)
         self._staged_missed = StagingRing(
@@ -190,13 +189,13 @@ class Executor:
         self._forward.note = partial(passes.attempt, passes.guesser.note)
 
     def keep_scores(self, scorer: ScorerName, num_kept: int) -> None:
-        """Requests may attend to a part of their context; what is known of `num_kept` parts is kept for later
-        ones."""
+        """Allow requests to attend to a part of their context; key bounds of `num_kept` parts are kept for
+        later turns."""
         self.scores = ContextKeys(scorer, self._forward.attention, self._lane, self.uploads, num_kept)
 
     def warm(self, slot: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
-        """Run one step of every kind over `slot`, which the caller holds. Blocks; on the thread that will
-        launch steps."""
+        """Run one step of every kind over `slot`, which the caller holds. Blocks; call it on the thread that
+        will launch steps."""
         limits, model = self.limits, self._forward.model
         sizes = warm.Sizes(limits.max_batch, limits.prefill_chunk, max_tokens)
         for attention in (self._forward.attention, self.draft_attention):
@@ -224,14 +223,14 @@ class Executor:
         progress("warming up", num, num)
 
     def measured_costs(self, slot: int, costs: StepCosts) -> StepCosts:
-        """What steps that decode `costs.sizes` rows take on this machine, and making drafts behind them.
-        Blocks, for some seconds: where steps are slow the largest are not run. Behind `warm`."""
+        """Measure decode steps of `costs.sizes` rows on this machine, and the drafting after them. Blocks for
+        some seconds; if steps are slow, the largest sizes are skipped. Call it after `warm`."""
         block_tokens, seconds = self.limits.block_tokens, list[float]()
         for size in costs.sizes:
             if sum(seconds) > _MEASURED_S:
                 break
             step_s = self._step_s(warm.verify_plan(size, slot, block_tokens, self.limits.max_request_drafts))
-            seconds.append(max(step_s, *seconds[-1:], 0.0))  # noise aside, more rows take no less
+            seconds.append(max(step_s, *seconds[-1:], 0.0))  # more rows never take less: smooths noise
         measured = replace(costs, sizes=costs.sizes[: len(seconds)], seconds=tuple(seconds))
         if self.ahead is None:
             return measured
@@ -252,14 +251,14 @@ class Executor:
         )
 
     def _step_s(self, plan: StepPlan) -> float:
-        """What a step like this takes as the engine runs them: each is launched while the one before is
-        running. Of a slow one, what it takes alone."""
+        """Time of such a step in a pipeline, where each is launched while the one before runs. A slow step is
+        timed alone."""
         started_s = time.perf_counter()
         _wait_step(self.launch(plan))
         ended_s = time.perf_counter()
         if ended_s - started_s > _MEASURED_S / 4:
             return ended_s - started_s
-        plan = replace(plan, starts=())  # rows are set up
+        plan = replace(plan, starts=())  # rows are set up already
         running, times = self.launch(plan), list[float]()
         while len(times) < _TIMED_STEPS and sum(times) < _MEASURED_S / 4:
             running, before = self.launch(plan), running
@@ -270,30 +269,24 @@ class Executor:
         return statistics.median(times)
 
     def launch(self, plan: StepPlan, waits: Waits = _NO_WAITS) -> RunningStep:
-        """Put the step on the compute lane and return; the step before may still be running there. `waits`:
-        what the plan's ids stand for. Where a grammar has a say, the step ends before its sampling, and
-        `sample` has to follow once the step before was read."""
+        """Put the step on the compute lane and return; the step before may still be running. `waits`: fences
+        and loads for the plan's ids. If a grammar applies, sampling is not launched: call `sample` after the
+        step before was read."""
         after, loads = waits.of(plan)
         if any(chunk.num_logits > 1 for chunk in plan.chunks[plan.num_decodes :]):
             raise InvariantBroken(
-                f"step {plan.number} wants several tokens for one request: a row has but one last token"
+                f"step {plan.number} wants several tokens for one request: a row has only one last token"
             )
         if any(len(chunk.tokens) > self.limits.block_tokens for chunk in plan.missed):
             raise InvariantBroken(
-                f"step {plan.number} catches up with more than a block: hidden states of no more are kept"
+                f"step {plan.number} catches up on more than a block: only one block of hidden states is kept"
             )
         if (
             max(map(len, map(TOKENS_OF, plan.chunks[: plan.num_decodes])), default=0)
             > 1 + self.limits.max_request_drafts
         ):
             raise InvariantBroken(
-                f"step {plan.number} verifies more drafts of "
-                f"one "
-                f"request "
-                f"than "
-                f"there "
-                f"may "
-                f"be: the rest would not be chosen"
+                f"step {plan.number} verifies over {self.limits.max_request_drafts} drafts of one request"
             )
         for fence in after:
             self._lane.wait(fence)
@@ -332,7 +325,7 @@ class Executor:
         chunks: Sequence[Chunk] = (
             plan.chunks if bucket is not None else [c for c in plan.chunks if c.num_logits]
         )
-        if packed.drafted is not None:  # one for each sample
+        if packed.drafted is not None:  # one entry per sample
             chunks = [c for c in chunks for _ in range(max(1, c.num_logits))]
         masks = self.masks.for_step(chunks, self._device.type == "cuda") if self.masks.answers else None
 
@@ -351,7 +344,7 @@ class Executor:
                 choice = DrawKind.FILTERED if sample_plan.filters else DrawKind.DRAWN
                 drafting = plan.num_ahead, choice if sample_plan.random else DrawKind.LIKELIEST
                 self._submit_ahead(chain, arriving, packed, flow, outputs, device_ints, bucket, drafting)
-            # a later step reads what this one has left out
+            # a later step may read layers that this one did not wait for
             self._wait_for(arriving, chain, self.limits.num_layers)
             fence = self._lane.record()
             self._results.used_until(fence)
@@ -365,9 +358,8 @@ class Executor:
         return RunningStep(plan.number, chunks, sample_plan.num_logprobs, outputs, last, fence, loads, late)
 
     def sample(self, step: RunningStep) -> RunningStep:
-        """The step launched last, with its sampling on the lane. Blocks only where a grammar has a say, until
-        its masks are there: those that need a token of the step before are computed from when `masks.advance`
-        was told it."""
+        """The step launched last, with its sampling on the lane. Blocks only if a grammar applies, until its
+        masks are filled; `masks.advance` with the tokens of the step before starts their computation."""
         if step.late is None:
             return step
         endings = step.late.masks.wait_filled(self._lane)
@@ -377,7 +369,7 @@ class Executor:
     # ------------------------------------------------------------------------------------------------ forward
 
     def _spoil(self, guard: ByteGuard, chain: _Chain, plan: StepPlan) -> None:
-        """Blocks that the step is the first to write hold nothing that anybody could use."""
+        """Poison blocks that the step is the first to write: no request may use their old content."""
         arena, block = self.limits.arena, self.limits.block_tokens
         slots = [
             int(slot)
@@ -399,7 +391,7 @@ class Executor:
         return Access(_SAMPLER, packed.row_of, _LAST, Mode.READ)
 
     def _note_accesses(self, packed: Packed) -> tuple[Access, ...]:
-        """Of a step that only decodes."""
+        """Accesses of the note op of a decode-only step."""
         if self._forward.note is None or not packed.shape.is_decode:
             return ()
         layers = self._forward.model.config.num_layers, self.limits.num_layers
@@ -433,19 +425,19 @@ class Executor:
                 continue
             accesses = others.get(label, ())
             if layers[1] > layers[0]:
-                # what is known of keys, besides KV
+                # key bounds, besides KV
                 scored = () if flow.scores is None else flow.scores.accesses(layers)
                 accesses = (*self._accesses(packed, layers), *scored)
             chain.submit(op, label, accesses)
             if packed.paged and label == "embed":
-                self._paged_reads().lane.wait(self._lane.record())  # the slots have been uploaded
+                self._paged_reads().lane.wait(self._lane.record())  # the slots must be uploaded first
         if flow.scores is not None:
             chain.submit(flow.scores.finish, "part scores", [self._results.access(Mode.WRITE)])
         return flow, lambda: landed[0]
 
     def _submit_place(self, chain: _Chain, packed: Packed, flow: Flow, ints: Callable[[], Tensor]) -> None:
-        """Where the step before had drafts, its rows begin behind those that were kept: the device knows, the
-        host does not yet."""
+        """If the step before had drafts, this step's rows begin after the accepted ones. Only the device
+        knows how many they are."""
         drafted = packed.drafted
         if drafted is None or drafted.num_unsure == 0:
             return
@@ -459,12 +451,12 @@ class Executor:
 
     def _paged_reads(self) -> PagedReads:
         if self.paged is None:
-            raise InvariantBroken("a step reads KV in host memory, and there is none")
+            raise InvariantBroken("a step reads KV in host memory, but there is no host tier")
         return self.paged
 
     def _submit_paged(self, chain: _Chain, packed: Packed, flow: Flow, layer: int) -> None:
-        """A layer whose attention is over what is on the device first, and then over pieces that stream in
-        from host memory."""
+        """A layer that attends to blocks on the device first, then to pieces that stream in from host
+        memory."""
         reads, forward, scores, layers = self._paged_reads(), self._forward, flow.scores, (layer, layer + 1)
         kv = self._accesses(packed, layers)
         chain.submit(partial(forward.attend_resident, flow, layer), f"layer {layer}", kv)
@@ -478,7 +470,7 @@ class Executor:
             if scores is not None and (add := scores.piece(layer, piece, fetched.landed)) is not None:
                 chain.submit(add, f"sums of layer {layer}", [fetched.access, *scores.accesses(layers)])
             fetched.read_until(self._lane.record())
-        # it looks at keys where they lie
+        # scoring reads keys in the arena
         scored = () if scores is None else (*scores.accesses(layers), kv[0])
         chain.submit(partial(forward.finish, flow, layer), f"rest of layer {layer}", scored)
 
@@ -497,7 +489,7 @@ class Executor:
             [self._staging.access(Mode.READ), Access(_INPUTS, *_ONE, Mode.WRITE)],
         )
         self._submit_place(chain, packed, captured.flow, lambda: inputs)
-        # no wait is kept inside a replay
+        # a replay cannot wait inside
         self._wait_for(arriving, chain, self._forward.model.config.num_layers)
         kv = self._accesses(packed, (0, self._forward.model.config.num_layers))
         others = (
@@ -513,8 +505,8 @@ class Executor:
     # ----------------------------------------------------------------------------------------------- sampling
 
     def _plan_sampling(self, packed: Packed, array: np.ndarray) -> tuple[SamplePlan, int]:
-        """Decide how this step samples and put the parameters behind the packed inputs. Returns the ints to
-        upload in all."""
+        """Decide how this step samples, and append the parameters to the packed inputs. Returns the total
+        number of ints to upload."""
         ends = packed.shape.cuts()
         sample_at, rows = packed.ints[ends[6] : ends[7]], packed.ints[ends[7] : ends[8]]
         num_unsure = 0 if packed.drafted is None else packed.drafted.num_unsure
@@ -560,7 +552,7 @@ class Executor:
         bucket: Shape | None,
         drafting: tuple[int, DrawKind],
     ) -> None:
-        """The pass over the step's tokens, which fills the KV of what proposes, and those that make
+        """The draft model's pass over the step's tokens, which fills its KV, and the passes that make
         drafts."""
         ahead, layers = self.ahead, (self._forward.model.config.num_layers, self.limits.num_layers)
         assert ahead is not None and packed.ahead_slots is not None
@@ -571,12 +563,12 @@ class Executor:
         def run() -> None:
             inputs, made = flow.bound_inputs(), outputs.made
             outputs.made = None
-            if made is None:  # nothing was sampled: a prompt is under way
+            if made is None:  # nothing was sampled: the step is part of a prompt
                 nexts, lasts = inputs.tokens[:0], inputs.sample_at[:0].long()
             else:
                 nexts = made.tokens.clamp(min=0)
                 lasts = torch.arange(len(nexts), device=nexts.device) if made.lasts is None else made.lasts
-                # padding may stand where a request's last token is
+                # without padding rows
                 lasts = lasts[: packed.num_asking] if bucket is not None else lasts
             rows = inputs.sample_rows[lasts]
             if not packed.shape.samples_all:
@@ -627,11 +619,10 @@ class Executor:
         flow: Flow,
         is_captured: bool,
     ) -> None:
-        """The pass over tokens of earlier steps that went without one. `gap`: rows of padding behind the
-        step's decodes."""
+        """The draft model's pass over tokens of earlier steps that it has missed. `gap`: padding rows after
+        the step's decodes."""
         layers = self._forward.model.config.num_layers, self.limits.num_layers
-        # The token behind the last of each is the first of its chunk in this step: by now the device knows
-        # it, whoever sampled it.
+        # The token after each last one is the first of its chunk in this step; the device has it by now.
         places = np.cumsum([0, *(len(chunk.tokens) for chunk in plan.chunks)])
         places[plan.num_decodes :] += gap
         first_of = {
@@ -641,7 +632,7 @@ class Executor:
         lens = np.array([len(chunk.tokens) for chunk in missed])
         num, num_single = int(lens.sum()), int((lens == 1).sum())
         captured = None
-        # nobody reads what the captured step has left in memory any more
+        # the results of the captured step in memory are no longer needed
         if is_captured and not plan.is_followed and not num_single:
             captured = self._replays.get_catch_up(len(missed), ahead.guesser.catch_up)
         host, array = self._staged_missed.next()
@@ -725,14 +716,14 @@ def _wait_step(step: RunningStep) -> None:
 
 
 def _more_s(plain: Sequence[float], others: Sequence[float], counts: tuple[int, int]) -> tuple[float, float]:
-    """What the others take longer with the fewest requests, and with each further one."""
+    """Extra time of `others` over `plain` with the fewest requests, and per further request."""
     few, many = (max(0.0, other - one) for one, other in zip(plain, others, strict=True))
     return few, max(0.0, many - few) / max(1, counts[1] - counts[0])
 
 
 def place_unsure(inputs: StepInputs, unsure: Tensor, rejected: Tensor, block_tokens: int) -> None:
-    """Move the rows of requests whose last drafts are only now decided to where they belong. Decodes are the
-    first rows, and each has a sample, so that rows and samples have the same numbers."""
+    """Move the rows of requests back by the drafts that the step before rejected. Decodes are the first rows
+    and each has a sample, so that rows and samples have the same index."""
     if unsure.is_cuda:
         from penstock.engine.execution import triton_steps
 

@@ -1,5 +1,5 @@
-"""The forward pass as a list of ops: embed, each layer, head. Owns the activations on their way through; the
-same list is run eagerly or captured."""
+"""The forward pass as a list of ops: embed, each layer, head. Owns the activations; the same list is run
+eagerly or captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.models.lora import LoraRuns
 
 
 class Attending(NamedTuple):
-    """One layer of a step that attends in several passes, between them."""
+    """State between the attention passes of one layer."""
 
     q: Tensor
     partial: Partial
@@ -28,8 +28,8 @@ class Attending(NamedTuple):
 
 
 class BoundKv:
-    """The paged cache bound to one step's inputs: what a model's layer sees. Its layer 0 is `first_layer` of
-    the arena's."""
+    """The paged cache bound to one step's inputs: the view of a model's layer. Its layer 0 is `first_layer`
+    of the arena."""
 
     __slots__ = ("_attention", "_first_layer", "_inputs", "_scores")
 
@@ -56,11 +56,11 @@ class BoundKv:
 class Flow:
     """Activations of one step; touched only by the step's own ops, in lane order."""
 
-    inputs: StepInputs | None = None  # set by the upload, where the step is eager
-    hidden: Tensor | None = None  # [T, hidden], or behind a layer perhaps in shares: their number comes first
+    inputs: StepInputs | None = None  # set by the upload of an eager step
+    hidden: Tensor | None = None  # [T, hidden]; after a layer perhaps in shares, [shares, T, hidden]
     residual: Tensor | None = None
-    attending: Attending | None = None  # set and read by passes over one layer
-    logits: Tensor | None = None  # [S, vocab], None where the step samples nothing
+    attending: Attending | None = None  # set and read by the attention passes of one layer
+    logits: Tensor | None = None  # [S, vocab]; None if the step samples nothing
     lora: LoraRuns | None = None  # None: no token of the step has an adapter
     scores: StepScores | None = None  # None: no chunk asks for scores of its context
 
@@ -83,17 +83,17 @@ class Forward:
     def __init__(
         self, model: Decoder, attention: Attention, pending: Tensor, begin: Callable[[], None] = lambda: None
     ) -> None:
-        """`begin` is called first of all, on the thread that computes."""
+        """`begin` is called first in every pass, on the compute thread."""
         self.model = model
         self._begin = begin
         self.attention = attention
-        # int32 [rows, 1 + drafts]: what each request sampled last, and what was drafted behind it
+        # int32 [rows, 1 + drafts]: each request's last token, and the drafts after it
         self._pending = pending
-        # where somebody needs hidden states of decoded tokens later
+        # set if hidden states of decoded tokens are needed later
         self.note: Callable[[Flow], None] | None = None
 
     def ops(self, flow: Flow, is_decode: bool = False) -> list[LayerOp]:
-        """`is_decode`: every request of the step has one token in it, or that and drafts."""
+        """`is_decode`: every request of the step has one token, or one and drafts."""
         layers = [
             LayerOp(partial(self._layer, flow, i), (i, i + 1), f"layer {i}")
             for i in range(self.model.config.num_layers)
@@ -111,8 +111,8 @@ class Forward:
     def _embed(self, flow: Flow) -> None:
         self._begin()
         inputs = flow.bound_inputs()
-        # Decodes come first, so token i of chunk i is theirs; what the host does not know yet is taken from
-        # where it was sampled.
+        # Decodes come first, so token i belongs to chunk i; ids that the host does not know yet are read from
+        # `pending`.
         firsts = inputs.tokens[: len(inputs.rows)]
         width = self._pending.shape[1]
         places = inputs.rows[: len(firsts)]
@@ -128,8 +128,8 @@ class Forward:
         flow.hidden, flow.residual = self.model.layer(index, flow.hidden, flow.residual, kv, flow.lora)
 
     def attend_resident(self, flow: Flow, index: int) -> None:
-        """A layer up to and with its attention over what is on the device. `add_piece` may follow several
-        times, then `finish`."""
+        """A layer up to its attention over blocks on the device. `add_piece` may follow several times, then
+        `finish`."""
         assert flow.hidden is not None
         inputs = flow.bound_inputs()
         kv = BoundKv(self.attention, inputs)

@@ -1,7 +1,7 @@
-"""Grammars of structured output, compiled. Owns the vocabulary as llguidance sees it, the threads that
-compile and what they have compiled.
+"""Compiled grammars of structured output. Owns the vocabulary for llguidance, the compiling threads and the
+compiled grammars.
 
-The package is an extra: without it nothing here fails before somebody asks for a grammar.
+The package llguidance is optional: without it, only requests with a grammar fail.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from penstock.engine.execution.trials import TRIAL_CPU_S, TRIAL_MIB, Trial, Tria
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded
 from penstock.models.tokenizer import TextCodec
 
-MOST_COMPILING = 16  # each has a thread, which waits for its trial
-_KEPT = 64  # compiled grammars that are kept though no request has them
-# Of work, not of time. One unit of fuel is some 20 nanoseconds when a grammar is compiled, and 70 when a mask
-# is computed.
+MOST_COMPILING = 16  # each has a thread that waits for its trial
+_KEPT = 64  # compiled grammars kept without a request
+# Limits of work, not of time. One unit of fuel is some 20 ns of compiling, or 70 ns of computing a mask.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
@@ -38,13 +37,13 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 100_000,
 }
-_FORCED_BYTES = 1024  # of text that has to come, which are cut into tokens for one mask
+_FORCED_BYTES = 1024  # bytes of forced text that are tokenized for one mask
 _PARAM = "structured_outputs"
-_BLANKS = r"[\x20\x0A]{1,24}"  # between two words of JSON: a weak model would go on with blanks for ever
+_BLANKS = r"[\x20\x0A]{1,24}"  # between JSON tokens; bounded, since a weak model may write blanks without end
 
 
 class Matcher:
-    """Where in its grammar one answer is. Used by one thread at a time."""
+    """The position of one answer in its grammar. Used by one thread at a time."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher
@@ -54,13 +53,13 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), self._vocab)
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """What goes wrong shows in `error`."""
+        """Failures show in `error`."""
         if tokens and not self._matcher.is_error():
             self._matcher.consume_tokens(list(tokens))
 
     @property
     def is_over(self) -> bool:
-        """No token can follow, but for the end."""
+        """No token but the end can follow."""
         return bool(self._matcher.is_stopped())
 
     @property
@@ -73,25 +72,25 @@ class Matcher:
 
     @staticmethod
     def fill(matchers: Sequence[tuple[Matcher, int]], words: NDArray[np.int32]) -> None:
-        """A bit for each token that may come next, of each matcher in its row of `words`. All of them in one
-        call, since it gives up the interpreter, and to get it back may take longer than a mask."""
+        """Set a bit for each allowed next token, for each matcher in its row of `words`. One call for all,
+        since it releases the GIL, and getting it back may take longer than a mask."""
         if matchers:
             _pool().unsafe_compute_mask_ptr(
                 [(one._matcher, row) for one, row in matchers], words.ctypes.data, words[0].nbytes, len(words)
             )
             vocab = matchers[0][0]._vocab
-            # an end that the model does not have
+            # the extra end token, which the model does not have
             words.view(np.uint8)[[row for _, row in matchers], vocab // 8] &= 0xFF ^ (1 << vocab % 8)
 
 
 @functools.cache
 def _pool() -> Any:
-    """The library's threads that compute masks of one step side by side."""
+    """The library's thread pool, which computes the masks of one step in parallel."""
     return importlib.import_module("llguidance").LLExecutor(max(1, min(8, (os.cpu_count() or 2) // 2)))
 
 
 class _Compiling:
-    """One grammar that is being compiled, and the futures of those who wait for it."""
+    """One grammar being compiled, and the futures that wait for it."""
 
     def __init__(self, grammar: Grammar) -> None:
         self.grammar = grammar
@@ -106,25 +105,25 @@ class _Compiling:
 
 
 class Grammars:
-    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start: those who
-    use it take a copy, and it is found again for as long as one of them holds it."""
+    """Compiles for one vocabulary; from any thread. A compiled grammar is a matcher at its start, to be
+    copied for each use. It is found again as long as a caller holds it."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
         self.token_bytes = tokenizer.token_bytes
-        # of a mask; the last bit is an end that models without one do not have
+        # words of a mask; the last bit is an extra end token, for models without one
         self.num_words = -(-(vocab + 1) // 32)
         self._vocabulary = _Vocabulary(tokenizer, vocab, eos_ids)
         self._lock = threading.Lock()
         self._compiled: WeakValueDictionary[Grammar, Matcher] = WeakValueDictionary()
         self._recent: deque[Matcher] = deque(maxlen=_KEPT)
         self._compiling: dict[Grammar, _Compiling] = {}
-        self._num_compiling = 0  # with those that were given up and have not ended yet
+        self._num_compiling = 0  # including abandoned ones that still run
         self._threads = ThreadPoolExecutor(MOST_COMPILING, "grammar")
 
     def begin(self, grammar: Grammar) -> Future[Matcher]:
-        """Have it compiled, or find it. InvalidRequest in the future: it cannot be met, or is too large.
-        Never blocks for long. The future is the caller's own. Cancelling it ends the compiling, unless others
-        wait for the same."""
+        """Compile it, or find it. InvalidRequest in the future: no answer can match it, or it is too large.
+        Never blocks for long. Each caller gets a future of its own. Cancelling it stops the compilation,
+        unless another caller waits for the same grammar."""
         future: Future[Matcher] = Future()
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
@@ -142,11 +141,11 @@ class Grammars:
         return future
 
     def wait_compiled(self, grammar: Grammar) -> Matcher:
-        """Block until it is compiled or refused: a trial and as much work again at most."""
+        """Block until it is compiled or refused: at most a trial and the same work again."""
         return self.begin(grammar).result()
 
     def close(self) -> None:
-        """Gives up trials, and waits for the rest, whose work is bounded. Idempotent."""
+        """Abandons trials and waits for the rest, whose work is bounded. Idempotent."""
         with self._lock:
             under_way = list(self._compiling.values())
         for one in under_way:
@@ -161,7 +160,7 @@ class Grammars:
             one.waiting.remove(future)
             if one.waiting or self._compiling.get(one.grammar) is not one:
                 return
-            del self._compiling[one.grammar]  # the next who asks for it begins anew
+            del self._compiling[one.grammar]  # the next request for it starts again
         one.give_up()
 
     def _compile(self, one: _Compiling) -> None:
@@ -198,7 +197,7 @@ class Grammars:
         made = self._vocabulary.matcher(source)
         words = np.zeros((1, self.num_words), np.int32)
         if made.error is None:
-            Matcher.fill([(made, 0)], words)  # the first mask of all is the dearest: it is paid for here
+            Matcher.fill([(made, 0)], words)  # the first mask is the most expensive: compute it here
         if made.error is not None or not (words.any() or made.is_accepting):
             raise InvalidRequest(
                 f"the {_NAMES[grammar.kind]} cannot be met: {made.error or 'no token can begin it'}", _PARAM
@@ -207,8 +206,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The tokens as bytes. Made when the first grammar comes: it takes some tenths of a second, and
-    memory."""
+    """The tokens as bytes. Made for the first grammar: it takes some tenths of a second, and memory."""
 
     def __init__(self, tokenizer: TextCodec, vocab: int, eos_ids: Sequence[int]) -> None:
         self.eos_token_id = min(eos_ids, default=vocab)
@@ -225,7 +223,8 @@ class _Vocabulary:
         self._ids: dict[bytes, int] = {}
 
     def source(self, grammar: Grammar) -> str:
-        """As llguidance takes it. InvalidRequest: it cannot be read, or a keyword of it is over its limit."""
+        """The source in llguidance's format. InvalidRequest: it cannot be parsed, or a keyword exceeds its
+        limit."""
         try:
             library: Any = importlib.import_module("llguidance")
         except ImportError:
@@ -245,7 +244,7 @@ class _Vocabulary:
         )
 
     def begin_trial(self) -> Trial:
-        """In the process that has this vocabulary, which is started where there is none."""
+        """Start a trial in the process with this vocabulary, which is started if needed."""
         self._seen_by(importlib.import_module("llguidance"))
         with self._lock:
             if self._trials is not None and not self._trials.is_alive:
@@ -266,7 +265,7 @@ class _Vocabulary:
                 tokenizer = self._tokenizer
                 special = {id for id in range(self._vocab) if tokenizer.is_special(id)} | set(self._eos_ids)
                 self.tokens = [tokenizer.token_bytes(id) or b"" for id in range(self._vocab)] + [b"<end>"]
-                for id in special:  # their text is not theirs: a special token is never text
+                for id in special:  # a placeholder: a special token is never text
                     self.tokens[id] = self.tokens[id] or f"<special {id}>".encode()
                 self.special_token_ids = sorted(special | {self._vocab})
                 self._ids = {
@@ -281,9 +280,9 @@ class _Vocabulary:
             return self._seen
 
     def __call__(self, data: bytes | str) -> list[int]:
-        """How the model would write text that has to come: as its tokenizer does, or the longest tokens first
-        where that is other text. The beginning is enough: it is asked again for every mask, which has the
-        first of these tokens alone."""
+        """Tokens for forced text: as the tokenizer encodes it, or longest tokens first if that does not give
+        the same text. The beginning is enough: a mask uses only the first token, and this is called again for
+        every mask."""
         data = data.encode() if isinstance(data, str) else data
         data = data if len(data) <= _FORCED_BYTES else data[:_FORCED_BYTES].decode(errors="ignore").encode()
         try:
@@ -340,7 +339,7 @@ def _too_complex(grammar: Grammar) -> InvalidRequest:
 
 
 def _source(matcher: Any, grammar: Grammar) -> str:
-    """As llguidance takes it."""
+    """The source in llguidance's format."""
     if grammar.kind == "json_schema":
         check_keywords(grammar.text)
         return str(
@@ -362,16 +361,16 @@ def _source(matcher: Any, grammar: Grammar) -> str:
         )
     choices = json.loads(grammar.text)
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
-        raise ValueError("it takes strings, one at least")
-    # One word of the lexer: as alternatives of a rule, more than some thousand would compile, and fail with
-    # the first token.
+        raise ValueError("it needs at least one string, and only strings")
+    # One lexer terminal: as alternatives of a rule, more than some thousand would compile but fail at the
+    # first token.
     start = 'start: ""' if not any(choices) else "start: CHOICE" if all(choices) else "start: CHOICE?"
     word = "\nCHOICE: " + " | ".join(json.dumps(one) for one in choices if one)
     return str(matcher.grammar_from_lark(start + (word if any(choices) else "")))
 
 
 def _named(matcher: Any, name: str, part: list[Any]) -> dict[str, Any]:
-    """A grammar that others refer to as `@name`."""
+    """A grammar that other grammars refer to as `@name`."""
     source = _source(matcher, Grammar(*part))
     made: dict[str, Any] = (
         json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}

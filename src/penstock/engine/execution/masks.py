@@ -1,5 +1,5 @@
-"""Which tokens grammars allow next, as bits, for the sampling of each step. Owns a matcher per constrained
-request and the thread that runs them while the forward pass runs. Decides nothing about a request."""
+"""Bit masks of the tokens that grammars allow next, for the sampling of each step. Owns a matcher per
+constrained request, and the thread that runs matchers during the forward pass."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ class GrammarEnd(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """One constrained request, in one of its lives."""
+    """One constrained request, until it ends or is retracted."""
 
     request_id: str
     num_prompt: int
-    num_known: int  # generated tokens that it has been told; those of the matcher once its jobs are done
-    masked_from: int  # generated tokens before which any token will do
-    matcher: Matcher | ThoughtMatcher | None = None  # made and used by the thread alone
-    # a step that needs a mask behind so many tokens, and the mask's place there
+    num_known: int  # generated tokens passed to it; the matcher has them once its jobs are done
+    masked_from: int  # generated tokens before the first mask
+    matcher: Matcher | ThoughtMatcher | None = None  # made and used only by the mask thread
+    # masks of the step that waits for it, its row there, and the tokens that it must have by then
     waiting: tuple[StepMasks, int, int] | None = None
 
     def is_masked(self, chunk: Chunk) -> bool:
-        """Whether the step that samples `chunk` needs a mask. Reasoning that has ended by itself, and has no
-        grammar behind it, needs none: where that is seen late, a mask allows all."""
+        """True if the step that samples `chunk` needs a mask. Not after reasoning that ended without a
+        grammar following; if this is seen late, the mask allows all tokens."""
         is_free = isinstance(self.matcher, ThoughtMatcher) and self.matcher.is_free
         return chunk.kv_len - self.num_prompt >= self.masked_from and not is_free
 
 
 @dataclass(slots=True, eq=False)
 class StepMasks:
-    """The masks of one step, in a buffer of the staging ring: rows are filled by the thread, each once, and
-    read by the step's sampling."""
+    """The masks of one step, in a buffer of the staging ring: the mask thread fills each row once, and the
+    step's sampling reads them."""
 
     host: Tensor  # int32 [C * words]
     rows: NDArray[np.int32]  # [C, words], the same bytes
-    at: Sequence[int]  # which of the step's samples they are for
+    at: Sequence[int]  # the step's samples that they are for
     access: Access
     jobs: list[Future[list[GrammarEnd]]] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)  # rows that no job fills yet
 
     def wait_filled(self, lane: Lane) -> list[GrammarEnd]:
-        """Block until every mask is there; says which requests are over. A row whose token never came belongs
-        to a request that has ended or begins anew: what is sampled for it is not used."""
+        """Block until every mask is filled; returns requests whose grammars have ended. A row whose token
+        never arrived belongs to a request that ended or was retracted: its sample is not used."""
         endings = [ending for job in self.jobs for ending in job.result()]
-        # by the thread, which is done with it
+        # written by the mask thread, which is done
         lane.touch((self.access._replace(mode=Mode.WRITE),), label="masks")
         for row in self.missing:
             self.rows[row] = -1
@@ -69,26 +69,26 @@ class StepMasks:
 
 
 class Masks:
-    """Called from the engine thread; what a job does, it does on the thread's own. Jobs run in order."""
+    """Called from the engine thread. Jobs run in order on the mask thread."""
 
     def __init__(self, grammars: Grammars, max_batch: int, lane: Lane) -> None:
         self._grammars = grammars
         self._num_words = grammars.num_words
         self._max_batch = max_batch
         self._lane = lane
-        self._ring: StagingRing | None = None  # made for the first that needs it
-        # of requests with a grammar; where there are none, nothing here need be called
+        self._ring: StagingRing | None = None  # made when first needed
+        # of requests with a grammar; if empty, the engine makes no calls here
         self.answers: dict[str, _Answer] = {}
         self._by_row: dict[int, _Answer] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def start(self, start: Start) -> None:
-        """A request takes a row: its matcher is made anew, from what it has generated before."""
+        """A request takes a row: make its matcher and feed it the tokens generated before."""
         if (last := self._by_row.pop(start.row, None)) is not None and self.answers.get(
             last.request_id
         ) is last:
-            del self.answers[last.request_id]  # it has ended without a word
-        # of its last life, or of an earlier request that had the same id
+            del self.answers[last.request_id]  # it ended without notice
+        # from before a retraction, or of an earlier request with the same id
         self.answers.pop(start.request_id, None)
         if (masked_from := start.sampling.masked_from) is None:
             return
@@ -107,7 +107,7 @@ class Masks:
         self._thread.submit(make)
 
     def for_step(self, chunks: Sequence[Chunk], pinned: bool) -> StepMasks | None:
-        """`chunks`: those that are sampled, in order. None: none of them is constrained."""
+        """`chunks`: the sampled ones, in order. None: none of them is constrained."""
         found = [
             (at, answer, chunk)
             for at, chunk in enumerate(chunks)
@@ -143,7 +143,7 @@ class Masks:
             self._ring.used_until(fence)
 
     def advance(self, news: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Tokens have been chosen for these requests. Masks that waited for them are computed now."""
+        """Tokens were sampled for these requests. Start to compute the masks that waited for them."""
         told = [
             (answer, tokens)
             for request_id, tokens in news
@@ -165,7 +165,7 @@ class Masks:
                 masks.missing -= {row for _, _, row in some}
 
     def close(self) -> None:
-        """Waits for what is under way, whose work is bounded. Idempotent."""
+        """Waits for running jobs, whose work is bounded. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
@@ -179,7 +179,8 @@ def _advance(
 
 
 def _fill(answers: Sequence[tuple[_Answer, int]], rows: NDArray[np.int32]) -> list[GrammarEnd]:
-    """The masks of what may come next; where nothing may, any token will do, since nobody uses it."""
+    """Fill the masks of the next tokens. If no token is allowed, the request has ended, and its mask allows
+    all."""
     going_on: list[tuple[Matcher, int]] = []
     reasoning: set[int] = set()
     for answer, row in answers:
@@ -210,5 +211,5 @@ def _why_not(matcher: Matcher | ThoughtMatcher | None) -> str | None:
     if error is None and matcher.is_accepting:
         return None
     return (
-        f"the answer cannot meet its schema or grammar: {error or 'no token of this model can go on with it'}"
+        f"the answer cannot meet its schema or grammar: {error or 'no token of this model can continue it'}"
     )

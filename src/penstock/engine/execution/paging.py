@@ -1,6 +1,6 @@
-"""KV that stays in host memory while a step reads it. Owns the few device buffers through which it streams
-past attention, one layer of one piece at a time, and their order: a buffer is filled again behind the
-attention that has read it, and read behind the copy that fills it."""
+"""KV that stays in host memory while a step reads it. Owns the few device buffers that it is streamed
+through, one layer of one piece at a time, and their order: attention waits for the copy into a buffer, and
+the next copy waits for that attention."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.engine.execution.batch import PagedChunk
 from penstock.kv.memory import HostArena
 from penstock.lanes.lane import Lane, Ticket
 
-NUM_BUFFERS = 3  # one is read, one is being filled, and one is next: neither lane waits for the other at once
-_BUFFERS = "pieces of paged KV"  # as they are called in declared accesses
+NUM_BUFFERS = 3  # one is read, one is being filled, and one is next: the lanes rarely wait for each other
+_BUFFERS = "pieces of paged KV"  # their name in declared accesses
 
 
 class PagedReads:
-    """`piece_tokens` are fetched at a time."""
+    """Fetches `piece_tokens` at a time."""
 
     def __init__(self, host: HostArena, attention: Attention, lane: Lane, piece_tokens: int) -> None:
         block_tokens = attention.arena.shape[3]
@@ -39,7 +39,7 @@ class PagedReads:
                 yield PagedChunk(rows, slots[first : first + self._piece_blocks], table_at + first)
 
     def fetch(self, layer: int, piece: PagedChunk, tables: Callable[[], Tensor], compute: Lane) -> Fetched:
-        """Put the copy of one layer of `piece` on its lane, and have `compute` wait for it."""
+        """Launch the copy of one layer of `piece`, and make `compute` wait for it."""
         self._turn = (self._turn + 1) % NUM_BUFFERS
         turn = self._turn
         buffer = self._buffers[turn, :, : len(piece.slots) * self._attention.arena.shape[3]]
@@ -59,9 +59,9 @@ class PagedReads:
 
 
 class Fetched(NamedTuple):
-    """A buffer that is being filled."""
+    """A buffer being filled."""
 
-    free: list[Fence | None]  # of all buffers
+    free: list[Fence | None]  # by buffer: fence after which it may be filled again
     turn: int
     buffer: Tensor
     ticket: Ticket
@@ -71,11 +71,11 @@ class Fetched(NamedTuple):
         return Access(_BUFFERS, (self.turn,), (0, 1), Mode.READ)
 
     def landed(self) -> Tensor:
-        """For work behind the copy's fence; raises what the copy raised."""
+        """For ops after the copy's fence; raises the copy's error."""
         if (error := self.ticket.error()) is not None:
             raise error
         return self.buffer
 
     def read_until(self, fence: Fence) -> None:
-        """Whoever reads it has done so when `fence` passes."""
+        """The buffer may be filled again when `fence` has passed."""
         self.free[self.turn] = fence

@@ -18,31 +18,30 @@ from penstock.engine.execution.forward import Flow, Forward
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op, Replay
 
-# decodes for which there is a replay of long sequences as well: more of them keep every multiprocessor busy
-# by their number
+# most decodes with a separate replay for long sequences: more of them keep every multiprocessor busy anyway
 MOST_DEEP = 16
-# Prompt tokens over a long sequence for which a replay is the fastest: for more, fused attention over pieces
-# of the prefix is worth the time that it takes to launch it for every layer.
+# Most prompt tokens over a long sequence for which a replay is fastest: for more, fused attention over pieces
+# of the prefix is worth its launches in every layer.
 MOST_DEEP_PROMPT = 1024
 _BESIDE = (8, 32, 128)  # decodes beside prompts
-# of a prompt over a long sequence: what is between would keep fewer programs busy
+# prompt lengths over a long sequence; lengths in between would keep fewer programs busy
 _DEEP_LENGTHS = (64, 128, 256, 512, MOST_DEEP_PROMPT)
-_DEEP_BESIDE = 32  # the most of them for which there is a replay of long sequences as well, with one prompt
-PROMPTS_BESIDE = 8  # chunks of prompts beside them otherwise
+_DEEP_BESIDE = 32  # most decodes beside one prompt with a separate replay for long sequences
+PROMPTS_BESIDE = 8  # prompt chunks beside decodes in other replays
 _START_OF = attrgetter("start")
 
 
 class Captured(NamedTuple):
-    """A replay and where it leaves its logits."""
+    """A replay and the flow that holds its logits."""
 
     replay: Replay
     flow: Flow
-    addresses: tuple[int, ...]  # of what it reads from and writes to outside its own memory
+    addresses: tuple[int, ...]  # of memory that it uses outside its own
 
 
 def cuda_buckets(max_batch: int, prefill_chunk: int) -> tuple[Shape, ...]:
-    """Shapes worth a graph: decodes, dense where a step is latency and sparse where it is work; and short
-    prompts, alone or beside decodes, whose launches would take longer than their work."""
+    """Shapes worth a graph: decodes, with dense sizes for small steps and sparse ones for large steps; and
+    short prompts, alone or beside decodes, whose launches would take longer than their work."""
     decodes = decode_sizes(max_batch)
     deep = [Shape(size, size, size, deep=True) for size in decodes if 1 < size <= MOST_DEEP]
     lengths = [
@@ -99,12 +98,13 @@ def decode_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def _in_order(shape: Shape) -> tuple[bool, int, int, bool]:
-    """The smallest first; of those with prompts beside decodes the deep ones before all others."""
+    """Smallest first, but deep shapes with prompts beside decodes before all others."""
     return not (shape.deep and shape.num_beside), shape.num_tokens, shape.num_chunks, not shape.deep
 
 
 class CapturedPass(NamedTuple):
-    """What follows a captured step's sampling, captured too: it reads these tensors, and the step's own."""
+    """The captured draft passes after a captured step's sampling: they read these tensors and the step's
+    own."""
 
     replay: Replay
     nexts: Tensor  # int32 [T]
@@ -113,11 +113,11 @@ class CapturedPass(NamedTuple):
 
 
 class CapturedCatchUp(NamedTuple):
-    """The pass over tokens of earlier steps, captured behind any captured step."""
+    """The captured pass over tokens of earlier steps; it can follow any captured step."""
 
     replay: Replay
     shape: Shape
-    inputs: Tensor  # int32: the row of each token, the token behind each, and then what `shape` says
+    inputs: Tensor  # int32: the row of each token, the token after each, then the inputs of `shape`
 
 
 class Replays:
@@ -133,7 +133,7 @@ class Replays:
         buckets: Sequence[Shape],
         others: Callable[[], tuple[Tensor, ...]],
     ) -> None:
-        """`others`: what a captured step uses besides its inputs and its own memory, as it is now."""
+        """`others`: the current tensors that a captured step uses besides its inputs and its own memory."""
         self._lane = lane
         self._forward = forward
         self._packer = packer
@@ -143,17 +143,18 @@ class Replays:
         self._catch_ups: dict[int, CapturedCatchUp] = {}
         self.inputs = inputs
         self.buckets = tuple(sorted(buckets, key=_in_order))
-        self._smallest = functools.lru_cache(maxsize=4096)(self._find)  # steps of few sizes follow each other
+        # successive steps have few different sizes
+        self._smallest = functools.lru_cache(maxsize=4096)(self._find)
 
     def bucket_for(self, plan: StepPlan) -> Shape | None:
-        """The smallest shape that holds the step; None where it has to run eagerly."""
+        """The smallest shape that holds the step; None if it has to run eagerly."""
         if plan.echoes:
             return None  # needs the logits of every position, which a replay does not compute
         num_prompts = len(plan.chunks) - plan.num_decodes
         num_decodes = plan.num_rows - num_prompts
         num_tokens = plan.num_tokens - num_decodes
         is_deep = False
-        if max(map(_START_OF, plan.chunks)) + plan.num_tokens > DEEP_TOKENS:  # else none is
+        if max(map(_START_OF, plan.chunks)) + plan.num_tokens > DEEP_TOKENS:  # otherwise no chunk is deep
             is_deep = (
                 max(c.kv_len - c.num_left_out * self._packer.block_tokens for c in plan.chunks) > DEEP_TOKENS
             )
@@ -180,8 +181,8 @@ class Replays:
         return None
 
     def get(self, bucket: Shape) -> Captured:
-        """Captured now where it was not yet. A replay uses the addresses it was captured with: where the
-        tensors are others by now, it would compute from memory that nobody fills any more."""
+        """The captured step, captured now if needed. A replay uses the addresses of its capture: if the
+        tensors were replaced, it would read stale memory."""
         captured = self._captured.get(bucket)
         if captured is None:
             captured = self._captured[bucket] = self._capture(bucket)
@@ -200,14 +201,14 @@ class Replays:
     def get_pass(
         self, bucket: Shape, kind: Hashable, run: Callable[[Flow, Tensor, Tensor, Tensor], None]
     ) -> CapturedPass:
-        """`run` behind the captured step of `bucket`, captured now where it was not yet; `kind` tells several
-        of them apart."""
+        """`run` after the captured step of `bucket`, captured now if needed; `kind` distinguishes several of
+        them."""
         found = self._passes.get((bucket, kind))
         if found is None:
             flow, size, device = self.get(bucket).flow, bucket.num_tokens, self.inputs.device
             made: list[Tensor] = []
 
-            def make() -> None:  # on the lane, which waits for no other stream
+            def make() -> None:  # on the lane, which does not wait for other streams
                 made.extend(torch.zeros(size, dtype=torch.int32, device=device) for _ in range(2))
                 made.append(torch.arange(size, device=device))
 
@@ -221,18 +222,17 @@ class Replays:
     def get_catch_up(
         self, num_requests: int, run: Callable[[StepInputs, Tensor, Tensor], None]
     ) -> CapturedCatchUp:
-        """`run` over up to a block of tokens of each of so many requests, captured now where it was not yet.
-        Of the tokens behind them those that are negative, -1 - place, are tokens of the captured step
-        before."""
+        """`run` over up to a block of tokens of each of `num_requests` requests, captured now if needed. A
+        negative next token, -1 - place, refers to a token of the captured step before."""
         size = 1 << (num_requests - 1).bit_length()
         found = self._catch_ups.get(size)
         if found is None:
             num = size * self._packer.block_tokens
             shape = Shape(num, size, size)
             num_ints, device = self.catch_up_ints(size), self.inputs.device
-            # On a CPU torch would share this among threads, and the engine's thread would have a team of them
-            # for good. With more threads than cores, OpenMP puts the compute lane's to sleep between any two
-            # operations.
+            # On a CPU torch would run this on several threads, and the engine thread would keep its team of
+            # them. With more threads than cores, OpenMP puts those of the compute lane to sleep between any
+            # two operations.
             on_cuda = device.type == "cuda"
             ints = (
                 torch.zeros(num_ints, dtype=torch.int32, device=device)
@@ -257,7 +257,7 @@ class Replays:
         return found
 
     def catch_up_ints(self, num_requests: int) -> int:
-        """Room for the inputs of such a pass, whatever tables it has."""
+        """Upper bound for the inputs of such a pass, tables included."""
         return 8 * num_requests * self._packer.block_tokens + len(self.inputs)
 
     def _addresses(self) -> tuple[int, ...]:
@@ -278,8 +278,8 @@ class Replays:
         return Captured(replay, flow, self._addresses())
 
     def _record(self, name: str, ops: Sequence[tuple[str, Op]]) -> Replay:
-        """Nothing runs while a capture is open; kernels that compile or pick a plan on first use need one run
-        before it."""
+        """No op may run while a capture is open. Kernels that compile or choose a plan at first use are run
+        once before it."""
         if self.inputs.device.type == "cuda":
             self._lane.drain()
             for label, op in ops:

@@ -1,4 +1,4 @@
-"""A launched step and what can be read from it once it is over. Owns the host copies of its outputs."""
+"""A launched step and its result. Owns the host copies of its outputs."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Outputs:
-    """Rows of packed words (`SampleOutput.packed`) in a host buffer, which the step's ops fill; nobody reads
-    them before its fence has passed, nor after the buffer has come round."""
+    """Rows of packed words (`SampleOutput.packed`) in a host buffer, filled by the step's ops. Read them only
+    after the step's fence has passed and before the buffer is reused."""
 
     lane: Lane
     buffer: Tensor  # int32
-    access: Access  # the host's, when it reads
-    # only kept: the device may still read weights that everybody else has let go
+    access: Access  # the host's access when it reads
+    # kept alive: the device may still read weights that are held nowhere else
     lora: LoraRuns | None = None
     sampled: Tensor | None = None  # [S, width], or [S]: tokens alone
     prompts: list[tuple[str, Tensor]] = field(default_factory=list)  # request and [tokens, width]
-    # request, whether recall was asked for, [parts + 1]
+    # request, whether recall is wanted, [parts + 1]
     parts: list[tuple[str, bool, Tensor]] = field(default_factory=list)
     num_used: int = 0
     made: SampleOutput | None = None  # on the device, until drafts have been made from it
 
     def room_for(self, num_rows: int, num_top: int) -> Tensor:
-        """Room in the buffer for packed rows with this many alternatives each: [num_rows, width], or
-        [num_rows] where there is but a token in each."""
+        """Room in the buffer for packed rows with `num_top` alternatives each: [num_rows, width], or
+        [num_rows] for tokens alone."""
         width = packed_width(num_top)
         first, self.num_used = self.num_used, self.num_used + num_rows * width
         room = self.buffer[first : self.num_used]
         return room if width == 1 else room.view(num_rows, width)
 
     def room_for_parts(self, request_id: str, scoring: Scoring) -> Tensor:
-        """Room for the scores that it asks for, and behind them the share that it may ask for."""
+        """Room for the requested scores, followed by the recall."""
         first, self.num_used = self.num_used, self.num_used + scoring.num_parts + 1
         room = self.buffer[first : self.num_used]
         self.parts.append((request_id, scoring.recall, room))
@@ -66,8 +66,8 @@ class Outputs:
 
 
 class LateSample(NamedTuple):
-    """Sampling that waits for masks: `submit` puts it on the lane, once they are there, and gives its last op
-    and the fence behind it."""
+    """Sampling that waits for masks. Once they are filled, `submit` puts it on the lane and returns its last
+    op and the fence after it."""
 
     masks: StepMasks
     submit: Callable[[], tuple[Ticket, Fence]]
@@ -78,19 +78,19 @@ class RunningStep:
     """A step on the compute lane."""
 
     number: int
-    chunks: Sequence[Chunk]  # of each entry in the sampled outputs; one with drafts has several
+    chunks: Sequence[Chunk]  # the chunk of each sampled entry; a chunk with drafts has several
     num_logprobs: Sequence[int]  # by entry: alternatives wanted; -1: no logprobs
     outputs: Outputs
     last: Ticket
     fence: Fence
-    loads: Sequence[Load] = ()  # what it waits for on the device
-    late: LateSample | None = None  # its sampling, where that is not on the lane yet
-    # requests whose grammars allow no further token: known when it was sampled
+    loads: Sequence[Load] = ()  # loads that it waits for on the device
+    late: LateSample | None = None  # its sampling, if not on the lane yet
+    # requests whose grammars allow no further token, known at sampling
     endings: Sequence[GrammarEnd] = ()
 
     @property
     def samples(self) -> bool:
-        """Whether somebody gets a token of it."""
+        """True if a request gets a token from it."""
         return any(chunk.num_logits for chunk in self.chunks)
 
     def wait_result(self) -> StepResult:
@@ -98,26 +98,26 @@ class RunningStep:
         try:
             if (error := self.wait_error()) is None:
                 return self._result()
-        except Exception as failed:  # a device that failed says so here
+        except Exception as failed:  # a device failure is raised here
             error = failed
         log.error("step %d failed", self.number, exc_info=error)
         return StepResult(self.number, (), error=StepFailure.of(error))
 
     def wait_error(self) -> BaseException | None:
-        """Block until the step is over, and say why one of its ops failed, if one did. Raises where the
-        device itself failed."""
+        """Block until the step is over; returns the error of a failed op, or None. Raises if the device
+        itself failed."""
         self.fence.wait_passed()
         return self.last.error()
 
     def _result(self) -> StepResult:
         self.outputs.lane.touch((self.outputs.access,), label="read results")
-        # A copy, since who reads them does so later, on another thread, and the buffer comes round.
+        # A copy: the reader uses it later, on another thread, when the buffer may be in use again.
         prompts = ((request_id, _scores(room.numpy().copy())) for request_id, room in self.outputs.prompts)
         parts = (_part_scores(*one) for one in self.outputs.parts)
         return StepResult(self.number, tuple(self._sampled()), tuple(prompts), part_scores=tuple(parts))
 
     def _sampled(self) -> list[Sampled]:
-        """In a replay every chunk has an entry, whether it wants one or not."""
+        """In a replay every chunk has an entry, even if it wants none."""
         if self.outputs.sampled is None:
             return []
         output = self.outputs.sampled.numpy()
@@ -130,7 +130,7 @@ class RunningStep:
         ]
 
     def _several_sampled(self, output: NDArray[np.int32]) -> list[Sampled]:
-        """Of a request's entries, in order, those that were kept, and what was asked for of each."""
+        """The accepted entries of each request, in order, with the requested logprobs."""
         found: dict[str, list[TokenLogprob]] = {}
         wanted = {
             c.request_id: num for c, num in zip(self.chunks, self.num_logprobs, strict=False) if c.num_logits

@@ -19,35 +19,35 @@ from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-# And 1 for a row that has biases, else 0: what another request left in the row does not count; and whether it
-# may end, see `Rows`.
+# And 1 for a row with biases, else 0, which masks values that an earlier request left in the row; and the
+# tokens it lacks before it may end, see `Rows`.
 NUM_FLOATS = len(_FLOATS) + 2
-# and top_k, two words of draw key; behind them the keys of draws at earlier positions
+# and top_k, two words of draw key; then the keys of draws at earlier positions
 NUM_PARAMS = NUM_FLOATS + 3
 _MASK32 = 0xFFFFFFFF
-NO_TOKEN = -1  # of a row behind the first draft that was rejected
-LEAST_NOISE = -4.0  # below what a float32 uniform number gives otherwise
-LEAST_TEMPERATURE = 1e-5  # a lower one is none
+NO_TOKEN = -1  # of a row after the first rejected draft
+LEAST_NOISE = -4.0  # below any other value from a float32 uniform number
+LEAST_TEMPERATURE = 1e-5  # lower ones count as greedy
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """What sampling the rows of one step takes; decided on the host, so that a greedy step costs an argmax
-    and nothing else."""
+    """How the rows of one step are sampled; decided on the host, so that a greedy step costs only an
+    argmax."""
 
     rows: NDArray[np.int32]
-    greedy: bool  # all of them, without penalties
+    greedy: bool  # all rows, without penalties
     penalties: bool  # or biases: state of rows is needed
     filters: bool  # any top-k or top-p: needs a sort
     num_logprobs: list[int]  # by row: alternatives wanted; -1: no logprobs
     params: NDArray[np.int32] | None  # [NUM_PARAMS + 2 * unsure, S] packed words, None where greedy
     biases: bool = False  # any row has some; then `penalties` is set too
     random: bool = False  # any row is sampled
-    ends: bool = False  # any row may be too short to end; then state of rows is needed
+    ends: bool = False  # a row may be too short to end; then state of rows is needed
 
 
 class Rows:
-    """Parameters of the request in each row. `eos_ids`: end any answer, unless it ignores them."""
+    """Parameters of the request in each row. `eos_ids`: tokens that end an answer unless it ignores them."""
 
     def __init__(self, max_batch: int, eos_ids: frozenset[int] = frozenset(), vocab: int = 0) -> None:
         self._eos_ids, self._vocab = eos_ids, vocab
@@ -57,7 +57,7 @@ class Rows:
         self._seeds = np.zeros(max_batch + 1, np.uint64)
         self._num_logprobs = np.full(max_batch + 1, -1, np.int32)
         self._flags = np.zeros((4, max_batch + 1), bool)  # random, penalties, filters, biases
-        # the position behind which a token may end the answer
+        # the position after which a token may end the answer
         self._may_end_at = np.zeros(max_batch + 1, np.int32)
 
     def start(self, start: Start) -> None:
@@ -87,11 +87,11 @@ class Rows:
     def sample_plan(
         self, rows: NDArray[np.int32], positions: NDArray[np.int32], num_unsure: int = 0
     ) -> SamplePlan:
-        """`positions` are those of the tokens whose logits are sampled: they and the seed decide the draw,
-        nothing else in the batch. The device may find that some are up to `num_unsure` less, and gets the
-        keys of these draws as well."""
+        """`positions` are those of the tokens whose logits are sampled: only they and the seed decide the
+        draw. On the device a position may turn out up to `num_unsure` lower, so the keys of these draws are
+        included."""
         random, penalties, filters, biases = (bool(flags.any()) for flags in self._flags[:, rows])
-        # tokens before one may end the answer; more where a position is less
+        # tokens still needed before the answer may end; more if a position turns out lower
         num_lacking = self._may_end_at[rows] - positions
         ends = bool((num_lacking > -num_unsure).any()) and bool(self._may_end_at[rows].any())
         greedy = not (random or penalties or ends)
@@ -112,13 +112,12 @@ class Rows:
 
 
 def needs_state(sampling: SamplingParams) -> bool:
-    """Whether the device keeps something for the row: counts of its tokens, biases, or what may not end it
-    yet."""
+    """True if the device keeps state for the row: token counts, biases, or tokens that may not end it yet."""
     return is_penalised(sampling) or sampling.min_tokens > 0
 
 
 def is_penalised(sampling: SamplingParams) -> bool:
-    """Or biased."""
+    """True if penalties or biases apply."""
     penalised = (
         sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
@@ -128,8 +127,8 @@ def is_penalised(sampling: SamplingParams) -> bool:
 
 
 def ends_of(sampling: SamplingParams, eos_ids: frozenset[int], vocab: int) -> list[int]:
-    """Tokens that are not chosen before the answer has its `min_tokens`. Clients may name ids that the model
-    does not have."""
+    """Tokens that may not be chosen before the answer has `min_tokens`. Drops client ids that the model does
+    not have."""
     if not sampling.min_tokens:
         return []
     ends = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_ids)
@@ -150,19 +149,19 @@ def draw_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int32]) -> NDArra
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Device tensors of one step's choices; the logprob fields are None where nobody asked."""
+    """Device tensors of one step's choices; the logprob fields are None if not requested."""
 
     tokens: Tensor  # int32 [S]
     logprobs: Tensor | None = None  # float32 [S] of the chosen tokens
     ranks: Tensor | None = None  # int32 [S]
     top_ids: Tensor | None = None  # int64 [S, n]
     top_logprobs: Tensor | None = None  # float32 [S, n]
-    # int64 [G]: the sample that is the last token of each request. None: every one is
+    # int64 [G]: the sample that is the last token of each request. None: every sample is
     lasts: Tensor | None = None
 
     def packed(self) -> Tensor:
-        """All of it as int32 words [S, `packed_width`], or the tokens alone [S]: one copy brings it to the
-        host, where `running_step.py` takes it apart."""
+        """All of it as int32 words [S, `packed_width`], or the tokens alone [S], for a single copy to the
+        host. `running_step.py` unpacks it."""
         tokens = self.tokens.to(torch.int32)
         if self.logprobs is None or self.ranks is None:
             return tokens
@@ -203,21 +202,21 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 class Allowed(NamedTuple):
-    """What grammars allow, on the device."""
+    """Grammar masks on the device."""
 
     at: Tensor  # int64 [C]: which of the sampled rows are constrained
     words: Tensor  # int32 [C, vocab / 32, rounded up]: a bit per token
 
     def masked(self, logits: Tensor) -> Tensor:
-        """`logits` with minus infinity for what is not allowed; other rows are as they were."""
+        """`logits` with minus infinity for tokens that are not allowed; other rows are unchanged."""
         bits = (self.words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
         forbidden = bits.flatten(1)[:, : logits.shape[-1]] == 0
         return logits.index_copy(0, self.at, logits[self.at].masked_fill(forbidden, -torch.inf))
 
 
 def drafts_of(step_tokens: Tensor, starts: Tensor, num_drafts: int) -> Tensor:
-    """int32 [G, num_drafts]: what stands in the step behind the first token of each group. Behind a group's
-    own there may be anything."""
+    """int32 [G, num_drafts]: the step's tokens after the first one of each group. Entries beyond a group's
+    own drafts are undefined."""
     at = starts.long()[:, None] + torch.arange(1, num_drafts + 1, device=starts.device)
     return step_tokens[at.clamp(max=len(step_tokens) - 1)]
 
@@ -232,9 +231,9 @@ def kept_tokens(
     pending: Tensor,
     rejected: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Of each group its drafts as far as they were `chosen` [S], and the token behind them: int32 [S],
-    `NO_TOKEN` behind that; and int64 [G], which sample is the last. Leaves the last token in column 0 of
-    `pending` and the number of drafts that were not kept in `rejected`, by the `rows` of the samples."""
+    """For each group its accepted drafts, those equal to `chosen` [S], and the token after them: int32 [S],
+    then `NO_TOKEN`; and int64 [G], the last sample of each. Writes the last token to column 0 of `pending`
+    and the number of rejected drafts to `rejected`, by the `rows` of the samples."""
     if chosen.is_cuda:
         from penstock.engine.execution import triton_steps
 
@@ -243,7 +242,8 @@ def kept_tokens(
         )
     at, places = starts.long(), torch.arange(len(chosen), device=chosen.device)
     drafts = drafts_of(step_tokens, starts, num_drafts)
-    target = drafts_of(chosen, starts - 1, num_drafts)  # the target's own choice at the place of each
+    # the target's own choice at the position of each draft
+    target = drafts_of(chosen, starts - 1, num_drafts)
     is_real = torch.arange(num_drafts, device=chosen.device) < lengths[:, None]
     kept = (is_real & (drafts == target)).long().cumprod(dim=1).sum(dim=1)
     lasts, of_group = at + kept, rows.long()[at]
@@ -254,8 +254,8 @@ def kept_tokens(
 
 
 def counts_before(drafts: Tensor, vocab: int) -> Tensor:
-    """int32 [G, K + 1, vocab]: how often each token is among a request's drafts [G, K] before a place.
-    Penalties of a verified row count them, as if they had been emitted; a rejected one was never counted."""
+    """int32 [G, K + 1, vocab]: how often each token occurs in a request's drafts [G, K] before a position.
+    Penalties of a verified row count these drafts as emitted; rejected drafts are never counted for good."""
     hits = torch.nn.functional.one_hot(drafts.long().clamp(min=0), vocab).to(torch.int32)
     return torch.nn.functional.pad(hits.cumsum(dim=1), (0, 0, 1, 0)).to(torch.int32)
 
@@ -273,29 +273,29 @@ class Sampler:
         num_pending: int = 0,
         eos_ids: Iterable[int] = (),
     ) -> None:
-        """`num_pending`: drafts of each request that wait on the device for the next step. `eos_ids`: end any
-        answer, unless ignored."""
-        num_rows, device = max_batch + 1, uploads.device  # one more for padding
+        """`num_pending`: drafts per request that stay on the device for the next step. `eos_ids`: tokens that
+        end an answer unless ignored."""
+        num_rows, device = max_batch + 1, uploads.device  # one more row for padding
         self._lane = lane
         self._uploads = uploads
-        # the last token, and drafts behind it
+        # the last token, and drafts after it
         self.pending = torch.zeros((num_rows, 1 + num_pending), dtype=torch.int32, device=device)
         self.last_tokens = self.pending[:, 0]
-        # drafts of the last step, where that had drafts
+        # number of rejected drafts in the last step with drafts
         self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._counts = torch.zeros((num_rows, vocab), dtype=torch.int32, device=device)  # of generated tokens
         self._in_prompt = torch.zeros((num_rows, vocab), dtype=torch.bool, device=device)
-        # token ids; those not used have no bias
+        # token ids; unused entries have bias 0
         self._biased = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.int64, device=device)
         self._bias = torch.zeros((num_rows, MAX_LOGIT_BIAS), dtype=torch.float32, device=device)
         self.eos_ids = frozenset(eos_ids)
         most_ends = MAX_STOP_TOKEN_IDS + len(self.eos_ids)
-        # token ids; the first again behind the last
+        # token ids, padded with the first one
         self._ends = torch.zeros((num_rows, most_ends), dtype=torch.int64, device=device)
 
     def start(self, start: Start) -> None:
-        """Set up penalty state for a request that takes a row: work of the lane, before the step's own. The
-        step before, which may still be running, counts tokens of the row's last request."""
+        """Set up penalty state for a request that takes a row. An op of the lane, before the step's own ops:
+        the step before may still be counting tokens of the row's last request."""
         self._require_lane()
         self._counts[start.row].zero_()
         self._in_prompt[start.row].zero_()
@@ -317,9 +317,7 @@ class Sampler:
 
     def _require_lane(self) -> None:
         if not self._lane.is_current():
-            raise InvariantBroken(
-                f"the sampler's state is touched by what is no work of lane {self._lane.name}"
-            )
+            raise InvariantBroken(f"the sampler's state is used outside lane {self._lane.name}")
 
     def sample(
         self,
@@ -330,8 +328,8 @@ class Sampler:
         allowed: Allowed | None = None,
         drafting: DraftedInputs | None = None,
     ) -> SampleOutput:
-        """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Leaves the choice
-        in `last_tokens`. Where there are drafts, a row behind the first that was rejected has no token."""
+        """`logits` [S, vocab], `rows` int32 [S], `params` the uploaded words of the plan. Writes the choice
+        to `last_tokens`. With drafts, rows after the first rejected one have no token."""
         self._require_lane()
         open_logits = logits if allowed is None else allowed.masked(logits)
         if params is None:
@@ -354,8 +352,8 @@ class Sampler:
     def _keep(
         self, drafting: DraftedInputs, rows: Tensor, chosen: Tensor, counts_tokens: bool
     ) -> tuple[Tensor, Tensor]:
-        """Of each request its drafts as far as they were chosen, and the token behind them: [S], or
-        `NO_TOKEN`. And which is the last."""
+        """For each request its accepted drafts and the token after them: [S], or `NO_TOKEN`. And its last
+        sample."""
         starts, lengths, num_drafts = drafting.starts, drafting.lengths, drafting.num_drafts
         tokens, lasts = kept_tokens(
             starts, lengths, num_drafts, drafting.tokens, chosen, rows, self.pending, self.rejected
@@ -381,19 +379,18 @@ class Sampler:
             logits = self._without_ends(logits, rows, lacking, drafting)
         if plan.penalties:
             counts = None
-            # drafts before a row count there as if they had been emitted
+            # drafts before a row count as emitted
             if drafting is not None and drafting.num_drafts:
                 group_of, starts = drafting.group_of.long(), drafting.starts
                 before = counts_before(
                     drafts_of(drafting.tokens, starts, drafting.num_drafts), logits.shape[-1]
                 )
-                # of each sample in its group
+                # index of each sample in its group
                 places = torch.arange(len(rows), device=rows.device) - starts[group_of]
                 counts = self._counts[rows.long()] + before[group_of, places]
             logits = self._penalise(logits, rows, presence, frequency, repetition, counts)
         if plan.biases:
-            # Each token of a row has one bias; the zeros besides change nothing, in whichever order they are
-            # added.
+            # Each token of a row has one bias; the unused zeros change nothing, in any order.
             logits = logits.scatter_add(1, self._biased[rows.long()], biased * self._bias[rows.long()])
         random = temperature >= LEAST_TEMPERATURE
         scores = logits / torch.where(random, temperature, 1.0)
@@ -417,7 +414,8 @@ class Sampler:
     def _without_ends(
         self, logits: Tensor, rows: Tensor, lacking: Tensor, drafting: DraftedInputs | None
     ) -> Tensor:
-        """What would end an answer that lacks tokens is not chosen, unless a grammar allows nothing else."""
+        """Forbid tokens that would end an answer below its `min_tokens`, unless a grammar allows nothing
+        else."""
         if drafting is not None and drafting.num_unsure:
             lacking = lacking + (self.rejected[rows] * drafting.unsure)[:, None]
         is_short = lacking > 0
@@ -427,7 +425,7 @@ class Sampler:
         return torch.where(is_short & can_go_on, going_on, logits)
 
     def _keys(self, params: Tensor, rows: Tensor, drafting: DraftedInputs | None) -> Tensor:
-        """int32 [2, S] of the draws, by the positions that the rows turned out to have."""
+        """int32 [2, S] of the draws, at the actual positions of the rows."""
         keys = params[NUM_FLOATS + 1 :]
         if drafting is None or drafting.num_unsure == 0:
             return keys
@@ -443,7 +441,7 @@ class Sampler:
         repetition: Tensor,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """`counts` of the tokens before each row, where they are not those of its request."""
+        """`counts`: tokens before each row; None: those of its request."""
         counts = self._counts[rows.long()] if counts is None else counts
         seen = (counts > 0) | self._in_prompt[rows.long()]
         damped = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -452,7 +450,7 @@ class Sampler:
 
 
 def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top: int) -> None:
-    """Of the model's own distribution, before masks, penalties, temperature and filters."""
+    """Logprobs of the model's own distribution, before masks, penalties, temperature and filters."""
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.long()[:, None])
     output.logprobs = chosen[:, 0]
@@ -463,9 +461,8 @@ def _add_logprobs(output: SampleOutput, logits: Tensor, tokens: Tensor, num_top:
 
 
 def _top_ids(logits: Tensor, num: int) -> Tensor:
-    """[S, num]: the likeliest tokens, of equally likely ones the lowest ids first, as greedy decoding
-    chooses. `topk` alone orders those by the shape that it is called with, and in bfloat16 many logits are
-    equal."""
+    """[S, num]: the likeliest tokens; ties by lowest id, as in greedy decoding. The order of ties in `topk`
+    depends on the shape of its input, and in bfloat16 many logits are equal."""
     values, ids = logits.topk(num, dim=-1)
     least = values[:, -1:]
     every_id = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What a JSON schema would cost to compile, by keyword. Owns the limits on single keywords; compiles
+"""Estimated cost of compiling a JSON schema, by keyword. Owns the limits on single keywords; compiles
 nothing."""
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-MOST_MULTIPLE_OF = 10_000  # a state of the lexer for each remainder: larger ones fail, or never end compiling
-MOST_OPTIONAL = 450  # each is four items of a parser's row, which has 2000
+MOST_MULTIPLE_OF = 10_000  # one lexer state per remainder: larger values fail, or compile without end
+MOST_OPTIONAL = 450  # each takes four items of a parser row, which has 2000
 _VALUES = ("const", "enum", "default", "examples")  # no schemas inside
 _LISTS = ("anyOf", "oneOf", "allOf", "enum", "properties", "prefixItems")
 
 
 def check_keywords(text: str) -> None:
-    """Raises ValueError that names the keyword which is over its limit."""
+    """Raises ValueError that names a keyword over its limit."""
     for schema in _schemas(text):
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int | float) and multiple > MOST_MULTIPLE_OF:
@@ -29,7 +29,7 @@ def check_keywords(text: str) -> None:
 
 
 def costliest(text: str) -> str | None:
-    """The keyword that most of the work of compiling is for, by an estimate. None: none takes much."""
+    """The keyword with the highest estimated compile cost. None: none costs much."""
     cost: Counter[str] = Counter()
     for schema in _schemas(text):
         if isinstance(multiple := schema.get("multipleOf"), int | float):
@@ -53,7 +53,7 @@ def _schemas(text: str) -> Iterator[dict[str, Any]]:
     try:
         line = [json.loads(text)]
     except (ValueError, RecursionError):
-        return  # left to those who compile it
+        return  # the compiler reports it
     while line:
         node = line.pop()
         if isinstance(node, dict):

@@ -1,9 +1,7 @@
-"""What parts of a scored request's context are worth to its current queries. Owns what is known of each
-request's keys, on the device, and the interface by which ways to score differ; which parts are chosen is the
-scheduler's business.
+"""Scores of context parts for the current queries of a scored request. Owns summaries of each request's keys
+on the device, and the interface of scorers. The scheduler chooses the parts.
 
-A step that scores runs eagerly. Its layers leave their queries here, and so do the pieces of KV that stream
-past them:
+A step that scores runs eagerly. Its layers pass their queries here, and the streamed pieces of KV their keys:
 
     last chunk of the prompt    every block is summed up: those on the device where they lie, those in host
                                 memory as they stream in
@@ -25,29 +23,29 @@ from penstock.engine.execution.staging import Uploads, move
 from penstock.errors import InvariantBroken
 from penstock.lanes.lane import Lane, Op
 
-# Bounds are loose: what is certain by them is not. Of 1 to 16, by which scores are divided before votes are,
-# 2 finds nearly as much of SmolLM2's attention as choosing by the attention itself.
+# Bounds are loose, so scores are divided by this before the softmax of votes. Of the values 1 to 16, 2 finds
+# nearly as much of SmolLM2's attention as choosing by the attention itself.
 LOOSENESS = 2.0
-_SUMS = "sums of keys"  # as they are called in declared accesses: a slot is a row of the engine's
-_KEPT = "kept sums of keys"  # here it is a part of the room for them
+_SUMS = "sums of keys"  # name in declared accesses; a slot is a row of the engine
+_KEPT = "kept sums of keys"  # here a slot is a part of the kept store
 
 
 class PartKeys(Protocol):
-    """One way to score: what it keeps of one request's keys."""
+    """A scorer's summary of one request's keys."""
 
     def sum_up(self, layer: int, part: int, keys: Tensor) -> None:
-        """Of the parts from number `part` on, some more keys: [parts, tokens, kv_heads, head_dim]."""
+        """Add keys [parts, tokens, kv_heads, head_dim] to the parts from number `part` on."""
 
     def add_scores(self, layer: int, q: Tensor, scores: Tensor) -> None:
-        """Add what this layer's queries [heads, head_dim] say about the first parts to their `scores`, which
-        are zero before layer 0."""
+        """Add this layer's scores of the first parts, for queries [heads, head_dim], to `scores`, which are
+        zero before layer 0."""
 
     def values(self, num_parts: int) -> Tensor:
-        """View of what is kept of the first so many parts: as many values of each."""
+        """View of the summaries of the first `num_parts` parts, of equal size each."""
 
 
 class Recency:
-    """`lru`: the later a part, the better. Looks at nothing."""
+    """`lru`: later parts score higher. Reads no keys."""
 
     def __init__(self, num_parts: int, arena: Tensor) -> None:
         pass
@@ -64,16 +62,16 @@ class Recency:
 
 
 class KeyBounds:
-    """`qk`: per part, layer and KV head the least and the greatest of each value of the keys. No key of a
-    part scores higher with a query than the corner of that box which the query's signs choose.
+    """`qk`: the least and greatest value of each key dimension, per part, layer and KV head. No key of a part
+    scores higher than the corner of that box that the signs of the query select.
 
-    Each head divides one vote among the parts, as its attention would if every part had one key, and that in
-    the corner. Votes of all heads and layers are added up: a head that looks far back is not lost among those
-    that do not, and one that looks everywhere decides little.
+    Each head divides one vote among the parts, as its attention would if every part were one key at that
+    corner. Votes of all heads and layers are added up: a head that looks far back counts as much as the
+    others, and one that looks everywhere decides little.
     """
 
     def __init__(self, num_parts: int, arena: Tensor) -> None:
-        """`arena`: of the shape and type of whose keys they are."""
+        """`arena`: gives the shape and type of the keys."""
         _, num_layers, _, _, num_kv_heads, head_dim = arena.shape
         self._bounds = arena.new_empty(num_layers, num_parts, num_kv_heads, 2, head_dim)
         self._bounds[..., 0, :] = float("inf")
@@ -99,38 +97,37 @@ SCORERS: Mapping[str, Callable[[int, Tensor], PartKeys]] = {"qk": KeyBounds, "lr
 
 
 class _AskedScores(NamedTuple):
-    """A chunk of a step that asks for scores, or for blocks to be summed up."""
+    """A chunk of a step that asks for scores or for summaries of blocks."""
 
     request_id: str
     row: int
     scoring: Scoring
     rows: tuple[int, int]  # [first, end) of the step's tokens
-    table_at: int  # where the slots of what streams in for it begin among the step's tables; -1: nothing does
-    out: Tensor | None  # on the host, where its scores are wanted
+    table_at: int  # offset of its host slots in the step's tables; -1: none
+    out: Tensor | None  # host memory for its scores, if wanted
 
 
 class ContextKeys:
-    """What is known of all scored requests. Ops of the compute lane alone touch it."""
+    """Key summaries of all scored requests. Only ops of the compute lane use them."""
 
     def __init__(
         self, name: str, attention: Attention, lane: Lane, uploads: Uploads, num_kept: int = 0
     ) -> None:
-        """`num_kept`: parts for which there is room in host memory, for requests that go on where others have
-        ended."""
+        """`num_kept`: parts that host memory keeps for the next turns of ended requests."""
         self.lse_nats = attention.lse_nats
         self._make = SCORERS[name]
         self.arena = attention.arena
         self.uploads = uploads
         self._lane = lane
         self._known: dict[str, PartKeys] = {}
-        self._width = self._make(1, self.arena).values(1).numel()  # of a part
+        self._width = self._make(1, self.arena).values(1).numel()  # values per part
         self._kept = torch.empty(
             num_kept * self._width, dtype=self.arena.dtype, pin_memory=self.arena.is_cuda
         )
 
     def forget(self, left: Sequence[tuple[str, range]]) -> None:
-        """These requests have left: behind all that was launched for them. What is known of their keys is
-        kept in its place, if it has one."""
+        """These requests have left. After all ops launched for them, their summaries are copied to the kept
+        place, if they have one."""
 
         def forget() -> None:
             for request_id, place in left:
@@ -144,14 +141,14 @@ class ContextKeys:
         self._lane.submit(forget, label="forget scores", accesses=accesses)
 
     def _in(self, place: range, like: Tensor) -> Tensor:
-        """What is kept there, by layer and part as `like` has it."""
+        """The kept values at `place`, by layer and part in the shape of `like`."""
         kept = self._kept[place.start * self._width : place.stop * self._width]
         return kept.view(like.shape[0], len(place), *like.shape[2:])
 
     def for_step(
         self, chunks: Sequence[Chunk], packed: Packed, room: Callable[[str, Scoring], Tensor]
     ) -> StepScores | None:
-        """`room`: host memory for what a request asks for. None: no chunk asks."""
+        """`room`: allocates host memory for a request's scores. None: no chunk asks for any."""
         if not any(chunk.scoring is not None for chunk in chunks):
             return None
         streams = {paged.rows: paged.table_at for paged in packed.paged}
@@ -181,14 +178,14 @@ class ContextKeys:
 
 
 class StepScores:
-    """One step's share of it: layers and pieces leave here what they have."""
+    """The scoring of one step: layers and pieces pass in their queries and keys."""
 
     def __init__(self, known: ContextKeys, asked: Sequence[_AskedScores]) -> None:
         self._known = known
         self._asked = asked
-        self._slots: list[Tensor] = []  # of the device, by chunk that asks
-        self._scores: list[Tensor] = []  # with the share behind them
-        # log-sum-exp of a layer's scores over what is on the device, where recall is asked for
+        self._slots: list[Tensor] = []  # on the device, by asking chunk
+        self._scores: list[Tensor] = []  # followed by the recall
+        # log-sum-exp of a layer's scores over blocks on the device, if recall is wanted
         self._resident: Tensor | None = None
 
     def accesses(self, layers: tuple[int, int]) -> list[Access]:
@@ -201,12 +198,12 @@ class StepScores:
         return [*accesses, Access(_KEPT, kept, (0, self._known.num_layers), Mode.READ)] if kept else accesses
 
     def note_resident(self, lse: Tensor) -> None:
-        """[tokens, heads], before the pieces of a layer are added to it."""
+        """`lse` [tokens, heads], before the pieces of a layer are added."""
         self._resident = lse.clone() if any(one.scoring.recall for one in self._asked) else None
 
     def add_layer(self, layer: int, q: Tensor, lse: Tensor | None = None) -> None:
-        """In an op of `layer`, behind its writes and the pieces that stream past it. `q` [tokens, heads,
-        head_dim] are its queries, `lse` is over all that was read."""
+        """In an op of `layer`, after its writes and its streamed pieces. `q` [tokens, heads, head_dim]: its
+        queries. `lse`: over all keys read."""
         if layer == 0:
             self._slots = [self._known.uploads.send(one.scoring.slots) for one in self._asked]
             self._scores = [torch.zeros(one.scoring.num_parts + 1, device=q.device) for one in self._asked]
@@ -222,7 +219,7 @@ class StepScores:
                 scores[-1] += shares.mean() / self._known.num_layers
 
     def piece(self, layer: int, piece: PagedChunk, landed: Callable[[], Tensor]) -> Op | None:
-        """The op that sums up `piece`; None where nobody asks for it."""
+        """The op that summarises `piece`; None if no chunk asks for it."""
         one = next((one for one in self._asked if one.rows == piece.rows and one.table_at >= 0), None)
         if one is None:
             return None
@@ -236,15 +233,15 @@ class StepScores:
         return add
 
     def finish(self) -> None:
-        """Behind the last layer: scores go to the host."""
+        """After the last layer: copy scores to the host."""
         for one, scores in zip(self._asked, self._scores, strict=True):
             if one.out is not None:
                 move(one.out, scores.view(torch.int32))
 
 
 def _sum_up(keys: PartKeys, layer: int, scoring: Scoring, first: int, blocks: Tensor) -> None:
-    """Blocks `first..` of the sequence, of which parts at both ends may be incomplete: the rest of them comes
-    at another time."""
+    """Summarise blocks `first..` of the sequence. Parts at both ends may be incomplete: their other blocks
+    are added in another step."""
     if first + len(blocks) > scoring.most_parts * scoring.part_blocks:
         raise InvariantBroken(
             f"{first + len(blocks)} blocks are summed up for a request of {scoring.most_parts} parts"
@@ -254,8 +251,8 @@ def _sum_up(keys: PartKeys, layer: int, scoring: Scoring, first: int, blocks: Te
 
 
 def _parts(first: int, num_blocks: int, size: int) -> Iterator[tuple[int, int, int, int]]:
-    """A part that is cut, whole ones, and another that is cut: number of the first part, blocks from and to,
-    number of parts."""
+    """An incomplete part, whole parts, and an incomplete part, each as (first part, first block, end block,
+    number of parts)."""
     at = 0
     while at < num_blocks:
         left = num_blocks - at

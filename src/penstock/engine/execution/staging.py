@@ -1,5 +1,5 @@
-"""Host buffers through which numbers go to the device and come back. Owns their reuse; pinned where the
-device is CUDA, and all of it allocated once: pinning memory takes milliseconds, and stops the device."""
+"""Host buffers for copies to and from the device. Owns their reuse. They are pinned for CUDA and allocated
+once: pinning takes milliseconds and stalls the device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NUM_PIECES = 64
 
 
 class StagingRing:
-    """A few equal buffers used in turn. A buffer comes round only after the step that used it was read, which
-    is checked, not awaited."""
+    """A few equal buffers used in rotation. A buffer is reused only after the step that used it was read;
+    this is checked, not awaited."""
 
     def __init__(self, num_ints: int, lane: Lane, name: str, pinned: bool) -> None:
         self._lane = lane
-        self._name = name  # of the buffers, in declared accesses
+        self._name = name  # name of the buffers in declared accesses
         self._buffers = [torch.empty(num_ints, dtype=torch.int32, pin_memory=pinned) for _ in range(_DEPTH)]
         self._arrays: list[NDArray[np.int32]] = [b.numpy() for b in self._buffers]
         self._fences: list[Fence | None] = [None] * _DEPTH
@@ -35,22 +35,21 @@ class StagingRing:
         self._turn = (self._turn + 1) % _DEPTH
         fence = self._fences[self._turn]
         if fence is not None and not fence.passed():
-            raise InvariantBroken("a staging buffer came round while its step was still running")
+            raise InvariantBroken("a staging buffer was reused while its step was still running")
         self._lane.touch((self.access(Mode.WRITE),), label="refill")
         return self._buffers[self._turn], self._arrays[self._turn]
 
     def access(self, mode: Mode) -> Access:
-        """To the buffer handed out last."""
+        """An access to the buffer returned last."""
         return Access(self._name, (self._turn,), (0, 1), mode)
 
     def used_until(self, fence: Fence) -> None:
-        """The buffer handed out last is read or written by the device until `fence` passes."""
+        """The device uses the buffer returned last until `fence` passes."""
         self._fences[self._turn] = fence
 
 
 class Uploads:
-    """Lists of token ids on their way to the device, for what few requests ask for. `send` is called by work
-    of the lane."""
+    """Uploads of token lists for rare options. `send` is called by ops of the lane."""
 
     def __init__(self, device: torch.device, lane: Lane) -> None:
         self.device = device
@@ -65,8 +64,7 @@ class Uploads:
         self._turn = 0
 
     def send(self, numbers: Sequence[int] | NDArray[np.int32]) -> Tensor:
-        """The same as int64 on the device. Waits only where four megabytes of such lists are on their way
-        already."""
+        """The numbers as int64 on the device. Waits only if four megabytes of uploads are in flight."""
         array = np.asarray(numbers, np.int32)
         if not self._pieces:
             return torch.from_numpy(array.astype(np.int64))

@@ -1,5 +1,5 @@
-"""Reasoning of a bounded length. Owns where one answer is in its reasoning; what the answer behind it has to
-be is a grammar's."""
+"""Reasoning of bounded length. Owns the position of one answer in its reasoning; a grammar may constrain the
+answer after it."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ _BLANK = b" \n\r\t"
 
 
 class ThoughtMatcher:
-    """As a `Matcher` of one answer: any token while it reasons, then those that end the reasoning, then what
-    `answer` allows. Where there is such a grammar it begins with its reasoning; else it may go without. Used
-    by one thread at a time."""
+    """Like a `Matcher` of one answer: any token during reasoning, then the tokens that end it, then what
+    `answer` allows. With such a grammar, reasoning is forced to begin; without one it is optional. Used by
+    one thread at a time."""
 
     def __init__(self, thought: Thought, token_bytes: Callable[[int], bytes], answer: Matcher | None) -> None:
         self._thought = thought
         self._token_bytes = token_bytes
         self._answer = answer
         self._num = 0  # tokens of reasoning
-        self._read = b""  # what may be a part of a mark
+        self._read = b""  # bytes that may be part of a mark
         self._is_open = thought.begun
-        self._due: list[int] = []  # tokens that have to come
+        self._due: list[int] = []  # forced tokens
         if not thought.begun and answer is not None:
             self._due = list(thought.opens)
         elif thought.begun and not thought.most:
             self._due = list(thought.closes)
-        self.is_past = False  # the reasoning is over; read by other threads, which may see it late
+        self.is_past = False  # reasoning is over; other threads may see it late
 
     @property
     def is_free(self) -> bool:
-        """Any token will do from now on."""
+        """Any token is allowed from now on."""
         return self.is_past and self._answer is None
 
     @property
     def answering(self) -> Matcher | None:
-        """Whose mask counts now."""
+        """The matcher whose mask applies now."""
         return self._answer if self.is_past else None
 
     @property
     def due(self) -> int | None:
-        """The one token that may come next. None: any, or what `answering` allows."""
+        """The forced next token. None: any token, or what `answering` allows."""
         return self._due[0] if self._due else None
 
     def consume(self, tokens: Sequence[int]) -> None:

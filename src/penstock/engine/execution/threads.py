@@ -1,5 +1,5 @@
-"""The threads that compute on a CPU: torch's number of them, kept to what others leave. Owns that number for
-this process."""
+"""The number of torch's compute threads on a CPU, limited to the cores that other processes leave free. Owns
+that number for this process."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.cores import THREADS, Others, ThreadsByLoad, allowed_cores, busy_s
 
 @functools.cache
 def most_threads() -> int:
-    """Torch's own number when it is asked for first: later it may be one that was set for a busy machine."""
+    """Torch's default, read at the first call: later the number may have been lowered for a busy machine."""
     return torch.get_num_threads()
 
 
 def threads_by_load(set_threads: Callable[[int], None] = torch.set_num_threads) -> ThreadsByLoad:
-    """At most as many as torch has by itself, and as this process may use cores; as many as the environment
-    says, where it does."""
+    """At most torch's default and the cores that this process may use. The environment variable overrides
+    both."""
     if os.environ.get(THREADS):
         return ThreadsByLoad(most_threads(), f"${THREADS}", None, set_threads)
     allowed = allowed_cores()

@@ -1,5 +1,5 @@
-"""The program of a process that tries out grammars: it forks a child for each, which compiles it within
-limits.
+"""The program of a process that tries out grammars. It forks a child for each grammar, which compiles it
+within limits.
 
 It imports nothing of Penstock's, so that it starts fast and stays small. `trials.py` starts it.
 """
@@ -21,7 +21,7 @@ TRY, KILL, DONE, READY = b"t", b"k", b"+", b"!"
 
 
 class _TrialTokens:
-    """What llguidance asks of a tokenizer. Text that has to come is not cut into tokens here."""
+    """The tokenizer interface of llguidance. Forced text is not tokenized here."""
 
     bos_token_id = None
 
@@ -54,8 +54,8 @@ def _compile(control: socket.socket, asked: socket.socket, tokenizer: Any, setti
 
 
 def main(control: socket.socket) -> None:
-    """Until the other end of `control` is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the end comes with the engine's
+    """Serve until the other end of `control` is closed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # it ends with the engine
         signal.signal(number, signal.SIG_IGN)
     import llguidance
 
@@ -64,7 +64,7 @@ def main(control: socket.socket) -> None:
     wrapped = llguidance.TokenizerWrapper(vocabulary)
     tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=eos)
     control.sendall(READY)
-    children: dict[int, int] = {}  # by number of trial; a process that is not waited for keeps its id
+    children: dict[int, int] = {}  # by trial number; a process keeps its id until it is waited for
     while True:
         message, fds, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
         if len(message) < MESSAGE.size:

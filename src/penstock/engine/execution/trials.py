@@ -1,7 +1,7 @@
-"""Whether a grammar compiles within bounds of time and memory, tried out in a process that can be killed.
-Owns it.
+"""Tests whether a grammar compiles within limits of time and memory, in a process that can be killed. Owns
+that process.
 
-llguidance compiles in native code, which no thread can interrupt, and its limits leave some of the work out.
+llguidance compiles in native code that no thread can interrupt, and its limits do not cover all work.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from penstock.engine.execution import trial_process
 from penstock.engine.execution.trial_process import DONE, KILL, MESSAGE, READY, TRY
 
-TRIAL_S = 5.0  # by the clock
-TRIAL_CPU_S = 2  # a schema that people write takes milliseconds
-TRIAL_MIB = 256  # beside the vocabulary; a schema that people write takes less than 20
-_NICE = 10  # steps of the engine go first
+TRIAL_S = 5.0  # wall-clock time
+TRIAL_CPU_S = 2  # a usual schema takes milliseconds
+TRIAL_MIB = 256  # besides the vocabulary; a usual schema takes less than 20
+_NICE = 10  # steps of the engine have priority
 _START_S = 30.0
 _CLOSE_S = 2.0
 
@@ -79,8 +79,8 @@ class Trials:
             socket.send_fds(self._control, [MESSAGE.pack(kind, number)], fds)
 
     def close(self) -> None:
-        """Ends what is being tried out, too. Idempotent."""
-        self._control.close()  # the process kills its children, and ends
+        """Also ends running trials. Idempotent."""
+        self._control.close()  # the process then kills its children and ends
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ class Trials:
 
 
 class Trial:
-    """One grammar that is being tried out. `kill` may be called from any thread, at any time."""
+    """One grammar being tried out. `kill` may be called from any thread, at any time."""
 
     def __init__(self, trials: Trials, number: int, mine: socket.socket) -> None:
         self.number = number
@@ -113,5 +113,5 @@ class Trial:
         return False
 
     def kill(self) -> None:
-        with contextlib.suppress(OSError):  # there are no trials any more
+        with contextlib.suppress(OSError):  # the process is gone
             self._trials.send(KILL, self.number)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""What a step does besides its layers, in one launch each: a step of a small model takes a millisecond, a
-launch microseconds. The rules are those of `sampler.gumbel_noise`, up to the last bits of `log`,
-`sampler.kept_tokens`, `executor.place_unsure`, `ahead.note` and `ahead.blank`, which say what tensors
-mean."""
+"""Work of a step besides its layers, as one kernel each: a step of a small model takes a millisecond, a
+launch microseconds. They compute the same as `sampler.gumbel_noise` (up to the last bits of `log`),
+`sampler.kept_tokens`, `executor.place_unsure`, `ahead.note` and `ahead.blank`, where the tensors are
+described."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from penstock.engine.execution.batch import StepInputs
 _TILE = 1024
 _BLOCK = 1024
 _ROWS = 128
-_PLACES = triton.next_power_of_2(MAX_DRAFTS + 1)  # of the drafts of a request, and of the token behind them
+_PLACES = triton.next_power_of_2(MAX_DRAFTS + 1)  # drafts of a request, and the token after them
 
-# So that one compiled kernel serves every step: views of packed inputs begin anywhere.
+# Not specialised on: views of packed inputs have any alignment, and one compiled kernel must serve every
+# step.
 _STEP_TENSORS = [
     "rows_ptr", "unsure_ptr", "positions_ptr", "kv_lens_ptr", "table_starts_ptr", "tables_ptr",
     "write_at_ptr", "starts_ptr", "lengths_ptr",
@@ -119,9 +120,8 @@ def _fill_kernel(
 def fill_pass(
     tokens: Tensor, lasts: Tensor | None, rows: Tensor, into: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """What a captured pass reads: `into` are its next tokens, last places and rows. A request that there is
-    not does what the first does, in all: it writes where the first writes, so that it must draw the same
-    drafts."""
+    """Fill the inputs of a captured pass: `into` are its next tokens, last places and rows. A padding request
+    copies the first request in everything: it writes to the same row, so it must draw the same drafts."""
     num_groups = len(tokens) if lasts is None else len(lasts)
     _fill_kernel[(triton.cdiv(len(tokens), _ROWS),)](
         tokens,
@@ -140,7 +140,7 @@ def _note_kernel(
     hidden_ptr, residual_ptr, rows_ptr, positions_ptr, noted_ptr, num_tokens,
     WIDTH: tl.constexpr, SHARES: tl.constexpr, NOTES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for a part of a token's hidden state."""
+    """One program per part of a token's hidden state."""
     token = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
@@ -181,7 +181,7 @@ def _blank_kernel(
     SLOT_STRIDE: tl.constexpr, HALF_STRIDE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program for the keys or the values of a token in one layer."""
+    """One program per keys or values of a token in one layer."""
     at = tl.load(write_at_ptr + tl.program_id(0)).to(tl.int64)
     place = (
         at // BLOCK_TOKENS * SLOT_STRIDE
@@ -217,9 +217,8 @@ def _move_kernel(dest_ptr, source_ptr, num, TILE: tl.constexpr):
 
 def move(dest: Tensor, source: Tensor) -> None:
     """A small copy between pinned and device memory; both contiguous and of one length. Values are converted
-    to `dest`'s type. A copy engine serves one direction in order, so that a few bytes on it wait for
-    gigabytes of KV that another lane sends the same way; loads and stores of a kernel share the link with
-    them instead."""
+    to `dest`'s type. A copy engine serves one direction in order, so a small copy would wait for gigabytes of
+    KV of another lane. The loads and stores of a kernel share the link with them instead."""
     num = source.numel()
     if num:
         _move_kernel[(triton.cdiv(num, _TILE),)](dest, source, num, TILE=_TILE, num_warps=4)
@@ -243,8 +242,7 @@ def _noise_kernel(keys_ptr, out_ptr, num_rows, vocab, BLOCK: tl.constexpr):
     high = tl.load(keys_ptr + num_rows + row).to(tl.uint32, bitcast=True)
     x = _mix32(_mix32(at.to(tl.uint32) ^ low) ^ high)
     uniform = (x.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # log1p is not in every Triton: for small u the series -log(1 - u) = u + u^2/2 keeps the digits that 1 - u
-    # would lose
+    # not every Triton has log1p: for small u the series of -log(1 - u) keeps the digits that 1 - u would lose
     exponential = tl.where(
         uniform < 1e-3, uniform * (1.0 + uniform * (0.5 + uniform * 0.33333334)), -tl.log(1.0 - uniform)
     )

@@ -1,9 +1,7 @@
-"""Steps of every kind, to be run before the first request. Owns which kinds there are; what they compute is
-thrown away.
+"""Steps of every kind, run before the first request. Owns the list of kinds; the results are discarded.
 
-Libraries compile, plan, load and allocate when something is used for the first time, some of them once for
-each thread: cuBLAS its workspace, cuDNN its plans. So these steps are launched as any other, by the thread
-that will launch the others.
+Libraries compile, plan, load and allocate at first use, some of them per thread: cuBLAS its workspace, cuDNN
+its plans. So the thread that will launch all steps launches these, too.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import numpy as np
 from penstock.contract import Adapter, Chunk, Echo, Request, SamplingParams, Start, StepPlan
 from penstock.engine.execution.batch import DEEP_TOKENS, Shape
 
-BLANK = Adapter("blank", "")  # of steps that are to be run with adapters
+BLANK = Adapter("blank", "")  # for steps that run with an adapter
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _EVERYTHING = SamplingParams(
     max_tokens=1,
@@ -38,18 +36,18 @@ _SAMPLINGS = (
     SamplingParams(max_tokens=1, temperature=0.0, logprobs=5),
     _EVERYTHING,
 )
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # kernels that sort and choose differ by the number of rows
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)  # sort and selection kernels depend on the number of rows
 
 
 class Work(NamedTuple):
-    """One chunk of a step: so many tokens behind so many others."""
+    """One chunk of a step: `num_tokens` after `prefix` others."""
 
     num_tokens: int
     prefix: int = 0
 
 
 class StepKind(NamedTuple):
-    """What one step is like."""
+    """The shape and options of one step."""
 
     chunks: tuple[Work, ...]
     sampling: SamplingParams = _GREEDY
@@ -58,7 +56,7 @@ class StepKind(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The largest steps that there can be."""
+    """Limits of the largest steps."""
 
     max_batch: int
     prefill_chunk: int
@@ -70,14 +68,14 @@ def _decodes(num: int) -> tuple[Work, ...]:
 
 
 def few_kinds(sizes: Sizes) -> list[StepKind]:
-    """Where nothing is compiled: libraries find their threads and memory."""
+    """For a CPU, where nothing is compiled: libraries start their threads and allocate memory."""
     short = min(16, sizes.prefill_chunk)
     return [StepKind((Work(short),)), StepKind(_decodes(1)), StepKind(_decodes(1), _EVERYTHING)]
 
 
 def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
-    """What a GPU can meet: every replay, every way to sample, every option, prompts of all lengths alone and
-    beside others."""
+    """For a GPU: every replay, every way to sample, every option, prompts of all lengths, alone and beside
+    decodes."""
     most, chunk = sizes.max_batch, sizes.prefill_chunk
     kinds = [_filling(bucket) for bucket in buckets]
     batches = [num for num in _BATCHES if num < most] + [most]
@@ -88,8 +86,7 @@ def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
         for num in (0, 2, 5, 20)
     ]
     kinds += [StepKind((Work(300),), echo) for echo in echoes]
-    # Steps that no replay serves, whatever their length: products of few rows have other kernels than those
-    # of many.
+    # Steps that always run eagerly, of many lengths: matrix products use other kernels for few rows.
     lengths = (8, 24, 48, 100, 200, 500, 700, 1000, 1500, 2000)
     kinds += [StepKind((Work(num),), echoes[1]) for num in lengths]
     kinds += [StepKind((Work(num),), adapter=BLANK) for num in lengths]
@@ -105,7 +102,7 @@ def all_kinds(sizes: Sizes, buckets: Sequence[Shape]) -> list[StepKind]:
 
 
 def _filling(bucket: Shape) -> StepKind:
-    """A step that fills the bucket, with one prompt where it has any."""
+    """A step that fills the bucket, with one prompt if it has prompts."""
     decodes = (Work(1, DEEP_TOKENS if bucket.deep else 1),) * bucket.num_decodes
     return StepKind(decodes if bucket.is_decode else (*decodes, Work(bucket.num_tokens - bucket.num_decodes)))
 
@@ -119,7 +116,7 @@ def _fits(kind: StepKind, sizes: Sizes) -> bool:
 
 
 def verify_plan(num_rows: int, slot: int, block_tokens: int, most_drafts: int) -> StepPlan:
-    """A step that verifies so many rows, of requests of which none has more drafts than that."""
+    """A step that verifies `num_rows` rows, with at most `most_drafts` drafts per request."""
     chunks = []
     for row, first in enumerate(range(0, num_rows, 1 + most_drafts)):
         num = min(1 + most_drafts, num_rows - first)
@@ -132,8 +129,8 @@ def verify_plan(num_rows: int, slot: int, block_tokens: int, most_drafts: int) -
 def decode_plan(
     num_requests: int, slot: int, block_tokens: int, num_ahead: int, num_missed: int = 0
 ) -> StepPlan:
-    """A step that decodes one token of each request, and is passed over by what makes drafts only where it
-    makes some; so many tokens before it are caught up with."""
+    """A step that decodes one token of each request. The draft model runs over it only if `num_ahead` > 0; it
+    catches up on `num_missed` earlier tokens."""
     start = max(1, num_missed)
     requests = [Request(f"warm-up {row}", [0] * (start + 1), _GREEDY) for row in range(num_requests)]
     slots = np.full(-(-(start + 1 + num_ahead) // block_tokens), slot, np.int32)
@@ -154,8 +151,8 @@ def decode_plan(
 def drafted_plans(
     sizes: Sizes, slot: int, block_tokens: int, num_ahead: int, compiles: bool
 ) -> list[StepPlan]:
-    """Steps with which drafts begin: what makes them has missed a token of each request, or nearly a block.
-    And one behind a step with drafts, when nobody knows yet how many of them were kept."""
+    """Steps that start drafting: the draft model has missed one token of each request, or nearly a block. And
+    a step after unverified drafts, whose start is not known yet."""
     batches = sorted({1, min(4, sizes.max_batch), sizes.max_batch}) if compiles else [1]
     lengths = [num for num in (1, block_tokens - 1) if 0 < num < sizes.max_tokens - num_ahead]
     begun = [
@@ -175,7 +172,7 @@ def drafted_plans(
 
 
 def plans(kinds: Sequence[StepKind], slot: int, block_tokens: int) -> Iterator[StepPlan]:
-    """Steps of these kinds. All their tables name one slot over and over: nobody looks at what is in it."""
+    """Steps of these kinds. All their tables repeat one slot, whose content is never used."""
     for number, kind in enumerate(kinds):
         starts, chunks = [], []
         for row, work in enumerate(kind.chunks):

@@ -1,5 +1,5 @@
-"""The limits that planning keeps: rows, tokens and time per step, promises of blocks. No clock: what takes
-how long is asked for."""
+"""The limits of a plan: rows, tokens and time per step, promised blocks. Reads no clock: `PrefillTimes`
+estimates durations."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ class Budget:
 
     max_batch: int  # requests that run at once
     prefill_chunk: int  # prompt tokens per step
-    overcommit: float = 1.0  # how many times available blocks may be promised
+    overcommit: float = 1.0  # factor on available blocks that may be promised
     # how much later a request may arrive and still start first; 0: first come, first served
     max_overtaken_s: float = 0.0
-    # what the prompts of one step may take while others get tokens from it; 0: as long as they like
+    # seconds that the prompts of a step may take if the step also yields tokens; 0: no limit
     chunk_s: float = 0.0
-    # tokens of the first prompt of a step, whatever they take: every prompt gets on, at a rate near the best
+    # tokens of a step's first prompt, however long they take: prompts always make progress, near the best
+    # rate
     min_chunk: int = 0
-    # a request that may need more is deep: only its last blocks are on the device; 0: there are none
+    # a request that may need more blocks is deep: only its last ones are on the device; 0: no deep requests
     deep_blocks: int = 0
-    resident_blocks: int = 0  # that a deep request has there at most
-    # of those, for requests that attend to a part of their context; None: there are none
+    resident_blocks: int = 0  # blocks that a deep request has on the device at most
+    # how scored requests divide them; None: no scored requests
     division: Division | None = None
 
 
 class PrefillTimes(Protocol):
-    """How long computing prompts takes, by what was measured. None where nothing was."""
+    """Measured prefill times. None before the first measurement."""
 
     def seconds(self, num_tokens: int, depth: float) -> float | None:
-        """For so many tokens behind `depth` others on average."""
+        """Time of `num_tokens` tokens that have `depth` tokens before them on average."""
 
     def tokens(self, seconds: float, start: int) -> int | None:
-        """How many tokens, the first of them behind `start` others, take no longer than that."""
+        """How many tokens from position `start` on take at most `seconds`."""
 
 
 class Room:
-    """What prompts may still take of one step, in order of their admission.
+    """What is left of a step for prompts, in order of admission.
 
-    Tokens always count. Time counts as soon as a request gets a token from the step: all that decode do, and
-    a prompt that ends in it does. Until then a longer step delays no request.
+    Tokens are always limited. Time is limited once a request gets a token from the step: a decoding one, or
+    one whose prompt ends in it. Until then a longer step delays no request.
     """
 
     def __init__(self, budget: Budget, block_tokens: int, times: PrefillTimes | None, decodes: bool) -> None:
-        """`decodes`: some request decodes in this step. `times` None: tokens are all that counts."""
+        """`decodes`: some request decodes in this step. `times` None: only tokens are limited."""
         self.tokens = budget.prefill_chunk  # 0: the step is full
         self._left_s = budget.chunk_s
         self._min_chunk = budget.min_chunk
@@ -59,9 +60,9 @@ class Room:
         self._unused = True
 
     def size(self, start: int, num_left: int) -> int:
-        """How many tokens of the next prompt to compute, which has `num_left` behind the first `start`. Where
-        time cuts it short, it ends with a block, a long one where attention is called with whole shapes.
-        Where not even one block fits, the step is full."""
+        """How many tokens of the next prompt to compute; it has `num_left` from position `start` on. A chunk
+        that the time limit cuts ends at a block boundary; a long one ends at a multiple of SHAPE_TOKENS. If
+        not even one block fits, the step is full."""
         most = min(num_left, self.tokens)
         if most <= 1 or self._times is None or not self._gives_tokens:
             return most
@@ -82,8 +83,8 @@ class Room:
         return min(most, end - start)
 
     def spend(self, start: int, num_tokens: int, num_left: int) -> None:
-        """So many tokens of that prompt are computed in this step. One that time has cut short is the
-        last."""
+        """`num_tokens` of that prompt are computed in this step. A prompt that the time limit cuts is the
+        last of the step."""
         self.tokens = self.tokens - num_tokens if num_tokens == min(num_left, self.tokens) else 0
         self._gives_tokens |= num_tokens == num_left
         self._unused = False

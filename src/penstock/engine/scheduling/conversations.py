@@ -1,6 +1,5 @@
-"""Long conversations that are under way. Owns what is kept for those that were just answered, since agents
-often go on at once, and whether there is room for another one to begin. Who is admitted is the scheduler's
-business."""
+"""Long conversations that are under way. Owns what is kept for those just answered, since agents often
+continue at once, and whether another one may begin. The scheduler decides which request is admitted."""
 
 from __future__ import annotations
 
@@ -13,37 +12,36 @@ from penstock.engine.scheduling.line import Line, want_rank
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.track import Track
 
-LONG_TOKENS = 8192  # of a conversation that all this is done for
-# A client whose long conversation has just been answered may go on at once, and its KV is still there: so
-# long its room is not given to a request whose own KV is elsewhere. In steps that only decode; a step that
-# computes prompts takes as long as several. Longer would not be better: three times as long left rooms empty
-# that others could have used, and on an H200 more of those that went on had to wait.
+LONG_TOKENS = 8192  # least length of a long conversation
+# A client whose long conversation was just answered may continue at once, while its KV is still on the
+# device. For this many steps its room is not given to a request whose KV is elsewhere. Counted in decode
+# steps; a step with prompts counts as several. Three times as long was worse on an H200: slots stayed empty,
+# and more continuing requests had to wait.
 GRACE = 4
 _PROMPT_STEPS = 4
-# Plans in which such a conversation counts as under way, and its KV as wanted, as if its next request had
-# come already. Until it has come and was looked at no other request wants it, and the next draw of blocks
-# would take them from it first.
+# Plans for which such a conversation counts as under way and its KV as wanted. Without that want its blocks
+# would be evicted first, before its next request is matched.
 KEPT_PLANS = 64
-# Conversations grow. Another long one begins where all that are under way take at most so much of the device
-# with it: if their first turns filled it, later ones would make each other leave. That holds as long as half
-# of the long requests that come go on with one of those answered last; it is assumed at first, and the last
-# so many count more than all before.
+# Conversations grow. A new long one begins only if all that are under way, itself included, take at most this
+# share of the device: if first turns filled it, later turns would push each other out. This holds while at
+# least half of recent long requests continue a conversation answered lately. That share starts at 1 and is a
+# moving average over about this many requests.
 _BEGUN_SHARE = 0.75
 _LEAST_GOING_ON = 0.5
 _REQUESTS = 8
-_REMEMBERED = 64  # of those answered last: by one key each
+_REMEMBERED = 64  # conversations answered last, one key each
 
 
 @dataclass(slots=True)
 class _Answered:
-    """A conversation that has just been answered."""
+    """A conversation that was just answered."""
 
     track: Track
-    until: int  # number of the plan from which on nothing is kept for it
+    until: int  # plan number at which its want ends
     want: Want
-    # the key of a block, and which it is: a request that has it there continues at least half of it
+    # index and key of its middle block: a request with that key there continues at least half of it
     middle: tuple[int, bytes]
-    went_on: bool = False  # its next request has come
+    went_on: bool = False  # its next request has arrived
 
 
 class Conversations:
@@ -55,10 +53,10 @@ class Conversations:
         self._bound_s = bound_s
         self._newest_s = 0.0  # the latest arrival
         self._num_plans = 0
-        self._grace = 0  # how long the room of an ended request is kept for its next one
-        self._kept: deque[_Answered] = deque()  # for which something is kept, oldest first
+        self._grace = 0  # steps for which the room of an ended request is still kept
+        self._kept: deque[_Answered] = deque()  # conversations whose KV is wanted, oldest first
         self._middles: deque[tuple[int, bytes]] = deque(maxlen=_REMEMBERED)  # of those answered last
-        # how many of the long requests that came lately went on with one of these, as a share
+        # share of recent long requests that continued one of these
         self._going_on = 1.0
 
     def came(self, request: Request) -> None:
@@ -80,7 +78,7 @@ class Conversations:
         self._grace = max(0, self._grace - (_PROMPT_STEPS if prefills else 1))
 
     def answered(self, track: Track) -> None:
-        """It has ended, and its client may go on at once."""
+        """The request has ended; its client may continue at once."""
         if len(track.tokens) < LONG_TOKENS:
             return
         self._grace = GRACE
@@ -93,22 +91,22 @@ class Conversations:
                 self._middles.append(middle)
 
     def forget(self) -> None:
-        """No request is left that would take the place of those that were answered."""
+        """No request is left, so no kept conversation competes for room."""
         while self._kept:
             self._kept.popleft().want.end()
         self._middles.clear()
 
     @property
     def keep_room(self) -> bool:
-        """Whether one that has just been answered may be cheaper to go on with than another is to start, and
-        is heard of in a moment."""
+        """True while a just-answered conversation may continue, which is cheaper than to start another
+        request."""
         return self._grace > 0 and self._bound_s > 0
 
     def need_room(self, track: Track, measured: bool, running: Running, line: Line) -> bool:
-        """Whether those that are under way need the device more than `track`, which would begin a long
-        conversation. Others overtake it meanwhile: so only until a request comes that may not overtake it.
-        Not where no running request's end could make room."""
-        # before anything was measured its rank is its arrival
+        """True if `track`, which begins a long conversation, should wait for those under way. Other requests
+        overtake it meanwhile, so this ends when a request arrives that may not overtake it. False if no
+        request runs whose end could make room."""
+        # before the first measurement its rank is its arrival
         by_s = track.rank if measured else track.rank + self._bound_s
         if self._going_on < _LEAST_GOING_ON or self._newest_s >= by_s or not len(running):
             return False
@@ -123,7 +121,7 @@ class Conversations:
 
 
 def begins(track: Track) -> bool:
-    """Whether it would begin a long conversation."""
+    """True if the request begins a long conversation."""
     return not track.goes_on and len(track.tokens) >= LONG_TOKENS
 
 

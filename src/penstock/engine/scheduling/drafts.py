@@ -1,5 +1,4 @@
-"""What the scheduler asks of whoever proposes tokens. Owns the interface; proposers are
-`penstock.speculation`'s."""
+"""The scheduler's interface to a proposer of draft tokens. Implemented in `penstock.speculation`."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ class Decoding(NamedTuple):
     """A request that gets one token from the next step, and may get more."""
 
     track: Track
-    most: int  # drafts that there is room for
-    num_pending: int = 0  # drafts of it that wait on the device
+    most: int  # drafts that fit
+    num_pending: int = 0  # its drafts already on the device
 
 
 class Drafter(Protocol):
@@ -22,30 +21,30 @@ class Drafter(Protocol):
 
     @property
     def needs_results(self) -> bool:
-        """Whether it can propose nothing for a request whose drafts are still being verified: their step is
-        read first."""
+        """True if it cannot propose for a request whose drafts are still being verified: the engine reads
+        that step first."""
 
     @property
     def num_ahead(self) -> int:
-        """Drafts that the device is to make of each request behind the next step."""
+        """Drafts per request that the device makes after the next step."""
 
     @property
     def leaves_out(self) -> bool:
-        """Whether it need not be computed at all, since no drafts are made soon."""
+        """True if the draft model may skip tokens for good, since no drafts are expected soon."""
 
     @property
     def has_kv(self) -> bool:
-        """Whether it passes over the tokens of steps, and keeps KV of them in every block."""
+        """True if the draft model also runs over each step's tokens and keeps KV in every block."""
 
     def considers(self, tracks: Sequence[Track]) -> bool:
-        """Whether it may propose something for a step of these, or has the device make drafts behind it.
-        Called for every step in which some request decodes; `propose` follows where it says yes."""
+        """True if it may propose drafts for a step of `tracks`, or let the device make drafts after it.
+        Called for every step in which a request decodes; `propose` follows if True."""
 
     def propose(self, requests: Sequence[Decoding], num_others: int) -> Sequence[tuple[int, ...]]:
-        """Drafts for each of them, in a step that also computes `num_others` tokens of prompts."""
+        """Drafts for each request, in a step that also computes `num_others` prompt tokens."""
 
     def saw(self, track: Track, num_drafts: int, num_kept: int) -> None:
-        """So many of a request's drafts were kept, in order."""
+        """The target accepted the first `num_kept` of a request's `num_drafts` drafts."""
 
     def ended(self, track: Track) -> None:
         """The request is over."""

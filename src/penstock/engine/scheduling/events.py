@@ -1,5 +1,5 @@
-"""What the listeners of requests get, and the totals of it. Owns the rule by which a generation is over; what
-becomes of the request then is the scheduler's business."""
+"""The events that listeners of requests get, and their totals. Owns the rule that ends a generation; the
+scheduler then ends the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.figures import RECALL_BOUNDS, Histogram
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Running totals; plain numbers, read by whoever reports."""
+    """Running totals as plain numbers, for reports."""
 
     prompt_tokens: dict[str, int] = field(default_factory=lambda: asdict(KvSource()))
     generated_tokens: int = 0
@@ -23,17 +23,17 @@ class SchedulerCounts:
     scorings: int = 0
     recall: Histogram = field(default_factory=lambda: Histogram(RECALL_BOUNDS))
     drafted_tokens: int = 0
-    # drafts kept: how many first ones, second ones, ..
+    # accepted drafts by position: first, second, ...
     accepted_by_place: list[int] = field(default_factory=list)
     drafted_by_place: list[int] = field(default_factory=list)
 
     def see_place(self, place: int) -> None:
-        """There may be drafts up to it: they are counted from now on, be it as none."""
+        """Drafts up to this position are possible: report their counts from now on, even if 0."""
         for counts in (self.drafted_by_place, self.accepted_by_place):
             counts.extend([0] * (place - len(counts)))
 
     def add_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """A step has verified so many drafts of one request."""
+        """A step verified `num_drafts` drafts of one request."""
         self.drafted_tokens += num_drafts
         self.see_place(num_drafts)
         for counts, num in ((self.drafted_by_place, num_drafts), (self.accepted_by_place, num_accepted)):
@@ -42,14 +42,14 @@ class SchedulerCounts:
 
 
 class Events:
-    """Makes them, in the order in which things happen to a request; counts tokens as it tells them."""
+    """Makes events in the order in which things happen to a request, and counts their tokens."""
 
     def __init__(self, stop_ids: Iterable[int], counts: SchedulerCounts) -> None:
         self.stop_ids = frozenset(stop_ids)
         self._counts = counts
 
     def of_tokens(self, track: Track, sampled: Sampled, num_drafts: int = 0) -> TokenEvent:
-        """A step has chosen tokens for it: keeps them up to the one that ends it, if one does. `num_drafts`:
+        """A step sampled tokens for it. Keeps them up to the token that ends it, if any. `num_drafts`: drafts
         verified for it."""
         sampling = track.request.sampling
         kept: list[int] = []
@@ -74,13 +74,14 @@ class Events:
             event = event._replace(scored=True)
         if not num_drafts:
             return event
-        # What comes behind the token that ends it is in no answer. The last one sampled was no draft.
+        # Tokens after the one that ends it are dropped. The last sampled token was no draft.
         num_accepted = min(len(sampled.tokens) - 1, len(kept) + (stop_token is not None))
         self._counts.add_drafts(num_drafts, num_accepted)
         return event._replace(drafted=num_drafts, accepted=num_accepted)
 
     def of_end(self, track: Track, finish: FinishReason) -> TokenEvent:
-        """It ends without a token: it wanted none, or somebody or something else has ended it."""
+        """It ends without a token: max_tokens is 0, it was cancelled, its grammar is complete, or a step
+        failed."""
         prompt_logprobs, source = (
             (None, None) if track.started or finish is not FinishReason.LENGTH else self._first_news(track)
         )
@@ -93,8 +94,8 @@ class Events:
         return self.of_end(track, FinishReason.ERROR)._replace(error=str(error))
 
     def _first_news(self, track: Track) -> tuple[PromptLogprobs | None, KvSource]:
-        """What a request's first event carries besides tokens: its prompt's logprobs, and where its prompt's
-        KV came from."""
+        """The parts of a request's first event besides tokens: logprobs of its prompt, and the tiers that its
+        prompt's KV came from."""
         track.started = True
         tokens: Counter[str] = Counter()
         for tier, num in track.found:

@@ -1,6 +1,5 @@
-"""How much a request is likely to write. Owns what earlier requests have written, by model and route; who is
-admitted by it is decided elsewhere. A request's `max_tokens` is what it may write, and says little about what
-it will."""
+"""How many tokens a request is likely to write. Owns the lengths of earlier answers by model and route;
+admission uses them elsewhere. `max_tokens` is only an upper bound and says little about the actual length."""
 
 from __future__ import annotations
 
@@ -11,29 +10,28 @@ from typing import Protocol
 
 from penstock.contract import FinishReason, Request
 
-# Of what requests write. Of many that run together some end early, and leave room for others that go on: with
-# a higher one memory stays unused. Where a request that does not fit cannot be saved to host memory, it would
-# be computed again.
+# Quantile of answer lengths to expect. Of many running requests some end early and leave room for others: a
+# higher quantile leaves memory unused. The higher one is for engines without host memory, where a retracted
+# request is computed again.
 SAVED_QUANTILE = 0.7
 LOST_QUANTILE = 0.8
-# Before anything was seen: seven in ten answers have up to 384 tokens. The lengths leave one by one as
-# answers end.
+# Used before answers were seen: seven in ten have up to 384 tokens. Real lengths displace these one by one.
 PRIOR = (32, 64, 96, 128, 192, 256, 384, 512, 512, 1024)
-LEAST = 64  # tokens that are expected of any request: fewer are not worth being asked for again
+LEAST = 64  # least expected tokens of a request: smaller promises would have to grow too often
 _REMEMBERED = 256  # answers of one route
-_LEAST_LONGER = 8  # longer answers that say how much more is to come; with fewer, as much again is expected
-_MOST_ROUTES = 64  # the one used longest ago is forgotten
+_LEAST_LONGER = 8  # with fewer longer answers than this, a request is expected to write as much again
+_MOST_ROUTES = 64  # the least recently used is forgotten
 
 
 class Lengths(Protocol):
     """Called by the engine thread."""
 
     def expected(self, request: Request, num_written: int) -> int:
-        """Tokens that it writes in all, having written `num_written`: more than these, and no more than it
-        may."""
+        """Expected total tokens of a request that has written `num_written`: more than that, at most its
+        limit."""
 
     def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
-        """It has ended."""
+        """The request has ended."""
 
     def by_route(self) -> dict[str, int]:
         """Tokens expected of a request that has written nothing; the route is `adapter:route` where there is
@@ -41,7 +39,7 @@ class Lengths(Protocol):
 
 
 class WholeLife:
-    """All that it may write."""
+    """Expects every request to write up to its limit."""
 
     def expected(self, request: Request, num_written: int) -> int:
         return request.sampling.max_tokens
@@ -54,7 +52,7 @@ class WholeLife:
 
 
 class WrittenLengths:
-    """A quantile of what the last requests of the same model and route have written."""
+    """Expects a quantile of the latest answer lengths of the same model and route."""
 
     def __init__(self, quantile: float = SAVED_QUANTILE) -> None:
         self._quantile = quantile
@@ -68,8 +66,8 @@ class WrittenLengths:
         return min(most, self._of(request).expected(num_written, self._quantile))
 
     def saw(self, request: Request, num_written: int, finish: FinishReason) -> None:
-        """A hang-up and a stop string end an answer as well as the model does. What was cut off by
-        `max_tokens` would have been longer: it counts where it is longer than expected already."""
+        """Answers that a client or a stop string ended count in full. An answer cut by `max_tokens` would
+        have been longer: it counts only if it is already longer than expected."""
         if num_written == 0 or finish is FinishReason.ERROR or _is_certain(request):
             return
         if finish is FinishReason.LENGTH and num_written < self._of(request).expected(0, self._quantile):
@@ -110,7 +108,7 @@ class _Answers:
 
 
 def _is_certain(request: Request) -> bool:
-    """Whether it writes all that it may: nothing else ends it."""
+    """True if only `max_tokens` can end it."""
     sampling = request.sampling
     return sampling.ignore_eos and not (sampling.stop or sampling.stop_token_ids or sampling.grammar)
 

@@ -1,14 +1,14 @@
-"""The requests that wait to run: who of them is next, what of each is cached, and what is brought nearer
-meanwhile. Owns their order, and when a lease is of use; who is admitted is the scheduler's business.
+"""The queue of requests that wait to run. Owns their order, what is cached of each, and when a lease is
+useful. The scheduler decides which request is admitted.
 
-A request's rank is its arrival plus what it may be overtaken for: so many seconds for every second of work
-that its start takes, and never more than a bound. Whoever runs next is of the highest priority, and of these
-of the least rank. So nobody is overtaken by a request of its priority that has arrived more than the bound
-later, whatever the figures say, and whether they change or not.
+A request's rank is its arrival time plus an allowance: some seconds for every second of work that its start
+takes, up to a bound. The next request has the highest priority and, within it, the lowest rank. So a request
+is never overtaken by one of its priority that arrived more than the bound later, even if the estimates are
+wrong or change.
 
-Those that find nothing cached are a queue of their own, in order of arrival, of which only the first
-competes: among each other they do not overtake. But where a long one of them begins later, so that others can
-go on, short ones go ahead of it.
+Requests that find nothing cached form a queue of their own, in order of arrival. Only its first request
+competes: they do not overtake each other. One exception: if a long one is deferred so that running
+conversations can continue, short ones pass it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from penstock.contract import KvLedger, Match, Prefix
 from penstock.engine.scheduling.residency import KeptContexts
 from penstock.engine.scheduling.track import State, Track
 
-# Seconds of waiting that a second of work is worth. Whoever finds its KV on the device has its room there
-# already. Whoever brings it from elsewhere makes others leave, who come back later; and what somebody
-# computes who finds nothing takes memory from others for good.
+# Seconds of waiting that a second of work is worth. A request whose KV is on the device needs no new room for
+# it. A request that loads its KV from colder tiers pushes out others that come back later. A request that
+# finds nothing takes memory from others for good.
 _HERE_PATIENCE = 20.0
 _PATIENCE = 60.0
 _COLD_PATIENCE = 240.0
-# Of the bound, for those that find a good part of their prompt: somebody who is in the middle of a
-# conversation is not kept waiting as long as somebody who begins one.
+# Share of the bound for requests that find a good part of their prompt: a conversation under way waits less
+# than a new one.
 _KNOWN_SHARE = 0.165
 _GOOD_PART = 0.25
-_PRIORITY_S = 1e8  # between priorities, where a number stands for both: above any time of arrival
-_MOST_PRIORITY = 1000  # the same for all beyond
-# of prompts that are looked at for the first time in one plan, but for one: that takes as long as they are
+# distance of two priorities where one number holds priority and rank; above any arrival time
+_PRIORITY_S = 1e8
+_MOST_PRIORITY = 1000  # larger values are clamped
+# prompt tokens that one plan matches for the first time, checked before each request: the time grows with the
+# prompt
 _NEW_TOKENS = 65_536
 _NO_MATCH = Match(0, 0, False)
-_PREFETCHED = 4  # requests from the head of the line, whose cold blocks are brought nearer
-# Blocks that are copied to the device in one transfer before their request is admitted. Fewer lose the rate
-# of the link, and save less time than a plan takes. With more, a request that fits meanwhile would wait long
-# for the end of its copy, and so would others' loads behind it.
+_PREFETCHED = 4  # requests at the head of the line whose cold blocks are prefetched
+# Blocks that are copied to the device in one transfer before their request is admitted. Fewer waste the
+# link's bandwidth and save less time than a plan takes. With more, a request that fits meanwhile would wait
+# long for the end of its copy, and so would the loads queued after it.
 _LEAST_AHEAD = 16
 _MOST_AHEAD = 512
 
@@ -52,16 +54,16 @@ class Line:
     def __init__(self, bound_s: float = 0.0) -> None:
         self.num_retracted = 0
         self._bound_s = bound_s
-        self._queued: list[Track] = []  # those that find nothing, by arrival
-        self._ranked: list[Track] = []  # the others, by rank
-        # all of them: newcomers, then whoever was looked at longest ago
+        self._queued: list[Track] = []  # requests that find nothing cached, by arrival
+        self._ranked: list[Track] = []  # all other requests, by rank
+        # all requests: new ones first, then those whose match is oldest
         self._to_look_at: OrderedDict[Track, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._queued) + len(self._ranked)
 
     def __iter__(self) -> Iterator[Track]:
-        """Whoever is next first. It may not be changed meanwhile."""
+        """In order, next request first. Do not change the line while iterating."""
         queued, ranked = 0, 0
         while queued < len(self._queued) and ranked < len(self._ranked):
             first = _by_rank(self._queued[queued]) < _by_rank(self._ranked[ranked])
@@ -71,37 +73,38 @@ class Line:
         yield from self._ranked[ranked:]
 
     def passing(self, num_tokens: int, most: int) -> Iterator[Track]:
-        """Those that may go ahead of one which begins a long conversation later, whoever is next first:
-        whoever finds something, and of the first `most` that find nothing those below `num_tokens`. It may
-        not be changed meanwhile."""
+        """Requests that may pass a deferred long conversation, next one first: those that find something
+        cached and, of the first `most` that find nothing, those shorter than `num_tokens`. Do not change the
+        line while iterating."""
         short = [track for track in islice(self._queued, most) if len(track.tokens) < num_tokens]
         return merge(short, self._ranked, key=_by_rank)
 
     def going_on(self) -> Iterator[Track]:
-        """Those in the middle of a conversation."""
+        """Requests that continue a conversation."""
         return (track for track in self._ranked if track.goes_on)
 
     def add(self, track: Track) -> None:
-        """By its arrival, until more is known: `rank` says so."""
+        """Ranked by arrival until `rank` is called."""
         track.rank = track.request.arrival_s
         track.is_ranked = True
         insort(self._ranked, track, key=_by_rank)
         self.num_retracted += track.state is State.RETRACTED
         if self._bound_s:
             self._to_look_at[track] = None
-            # what is cached of it was looked up a moment ago, and is remembered
+            # it was just matched, and the result is cached
             self._to_look_at.move_to_end(track, last=False)
 
     def remove(self, track: Track) -> None:
-        """Before its state changes."""
+        """Call it before the request's state changes."""
         self._take_out(track)
         self._to_look_at.pop(track, None)
         self.num_retracted -= track.state is State.RETRACTED
 
     def rank(self, track: Track, start_s: float | None, found_share: float, is_here: bool = False) -> bool:
-        """`track` starts within `start_s` once it is admitted, None where that is not known, and finds so
-        much of its prompt; `is_here`: most of it on the device. Says whether its place in line may have
-        changed. One that ran before, and one whose cost nobody knows, keeps the place of its arrival."""
+        """Set the rank of `track`. `start_s`: seconds that its start takes once admitted, None if unknown.
+        `found_share`: share of its prompt that is cached. `is_here`: most of that is on the device. Returns
+        True if its place may have changed. A retracted request and one of unknown cost are ranked by
+        arrival."""
         known = self._bound_s > 0 and start_s is not None and track.state is not State.RETRACTED
         offset_s = 0.0
         track.goes_on = found_share >= _GOOD_PART or track.state is State.RETRACTED
@@ -121,7 +124,7 @@ class Line:
         return True
 
     def look_again(self, most: int) -> list[Track]:
-        """Some of those in line, others each time: those that nobody has looked at first."""
+        """The requests to match again now, in rotation; unmatched ones first."""
         tracks: list[Track] = []
         num_new = 0
         for track in islice(self._to_look_at, most):
@@ -149,8 +152,8 @@ def _by_arrival(track: Track) -> tuple[int, float, int]:
 
 
 def want_rank(track: Track, rank: float | None = None) -> float:
-    """How late it runs, as one number: what requests of a lower priority want is forgotten first. `rank`: in
-    place of its own."""
+    """Priority and rank as one number: blocks wanted by the highest number are evicted first. `rank` replaces
+    the request's own rank."""
     return (track.rank if rank is None else rank) + _PRIORITY_S * max(
         -_MOST_PRIORITY, min(_MOST_PRIORITY, track.request.priority)
     )
@@ -160,15 +163,15 @@ def want_rank(track: Track, rank: float | None = None) -> float:
 
 
 def is_ready(track: Track) -> bool:
-    """Whether it can be matched now. Not while a step from before its retraction still samples for it, as its
-    tokens are not all known; nor while what it had is still being saved, or a store has not answered yet."""
+    """True if it can be matched now. False while a step from before its retraction still samples for it (its
+    tokens are not all known), while its KV is being saved, or while a store has not answered."""
     if track.num_in_flight or (track.lease is not None and not track.lease.ready):
         return False
     return not track.is_deep or not _is_being_read(track)
 
 
 def _is_being_read(track: Track) -> bool:
-    """Whether tiers behind host memory have some of it that is not in host memory yet, and it is not late."""
+    """True if colder tiers have blocks of it that are not in host memory yet, and the read is not late."""
     if track.computes:
         return False
     if track.prefetch is not None:
@@ -181,10 +184,9 @@ def _is_being_read(track: Track) -> bool:
 
 
 def reads_first(track: Track, match: Match, ledger: KvLedger) -> bool:
-    """`track` could start now with what matched. Whether it is deep, and tiers behind host memory have more
-    of it, which it waits for: its lease may have expired, what was read for it may have gone again, or there
-    was no room for all while others ran. They are asked once for each length of what matched, if that has
-    grown."""
+    """`track` could start now with its match. True if it is deep and waits because colder tiers have more of
+    it: its lease may have expired, blocks read for it may have been evicted, or there was no room for all of
+    them. The tiers are asked once for each longer match."""
     num_found, num_usable = (
         match.num_blocks + match.num_paged,
         _whole(track, (len(track.tokens) - 1) // ledger.block_tokens),
@@ -202,13 +204,13 @@ def reads_first(track: Track, match: Match, ledger: KvLedger) -> bool:
 
 
 def _whole(track: Track, num_blocks: int) -> int:
-    """So many of its first blocks, as far as they can be in host memory alone."""
+    """`num_blocks` rounded down to the unit in which its blocks are paged out."""
     return num_blocks // track.unit * track.unit
 
 
 def is_pending(track: Track, ledger: KvLedger) -> bool:
-    """Whether what it lacks comes without its doing, and it relies on that. Keeps its keys up with its
-    tokens."""
+    """True if another request or a transfer will produce the blocks it lacks, and it waits for them. Also
+    extends its keys to its newest tokens."""
     if track.prefix is None or not track.request.may_match:
         return False
     if len(track.prefix.keys) < len(track.tokens) // ledger.block_tokens:  # it has generated tokens since
@@ -219,20 +221,21 @@ def is_pending(track: Track, ledger: KvLedger) -> bool:
 def find_match(
     track: Track, ledger: KvLedger, most_resident: int = 0, kept: KeptContexts | None = None
 ) -> Match:
-    """Its lease is ended, or taken once more, where that is of use. `most_resident`: blocks that a deep one
-    may have on the device. `kept`: what scored ones may go on from."""
+    """Ends or renews its lease if that helps. `most_resident`: blocks that a deep request may have on the
+    device. `kept`: contexts that scored requests may continue."""
     if track.prefix is None or not track.request.may_match:
         return _NO_MATCH
     if track.is_deep:
         return _find_deep(track, track.prefix, ledger, most_resident, kept)
     if track.computes:
         track.end_lease()
-    if track.prefetch is not None and track.prefetch.settled:  # what it brought is nearer than the lease says
+    # its blocks are now in a hotter tier than the lease says
+    if track.prefetch is not None and track.prefetch.settled:
         track.end_prefetch()
         _lease_again(track, track.prefix, ledger)
     match = ledger.match(track.prefix.keys, track.lease, track.want)
     if not track.computes and not match.pending and _may_lease(track, match):
-        # There was no lease, or the device has lost what came before it, or it has expired: look once more.
+        # There was no lease, the device lost the blocks before it, or it has expired: ask again.
         track.leased_at = match.num_blocks
         _lease_again(track, track.prefix, ledger)
         match = ledger.match(track.prefix.keys, track.lease, track.want)
@@ -259,20 +262,20 @@ def _find_deep(
 
 
 def is_arriving(track: Track) -> bool:
-    """Whether blocks are being copied to the device for it while it waits: it is matched when they have come.
-    Nobody overtakes it meanwhile. Not where the copy is late: it goes on without."""
+    """True while blocks are copied to the device for a waiting request. It is matched when the copy ends, and
+    no request overtakes it until then. False if the copy is late: the request continues without it."""
     if track.ahead is not None and track.ahead.settled:
         track.end_ahead()
     return track.ahead is not None and not track.ahead.overdue
 
 
 def _may_lease(track: Track, match: Match) -> bool:
-    """Whether colder tiers may have what the device lacks and the lease does not cover. They are asked once
-    for each length of what the device has, so that a request that waits does not ask in every plan."""
+    """True if colder tiers may have blocks that neither the device nor the lease covers. They are asked once
+    for each length of the device's match, so a waiting request does not ask in every plan."""
     if track.prefix is None or match.num_blocks == len(track.prefix.keys):
         return False
     if track.lease is not None and track.lease.expired:
-        return True  # a request may wait for longer than any lease lasts
+        return True  # a request may wait longer than its lease lasts
     if match.num_blocks == track.leased_at:
         return False
     return track.lease is None or track.lease.num_from(match.num_blocks) == 0
@@ -285,16 +288,16 @@ def _lease_again(track: Track, prefix: Prefix, ledger: KvLedger) -> None:
 
 
 def found_share(track: Track, match: Match, block_tokens: int) -> float:
-    """Of what it has to have computed before it can go on, how much is there already."""
+    """Share of its tokens whose KV is already cached."""
     return min(
         1.0, (match.num_blocks + match.num_colder + match.num_paged) * block_tokens / len(track.tokens)
     )
 
 
 def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger, fits_host: Callable[[Track], bool]) -> None:
-    """`tracks` wait, whoever is next first. What the foremost have behind host memory is read into it
-    meanwhile: once for each request, and of one request more in each plan, since looking takes as long as its
-    prefix is. `fits_host`: whether host memory can take all of a deep one, beside those that run."""
+    """`tracks` wait, next one first. Reads the cold blocks of the first ones into host memory: once per
+    request, and for one more request in each plan, since a lookup takes time in proportion to the prefix.
+    `fits_host`: whether host memory has room for all of a deep request beside the running ones."""
     is_next = True
     for track in islice(tracks, _PREFETCHED):
         if (
@@ -304,7 +307,7 @@ def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger, fits_host: Calla
             and track.prefix is not None
         ):
             _read_on(track, track.prefix, ledger, fits_host(track))
-        # the first one, where it waits for this alone
+        # True only for the first request, if this read is all that it waits for
         is_next = is_next and track.is_deep and fits_host(track)
         if not is_next and not ledger.may_prefetch:
             return
@@ -327,9 +330,9 @@ def prefetch_waiting(tracks: Iterable[Track], ledger: KvLedger, fits_host: Calla
 
 
 def _read_on(track: Track, prefix: Prefix, ledger: KvLedger, fits_host: bool) -> None:
-    """A deep request runs when all of it is in host memory, and not all is read at once: as long as some
-    comes, there is more. Where others have the room (not `fits_host`), or have ended what was read for it,
-    there may be more later."""
+    """A deep request runs once all of it is in host memory, and one read may bring only a part. As long as
+    reads bring something, there may be more. If host memory had no room (not `fits_host`), or the read was
+    ended early, it is tried again later."""
     was_ended = track.prefetch is not None and track.prefetch.ended
     track.end_prefetch()
     _lease_again(track, prefix, ledger)
@@ -341,9 +344,9 @@ def _read_on(track: Track, prefix: Prefix, ledger: KvLedger, fits_host: bool) ->
 
 
 def promote_ahead(track: Track, match: Match, num_spare: int, ledger: KvLedger) -> None:
-    """It is next, and there is no room for all of it yet. What host memory has behind its blocks on the
-    device is copied into free slots meanwhile, `num_spare` at most, where later matches find it. Its lease
-    stays as it is."""
+    """It is next but does not fit yet. Copies its blocks in host memory to free device slots, at most
+    `num_spare`, right after the blocks that the device has. A later match finds them. Its lease does not
+    change."""
     if (
         not match.num_colder
         or not track.may_promote_ahead

@@ -1,20 +1,19 @@
-"""Which part of its context a scored request has on the device while it decodes. Owns the choice, how the
-device's blocks are divided for it, and what the next turn of its conversation is told; draws nothing and
-moves nothing.
+"""Which part of its context a scored request has on the device while it decodes. Owns the choice, the
+division of device blocks for it, and the context kept for the next turn. Draws no blocks and moves none.
 
     first part | pinned parts | parts with the best scores | ... left out ... | trailing window, which is
     written at its end
 
-A part is 64 tokens, or one block where that is more. All before the window is in host memory; parts that are
-chosen are copied back beside it. Decoding goes on over the old choice until the copies have landed.
+A part is 64 tokens, or one block if that is more. All tokens before the window are in host memory; chosen
+parts are copied back to the device. Decoding uses the old choice until the copies have landed.
 
-Every step shows its tokens the first part, pinned parts and the trailing window. A request that begins with
-blocks in host memory waits until these have been copied. Where that is not possible, its steps read all of
-its context in host memory.
+Every token attends to the first part, pinned parts and the trailing window. A request that begins with blocks
+in host memory waits until these are copied. If that is not possible, its steps read its whole context from
+host memory.
 
-The next turn finds all that the last one had in host memory, and what was known of its keys. It begins with
-the last choice, waits until that is on the device, and computes its prompt over it. So its first token waits
-for what is resident, however long the context is. Behind the prompt parts are scored, and chosen again.
+The next turn finds the whole context in host memory, and the kept key bounds. It begins with the last choice,
+waits until that is on the device, and computes its prompt over it. So the time to its first token depends on
+the resident part, not on the length of the context. After the prompt, parts are scored and chosen again.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ from penstock.contract import FetchedBlocks, KeptSums, Residency, Scoring, Table
 from penstock.errors import ConfigError, InvalidRequest, InvariantBroken
 
 PART_TOKENS = 64
-WINDOW_SHARE = 4  # one in so many of the resident parts is the trailing window, and one at least
-SLACK_PARTS = 2  # by which the window may grow until its first part has been saved and summed up
-MOVING_SHARE = 8  # one in so many of the parts that can be chosen is kept free for the next choice
+WINDOW_SHARE = 4  # one in this many of the resident parts is the trailing window, at least one part
+SLACK_PARTS = 2  # growth of the window until its first part has been saved and its key bounds computed
+MOVING_SHARE = 8  # one in this many of the parts that can be chosen stays free for the next choice
 FIRST_TAU = 16  # tokens between two scorings, until their times are known
-RECALL_EVERY = 64  # scorings, of which one is in a step that reads all of the context,
-FIRST_RECALL = 4  # this one first
-AT_ONCE = 128  # parts that are fetched in one plan, and in one copy: what other requests load waits behind it
-DECAY = 0.5  # of a score with each scoring: what was wanted a moment ago is wanted sooner than what was never
+RECALL_EVERY = 64  # one scoring in this many runs in a step that reads the whole context
+FIRST_RECALL = 4  # the first such scoring
+AT_ONCE = 128  # parts fetched per plan, in one copy: loads of other requests queue after it
+DECAY = 0.5  # factor on old scores at each scoring: a part wanted lately ranks above one never wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the blocks that a scored request may have on the device are divided. Sizes are in parts."""
+    """How a scored request divides its blocks on the device. Sizes are in parts."""
 
     part_blocks: int
     block_tokens: int
     window: int
-    chosen: int  # in use at once, the first part and pinned ones included
-    moving: int  # copied besides, for the next choice
+    chosen: int  # in use at one time, the first part and pinned ones included
+    moving: int  # being copied for the next choice
 
     @classmethod
     def of(cls, resident_blocks: int, block_tokens: int) -> Division:
-        """Raises ConfigError where there would be nothing to choose."""
+        """Raises ConfigError if no part could be chosen."""
         part_blocks = max(1, PART_TOKENS // block_tokens)
         parts = resident_blocks // part_blocks
         window = max(1, parts // WINDOW_SHARE)
@@ -63,30 +62,15 @@ class Division:
         moving = max(1, rest // MOVING_SHARE)
         if rest - moving < 2:
             size, tokens = part_blocks * block_tokens, resident_blocks * block_tokens
-            sizes = (
-                f"{size} tokens at the beginning, {size} "
-                f"in "
-                f"the "
-                f"trailing "
-                f"window, "
-                f"{SLACK_PARTS * size} "
-                f"being saved"
-            )
-            need = f"{sizes}, {size} chosen and {size} on their way make {(4 + SLACK_PARTS) * size}"
             raise ConfigError(
-                f"--kv-residency scored: {need}, and a sequence "
-                f"has "
-                f"{tokens} "
-                f"on "
-                f"the "
-                f"device; "
-                f"raise --kv-resident-tokens"
+                f"--kv-residency scored needs {(4 + SLACK_PARTS) * size} tokens of a sequence on the device, "
+                f"and it has {tokens}; raise --kv-resident-tokens"
             )
         return cls(part_blocks, block_tokens, window, rest - moving, moving)
 
     @property
     def num_parts(self) -> int:
-        """On the device, in any way."""
+        """All parts on the device."""
         return self.window + SLACK_PARTS + self.chosen + self.moving
 
     @property
@@ -94,12 +78,12 @@ class Division:
         return self.part_blocks * self.block_tokens
 
     def pinned(self, pins: Sequence[tuple[int, int]], num_tokens: int) -> tuple[int, ...]:
-        """Parts that hold the first token or pinned ones, of a sequence of at most `num_tokens`. Raises
-        InvalidRequest where they leave nothing to choose."""
+        """Parts that hold the first token or pinned tokens, in a sequence of at most `num_tokens`. Raises
+        InvalidRequest if no part is left to choose."""
         parts, num = {0}, 1
         for first, end in pins:
             span = range(first // self.part_tokens, -(-min(end, num_tokens) // self.part_tokens))
-            parts.update(span[: self.chosen])  # a span may be longer than anything that is counted one by one
+            parts.update(span[: self.chosen])  # a span may be too long to enumerate
             num = max(num, len(span) + (0 not in span), len(parts))
         if num >= self.chosen:
             held = f"{num} parts of {self.part_tokens} tokens, the first included"
@@ -112,10 +96,9 @@ class Division:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyChoice:
-    """What requests that do not fit attend to while they decode: what is so by default, and what each may ask
-    for."""
+    """What deep requests attend to while they decode: the default, and what a request may ask for."""
 
-    deep_blocks: int  # a request of more is one that does not fit; 0: all fit
+    deep_blocks: int  # a request of more blocks is deep; 0: all requests fit
     block_tokens: int
     scored: bool  # by default
     pins: tuple[tuple[int, int], ...]  # by default
@@ -124,7 +107,7 @@ class ResidencyChoice:
 
     @classmethod
     def of(cls, deep_blocks: int, resident_blocks: int, kv: KvConfig) -> ResidencyChoice:
-        """Raises ConfigError where the default cannot be kept."""
+        """Raises ConfigError if the default is not possible."""
         scored, division, refusal = kv.residency == "scored", None, "all sequences fit"
         if deep_blocks:
             try:
@@ -143,9 +126,9 @@ class ResidencyChoice:
         num_prompt: int,
         num_more: int,
     ) -> Residency | None:
-        """For one whose prompt has `num_prompt` tokens, and that may have `num_more` behind it; None where it
-        attends to all. Raises InvalidRequest for what cannot be. Pins of its own lie in its prompt; those by
-        default are for every length, and end with it."""
+        """For a request with `num_prompt` prompt tokens and at most `num_more` after them; None if it attends
+        to all. Raises InvalidRequest if what it asks for is not possible. Its own pins must lie in its
+        prompt; default pins are cut at its end."""
         num_tokens = num_prompt + num_more
         if wrong := wrong_spans(pins or ()):
             raise InvalidRequest(wrong, "kv_pin_spans")
@@ -166,34 +149,33 @@ class ResidencyChoice:
 
 @dataclass(slots=True, eq=False)
 class KeptContext:
-    """What a scored request has left for the next turn of its conversation."""
+    """The context that a scored request leaves for the next turn of its conversation."""
 
-    # the key that its last block would have, had it been computed over all before it: by this a prompt knows
-    # its own
+    # the key that its last block would have with full attention; the next turn's prompt finds it by this key
     name: bytes
-    keys: Sequence[bytes]  # under which its blocks are in host memory: whole parts
-    num_open: int  # of these, the first so many anybody may find
-    place: range  # parts of the room for what is known of keys
+    keys: Sequence[bytes]  # keys of its blocks in host memory: whole parts
+    num_open: int  # of these, the first ones that any request may match
+    place: range  # its parts in the store of key bounds
     scores: NDArray[np.float32]  # of the parts
-    num_users: int = 0  # requests that go on from it
+    num_users: int = 0  # requests that continue it
 
 
 class KeptContexts:
-    """Those of the conversations that were answered last, as many as there is room for what is known of their
-    keys. A context is replaced by that of its next turn."""
+    """Contexts of the conversations answered last, as many as the store of key bounds holds. The next turn's
+    context replaces the one before."""
 
     def __init__(self, division: Division | None, num_pageable: int) -> None:
-        """There is room for what is known of all blocks that may be paged out."""
+        """The store has room for the key bounds of all pageable blocks."""
         self._division = division
         self._num_parts = num_kept_parts(division, num_pageable)
-        self._kept: dict[bytes, KeptContext] = {}  # by name, the latest used last
-        self._owned: Counter[bytes] = Counter()  # keys that are no prefix's, and contexts that have them
+        self._kept: dict[bytes, KeptContext] = {}  # by name, least recently used first
+        self._owned: Counter[bytes] = Counter()  # keys that belong to contexts alone, and in how many each is
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def find(self, keys: Sequence[bytes]) -> KeptContext | None:
-        """The longest that a prompt with these `keys` goes on from."""
+        """The longest context that a prompt with these `keys` continues."""
         fitting = (
             one
             for one in self._kept.values()
@@ -202,8 +184,8 @@ class KeptContexts:
         return max(fitting, key=lambda one: len(one.keys), default=None)
 
     def num_usable(self, num_blocks: int, num_tokens: int) -> int:
-        """Of a context whose first `num_blocks` blocks are there, those that a prompt of `num_tokens` goes on
-        from. 0: it is computed over all before it, since it brings more than the trailing window takes."""
+        """How many blocks a prompt of `num_tokens` can continue from, if the first `num_blocks` of the
+        context exist. 0: its new tokens exceed the trailing window, so it is computed with full attention."""
         if self._division is None:
             return 0
         num = num_blocks // self._division.part_blocks * self._division.part_blocks
@@ -211,10 +193,10 @@ class KeptContexts:
         return num if num_tokens - num * self._division.block_tokens <= most else 0
 
     def keep(self, context: KeptContext, before: KeptContext | None) -> list[bytes]:
-        """`before` is what it went on from. Returns keys that nobody knows any more. Where there is no room,
-        it is not kept: its `place` is empty."""
+        """`before`: the context that it continued. Returns keys that no context has any more. If there is no
+        room, it is not kept and its `place` is empty."""
         freed = self._drop(before) if before is not None and before.num_users == 0 else []
-        freed += self._drop(self._kept.get(context.name))  # by another request, with the same tokens
+        freed += self._drop(self._kept.get(context.name))  # left by another request with the same tokens
         num = len(context.place)
         while (gap := self._gap(num)) is None and (
             oldest := next((one for one in self._kept.values() if not one.num_users), None)
@@ -230,7 +212,7 @@ class KeptContexts:
         return [key for key in freed if key not in self._owned]
 
     def use(self, context: KeptContext) -> None:
-        """By a request, until `leave`."""
+        """A request uses it until `leave`."""
         context.num_users += 1
         if self._kept.pop(context.name, None) is not None:
             self._kept[context.name] = context
@@ -248,7 +230,7 @@ class KeptContexts:
         return own
 
     def _gap(self, num_parts: int) -> range | None:
-        """The first place with so much room between the others."""
+        """The first gap of `num_parts` between the other contexts."""
         start = 0
         for taken in sorted((one.place for one in self._kept.values()), key=lambda place: place.start):
             if taken.start - start >= num_parts:
@@ -262,7 +244,7 @@ def num_kept_parts(division: Division | None, num_pageable: int) -> int:
 
 
 class Placed(NamedTuple):
-    """Where a chunk finds its context."""
+    """Where a chunk's context is."""
 
     slots: NDArray[np.int32]
     paged: NDArray[np.int32] | None
@@ -271,8 +253,8 @@ class Placed(NamedTuple):
 
 
 class ResidentSet:
-    """Of one request, from its admission until it leaves. Nothing of it is known to its next life, or to
-    another request; the next turn of its conversation is told what `KeptContext` has."""
+    """The resident set of one request, from its admission until it leaves. It does not outlive a retraction
+    and is not shared; the next turn of the conversation gets a `KeptContext`."""
 
     def __init__(
         self,
@@ -282,25 +264,25 @@ class ResidentSet:
         num_tokens: int,
         continues: tuple[KeptContext, int] | None = None,
     ) -> None:
-        """`num_known` of its tokens are known, and it may have `num_tokens` in all. `continues`: it goes on
-        from what an earlier turn has left of its first so many blocks."""
+        """`num_known` of its tokens are known, at most `num_tokens` will be. `continues`: the context of an
+        earlier turn and how many of its blocks are used."""
         self.division = division
-        self.num_exact = num_known  # its first so many tokens attend to all before them, or came so
+        self.num_exact = num_known  # tokens whose KV was computed with full attention
         self.tau = FIRST_TAU
         self._pinned = division.pinned(pins, num_tokens)
         self._most_parts = -(-num_tokens // division.part_tokens)
         self._chosen: dict[int, FetchedBlocks] = {}  # by part: on the device
-        self._coming: dict[int, FetchedBlocks] = {}  # by part: on its way
+        self._coming: dict[int, FetchedBlocks] = {}  # by part: being copied
         self._scores: NDArray[np.float32] = np.empty(0, np.float32)
-        self._order: list[int] = list(self._pinned)  # what should be there, the most wanted first
-        self._slots: NDArray[np.int32] | None = None  # of those chosen, in token order
-        self._num_summed = 0  # blocks whose keys are summed up by the steps planned so far
+        self._order: list[int] = list(self._pinned)  # parts that should be resident, most wanted first
+        self._slots: NDArray[np.int32] | None = None  # slots of chosen parts, in token order
+        self._num_summed = 0  # blocks whose key bounds the planned steps have computed
         self._score_at = 0  # position from which the next scoring is due
         self._is_scoring = False
         self._num_scorings = 0
-        self.context: KeptContext | None = None  # that it goes on from
-        self._kept: KeptSums | None = None  # where what is known of its keys is, until a step is told
-        self._is_filling = False  # nothing is computed before all that is chosen has come
+        self.context: KeptContext | None = None  # the context that it continues
+        self._kept: KeptSums | None = None  # place of its kept key bounds, until a step takes them
+        self._is_filling = False  # no step before all chosen parts have landed
         self._may_wait = True  # no copy has failed
         if continues is not None:
             self.context, self._num_summed = continues
@@ -312,15 +294,15 @@ class ResidentSet:
             self._choose()
 
     def decodes(self, start: int) -> bool:
-        """Whether a chunk that begins there attends to the resident set only."""
+        """True if a chunk that begins at `start` attends to the resident set only."""
         return start >= self.num_exact
 
     # ---------------------------------------------------------------------------------------------- for steps
 
     def num_making_way(self, table: Table, num_short: int, most: int) -> int:
-        """Blocks at the window's beginning that are to make way, where a step lacks room for `num_short` and
-        the window may have `most`: for the step, and as long as it is larger than it has to be, for parts
-        that are wanted more. In whole parts, and only what is summed up."""
+        """Blocks to page out at the window's start. A step lacks `num_short` blocks, and the window may have
+        `most`. Frees room for the step, and for wanted parts while the window is larger than needed. Whole
+        parts only, and only blocks with key bounds."""
         size = self.division.part_blocks
         num_wanted = -(-num_short // size) + len(self.wanted(table))  # parts, as the others here
         num_spare = (most + num_short) // size - self.division.window
@@ -328,9 +310,9 @@ class ResidentSet:
         return max(0, min(num * size, self._num_summed // size * size - table.num_paged))
 
     def place(self, table: Table, start: int, end: int, may_score: bool, may_read: bool) -> Placed:
-        """For the tokens `start` to `end`. `may_score`: no other chunk of the step asks for scores.
-        `may_read`: the step may read host memory, as it does now and then to see how much was left out.
-        Raises InvariantBroken where its tokens would not see what every step shows."""
+        """Place the context of tokens `start` to `end`. `may_score`: no other chunk of the step asks for
+        scores. `may_read`: the step may read host memory; it does so now and then to measure recall. Raises
+        InvariantBroken if its tokens would miss parts that every step needs."""
         if table.num_paged % self.division.part_blocks:
             raise InvariantBroken(
                 f"{table.num_paged} blocks of a scored request are paged out, which are no whole parts"
@@ -356,7 +338,7 @@ class ResidentSet:
         return Placed(own, None, num_left_out, scoring)
 
     def _left_out(self, table: Table) -> NDArray[np.int32]:
-        """Where in host memory the blocks are that are not on the device."""
+        """Host slots of the blocks that are not on the device."""
         is_here = np.zeros(table.num_paged, bool)
         size = self.division.part_blocks
         for part in self._chosen:
@@ -364,7 +346,7 @@ class ResidentSet:
         return table.paged_slots[~is_here]
 
     def _last_exact(self, table: Table, tail: NDArray[np.int32], end: int, may_score: bool) -> Scoring:
-        """All that is paged out streams past this chunk, and is summed up on its way."""
+        """This chunk streams all paged-out blocks, so their key bounds are computed on the way."""
         self._num_summed, slots = (
             end // self.division.block_tokens,
             tail[: end // self.division.block_tokens - table.num_paged],
@@ -380,9 +362,9 @@ class ResidentSet:
         )
 
     def _later(self, table: Table, tail: NDArray[np.int32], start: int, may_score: bool) -> Scoring | None:
-        """What is full by now is summed up with the next scoring. A part that waits for it cannot be paged
-        out, and has one without. While a prompt goes on from an earlier turn nothing is paged out, and its
-        first token does not wait until such a step is launched."""
+        """The next scoring also computes the key bounds of full blocks. A whole part without bounds cannot be
+        paged out, so its bounds are computed without a scoring. A prompt that continues an earlier turn pages
+        nothing out, so its first token does not wait for such a step."""
         if self._kept is not None and start < self._score_at:
             return None
         first, end = self._num_summed, start // self.division.block_tokens
@@ -395,7 +377,7 @@ class ResidentSet:
         return Scoring(self.division.part_blocks, self._most_parts, first, slots, False, num_parts, kept=kept)
 
     def _begin_scoring(self, position: int) -> int:
-        """Returns how many parts there are to be scored."""
+        """Returns how many parts are scored."""
         num_parts = self._num_summed // self.division.part_blocks
         self._is_scoring, self._score_at = num_parts > 0, position + self.tau
         return num_parts
@@ -409,7 +391,7 @@ class ResidentSet:
     # --------------------------------------------------------------------------------------------- the choice
 
     def take_scores(self, scores: NDArray[np.float32]) -> None:
-        """A scoring is over: what should be on the device is chosen again."""
+        """A scoring is over: choose the resident parts again."""
         self._is_scoring = False
         known = np.zeros_like(scores)
         known[: len(self._scores)] = self._scores * DECAY
@@ -417,27 +399,27 @@ class ResidentSet:
         self._choose()
 
     def _choose(self) -> None:
-        best = np.argsort(self._scores, kind="stable")[::-1]  # of equal ones the latest first
+        best = np.argsort(self._scores, kind="stable")[::-1]  # ties: the latest part first
         pinned = set(self._pinned)
-        # Looked through in every plan: as many as can be on the device in any way are enough, however long
-        # the context is.
+        # Every plan scans this list, so its length is bounded by what the device can hold, not by the
+        # context.
         most = 2 * self.division.num_parts
         self._order = [*self._pinned, *(part for part in best[:most].tolist() if part not in pinned)]
 
     def take_landed(self) -> list[FetchedBlocks]:
-        """Copies that are over are used from now on; returns those that have failed."""
+        """Use the copies that have landed; returns those that failed."""
         failed = []
         for part in [part for part, fetched in self._coming.items() if fetched.settled]:
             fetched = self._coming.pop(part)
             if fetched.failed:
                 failed.append(fetched)
-                self._may_wait = False  # for what may never come
+                self._may_wait = False  # for a part that may never arrive
             else:
                 self._chosen[part], self._slots = fetched, None
         return failed
 
     def take_surplus(self, table: Table) -> list[FetchedBlocks]:
-        """What gives way to what has landed: the least wanted of what is chosen."""
+        """Remove and return the least wanted chosen parts, in favour of those that landed."""
         num = len(self._chosen) - self._most_chosen(table)
         if num <= 0:
             return []
@@ -447,7 +429,7 @@ class ResidentSet:
         return [self._chosen.pop(part) for part in worst]
 
     def wanted(self, table: Table) -> list[int]:
-        """Parts to be fetched now, the most wanted first: as many as may be on their way."""
+        """Parts to fetch now, most wanted first, within the limit on copies in flight."""
         most = self._most_chosen(table)
         target = self._in_order(table)[:most]
         num = min(AT_ONCE, most + self.division.moving - len(self._chosen) - len(self._coming))
@@ -455,21 +437,21 @@ class ResidentSet:
         return [part for part, _ in zip(missing, range(num), strict=False)]
 
     def most_fetched(self, table: Table) -> int:
-        """Blocks that may have a copy on the device, used or on their way."""
+        """Most blocks that may be fetched to the device, landed or in flight."""
         return (self._most_chosen(table) + self.division.moving) * self.division.part_blocks
 
     def _most_chosen(self, table: Table) -> int:
-        """Parts that are in use at once. What stands in for the trailing window has the window's room."""
+        """Most parts in use at one time. Parts that replace the trailing window use the window's room."""
         return max(self.division.chosen, len(self._needed(table)))
 
     def _in_order(self, table: Table) -> list[int]:
-        """Parts that are paged out, the most wanted first."""
+        """Paged-out parts, most wanted first."""
         end = table.num_paged // self.division.part_blocks
         return list(dict.fromkeys((*self._needed(table), *(part for part in self._order if part < end))))
 
     def _needed(self, table: Table) -> list[int]:
-        """Paged-out parts that every step shows: the first, pinned ones, and as long as the blocks behind
-        them do not fill the trailing window, those before these."""
+        """Paged-out parts that every step needs: the first, pinned ones, and the latest ones while the blocks
+        on the device do not fill the trailing window."""
         size = self.division.part_blocks
         end = table.num_paged // size
         num_recent = self.division.window - (table.num_slots - table.num_paged) // size
@@ -483,21 +465,20 @@ class ResidentSet:
         self._coming[part] = fetched
 
     def is_filling(self, table: Table) -> bool:
-        """Whether its next tokens wait for parts that are on their way: for what every step shows, and those
-        of a next turn for all that it begins with."""
+        """True while its next tokens wait for parts being copied: those that every step needs and, at the
+        start of a turn, all chosen parts."""
         return self._may_wait and bool(self._coming) and (self._is_filling or not self.shows_needed(table))
 
     # ------------------------------------------------------------------------------------------ the next turn
 
     def num_keeping(self, table: Table) -> int:
-        """Blocks that the next turn can go on from: whole parts, all of them summed up. None where no step
-        was told of the sums that it began with: the next turn begins with those, too."""
+        """Blocks that the next turn can continue from: whole parts with key bounds. 0 if no step has taken
+        the kept bounds that it began with: the next turn uses the same ones."""
         size = self.division.part_blocks
         return 0 if self._kept is not None else min(self._num_summed, len(table.sealed_keys)) // size * size
 
     def kept(self, name: bytes, keys: Sequence[bytes]) -> KeptContext:
-        """Of so many blocks; where it lies is not known yet. Parts that were never scored are worth
-        nothing."""
+        """The context to keep, without its final place. Parts that were never scored get score 0."""
         num_parts = len(keys) // self.division.part_blocks
         scores = np.zeros(num_parts, np.float32)
         scores[: len(self._scores)] = self._scores[:num_parts]

@@ -1,6 +1,6 @@
 """The requests that run or load, in order of admission. Owns what each of them holds until it leaves: a row,
-a table, and the promise of the blocks that it may still draw. Who enters and who has to leave is the
-scheduler's business."""
+a table, and the promise of the blocks that it may still draw. The scheduler decides which requests enter and
+leave."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from penstock.engine.scheduling.steps import Steps
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
-# One slot in so many is promised to nobody while others run: what leaves the device needs room for as long as
-# its copy takes.
+# One slot in 64 is never promised while requests run: blocks that leave the device keep their slots until
+# their copy ends.
 _SPARE_SHARE = 64
-# Slots that are kept free for the blocks that answers fill, and half of one for each request, up to a share
-# of all. Where fewer than half of them are left, more are made free.
+# Slots kept free for answers: this many plus half a slot per request, up to a share of all slots. Below half
+# of that, more are freed.
 _ANSWER_BLOCKS = 32
 _ANSWER_SHARE = 32
-_NEXT_RANK = -1e12  # below all others: times of arrival, and what stands for priorities
-# a deep request computes at most one in so many of the blocks that it may have on the device in one step
+_NEXT_RANK = -1e12  # below every rank that arrival and priority can give
+# one step of a deep request computes at most this part (1/n) of the blocks that it may have on the device
 _CHUNK_SHARE = 2
-_SAVED_TOGETHER = 256  # blocks that are saved with the first that has to be, for the rate of the link
+_SAVED_TOGETHER = 256  # blocks saved in one transfer, for the link's bandwidth
 
 
 class Running:
-    """Admission is by what a request is likely to need: so much is promised to it when it enters, and it can
-    always draw that. What its prompt needs is drawn then: room was made for it a moment ago, and later others
-    may have come to be forgotten first. The rest stays in use as a cache until it is drawn.
+    """A request is admitted by what it is likely to need. That many blocks are promised to it, and it can
+    always draw them. It draws those of its prompt at once, in the room just made for it; later, other blocks
+    may be the first to be evicted. The rest serves as cache until it is drawn.
 
-    A request that outlives its promise gets more where there are blocks that are promised to no other. Where
-    there are none, a request that has outlived its promise is retracted. It comes back when twice what it has
-    written can be promised to it. So a request is retracted no more often than its answer can double.
+    A request that outlives its promise gets more if unpromised blocks are left. If not, a request that has
+    outlived its promise is retracted. It comes back when twice what it has written can be promised to it. So
+    a request is retracted no more often than its answer can double.
     """
 
     def __init__(self, ledger: KvLedger, budget: Budget, lengths: Lengths) -> None:
@@ -47,8 +47,9 @@ class Running:
         self._budget = budget
         self._num_promised = 0  # blocks
         self.num_deep = 0  # blocks that deep requests may need in host memory
-        self._num_grown_at = blocks_for(LEAST, ledger.block_tokens)  # blocks that are left of a promise
-        # of what the request wants that is next: below that of whoever was next before
+        # remaining blocks of a promise at which it grows
+        self._num_grown_at = blocks_for(LEAST, ledger.block_tokens)
+        # want rank of the next request; each new one is lower than the last
         self._next_rank = _NEXT_RANK
         self.free_rows = list(range(budget.max_batch))  # heap: low rows first
 
@@ -56,9 +57,9 @@ class Running:
         return len(self.tracks)
 
     def fits(self, track: Track, match: Match) -> bool:
-        """Whether what it is likely to need can be promised on top of what is promised already. Matched idle
-        blocks stop being evictable, so they count as taken; matched blocks that others hold cost nothing.
-        Nothing may happen between this and `enter`."""
+        """True if its likely need can be promised on top of all other promises. Matched idle blocks are no
+        longer evictable, so they count as taken; matched blocks that other requests hold cost nothing. Call
+        `enter` right after it: the answer holds only until the pool changes."""
         available = self._ledger.num_available - match.num_idle
         needed = self._needs(track, match)
         matched = (match.num_blocks + match.num_colder) * self._ledger.block_tokens
@@ -74,26 +75,26 @@ class Running:
                 return False
         # A second retraction of the same request would be thrashing: it comes back only when all of it fits.
         overcommit = 1.0 if track.state is State.RETRACTED or track.is_deep else self._budget.overcommit
-        # taken for it alone: they count as if it had yet to draw them
+        # copied to the device for it: they count as not drawn yet
         num_ahead = min(match.num_idle, track.num_brought(match.num_blocks))
         num_spare = self._ledger.num_blocks // _SPARE_SHARE if self.tracks else 0
         promised = self._num_promised + needed + num_ahead + num_spare
         return promised <= (available + num_ahead) * overcommit and first_step <= available
 
     def fits_host(self, track: Track) -> bool:
-        """Whether host memory can take the whole life of a deep one, beside the others that run."""
+        """True if host memory has room for all blocks of a deep request beside the running ones."""
         return self.num_deep + self._lifetime(track) <= self._ledger.num_pageable
 
     def fits_free(self, track: Track, match: Match) -> bool:
-        """Whether, moreover, nothing at all has to be forgotten for it or for those that run."""
+        """True if it also needs no eviction, now or for the promises to running requests."""
         return self._num_promised + self._needs(track, match) <= self._ledger.num_free and self.fits(
             track, match
         )
 
     def has_room(self, track: Track, match: Match) -> bool:
-        """Whether it can enter without anybody's only copy being lost. Where not, room is being made; what
-        others were promised can be drawn meanwhile. It is next: no room is made for it out of what it has on
-        the device itself."""
+        """True if it can enter without evicting a block's only copy. If False, room is being made; the
+        promises to other requests stay drawable meanwhile. It is next, so its own blocks on the device are
+        not evicted for it."""
         if track.prefix is not None and track.want is not None:
             self._next_rank -= 1.0
             track.want = self._ledger.want(track.prefix.keys, self._next_rank, track.want)
@@ -101,22 +102,22 @@ class Running:
         return self._ledger.make_room(self._num_promised + self._needs(track, match), floor)
 
     def num_spare(self, match: Match) -> int:
-        """Free slots that can be filled ahead for a request which does not fit: what others were promised can
-        be drawn all the same, its own idle blocks that matched stay, and answers find theirs."""
+        """Free slots that may be filled early for a request that does not fit yet. Excludes promised slots,
+        its own matched idle blocks, and the slots kept for answers."""
         num_unpromised = self._ledger.num_available - match.num_idle - self._num_promised
         return min(num_unpromised, self._ledger.num_free - min(self._num_promised, self._num_for_answers))
 
     def _needs(self, track: Track, match: Match) -> int:
-        """Blocks to promise to it: what it is likely to need and is not on the device, as far as it will be
-        there at the same time."""
+        """Blocks to promise to it: its likely need on the device at one time, less the blocks already
+        there."""
         return self.most_blocks(track) - match.num_blocks
 
     def most_blocks(self, track: Track) -> int:
-        """That it has on the device at the same time, most likely."""
+        """Blocks that it is likely to have on the device at one time."""
         return self._budget.resident_blocks if track.is_deep else track.promised or self._likely(track)
 
     def _likely(self, track: Track) -> int:
-        """Blocks that it needs, most likely. One that was retracted needed more than that: it comes back with
+        """Blocks that it is likely to need. A retracted request needed more than expected: it gets room for
         twice what it has written."""
         num_written = len(track.tokens) - track.num_prompt
         num = self._lengths.expected(track.request, num_written)
@@ -126,13 +127,13 @@ class Running:
         return blocks_for(num_kept, self._ledger.block_tokens)
 
     def _lifetime(self, track: Track) -> int:
-        """Blocks that it may need."""
+        """Blocks that it needs at most."""
         return blocks_for(track.lifetime_tokens, self._ledger.block_tokens)
 
     def enter(self, track: Track, match: Match) -> bool:
-        """Give it a row, a table that begins with what matched, and the promise of the rest. It is loading
-        where some of it has to come; where not, whoever called sets it off. False: what matched of a deep one
-        has gone since."""
+        """Give it a row, a table that begins with the match, and the promise of the rest. Its state is
+        LOADING if blocks have to be loaded; otherwise the caller sets it off. False: the match of a deep
+        request was evicted meanwhile."""
         if track.is_deep and track.prefix is not None:
             prefix = track.prefix
             if track.continues is not None:
@@ -150,7 +151,7 @@ class Running:
             blocks_for(len(track.tokens), self._ledger.block_tokens) - match.num_blocks,
         )
         num_promised = self._num_promised + self._needs(track, match)
-        # what it draws now leaves answers theirs
+        # keeps the slots for answers free besides what it draws now
         self._ledger.free_up(min(num_promised, num_now + self._num_for_answers))
         track.row = heapq.heappop(self.free_rows)
         track.begin(match, self._ledger.block_tokens)
@@ -165,7 +166,7 @@ class Running:
             self.num_loading += 1
         else:
             track.end_lease()
-        if track.want is not None:  # the table has its blocks
+        if track.want is not None:  # the table holds its blocks
             track.want.end()
             track.want = None
         self._draw_first(track)
@@ -174,7 +175,7 @@ class Running:
 
     def _choose_residents(self, track: Track, division: Division, asked: Residency) -> None:
         self.num_scored += 1
-        # the first token alone attends to all
+        # only the first generated token attends to the full context
         track.is_partial |= track.continues is not None or track.request.sampling.max_tokens > 1
         if track.continues is not None:
             self.kept.use(track.continues[0])
@@ -197,7 +198,7 @@ class Running:
         track.move(State.RUNNING)
 
     def try_draw(self, track: Track, num_blocks: int) -> bool:
-        """Some of what is promised to it, and more where there is room; or nothing."""
+        """Draw promised blocks, and more if there is room. All or nothing."""
         if not track.is_deep and self._may_draw(track) - num_blocks < self._num_grown_at:
             self._grow(track, num_blocks)
             if num_blocks > self._may_draw(track):
@@ -208,9 +209,9 @@ class Running:
         return True
 
     def _grow(self, track: Track, num_blocks: int) -> None:
-        """It draws so many blocks, and comes near the end of what it was promised. It is promised more, where
-        nothing is promised to others. Some blocks before it needs them, so that others end meanwhile; then
-        one slot in so many is left, as at admission."""
+        """It draws `num_blocks` and comes near the end of its promise. Promise it more if blocks are
+        unpromised. This happens some blocks early, so that other requests can end meanwhile; then one slot in
+        64 stays unpromised, as at admission."""
         if track.promised == self._lifetime(track):
             return
         num_beyond = num_blocks - self._may_draw(track)
@@ -221,7 +222,7 @@ class Running:
             self._num_promised += num_more
 
     def num_short(self, track: Track, num_blocks: int) -> int:
-        """How many blocks have to be let go of before it can draw so many."""
+        """Blocks that other requests must give up before it can draw `num_blocks`."""
         num_beyond = num_blocks - self._may_draw(track)
         num_lacking = num_blocks - self._ledger.num_available
         return max(num_lacking, num_beyond - self._num_unpromised) if num_beyond > 0 else num_lacking
@@ -231,12 +232,11 @@ class Running:
         return int(self._ledger.num_available * self._budget.overcommit) - self._num_promised
 
     def num_fitting(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
-        """How many of the next `num_tokens` of a deep request there is room for on the device. Its first
-        blocks there make way; `fence` lies behind all steps launched. None where what would make way is still
-        being saved."""
+        """How many of the next `num_tokens` of a deep request fit on the device. Its oldest blocks there are
+        paged out; `fence` follows all launched steps. 0 while these blocks are still being saved."""
         table, size = track.held_table(), self._ledger.block_tokens
         most = self._budget.resident_blocks - self._take_lent_back(track)
-        # while one chunk is computed, the one before it is saved
+        # while one chunk is computed, the chunk before it is saved
         num_tokens = min(num_tokens, max(1, most // _CHUNK_SHARE) * size)
         most -= table.num_fetched
         num_short = blocks_for(track.num_planned + num_tokens, size) - table.num_paged - most
@@ -247,17 +247,16 @@ class Running:
             num_before = self._ledger.num_available
             num_paged = table.page_out(num_short, fence, track.unit)
             num_free = self._ledger.num_available - num_before
-            self._num_promised += num_free  # and no more: others were promised what is there
+            self._num_promised += num_free  # only the freed ones: the rest may be promised to other requests
             track.num_lent += num_paged - num_free
             most -= num_paged - num_free
             if resident is not None and num_paged < num_short and not resident.shows_needed(table):
-                return 0  # there is no room yet for what the next tokens have to see
+                return 0  # no room yet for the parts that the next tokens must attend to
         return max(0, min(num_tokens, (table.num_paged + most) * size - track.num_planned))
 
     def rearrange(self, track: Track, num_tokens: int, fence: Fence | None) -> int:
-        """Bring the resident set of a scored request nearer to what it should be, in room that its next
-        `num_tokens` do not need; returns how many parts are fetched. `fence` lies behind all steps
-        launched."""
+        """Move the resident set of a scored request towards its target, in room that its next `num_tokens` do
+        not need; returns the number of parts being fetched. `fence` follows all launched steps."""
         resident, table = track.deciding, track.held_table()
         if resident is None:
             return 0
@@ -280,8 +279,8 @@ class Running:
         return len(coming)
 
     def _take_lent_back(self, track: Track) -> int:
-        """Others have let go of what it paged out, or there is room besides: it may draw as much again.
-        Returns what is still lent."""
+        """Other requests released blocks that it paged out, or there is unpromised room: it may draw that
+        many again. Returns the blocks still lent."""
         num_back = min(track.num_lent, max(0, self._ledger.num_available - self._num_promised))
         track.num_lent -= num_back
         self._num_promised += num_back
@@ -292,8 +291,8 @@ class Running:
         return min(_ANSWER_BLOCKS + len(self.tracks) // 2, self._ledger.num_blocks // _ANSWER_SHARE)
 
     def keep_free(self) -> None:
-        """Answers draw block by block, and wait for nothing. What they would take that only the device has is
-        saved before: a block that is lost in the middle of a prefix costs all behind it."""
+        """Answers draw block by block and never wait. So blocks that only the device has are saved before
+        answers take their slots: losing a block in the middle of a prefix makes all later ones useless."""
         num_blocks = min(self._num_promised, self._num_for_answers)
         if num_blocks > 2 * self._ledger.num_free and self._ledger.make_room(
             num_blocks, self._num_promised, _SAVED_TOGETHER
@@ -301,8 +300,8 @@ class Running:
             self._ledger.free_up(num_blocks)
 
     def next_to_leave(self, track: Track) -> Track:
-        """`track` needs a block, and there is none. The youngest request of the lowest priority leaves, among
-        those that have outlived their promises; where promises exceed memory, among all."""
+        """`track` needs a block and none is left. Returns the request to retract: the youngest of the lowest
+        priority among those that have outlived their promise, or among all if promises exceed memory."""
         if self._budget.overcommit > 1.0:
             leaving = list(self.tracks.values())
         else:
@@ -311,8 +310,8 @@ class Running:
         return max(leaving, key=lambda other: (other.request.priority, other.order))
 
     def keep_context(self, track: Track, is_answered: bool) -> range:
-        """A scored request leaves. Where it `is_answered`, the next turn of its conversation can go on from
-        what it has; returns where what is known of its keys is to be kept, if it is."""
+        """A scored request leaves. If it `is_answered`, its context is kept for the next turn of its
+        conversation. Returns the range of its kept key bounds; empty if they are not kept."""
         resident, table = track.resident, track.held_table()
         if resident is None:
             return range(0)
@@ -331,8 +330,8 @@ class Running:
 
     def leave(self, track: Track, steps: Steps, saves: bool, num_tokens: int) -> None:
         """Give back row and table. A launched step may still use both: rows are reset in lane order, slots
-        carry a fence. A transfer may, too: its slots stay with it. `saves`: the KV of the first `num_tokens`
-        is wanted again. Before its state changes."""
+        carry a fence. Slots of a running transfer stay with it. `saves`: the KV of the first `num_tokens` is
+        needed again. Call it before the request's state changes."""
         self.num_loading -= track.state is State.LOADING
         self._num_promised -= self._may_draw(track)
         self.num_deep -= self._lifetime(track) if track.is_deep else 0
@@ -348,7 +347,7 @@ class Running:
         track.promised = track.assured = 0
 
     def check(self) -> None:
-        """Recount what is kept as running totals; raises InvariantBroken where they differ."""
+        """Recount the running totals; raises InvariantBroken if they differ."""
         promised = sum(self._may_draw(track) for track in self.tracks.values())
         if promised != self._num_promised:
             raise InvariantBroken(f"{self._num_promised} blocks are promised, requests may draw {promised}")
@@ -359,22 +358,19 @@ class Running:
         deep = sum(self._lifetime(track) for track in self.tracks.values() if track.is_deep)
         if deep != self.num_deep or (deep and deep > self._ledger.num_pageable):
             raise InvariantBroken(
-                f"deep requests may need {deep} blocks "
-                f"of "
-                f"host "
-                f"memory, "
-                f"{self.num_deep} "
-                f"of "
-                f"{self._ledger.num_pageable} are noted"
+                f"deep requests may need {deep} host blocks; {self.num_deep} are counted, "
+                f"{self._ledger.num_pageable} exist"
             )
         if self.num_scored != sum(track.resident is not None for track in self.tracks.values()):
-            raise InvariantBroken(f"{self.num_scored} scored requests are noted, and others run")
+            raise InvariantBroken(
+                f"{self.num_scored} scored requests are counted, but a different number runs"
+            )
         rows = sorted([track.row for track in self.tracks.values()] + self.free_rows)
         if rows != list(range(self._budget.max_batch)):
             raise InvariantBroken(f"rows do not add up: {rows}")
 
     def _may_draw(self, track: Track) -> int:
-        """Blocks that were promised to it and that its table does not have yet."""
+        """Promised blocks that its table does not have yet."""
         table = track.held_table()
         most = track.promised
         if track.is_deep:

@@ -1,6 +1,5 @@
-"""Decides what each step computes: plan out, result in. Owns the states of requests and the order of events;
-what a running request holds, what steps are made of and what listeners are told have files of their own.
-Touches no bytes."""
+"""Decides what each step computes: plan out, result in. Owns the states of requests and the order of events.
+Running requests, steps and events have files of their own. Touches no bytes."""
 
 from __future__ import annotations
 
@@ -48,23 +47,23 @@ from penstock.engine.scheduling.steps import Draft, Share, Step, Steps, missed_b
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import InvariantBroken
 
-# requests in line that a plan looks at: behind those that wait for a prefix others may go ahead, but not by
+# requests in line that a plan looks at: requests that wait for a prefix may be overtaken, but not by
 # thousands
 _LOOK_AHEAD = 64
-# requests in line whose place is worked out anew in a plan: what is cached of them changes while they wait
+# requests in line that a plan ranks again: what is cached of them changes while they wait
 _LOOK_AGAIN = 4
-# plans in which the next request waits for others to end: in one of them room is made for it ahead
+# while the next request does not fit, one plan in this many makes room for it ahead
 _LOOK_FOR_ROOM = 8
-# Blocks filled by decoding that get their keys in one commit: so many, or twice as many as are filled in a
-# step on average. Where hundreds of requests fill theirs in the same step, sealing and saving them all would
-# take as long as the step.
+# Blocks filled by decoding that one commit seals: this many, or twice the average number filled per step. If
+# hundreds of requests fill a block in the same step, sealing and saving all of them would take as long as the
+# step.
 _SEALS_AT_ONCE = 16
-_FIRST_LOGPROB = PromptLogprobs([None])  # nothing says how likely the first token of a prompt is
+_FIRST_LOGPROB = PromptLogprobs([None])  # the first prompt token has no logprob
 
 
 class Scheduler:
-    """Continuous batching: decodes first, then prompts in chunks, all in one step; who is admitted next is
-    the line's business."""
+    """Continuous batching: decodes first, then prompts in chunks, all in one step. `Line` orders the waiting
+    requests."""
 
     def __init__(
         self,
@@ -75,49 +74,48 @@ class Scheduler:
         drafter: Drafter | None = None,
         lengths: Lengths | None = None,
     ) -> None:
-        """`times`: by which chunks are sized where the budget limits what they may take. `drafter` None:
-        every step decodes one token. `lengths`: what requests are likely to write; None: all that they
-        may."""
+        """`times`: estimates that size chunks if the budget limits their time. `drafter` None: no
+        speculation. `lengths`: expected answer lengths; None: every request is expected to reach its
+        limit."""
         self.lengths = lengths or WholeLife()
         self._drafter = drafter
         self._has_draft_kv = drafter is not None and drafter.has_kv
         self._ledger = ledger
         self._budget = budget
         self._times = times
-        # those that have filled a block by decoding and not got its key, oldest first
+        # requests with an unsealed block filled by decoding, oldest first
         self._unsealed: dict[Track, None] = {}
-        self._seals_left = 0  # how many such blocks the commit that is under way may still seal
-        # blocks may get their keys in it some tokens after they were filled: those of tracks that say so
+        self._seals_left = 0  # how many such blocks the current commit may still seal
+        # the current commit also seals blocks filled some tokens ago, of tracks with `seals_late`
         self._seals_late = False
-        self._tracks: dict[str, Track] = {}  # all that have not ended: each is either in line or running
+        self._tracks: dict[str, Track] = {}  # all open requests: each is either in line or running
         self._line = Line(budget.max_overtaken_s)
         self._running = Running(ledger, budget, self.lengths)
         self._draft = Draft()
         self._steps = Steps()
-        self.waits = Waits()  # what the ids of the plan made last stand for
+        self.waits = Waits()  # fences and loads for the ids in the last plan
         self._num_orders = 0
         self._shortest_first = True  # in the next step
         self._num_looks = 0
         self._reads_host = True  # in the plan being made
-        # in the last plan nobody was admitted, since blocks of whoever is next are on their way
+        # the last plan admitted no request because blocks of the next one are still being copied
         self._is_held = False
-        self._num_unfollowed = 0  # steps in which nobody can come to lack a block of what makes drafts
+        self._num_unfollowed = 0  # steps until a request can lack a whole block of draft KV
         self._conversations = Conversations(ledger, budget.max_overtaken_s)
         self.counts = SchedulerCounts()
         if drafter is not None:
             self.counts.see_place(1)
         self._events = Events(stop_ids, self.counts)
-        self.tau = FIRST_TAU  # steps between two scorings; whoever measures what they cost may change it
-        # Scored requests that have left, and where what is known of their keys is to be kept, if it is: for
-        # whoever knows something, and clears the list.
+        self.tau = FIRST_TAU  # steps between two scorings; the engine sets it from measured cost
+        # (id, range of kept key bounds) of scored requests that ended; the engine drains it.
         self.left_scored: list[tuple[str, range]] = []
-        # loads, retractions and resumptions, for whoever times them and clears the list
+        # loads, retractions and resumptions; the outbox times and drains them
         self.lives: list[tuple[str, State]] = []
 
     # ------------------------------------------------------------------------------------ requests in and out
 
     def add(self, request: Request, lease: Lease | None = None) -> None:
-        """`lease` is what colder tiers have of its prefix; it is the scheduler's from now on."""
+        """`lease`: its prefix in colder tiers; the scheduler owns it from now on."""
         if request.id in self._tracks:
             raise InvariantBroken(f"request {request.id} was added twice")
         self._num_orders += 1
@@ -141,8 +139,8 @@ class Scheduler:
         return None if track is None else self._end(track, self._events.of_end(track, FinishReason.CANCELLED))
 
     def stop(self, request_id: str, error: str | None) -> TokenEvent | None:
-        """Its grammar allows no further token: the answer is complete, or `error` says why it cannot be. None
-        if it has ended already."""
+        """Its grammar allows no further token: the answer is complete, or `error` says why it cannot be
+        completed. None if it has ended already."""
         track = self._tracks.get(request_id)
         if track is None:
             return None
@@ -150,7 +148,7 @@ class Scheduler:
         return self._end(track, self._events.of_end(track, finish)._replace(error=error))
 
     def has_work(self) -> bool:
-        """Whether a further plan or commit can still do something."""
+        """True while a request is open."""
         return bool(self._tracks)
 
     def num_by_state(self) -> dict[str, int]:
@@ -161,22 +159,22 @@ class Scheduler:
 
     @property
     def deep_blocks(self) -> int:
-        """That a request may have all on the device: one that may need more is deep."""
+        """Most blocks that a request may have on the device; one that may need more is deep."""
         return self._budget.deep_blocks or self._ledger.num_blocks
 
     @property
     def awaits_load(self) -> bool:
-        """Whether the last plan left requests out because their KV is on its way to the device."""
+        """True if the last plan left requests out because their KV is still being loaded."""
         return self._is_held or self._running.num_loading > 0
 
     @property
     def needs_result(self) -> bool:
-        """Whether the next plan can propose more once the step that runs has been read."""
+        """True if the next plan can propose drafts only after the running step has been read."""
         return self._steps.num_drafted > 0 and self._drafter is not None and self._drafter.needs_results
 
     @property
     def reads_host(self) -> bool:
-        """Whether the next tokens of a request that runs read KV in host memory."""
+        """True if the next tokens of a running request read KV in host memory."""
         running = self._running
         return running.num_deep > 0 and any(
             track.state is State.RUNNING and track.reads_host for track in running.tracks.values()
@@ -185,9 +183,9 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- plan
 
     def plan(self, reads_host: bool = True) -> StepPlan | None:
-        """The next step, or None when nothing can be computed now. Whoever launches it needs `waits` with it.
-        `reads_host`: it may read KV that deep requests have in host memory, which takes as long as dozens of
-        other steps."""
+        """The next step, or None if nothing can be computed now. Launch it together with `waits`.
+        `reads_host`: it may read KV of deep requests in host memory, which takes as long as dozens of other
+        steps."""
         self._reads_host = self._draft.reads_host = reads_host
         num_retractions = self.counts.retractions
         self._conversations.begin_plan()
@@ -207,7 +205,7 @@ class Scheduler:
                 num_tokens = self._num_fitting(track, num_tokens)
             guesses = drafts.get(track, ())
             if num_tokens > 0 and self._draw(track, num_tokens + len(guesses)):
-                if num_left > 1:  # what decodes takes no room from prompts
+                if num_left > 1:  # decodes take no room from prompts
                     room.spend(track.num_planned, num_tokens, num_left)
                 room_ahead = self._draw_room(track, num_tokens + len(guesses)) if self._draft.num_ahead else 0
                 self._draft.add(track, num_tokens, guesses, room_ahead)
@@ -219,7 +217,7 @@ class Scheduler:
             return None
         self._conversations.step_planned(bool(self._draft.prefills))
         draft, self._draft = self._draft, Draft()
-        # not in a plan that comes to nothing: another may be asked for at once
+        # not after an empty plan: the next one may follow at once
         self._shortest_first = not self._shortest_first
         is_followed = not self._has_draft_kv or self._is_followed(draft, bool(drafts))
         catches_up = is_followed or (self._has_draft_kv and self._has_block_to_follow(chunks))
@@ -241,14 +239,13 @@ class Scheduler:
         )
 
     def _is_followed(self, draft: Draft, has_drafts: bool) -> bool:
-        """Whether what makes drafts passes over the step's tokens now. While nothing is drafted it need
-        not."""
+        """True if the draft model also runs over this step. It may skip steps while nothing is drafted."""
         return draft.num_ahead > 0 or bool(draft.prefills) or has_drafts or self._steps.num_drafted > 0
 
     def _has_block_to_follow(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether some request lacks a block of what makes drafts: blocks get their keys when its KV is in
-        them, too. Of a deep one, which gets no drafts and whose blocks may leave the device any time, what is
-        decoded is left out."""
+        """True if a request lacks a whole block of draft KV: a block is sealed only when its draft KV is
+        there too. The draft model skips the decoded tokens of deep requests: they get no drafts, and their
+        blocks may leave the device any time."""
         if self._running.num_deep:
             for chunk in chunks:
                 if (track := self._running.tracks[chunk.request_id]).is_deep:
@@ -257,16 +254,16 @@ class Scheduler:
         if self._num_unfollowed > 0:
             return False
         most = max(chunk.start - self._running.tracks[chunk.request_id].num_followed for chunk in chunks)
-        # each lacks one token more with every step, and who comes lacks no more
+        # each step adds one missing token per request; a new request lacks none
         self._num_unfollowed = self._ledger.block_tokens - most
         return most >= self._ledger.block_tokens
 
     def _follow(self, chunks: Sequence[Chunk], is_followed: bool) -> tuple[Chunk, ...]:
-        """What it has to pass over of earlier steps, and of this one where it `is_followed`, all of it before
-        this step is over. Where it waits for drafts that do not pay, earlier ones are left out."""
+        """Earlier tokens that the draft model processes with this step; the step's own too if `is_followed`.
+        If drafts do not pay, it skips the earlier ones for good."""
         leaves_out = not is_followed and self._drafter is not None and self._drafter.leaves_out
         tracks = [self._running.tracks[chunk.request_id] for chunk in chunks]
-        # where it can wait, single tokens do: passes over several of each request are captured
+        # single tokens wait if they can: passes over several tokens per request are captured
         least = 1 if is_followed else 2
         missed = () if leaves_out else missed_by(tracks, chunks, least)
         for track, chunk in zip(tracks, chunks, strict=True):
@@ -279,7 +276,7 @@ class Scheduler:
         return missed
 
     def _propose(self, drafter: Drafter, tracks: Sequence[Track]) -> dict[Track, tuple[int, ...]]:
-        """Tokens that may follow those which the next step computes, for requests that decode."""
+        """Draft tokens for the next step, by decoding request."""
         if not drafter.considers(tracks):
             return {}
         found: list[Decoding] = []
@@ -297,9 +294,9 @@ class Scheduler:
         return {one.track: drafts for one, drafts in zip(found, proposed, strict=True) if drafts}
 
     def _most_drafts(self, track: Track) -> int:
-        """How many there is room for in what it was promised; where promises exceed memory, in what it has.
-        No request is retracted for a draft. A request that is paged out or has a grammar decodes one token
-        at a time."""
+        """How many drafts fit into its promised blocks, or into its table if promises exceed memory. No
+        request is retracted for a draft. A request that is paged out or has a grammar decodes one token at a
+        time."""
         sampling = track.request.sampling
         if track.num_left != 1 or track.is_deep or track.num_planned < track.num_cached:
             return 0
@@ -311,11 +308,11 @@ class Scheduler:
         return not self._reads_host and track.reads_host
 
     def _num_fitting(self, track: Track, num_tokens: int) -> int:
-        """How many of the next tokens of a deep request the plan being made computes. What makes way for them
-        may be the first that is read from host memory."""
+        """How many of a deep request's next tokens this plan computes. Paging out blocks for them may make it
+        read host memory for the first time."""
         num_fitting = self._running.num_fitting(track, num_tokens, self._steps.last_fence)
         if (resident := track.deciding) is not None:
-            resident.tau = self.tau * self._running.num_scored  # one scores in a step, and all in turn
+            resident.tau = self.tau * self._running.num_scored  # one request scores per step, in turn
             track.held_table().close_scope(track.num_planned)
             self.counts.parts_fetched += self._running.rearrange(track, num_fitting, self._steps.last_fence)
             table = track.held_table()
@@ -324,33 +321,33 @@ class Scheduler:
         return 0 if self._stays_out(track) else num_fitting
 
     def _in_turn(self) -> Sequence[Track]:
-        """Those that run. The room for prompts goes to the shortest first, in every other step to the oldest
-        first: a question about what is cached does not wait for a book that is being read, and the book gets
-        at least half of the steps."""
+        """Running requests in planning order. Prompts are served shortest first in one step and oldest first
+        in the next: a short question does not wait for a long prompt, and the long prompt gets at least half
+        of the steps."""
         tracks = tuple(self._running.tracks.values())
         return sorted(tracks, key=lambda track: track.num_left) if self._shortest_first else tracks
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
-        """The step planned last is on the compute lane; `fence` lies behind it and so behind every step
-        before. Where its sampling has yet to follow, it is not whole, and this is called again: slots of
-        those that end meanwhile are kept until then."""
+        """The step planned last is on the compute lane; `fence` follows it and every step before. If its
+        sampling is not launched yet, it is not whole, and this is called again. Slots of requests that end
+        meanwhile are kept until then."""
         self._steps.launched(fence, is_whole)
 
     def _take_in_loads(self) -> None:
-        """Loading requests whose KV has come, or is about to, take part in steps from now on."""
+        """Loading requests whose KV has arrived, or is about to, join the steps."""
         for track, load in [
             (track, track.load) for track in self._running.tracks.values() if track.load is not None
         ]:
             if load.settled:
                 self._end_load(track, load)
             elif track.state is State.RUNNING:
-                continue  # set off, and no step has had room for it yet
+                continue  # it runs, but no step had room for it yet
             elif load.overdue:
                 self._stop_waiting(track)
             elif (
                 self._running.num_loading == len(self._running) and load.error() is None and _may_begin(load)
             ):
-                # Nobody else computes now, so nobody is kept waiting by a step that waits for this load.
+                # No other request computes now, so a step that waits for this load delays none.
                 self._set_off(track)
 
     def _end_load(self, track: Track, load: Load) -> None:
@@ -361,14 +358,15 @@ class Scheduler:
             self._set_off(track)
 
     def _set_off(self, track: Track) -> None:
-        """It takes part in steps from now on."""
+        """It joins the steps from now on."""
         self._running.set_off(track)
         if track.epoch:
             self.lives.append((track.request.id, State.RUNNING))
         self._draft.set_up(track)
 
     def _stop_waiting(self, track: Track) -> None:
-        """The load takes too long. Its slots stay with it; the request goes back in line and will compute."""
+        """The load takes too long. The load keeps its slots; the request goes back in line and will compute
+        its KV."""
         self._leave(track, saves=False)
         track.move(State.RETRACTED if track.epoch else State.WAITING)
         track.start_over()
@@ -380,11 +378,11 @@ class Scheduler:
         if len(self._line) == 1 and self._start_alone(next(iter(self._line)), room):
             return
         for known in self._line.look_again(_LOOK_AGAIN):
-            # until they have come, it would seem to have lost what is on its way
+            # until its copy has landed, a match would miss those blocks
             if is_ready(known) and not is_arriving(known):
                 self._rank(known, self._find_match(known))
-        passed: set[Track] = set()  # those that wait, and let others go ahead
-        # the first that begins later; so does whoever else would begin a long conversation
+        passed: set[Track] = set()  # waiting requests that others may overtake
+        # the first deferred long conversation; all further new long ones are deferred too
         late: Track | None = None
         waiting = iter(self._line)
         for _ in range(2 * _LOOK_AHEAD):
@@ -392,15 +390,15 @@ class Scheduler:
             if track is None or len(passed) >= _LOOK_AHEAD or not self._running.free_rows:
                 return
             if late is not None and track.request.priority != late.request.priority:
-                return  # what counts among ranks does not count among priorities
+                return  # a deferred request may be overtaken by rank, not by priority
             match = self._try_match(track)
             if match is None:
                 if is_arriving(track):
                     self._is_held = True
-                    return  # its blocks come for it alone: nobody overtakes
+                    return  # its blocks are copied for it alone: no request overtakes it
                 passed.add(track)
                 continue
-            if not self._rank(track, match):  # it is next indeed
+            if not self._rank(track, match):  # it is still next
                 if begins(track) and (late is not None or self._begins_later(track)):
                     late = late or track
                     passed.add(track)
@@ -411,7 +409,7 @@ class Scheduler:
                 if not self._running.fits(track, match):
                     self._make_room_ahead(track, match)
                     promote_ahead(track, match, self._running.num_spare(match), self._ledger)
-                    return  # nobody overtakes: what is freed goes to the first in line
+                    return  # no request overtakes it: freed blocks go to the first in line
                 if reads_first(track, match, self._ledger):
                     passed.add(track)
                     continue
@@ -426,8 +424,8 @@ class Scheduler:
             )
 
     def _start_alone(self, track: Track, room: Room) -> bool:
-        """It is the only one in line. Where slots are free for all of it, it needs neither a place in line
-        nor a want, and starts now."""
+        """It is the only request in line. If enough slots are free for it, it starts now, without a rank or a
+        want."""
         match = self._try_match(track) if self._running.free_rows else None
         if match is None or self._holds_back(track, match):
             return False
@@ -439,8 +437,8 @@ class Scheduler:
         return True
 
     def _holds_back(self, track: Track, match: Match) -> bool:
-        """Whether its room is kept for a moment for whoever has just been answered. Only while others run,
-        whose steps are what it waits for."""
+        """True while its room is kept for a conversation that was just answered. Only while other requests
+        run: the wait is counted in their steps."""
         return self._conversations.keep_room and len(self._running) > 0 and not self._is_here(track, match)
 
     def _begins_later(self, track: Track) -> bool:
@@ -448,18 +446,18 @@ class Scheduler:
         return self._conversations.need_room(track, measured, self._running, self._line)
 
     def _is_here(self, track: Track, match: Match) -> bool:
-        """Whether most of what it has to have computed is on the device."""
+        """True if the device has KV of at least half of its tokens."""
         return 2 * match.num_blocks * self._ledger.block_tokens >= len(track.tokens)
 
     def _make_room_ahead(self, track: Track, match: Match) -> None:
-        """It is next, and waits for others to end: until then there is time to save what would be lost for
-        it. Looked at now and then."""
+        """It is next and waits for others to end. Use the time to save blocks that would be lost when it
+        starts. Done in one plan of several."""
         self._num_looks += 1
         if self._num_looks % _LOOK_FOR_ROOM == 0:
             self._running.has_room(track, match)
 
     def _claim(self, track: Track, match: Match) -> bool:
-        """What it was matched with in colder tiers stays; False where some of it has gone since."""
+        """Pin its match in colder tiers; False if some of it was evicted meanwhile."""
         return (
             not match.num_colder
             or track.lease is None
@@ -467,12 +465,12 @@ class Scheduler:
         )
 
     def _take_first_tokens(self, track: Track, room: Room) -> None:
-        """The step being made computes some of it, where there is time, and nothing has to come first."""
+        """The current plan computes some of it, if there is time and nothing has to be loaded first."""
         num_tokens = 0 if track.state is State.LOADING else room.size(track.num_planned, track.num_left)
         if track.is_deep and num_tokens:
             num_tokens = self._num_fitting(track, num_tokens)
         if num_tokens == 0:
-            return  # it is among those of the next step
+            return  # it joins the next step
         if not self._draw(track, num_tokens):
             raise InvariantBroken(f"request {track.request.id} was admitted without room for its first step")
         room.spend(track.num_planned, num_tokens, track.num_left)
@@ -481,8 +479,7 @@ class Scheduler:
         )
 
     def _rank(self, track: Track, match: Match) -> bool:
-        """Where it stands in line with so much of it cached, which is kept for it. Says whether that has
-        changed."""
+        """Rank it by what is cached, and want these blocks. Returns True if its place has changed."""
         start_s = self._ledger.start_s(len(track.tokens), match)
         share = found_share(track, match, self._ledger.block_tokens)
         changed = self._line.rank(track, start_s, share, self._is_here(track, match))
@@ -493,11 +490,11 @@ class Scheduler:
         return changed
 
     def _try_match(self, track: Track) -> Match | None:
-        """None: it waits, and others may go ahead."""
+        """None: it waits, and other requests may overtake it."""
         if not is_ready(track) or is_arriving(track):
             return None
         if is_pending(track, self._ledger) and (self._running or self._ledger.num_settling):
-            return None  # what it lacks comes without its doing: share it
+            return None  # another request or transfer produces what it lacks: share it
         return self._find_match(track)
 
     def _find_match(self, track: Track) -> Match:
@@ -508,18 +505,18 @@ class Scheduler:
         if not self._running.enter(track, match):
             self._line.add(track)
             return False
-        track.end_prefetch()  # what it still lacks is its load's business
+        track.end_prefetch()  # its load brings the rest
         if track.load is None:
             self._set_off(track)
             return True
         self.lives.append((track.request.id, State.LOADING))
-        if track.load.settled:  # there was no room on its way: nobody will say that it is over
+        if track.load.settled:  # no room on the way: no later event would report its end
             self._end_load(track, track.load)
         return True
 
     def _draw(self, track: Track, num_tokens: int) -> bool:
-        """Give the table room for `num_tokens` more. Where that is more than it was promised and there is no
-        room besides, or promises exceed memory, others are retracted, or it is itself. False: not now."""
+        """Extend its table for `num_tokens` more. If that exceeds its promise and no room is left, or if
+        promises exceed memory, another request or itself is retracted. False: not now."""
         size, table = self._ledger.block_tokens, track.held_table()
         num_lacking = track.num_planned + num_tokens - table.num_slots * size
         if num_lacking <= 0:
@@ -527,7 +524,7 @@ class Scheduler:
         wanted = blocks_for(num_lacking, size)
         while not self._running.try_draw(track, wanted):
             if self._running.num_short(track, wanted) <= self._ledger.num_settling:
-                # transfers that are under way free enough: it waits for them, and nobody is pushed out
+                # running transfers will free enough: it waits for them, and no request is retracted
                 return False
             victim = self._running.next_to_leave(track)
             self._retract(victim)
@@ -536,9 +533,8 @@ class Scheduler:
         return True
 
     def _draw_room(self, track: Track, num_tokens: int) -> int:
-        """How many of the tokens that are drafted behind its next `num_tokens` have slots. Out of what it was
-        promised, which it may draw; where promises exceed memory nobody leaves for a draft, and those without
-        slots are not verified either."""
+        """How many of the drafts made after its next `num_tokens` get slots, within its promise. If promises
+        exceed memory, no request is retracted for a draft; drafts without slots are not verified."""
         end = track.num_planned + num_tokens
         size, table = self._ledger.block_tokens, track.held_table()
         most = min(self._draft.num_ahead, track.lifetime_tokens - end, track.promised * size - end)
@@ -553,14 +549,14 @@ class Scheduler:
     def _retract(self, track: Track, saves: bool = True) -> None:
         shares = self._steps.shares_of(track)
         mine = [share for share in shares if share.epoch == track.epoch]
-        num_computed, num_unsure = track.num_committed, 0  # by the time that the last step launched is over
+        num_computed, num_unsure = track.num_committed, 0  # when the last launched step is over
         for share in mine:
             num_unsure += share.num_drafts
             num_computed = max(num_computed, share.end - num_unsure)
         if self._has_draft_kv:
             num_computed = min(num_computed, track.num_followed)
         self._leave(track, saves, num_computed)
-        # what they compute is saved, though their results may come later
+        # their KV is saved, though their results may come later
         track.ran |= bool(mine) and track.lease is not None
         track.move(State.RETRACTED)
         track.start_over()
@@ -575,7 +571,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- commit
 
     def commit(self, result: StepResult) -> list[TokenEvent]:
-        """Take in what a step did, oldest step first; returns what its requests' listeners get."""
+        """Take in a step's result, oldest step first; returns events for the listeners of its requests."""
         step = self._steps.take(result.number)
         if result.error is not None and result.error.lacked_kv:
             self._undo(step)
@@ -588,7 +584,7 @@ class Scheduler:
         part_scores = {one.request_id: one for one in result.part_scores}
         self._seals_late = self._drafter is not None and step.is_followed
         self._seals_left = max(_SEALS_AT_ONCE, 2 * len(step.shares) // self._ledger.block_tokens)
-        self._seal_some(step.fence)  # what the commits before have left
+        self._seal_some(step.fence)  # blocks that earlier commits left unsealed
         for share in step.shares.values():
             track = share.track
             if track.state is State.ENDED:
@@ -608,7 +604,7 @@ class Scheduler:
             self.counts.recall.add(given.recall)
 
     def _seal_filled(self, track: Track, fence: Fence | None) -> None:
-        """It has decoded: blocks that this has filled get their keys."""
+        """It has decoded: seal the blocks that it filled."""
         size = self._ledger.block_tokens
         num_full, num_sealed = self._num_sealable(track) // size, track.num_sealed // size
         track.seals_late = num_full < track.num_committed // size
@@ -622,33 +618,32 @@ class Scheduler:
             self._seal(next(iter(self._unsealed)), fence)
 
     def _seal(self, track: Track, fence: Fence | None) -> None:
-        """Blocks that it has filled by decoding get their keys; `fence` lies behind the steps that filled
-        them."""
+        """Seal the blocks that it filled by decoding; `fence` follows the steps that filled them."""
         del self._unsealed[track]
         track.num_sealed = self._num_sealable(track)
         track.held_table().seal(track.tokens, track.num_sealed, fence)
 
     def _num_sealable(self, track: Track) -> int:
-        """Tokens that are computed, and that no launched step may still write: where drafts are verified it
-        may begin before its plan, and what makes drafts may not have passed over them yet."""
+        """Computed tokens that no launched step may still write. A step after unverified drafts may begin
+        earlier than planned, and the draft model may not have processed them yet."""
         size, num = self._ledger.block_tokens, self._num_followed(track)
         if num // size == track.num_sealed // size or not self._steps.num_rewriting:
             return num
         return min(num, self._steps.writes_from(track))
 
     def _num_followed(self, track: Track) -> int:
-        """Tokens that are computed, and that what makes drafts has passed over where it has KV of its own."""
+        """Tokens that are computed, and that the draft model has processed if it has KV of its own."""
         return min(track.num_committed, track.num_followed) if self._has_draft_kv else track.num_committed
 
     def _undo(self, step: Step) -> None:
-        """KV that the step needed did not arrive, so neither it nor a later one of its requests has computed
-        anything. They start again from what is cached, and rely on colder tiers no more."""
+        """KV that the step needed did not arrive, so this step and later ones of its requests computed
+        nothing valid. The requests start again from what is cached and use colder tiers no more."""
         tracks = [share.track for share in step.shares.values() if share.track.state is not State.ENDED]
         for track in tracks:
             track.computes = True
             if track.state is State.RUNNING:
                 self._retract(track, saves=False)
-            track.end_lease()  # where it was retracted meanwhile, what was saved is not what it seems
+            track.end_lease()  # if it was retracted meanwhile, the saved KV is not valid
             track.num_in_flight = 0
         self._steps.forget(tracks)
 
@@ -658,8 +653,8 @@ class Scheduler:
         track = share.track
         track.ran = True
         if track.prompt_logprobs is not None and scores is not None:
-            # They hold in any life of the request, and a later one computes again what an earlier one had:
-            # keep only what is new.
+            # They hold across retractions, and a resumed request computes some of them again: keep only new
+            # ones.
             known = track.prompt_logprobs
             track.prompt_logprobs = known.followed_by(scores, len(known) - share.start - 1)
         if share.num_logits > 1:
@@ -677,24 +672,19 @@ class Scheduler:
             return self._end(track, self._events.of_end(track, FinishReason.LENGTH)) if done else None
         if sampled is None:
             raise InvariantBroken(
-                f"step sampled nothing for request {track.request.id}, though its plan said so"
+                f"step sampled nothing for request {track.request.id}, though its plan asked for a token"
             )
         track.num_in_flight -= share.num_logits
         event = self._events.of_tokens(track, sampled)
         return event if event.finish is None else self._end(track, event)
 
     def _commit_drafts(self, share: Share, fence: Fence | None, sampled: Sampled | None) -> TokenEvent:
-        """Of its drafts those are kept that the target chose itself, and the token behind them."""
+        """Keep the drafts that the target chose itself, and the token after them."""
         track = share.track
         if sampled is None or not 1 <= len(sampled.tokens) <= share.num_logits:
             raise InvariantBroken(
-                f"step verified {share.num_drafts} drafts of request "
-                f"{track.request.id}, "
-                f"and "
-                f"does "
-                f"not "
-                f"say "
-                f"how many it kept"
+                f"step verified {share.num_drafts} drafts of request {track.request.id}, "
+                f"but does not report how many were accepted"
             )
         num_kept = len(sampled.tokens) - 1
         track.num_in_flight -= share.num_logits
@@ -706,7 +696,7 @@ class Scheduler:
             track.num_planned -= num_rejected
             track.num_followed = min(track.num_followed, track.num_planned)
             if not self._steps.move(track, num_rejected):
-                track.num_drafted = 0  # it has no later step: nothing about it is unsure
+                track.num_drafted = 0  # it has no later step: its position is certain
             track.num_committed = min(share.end - num_rejected, len(track.tokens))
             self._seal_filled(track, fence)
         return event if event.finish is None else self._end(track, event)
@@ -739,8 +729,7 @@ class Scheduler:
         return event
 
     def _leave(self, track: Track, saves: bool, num_tokens: int = 0, is_answered: bool = False) -> None:
-        """It holds no row and no table any more, and takes no part in the next step. Before its state
-        changes."""
+        """It gives up row and table and leaves the next step. Call it before its state changes."""
         if track in self._unsealed:
             self._seal(track, self._steps.last_fence)
         if track.resident is not None:
@@ -751,11 +740,11 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- check
 
     def check(self) -> None:
-        """Recount what is kept as running totals; raises InvariantBroken where they differ."""
+        """Recount the running totals; raises InvariantBroken if they differ."""
         self._running.check()
 
 
 def _may_begin(load: Load) -> bool:
-    """A step over it can be launched: its fences exist, and what is left of it is short, or hidden by the
-    layers that come first."""
+    """True if a step may be launched over it: its fences exist, and the rest of it is short or overlaps with
+    the first layers."""
     return load.arrivals is not None and (load.layered or load.nearly_landed())

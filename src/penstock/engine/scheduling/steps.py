@@ -1,6 +1,5 @@
-"""What steps are made of: the one that is being put together, and those whose results are not in yet. Owns
-their order and their fences; who takes part in them, and what becomes of the results, is the scheduler's
-business."""
+"""The step being built, and the steps whose results are outstanding. Owns their order and their fences. The
+scheduler decides which requests take part, and handles the results."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from penstock.errors import InvariantBroken
 
 
 class Draft:
-    """The step being put together. It stays until something is computed: what it has to set up and to wait
-    for is not lost by then."""
+    """The step being built. It is kept until something is computed, so its row setups and waits are not
+    lost."""
 
     def __init__(self) -> None:
         self.decodes: list[Chunk] = []
-        self.silent: list[Chunk] = []  # one token as well, and nothing is sampled behind it
+        self.silent: list[Chunk] = []  # one token each, nothing is sampled
         self.prefills: list[Chunk] = []
         self.starts: list[Start] = []  # rows that it sets up
-        self.num_ahead = 0  # drafts that are made behind it
+        self.num_ahead = 0  # drafts per request to make after it
         self.after: dict[FenceId, Fence] = {}  # earlier users of slots drawn for it
-        self.loads: dict[str, Load] = {}  # by request: what its layers wait for
+        self.loads: dict[str, Load] = {}  # by request: loads that its layers wait for
         self.scores = False  # some chunk asks for scores of its context
         self.reads_host = True  # it may read KV in host memory
 
@@ -32,8 +31,8 @@ class Draft:
         self.starts.append(Start.of(track.row, track.request, track.tokens[track.num_prompt :]))
 
     def add(self, track: Track, num_tokens: int, drafts: tuple[int, ...] = (), room: int = 0) -> None:
-        """The next `num_tokens` of it are computed, and `drafts` behind them are verified; there are slots
-        for all, and for `room` tokens that are drafted behind the step."""
+        """Compute its next `num_tokens` and verify `drafts` after them. Slots exist for all of these, and for
+        `room` tokens that are drafted after the step."""
         start, end = track.num_planned, track.num_planned + num_tokens
         table, request = track.held_table(), track.request
         sampling = request.sampling
@@ -80,22 +79,21 @@ class Draft:
         return len(self.decodes) + len(self.silent)
 
     def chunks(self) -> tuple[Chunk, ...]:
-        """As a step has them: those of one token first, and of these first those that sample, so that a row
-        of theirs and its sample have the same number."""
+        """In step order: single tokens first, and of these the sampled ones first, so that a chunk and its
+        sample have the same index."""
         return (*self.decodes, *self.silent, *self.prefills)
 
     def drop(self, track: Track) -> None:
-        """It leaves before the step is launched. Its row may be set up all the same: whoever gets the row
-        next comes behind."""
+        """It leaves before the step is launched. Its row may still be set up: the setup of the row's next
+        request comes later in lane order."""
         self.loads.pop(track.request.id, None)
         for chunks in (self.decodes, self.silent, self.prefills):
             chunks[:] = [chunk for chunk in chunks if chunk.request_id != track.request.id]
 
 
 def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk], least: int = 1) -> tuple[Chunk, ...]:
-    """Tokens before those of `chunks` that what makes drafts has not passed over, where a request has at
-    least so many of them, of single tokens first. All of them are known: the one that may be in flight is in
-    its chunk."""
+    """Tokens before those of `chunks` that the draft model has not processed, for requests with at least
+    `least` of them; single tokens first. All are known: a token in flight is in its chunk."""
     found = []
     for track, chunk in zip(tracks, chunks, strict=True):
         if chunk.start - track.num_followed >= least:
@@ -115,14 +113,14 @@ def missed_by(tracks: Iterable[Track], chunks: Sequence[Chunk], least: int = 1) 
 
 
 class Share(NamedTuple):
-    """What a launched step does for one request, and in which of its lives."""
+    """One request's part of a launched step, and its epoch."""
 
     track: Track
     epoch: int
     start: int
-    end: int  # tokens computed once the step is over, where all drafts are kept
+    end: int  # tokens computed when the step is over, if all drafts are accepted
     num_logits: int
-    writes_from: int = 0  # the first token that it may write, as far as was known when it was planned
+    writes_from: int = 0  # first token that it may write, as known at planning
 
     @property
     def num_drafts(self) -> int:
@@ -132,24 +130,24 @@ class Share(NamedTuple):
 class Step(NamedTuple):
     number: int
     shares: dict[Track, Share]
-    fence: Fence | None = None  # behind the step
-    has_drafts: bool = False  # it verifies some
+    fence: Fence | None = None  # after the step
+    has_drafts: bool = False  # it verifies drafts
     rewrites: bool = False  # it may write tokens that come before its own
-    # what makes drafts passes over its tokens, or over earlier ones, or leaves these out
+    # the draft model processes its tokens or earlier ones, or skips earlier ones
     is_followed: bool = True
 
 
 class Steps:
-    """Those planned whose results are not in, oldest first."""
+    """Planned steps whose results are outstanding, oldest first."""
 
     def __init__(self) -> None:
-        self.last_fence: Fence | None = None  # behind every step launched so far
+        self.last_fence: Fence | None = None  # after every step launched so far
         self._num_steps = 0
         self._unread: deque[Step] = deque()
-        self.num_drafted = 0  # of these, that verify drafts,
-        self.num_rewriting = 0  # and that may write tokens which come before their own
+        self.num_drafted = 0  # of these, steps that verify drafts
+        self.num_rewriting = 0  # of these, steps that may write tokens before their own
         self._is_whole = True  # all of the step launched last is on the lane
-        self._released: list[Table] = []  # those that wait for it to be
+        self._released: list[Table] = []  # tables to release when it is
 
     def add(
         self,
@@ -159,11 +157,11 @@ class Steps:
         has_drafts: bool = False,
         is_followed: bool = True,
     ) -> int:
-        """One of these chunks has been planned; returns its number. `tracks` are those that run, by request.
-        `missed`: what it passes over besides."""
+        """A step of these chunks was planned; returns its number. `tracks`: running requests by id. `missed`:
+        earlier tokens that the draft model catches up on."""
         firsts = {chunk.request_id: chunk.start for chunk in missed}
         self._num_steps += 1
-        # behind drafts nobody knows yet where a step begins
+        # the start of a step after unverified drafts is not known yet
         rewrites = has_drafts or bool(missed) or self.num_drafted > 0
         self.num_drafted += has_drafts
         self.num_rewriting += rewrites
@@ -174,8 +172,8 @@ class Steps:
         return self._num_steps
 
     def launched(self, fence: Fence, is_whole: bool = True) -> None:
-        """The step added last is on the compute lane, and `fence` lies behind it. Where it is not whole, this
-        is said again."""
+        """The step added last is on the compute lane; `fence` follows it. If it is not whole, this is called
+        again when the rest is there."""
         self.last_fence, self._is_whole = fence, is_whole
         self._unread[-1] = self._unread[-1]._replace(fence=fence)
         if is_whole:
@@ -184,8 +182,8 @@ class Steps:
                 table.release(fence)
 
     def release(self, table: Table) -> None:
-        """Give it back behind all steps that may use its slots. Of one that is not whole the rest does, too:
-        the table waits for that."""
+        """Release the table after all steps that may use its slots. If the last step is not whole, wait for
+        the rest of it."""
         if self._is_whole:
             table.release(self.last_fence)
         else:
@@ -195,7 +193,7 @@ class Steps:
         """The oldest one, which has to be `number`: its result is in."""
         step = self._unread.popleft()
         if step.number != number:
-            raise InvariantBroken(f"result of step {number} came while step {step.number} was due")
+            raise InvariantBroken(f"result of step {number} arrived, but step {step.number} was due")
         self.num_drafted -= step.has_drafts
         self.num_rewriting -= step.rewrites
         return step
@@ -204,15 +202,15 @@ class Steps:
         return [step.shares[track] for step in self._unread if track in step.shares]
 
     def writes_from(self, track: Track) -> int:
-        """The first token of this life that a step which is not over may write."""
+        """The first token that an outstanding step of this epoch may write."""
         return min(
             (share.writes_from for share in self.shares_of(track) if share.epoch == track.epoch),
             default=track.num_planned,
         )
 
     def move(self, track: Track, num_tokens: int) -> bool:
-        """What later steps of this life do for it begins so many tokens earlier than it was planned. False:
-        there are none."""
+        """Its shares in later steps of this epoch start `num_tokens` earlier than planned. False if there are
+        none."""
         found = False
         for step in self._unread:
             share = step.shares.get(track)
@@ -224,7 +222,7 @@ class Steps:
         return found
 
     def forget(self, tracks: Iterable[Track]) -> None:
-        """What later steps did for them means nothing."""
+        """Drop their shares in later steps."""
         for track in tracks:
             for step in self._unread:
                 step.shares.pop(track, None)
@@ -237,7 +235,6 @@ def _share(track: Track, chunk: Chunk, missed: Mapping[str, int]) -> Share:
 
 
 def _echo(request: Request, start: int, end: int) -> Echo | None:
-    """Positions `start` to `end` say how likely the prompt tokens behind them were. Behind the prompt's last
-    token there is none."""
+    """The prompt tokens that positions `start` to `end` predict; none after the last prompt token."""
     tokens = tuple(request.prompt[start + 1 : end + 1])
     return Echo(tokens, request.sampling.prompt_logprobs or 0) if tokens else None

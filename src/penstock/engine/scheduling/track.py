@@ -27,7 +27,7 @@ from penstock.errors import IllegalTransition, InvariantBroken
 
 
 class State(enum.Enum):
-    WAITING = "waiting"  # holds nothing yet, but for a lease
+    WAITING = "waiting"  # holds nothing but a lease
     LOADING = "loading"  # has a row, a table and the promise of its blocks; some of its KV is on its way
     RUNNING = "running"  # has a row and a table
     RETRACTED = "retracted"  # gave both up under pressure; will run again
@@ -54,59 +54,59 @@ class Track:
     """
 
     request: Request
-    order: int  # of arrival; decides who waits for whom
+    order: int  # of arrival; decides which request waits for which
     prefix: Prefix | None
     state: State = State.WAITING
     tokens: list[int] = field(default_factory=list)
     num_planned: int = 0  # tokens whose KV launched steps have computed or will
     num_committed: int = 0  # tokens whose KV a finished step has computed
-    num_in_flight: int = 0  # tokens being sampled, not yet known; where drafts are verified at most
-    num_pending: int = 0  # drafts of it that the step planned last leaves on the device
-    num_drafted: int = 0  # drafts that the step planned last verifies, and whose fate is not known
+    num_in_flight: int = 0  # tokens being sampled, not yet known; an upper bound while drafts are verified
+    num_pending: int = 0  # its drafts that the last planned step leaves on the device
+    num_drafted: int = 0  # drafts that the last planned step verifies, result not known yet
     num_sealed: int = 0  # tokens whose full blocks have their keys
-    # it has filled a block whose key has to wait: a launched step may still write it, or drafts lack its KV
+    # it filled a block that cannot be sealed yet: a launched step may still write it, or its draft KV is
+    # missing
     seals_late: bool = False
-    # tokens that launched steps have passed over with what makes drafts, which has KV of its own, or have
-    # left out
+    # tokens that the draft model has processed in launched steps, or skipped; only for draft models with KV
     num_followed: int = 0
-    blank_to: int = 0  # tokens up to the last that was left out
+    blank_to: int = 0  # end of the last token that the draft model skipped
     num_cached: int = 0  # tokens whose KV came with the table and is shared: never written again
-    found: Runs = ()  # prompt tokens that were there when it first ran, by the tier that had them, in order
-    sources: Runs = ()  # the same for its table, as that was opened: what its load brings included
+    found: Runs = ()  # prompt tokens that were cached when it first ran, by tier, in order
+    sources: Runs = ()  # the same for its table when it was opened, its load included
     num_resident: int = 0  # tokens whose KV was on the device when its table was opened
-    lease: Lease | None = None  # what colder tiers keep for it until it is admitted
-    load: Load | None = None  # what is on its way into its table, until a step has taken it up
-    # Blocks that the device had (of a deep one: that matched) when colder tiers were asked last on the engine
-    # thread; -1: they were not.
+    lease: Lease | None = None  # blocks that colder tiers keep for it until it is admitted
+    load: Load | None = None  # transfer into its table, until a step waits for it
+    # Length of the device's match, in blocks (of a deep request: of the whole match), when the engine thread
+    # last asked colder tiers; -1: never asked.
     leased_at: int = -1
-    want: Want | None = None  # while it waits: what it will use of the device's blocks
-    # it is in the middle of a conversation: it has found a good part of its prompt, or ran before
+    want: Want | None = None  # while it waits: the device blocks that it will use
+    # it continues a conversation: a good part of its prompt is cached, or it ran before
     goes_on: bool = False
-    rank: float = 0.0  # its place in line, which knows what it means,
-    is_ranked: bool = True  # and which of its two queues it is in
-    prefetch: Prefetch | None = None  # what is read into host memory for it while it waits
-    # tiers that had the blocks which were read so, by number
+    rank: float = 0.0  # its place in line; set by `Line`
+    is_ranked: bool = True  # in the ranked queue of `Line`, not in the one by arrival
+    prefetch: Prefetch | None = None  # its read into host memory while it waits
+    # source tier of each block read that way, by block number
     origins: dict[int, str] = field(default_factory=dict)
-    may_prefetch: bool = True  # nobody has looked yet whether something should be
-    num_read: int = 0  # blocks that host memory had of a deep request when it was looked at last
-    ahead: Load | None = None  # what is copied from host memory to the device for it while it waits,
-    ahead_first: int = 0  # and the block that this begins with
+    may_prefetch: bool = True  # no prefetch was tried yet, or more may come
+    num_read: int = 0  # blocks of a deep request found in host memory at the last lookup
+    ahead: Load | None = None  # its copy from host memory to the device while it waits
+    ahead_first: int = 0  # first block of that copy
     may_promote_ahead: bool = True  # no such copy has failed
-    brought: tuple[range, ...] = ()  # blocks that have come that way, in order
-    computes: bool = False  # colder tiers have failed it once: it relies on them no more
-    ran: bool = False  # a step has computed some of it: what it finds from now on may be its own
+    brought: tuple[range, ...] = ()  # blocks that arrived that way, in order
+    computes: bool = False  # a load from colder tiers failed: it computes its KV instead
+    ran: bool = False  # a step computed some of it: what it matches from now on may be its own KV
     is_deep: bool = False  # only its last blocks are on the device, those before them in host memory
-    # some of its tokens attend to a part of their context, or to KV that was computed so
+    # some of its tokens attend to a part of their context, or to KV computed that way
     is_partial: bool = False
-    unit: int = 1  # its first blocks are paged out in multiples of so many: a scored request's in whole parts
+    unit: int = 1  # its blocks are paged out in multiples of this; of a scored request, in whole parts
     resident: ResidentSet | None = None  # of a scored request that has a table
-    # what an earlier turn has left, and of how many blocks: matched last
+    # context kept from an earlier turn and its usable blocks, from the last match
     continues: tuple[KeptContext, int] | None = None
     promised: int = 0  # blocks that its table may have, while it has one and is not deep
-    assured: int = 0  # of these, so many were promised when it was admitted: no other request gets them
-    # blocks that it has paged out and others still have on the device: so many fewer it may have there
+    assured: int = 0  # of these, promised at admission: no other request gets them
+    # blocks that it paged out while other requests still hold them on the device; lowers its limit there
     num_lent: int = 0
-    epoch: int = 0  # counts retractions, so that a step of an earlier life is told apart
+    epoch: int = 0  # number of retractions; tells steps of an earlier life apart
     row: int = -1
     table: Table | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -127,14 +127,14 @@ class Track:
 
     @property
     def deciding(self) -> ResidentSet | None:
-        """What its next tokens attend to, where that is not all before them."""
+        """The resident set that its next tokens attend to; None if they attend to all tokens."""
         return (
             self.resident if self.resident is not None and self.resident.decodes(self.num_planned) else None
         )
 
     @property
     def reads_host(self) -> bool:
-        """Whether its next tokens read KV in host memory."""
+        """True if its next tokens read KV in host memory."""
         return self.is_deep and self.held_table().num_paged > 0 and self.deciding is None
 
     @property
@@ -144,15 +144,14 @@ class Track:
 
     @property
     def num_unmasked(self) -> int:
-        """Drafts that may be verified next, as far as masks go: the step behind them, which is planned before
-        they are decided, needs none either."""
+        """Drafts that may be verified next without a grammar mask. The step after them is planned before
+        their result is known, so it must need no mask either."""
         masked_from = self.request.sampling.masked_from
         return sys.maxsize if masked_from is None else masked_from - (self.num_expected - self.num_prompt) - 2
 
     @property
     def num_left(self) -> int:
-        """Tokens that the next steps can compute: zero when all that it may generate is known or in
-        flight."""
+        """Tokens that the next steps can compute; 0 if all tokens up to its limit are known or in flight."""
         num_expected = len(self.tokens) + self.num_in_flight
         return num_expected - self.num_planned if num_expected < self._most else 0
 
@@ -162,8 +161,8 @@ class Track:
         return self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
 
     def begin(self, match: Match, block_tokens: int) -> None:
-        """It has a table that starts with what matched. At least one token is always computed: on a full
-        match the last one, whose KV is there already and is not written again."""
+        """Its table starts with the match. At least one token is always computed: on a full match the last
+        one, whose KV exists and is not written again."""
         num_all = (match.num_blocks + match.num_colder + match.num_paged) * block_tokens
         self.end_ahead()
         self.num_resident = match.num_blocks * block_tokens
@@ -184,8 +183,8 @@ class Track:
         self.note_sources()
 
     def _by_origin(self, runs: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Runs of its first blocks by the tier that they came from in its life: what host memory has may have
-        been read for it."""
+        """Runs of its first blocks by source tier: a block in host memory may have been read from a colder
+        tier for it."""
         if not self.origins:
             return list(runs)
         found: list[tuple[str, int]] = []
@@ -203,7 +202,7 @@ class Track:
             self.origins.update(self.prefetch.origins)
 
     def _resident_runs(self, num_blocks: int) -> list[tuple[str, int]]:
-        """Whose the first `num_blocks` blocks were, which are on the device: what was copied there for it
+        """Source tiers of its first `num_blocks` blocks, all on the device now: those copied there for it
         came from host memory."""
         runs: list[tuple[str, int]] = []
         end = 0
@@ -217,8 +216,7 @@ class Track:
         return sum(max(0, min(some.stop, num_blocks) - some.start) for some in self.brought)
 
     def compute_rest(self, num_landed: int, block_tokens: int) -> None:
-        """Of its load no more than `num_landed` blocks arrived, and the copies are over: slots behind them
-        are computed like any others."""
+        """Its load has ended after `num_landed` blocks. The tokens after them are computed."""
         self.load, self.computes = None, True
         self.num_cached = self.num_resident + num_landed * block_tokens
         self.num_sealed = self.num_planned = self.num_committed = min(self.num_cached, len(self.tokens) - 1)
@@ -227,13 +225,13 @@ class Track:
         self.note_sources()
 
     def start_over(self) -> None:
-        """It has lost its table, and with it what was computed or on its way into it."""
+        """It lost its table with all KV that was computed or loading."""
         self.load = None
         self.num_planned = self.num_committed = self.num_followed = self.num_drafted = self.num_pending = 0
 
     def note_sources(self) -> None:
-        """It begins with `num_planned` tokens there. Those that it computed itself before a retraction were
-        not found."""
+        """It begins with `num_planned` cached tokens. Tokens that it computed itself before a retraction do
+        not count as found."""
         if not self.ran:
             self.found = _first(self.sources, self.num_planned)
         elif not self.started:
@@ -253,11 +251,10 @@ class Track:
             self.prefetch = None
 
     def end_ahead(self) -> None:
-        """It waits no longer for what is copied to the device for it: that has come, has failed, or is late.
-        Idempotent."""
+        """Stop waiting for the copy to the device: it has arrived, has failed, or is late. Idempotent."""
         if self.ahead is not None:
             first, num_blocks = self.ahead_first, self.ahead.num_landed
-            # the device had lost what was behind `first`
+            # the device had lost the blocks from `first` on
             kept = (range(some.start, min(some.stop, first)) for some in self.brought)
             self.brought = *(some for some in kept if some), range(first, first + num_blocks)
             self.may_promote_ahead = num_blocks > 0

@@ -120,7 +120,7 @@ def test_an_engine_whose_results_are_read_too_late_is_stopped_by_it(
         for _ in range(3):
             launched.append(executor.launch(scheduler.plan(), scheduler.waits))  # type: ignore[arg-type]
             scheduler.launched(launched[-1].fence)
-        with pytest.raises(InvariantBroken, match="staging buffer came round"):
+        with pytest.raises(InvariantBroken, match="staging buffer was reused"):
             executor.launch(scheduler.plan(), scheduler.waits)  # type: ignore[arg-type]
     finally:
         hold.set()

@@ -273,7 +273,7 @@ def test_a_share_is_that_of_the_life_in_which_it_was_planned() -> None:
 def test_results_come_in_the_order_of_their_steps() -> None:
     steps, numbers = steps_of([track_of("r", 9)], [track_of("s", 9)])
     with pytest.raises(
-        InvariantBroken, match=f"result of step {numbers[1]} came while step {numbers[0]} was due"
+        InvariantBroken, match=f"result of step {numbers[1]} arrived, but step {numbers[0]} was due"
     ):
         steps.take(numbers[1])
 

@@ -386,7 +386,7 @@ def test_a_result_that_does_not_say_how_many_drafts_were_kept_is_refused(num_sai
         result = StepResult(plan.number, (Sampled("r", said),))
         if num_logits == 1:
             world.scheduler.commit(result)
-    with pytest.raises(InvariantBroken, match="how many it kept"):
+    with pytest.raises(InvariantBroken, match="how many were accepted"):
         world.scheduler.commit(result)
 
 

@@ -1,5 +1,5 @@
-"""Attention over the paged KV cache: what a backend does, and the sizes that it works with. Backends are in
-files of their own, the CPU reference first."""
+"""Attention over the paged KV cache: the interface of a backend, and its sizes. Each backend has a file of
+its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.models.model import ModelConfig
 
 
 class Partial(NamedTuple):
-    """Attention of a step's tokens over some of their keys, to which more are added."""
+    """Attention of a step's tokens over some of their keys; more keys can be added."""
 
     out: Tensor  # float32 [T, heads * head_dim]
-    lse: Tensor  # float32 [T, heads]: log-sum-exp of the scores, to the backend's own base
+    lse: Tensor  # float32 [T, heads]: log-sum-exp of the scores, in the backend's own base
 
 
 class Attention(Protocol):
@@ -27,14 +27,13 @@ class Attention(Protocol):
     `config` the ModelConfig and `rope` the model's [max_position, head_dim] table."""
 
     arena: Tensor
-    # in layers from here on nobody attends to keys that are all zeros: what makes drafts has left these
-    # tokens out
+    # from this layer on, keys that are all zeros are masked: tokens that the draft model skipped
     blank_from: int
-    lse_nats: float  # of one unit of what `Partial.lse` holds
+    lse_nats: float  # one unit of `Partial.lse`, in nats
 
     def warm(self, max_chunk: int, max_tokens: int, progress: Callable[[str, int, int], None]) -> None:
-        """Compile and plan whatever steps could need, on the thread that will launch them. Chunks have at
-        most `max_chunk` tokens, sequences `max_tokens`."""
+        """Compile and plan all that steps may need, on the thread that will launch them. Chunks have at most
+        `max_chunk` tokens, sequences `max_tokens`."""
 
     def rotate_and_write(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inputs: StepInputs
@@ -43,15 +42,15 @@ class Attention(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Tensor: ...
 
     def attend_resident(self, layer: int, q: Tensor, k: Tensor, v: Tensor, inputs: StepInputs) -> Partial:
-        """The same over what is on the device, for a step some of whose sequences begin with blocks in host
+        """The same over the blocks on the device only, for a step with sequences that begin in host
         memory."""
 
     def fetch(self, layer: int, host: Tensor, tables: Tensor, first: int, into: Tensor) -> None:
-        """Copy one layer of blocks of the arena `host`, whose slots are in `tables` from `first` on, into
-        contiguous keys and values [2, tokens, kv_heads, head_dim], which they fill."""
+        """Copy one layer of blocks from the arena `host` into `into`: contiguous keys and values [2, tokens,
+        kv_heads, head_dim]. Their slots are in `tables` from `first` on."""
 
     def add_piece(self, partial: Partial, q: Tensor, rows: tuple[int, int], piece: Tensor) -> None:
-        """Add such keys and values, all of which the tokens `rows` see, to what these have attended to."""
+        """Add fetched keys and values to `partial`. All of the tokens `rows` attend to all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Geometry:
 
     @classmethod
     def of(cls, arena: Tensor, config: ModelConfig, rope: Tensor) -> Geometry:
-        """Raises InvariantBroken unless all dimensions agree; nothing is checked again after this."""
+        """Raises InvariantBroken unless all dimensions agree. There are no later checks."""
         expected = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
         if (
             arena.dim() != 6

@@ -1,6 +1,6 @@
 """Attention for the CPU: paged KV is gathered into a workspace and handed to PyTorch's fused kernel, except
-that one token by itself sums up the values where they lie. Owns that workspace and one step's indices and
-masks; the KV itself is the arena's."""
+that a single token sums its values in place. Owns that workspace and one step's indices and masks; the arena
+owns the KV."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
 
-# Measured with SmolLM2-135M (9 query heads, 3 KV heads of 64, fp32) on two cores.
-# chunks of at most so many tokens are batched across requests, under a mask; longer ones run one by one
-# without
+# All measured with SmolLM2-135M (9 query heads, 3 KV heads of 64, fp32) on two cores.
+# Chunks of at most this many tokens are batched across requests with a mask; longer ones run one by one
+# without a mask.
 SHORT_TOKENS = 16
-# KV gathered at a time for short chunks: what stays in a core's cache until it is read again
+# KV gathered at a time for short chunks: it stays in a core's cache until it is read
 GROUP_BYTES = 4 << 20
-PAD_TOKENS = 128  # a call costs about as much as so many more keys, so lengths this close share one
-PAD_SHARE = 0.2  # and so do lengths within this share of the longest
-# a single token that attends to at least so many is computed alone: no padding, and its values are not
-# copied;
+PAD_TOKENS = 128  # a call costs about as much as this many keys, so lengths this close share a call
+PAD_SHARE = 0.2  # lengths within this share of the longest share a call, too
+# a single token that attends to at least this many is computed alone, without padding or copied values; so is
+# any token that is alone in its step
 LONE_TOKENS = 512
-# in a step of its own it always is, since then there is nobody to share a call with
-LONE_GROUP = 4  # unless more query heads than this share a KV head, since each of them reads the values again
-# keys gathered at a time for such a token: what a core's own cache keeps until they are multiplied
+LONE_GROUP = 4  # only if at most this many query heads share a KV head: each of them reads the values again
+# keys gathered at a time for such a token: they stay in a core's own cache until multiplied
 KEY_BYTES = 768 << 10
-# of a longer chunk that attend together in a layer with a window: every key that one of them sees is read for
-# all
+# tokens of a longer chunk that attend together in a layer with a window: all keys that one of them sees are
+# read
 BAND_TOKENS = 128
-KEPT_MASKS = 4  # behind the first window all full bands have the same
-# MKL multiplies 4 rows and more several times faster into a matrix whose rows are a multiple of so many
-# floats apart
+KEPT_MASKS = 4  # after the first window all full bands have the same mask
+# MKL multiplies 4 or more rows several times faster if the row stride of the result is a multiple of this
+# many floats
 SCORE_ALIGN = 256
-# an arena of at most so many rows has indices of half the width, which saves a third of the time that values
-# take
+# an arena of at most this many rows uses 32-bit indices, which saves a third of the time for values
 INT32_ROWS = 1 << 31
 
 
@@ -50,12 +48,12 @@ class ChunkSpan(NamedTuple):
 
     q_begin: int
     q_len: int
-    kv_len: int  # tokens that it attends to, from the first that any of its own sees
-    table: Tensor  # int64 slots, exactly those that hold them
-    skipped: int = 0  # tokens of the first slot that none of its own sees
+    kv_len: int  # tokens that it attends to, from the first visible one on
+    table: Tensor  # int64 slots of these tokens, no others
+    skipped: int = 0  # tokens of the first slot that are not visible
 
     def within(self, window: int, block_tokens: int) -> ChunkSpan:
-        """Without what none of its tokens sees."""
+        """The span without keys outside the window of all its tokens."""
         first = self.kv_len - self.q_len + 1 - window
         if not window or first <= 0:
             return self
@@ -64,8 +62,8 @@ class ChunkSpan(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """The arena from one layer on: what a slot's index finds there is of that layer, keys first and values a
-    block later."""
+    """Views of the arena that start at one layer, so that an index of layer 0 finds that layer: keys first,
+    values a block later."""
 
     heads: Tensor  # rows of one head
     rows: Tensor  # rows of one token
@@ -75,7 +73,7 @@ class _Layer(NamedTuple):
 class _Single(NamedTuple):
     """How the only token of a step in float32 is rotated, and where it is written."""
 
-    turn: Tensor  # [1, head_dim, head_dim]: a head times this is the head rotated
+    turn: Tensor  # [1, head_dim, head_dim]: rotates a head by a product
     keys: tuple[Tensor, ...]  # by layer, [1, kv_heads, head_dim] of the arena
     values: tuple[Tensor, ...]
 
@@ -90,8 +88,8 @@ class _Several(NamedTuple):
 
 
 class _Short(NamedTuple):
-    """Short chunks of equal q_len and similar kv_len, attended in one call. Or some tokens of a longer one,
-    in a layer with a window that leaves out keys."""
+    """Short chunks of equal q_len and similar kv_len, attended in one call. Or a band of a longer chunk, in a
+    layer with a window."""
 
     rows: Tensor | slice  # [C * q_len] tokens of the step; a slice where they are adjacent
     gather: Tensor  # [2 * C * padded kv_len] rows of the arena at layer 0: all keys, then all values
@@ -103,12 +101,12 @@ class _Short(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Keys of such a token's context, as many as fit into a cache."""
+    """Keys of a single token's context, as many as fit into a core's cache."""
 
     gather: Tensor  # blocks of the arena at layer 0
     space: Tensor  # where they are gathered
-    keys: Tensor  # [kv_heads, head_dim, tokens] of that, no token behind the context's end
-    scores: Tensor  # [kv_heads, group, tokens] of the context's
+    keys: Tensor  # [kv_heads, head_dim, tokens] of `space`, up to the end of the context
+    scores: Tensor  # [kv_heads, group, tokens], view of all scores
 
 
 class _Lone(NamedTuple):
@@ -117,8 +115,8 @@ class _Lone(NamedTuple):
     row: int
     parts: list[_Part]
     scores: Tensor  # [num_heads, kv_len]
-    values: Tensor  # [num_heads * kv_len] heads of the arena at layer 0: those that each query head sums up
-    starts: Tensor  # [num_heads] where each query head's begin
+    values: Tensor  # [num_heads * kv_len] head rows of the arena at layer 0 that each query head sums
+    starts: Tensor  # [num_heads] start of each query head's rows
 
 
 class _Long(NamedTuple):
@@ -137,12 +135,12 @@ class _Plan(NamedTuple):
     lone: list[_Lone]
     short: list[_Short]
     long: list[_Long]
-    only: _Lone | _Short | None  # what covers all tokens in their order, so that nothing is put together
+    only: _Lone | _Short | None  # set if it covers all tokens in order, so that no outputs are merged
 
 
 @dataclass(slots=True)
 class PreparedStep:
-    """What depends on the step alone and serves all its layers."""
+    """What all layers of a step share."""
 
     inputs: StepInputs
     tokens: _Single | _Several
@@ -150,7 +148,7 @@ class PreparedStep:
 
 
 class Preparation:
-    """Makes what serves all layers of a step from its inputs. Owns the room to gather into."""
+    """Prepares what all layers of a step share. Owns the workspace to gather into."""
 
     def __init__(self, arena: Tensor, sizes: Geometry, rope: Tensor) -> None:
         self._arena = arena
@@ -171,7 +169,8 @@ class Preparation:
         if not self._has_windows:
             return PreparedStep(inputs, tokens, [self._plan(spans, 0, num_tokens)] * self._sizes.num_layers)
         longest = max((span.kv_len for span in spans), default=0)
-        # A window that leaves nothing out is none: such layers share a plan with those that see all.
+        # A window that covers the longest context changes nothing: such layers share the plan without a
+        # window.
         windows = [window if window < longest else 0 for window in self._sizes.windows]
         plans = {window: self._plan(spans, window, num_tokens) for window in dict.fromkeys(windows)}
         return PreparedStep(inputs, tokens, [plans[window] for window in windows])
@@ -236,8 +235,7 @@ class Preparation:
             yield ChunkSpan(q_begin, q_len, kv_len, table)
 
     def _is_lone(self, span: ChunkSpan, num_tokens: int) -> bool:
-        """bfloat16 would round the scores before they are compared; the fused kernel keeps them in
-        float32."""
+        """Only for float32: bfloat16 would round the scores, while the fused kernel keeps them in float32."""
         is_worth_it = span.q_len == 1 and (num_tokens == 1 or span.kv_len >= LONE_TOKENS)
         return is_worth_it and self._sizes.group <= LONE_GROUP and self._dtype == torch.float32
 
@@ -280,8 +278,8 @@ class Preparation:
         return _Lone(span.q_begin, list(self._parts(span, scores)), scores.flatten(0, 1), values, starts)
 
     def _parts(self, span: ChunkSpan, scores: Tensor) -> Iterator[_Part]:
-        """Behind kv_len the last block may hold anything, so what lies there is never multiplied, and not
-        weighed with 0."""
+        """After kv_len the last block may hold anything, even NaN. It is never multiplied, not even by a
+        weight of 0."""
         sizes = self._sizes
         block_width = sizes.block_tokens * self._token_width
         part_blocks = max(1, KEY_BYTES // (block_width * self._dtype.itemsize))
@@ -301,7 +299,7 @@ class Preparation:
         for keys, span in zip(gather[0], group, strict=True):
             rows = self.key_rows(span)
             keys[: span.kv_len] = rows
-            # masked below, but it must be finite: what lies behind the end may be anything
+            # masked below, but must be finite: memory after the end may hold anything
             keys[span.kv_len :] = rows[0]
         gather[1] = gather[0] + sizes.block_tokens
         mask = None
@@ -323,7 +321,7 @@ class Preparation:
         return _Long(span.q_begin, span.q_begin + span.q_len, prefix_len, torch.cat([keys, keys + 1]), space)
 
     def _bands(self, span: ChunkSpan, window: int) -> Iterator[ChunkSpan]:
-        """A few tokens at a time, each over the keys that one of them sees."""
+        """A few tokens at a time, over all keys that one of them sees."""
         for begin in range(0, span.q_len, BAND_TOKENS):
             num = min(BAND_TOKENS, span.q_len - begin)
             kv_len = span.kv_len - span.q_len + begin + num
@@ -331,7 +329,7 @@ class Preparation:
             yield band.within(window, self._sizes.block_tokens)
 
     def _space(self, num_rows: int, width: int) -> Tensor:
-        """Room to gather into, the same for all: each is read before the next is gathered."""
+        """Workspace to gather into, shared by all: it is read before the next gather."""
         if num_rows * width > self._workspace.numel():
             self._workspace = self._arena.new_empty(num_rows * width)
         return self._workspace[: num_rows * width].view(num_rows, width)
@@ -371,7 +369,7 @@ class CpuAttention:
         sizes, tokens = self._sizes, self._prepared(layer, inputs).tokens
         heads = qkv.view(qkv.shape[0], -1, sizes.head_dim)
         if isinstance(tokens, _Single):
-            # Not `split`, whose wrapper in Python takes longer than what it wraps.
+            # Not `split`: its Python wrapper takes longer than the operation.
             q, k, v = heads.split_with_sizes((sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads), dim=1)
             if q_norm is not None and k_norm is not None:
                 q, k = (
@@ -463,8 +461,7 @@ class CpuAttention:
         return F.rms_norm(heads, (self._sizes.head_dim,), eps=self._sizes.norm_eps) * weight
 
     def _attend_lone(self, layer: int, q: Tensor, lone: _Lone) -> Tensor:
-        """[heads, head_dim]. The values are the rows of a table of which each query head sums up some, by
-        weight: nothing is copied."""
+        """[heads, head_dim]. Each query head takes a weighted sum of arena rows, so no values are copied."""
         sizes, arena = self._sizes, self._layers[layer]
         queries = q.view(sizes.num_kv_heads, sizes.group, sizes.head_dim)
         for part in lone.parts:
@@ -473,12 +470,12 @@ class CpuAttention:
         if layer >= self.blank_from:  # only a key of zeros has this score with every query
             lone.scores.masked_fill_(lone.scores == 0.0, float("-inf"))
         weights = lone.scores.softmax(dim=-1).view(-1)
-        # The call behind F.embedding_bag, in mode 0, a sum.
+        # The operation that F.embedding_bag calls, in mode 0 (sum).
         return torch.embedding_bag(arena.heads, lone.values, lone.starts, False, 0, False, weights)[0]
 
     def _attend_short(self, layer: int, q: Tensor, short: _Short) -> Tensor:
-        """[C * q_len, heads, head_dim]. The query heads of a KV head become rows of one small matrix, so that
-        no key is copied per head."""
+        """[C * q_len, heads, head_dim]. The query heads of a KV head are rows of one small matrix, so that no
+        key is copied per head."""
         sizes, (chunks, q_len) = self._sizes, (short.num_chunks, short.q_len)
         kv = torch.index_select(self._layers[layer].rows, 0, short.gather, out=short.space)
         keys, values = kv.view(2, chunks, -1, sizes.num_kv_heads, sizes.head_dim).transpose(2, 3)
@@ -494,8 +491,8 @@ class CpuAttention:
         return out.unflatten(2, (sizes.group, q_len)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
     def _attend_long(self, layer: int, q: Tensor, k: Tensor, v: Tensor, chunk: _Long) -> Tensor:
-        """[q_len, heads, head_dim]. A prefix is attended apart and joined by log-sum-exp, so that no mask is
-        ever built."""
+        """[q_len, heads, head_dim]. The prefix is attended separately and merged by log-sum-exp, so that no
+        mask is built."""
         sizes = self._sizes
         if chunk.prefix_len == 0:
             queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -508,12 +505,12 @@ class CpuAttention:
         if layer >= self.blank_from:
             past = past[:, ~_is_blank(past[0, :, 0])]
         partial = self._attend_own(q, k, v)
-        if past.shape[1]:  # something is left of it
+        if past.shape[1]:  # not all of the prefix is blank
             self.add_piece(partial, q, (0, len(q)), past)
         return partial.out.view(q.shape)
 
     def _attend_own(self, q: Tensor, k: Tensor, v: Tensor) -> Partial:
-        """Of tokens among themselves, each over those before it."""
+        """Causal attention of tokens among themselves."""
         queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         heads = (x.repeat_interleave(self._sizes.group, dim=1) for x in (keys, values))
         out, lse = _flash(queries, *heads, is_causal=True, scale=self._sizes.scale)
@@ -529,7 +526,7 @@ def _from_layer(arena: Tensor, layer: int) -> _Layer:
     width = num_kv_heads * head_dim
     first = 2 * layer * block_tokens * width
     num = (num_slots - 1) * arena.stride(0) + 2 * num_layers * block_tokens * width - first
-    # a slot may hold more than these layers
+    # a slot may hold more layers than these
     flat = arena.as_strided((num,), (1,), arena.storage_offset() + first)
     return _Layer(flat.view(-1, head_dim), flat.view(-1, width), flat.view(-1, block_tokens * width))
 
@@ -548,7 +545,7 @@ def _only(num_tokens: int, lone: list[_Lone], short: list[_Short]) -> _Lone | _S
 
 
 def _rows_of(group: list[ChunkSpan]) -> Tensor | slice:
-    """The tokens of chunks of equal length; copying them is spared where they follow each other already."""
+    """The tokens of chunks of equal length; a slice if they are adjacent, so that no copy is needed."""
     begins, q_len = [span.q_begin for span in group], group[0].q_len
     if begins == list(range(begins[0], begins[0] + len(group) * q_len, q_len)):
         return slice(begins[0], begins[0] + len(group) * q_len)
@@ -557,7 +554,7 @@ def _rows_of(group: list[ChunkSpan]) -> Tensor | slice:
 
 @functools.lru_cache(maxsize=KEPT_MASKS)
 def _mask(kv_lens: tuple[int, ...], q_len: int, window: int, group: int, dtype: torch.dtype) -> Tensor:
-    """[chunks, 1, group * q_len, longest] of chunks whose last token is the last of so many keys."""
+    """[chunks, 1, group * q_len, longest] for chunks whose last tokens see `kv_lens` keys."""
     last_visible = torch.tensor(kv_lens)[:, None] - q_len + torch.arange(q_len)
     last_visible = last_visible[:, None, :, None].expand(-1, group, -1, -1)
     keys = torch.arange(max(kv_lens))
@@ -573,7 +570,7 @@ def _is_blank(keys: Tensor) -> Tensor:
 
 
 def _without(hidden: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`mask`, to be added to the scores, and what is `hidden` besides."""
+    """`mask`, which is added to the scores, with `hidden` masked too."""
     return torch.where(hidden, float("-inf"), torch.zeros((), dtype=dtype) if mask is None else mask)
 
 

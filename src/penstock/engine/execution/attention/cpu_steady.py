@@ -1,11 +1,11 @@
-"""Attention on the CPU whose result for a token depends on that token and its context alone, bit by bit: not
-on what else is computed, nor on what was reused. Owns its masks and one step's plan; the KV itself is the
-arena's.
+"""Deterministic attention on the CPU: the result for a token depends only on the token and its context, bit
+by bit, not on the rest of the batch or on cache hits. Owns its masks and one step's plan; the arena owns the
+KV.
 
-A token always meets calls of the same shapes. Its query heads are rows of a small matrix together with those
-of a fixed number of neighbours, which are zeros where they are not computed. Its keys are those of its
-context, up to the next multiple of `PAD_TOKENS`, under a mask. Sums of the fused kernel follow from these
-shapes, and from how its memory is aligned.
+A token is always computed in calls of the same shape. Its query heads are rows of a small matrix, together
+with those of a fixed number of neighbours; neighbours that are not computed are zeros. Its keys are its
+context, masked and padded to a multiple of `PAD_TOKENS`. The order of sums in the fused kernel depends only
+on these shapes and on memory alignment.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
 
-PAD_TOKENS = 128  # contexts are padded to a multiple of so many tokens
-# a query matrix has a multiple of so many rows: the kernel's buffers of all threads are aligned alike then
+PAD_TOKENS = 128  # contexts are padded to a multiple of this many tokens
+# rows of a query matrix are a multiple of this: then the kernel's buffers are aligned alike in all threads
 QUERY_ROWS = 8
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
 
     begin: int  # of the step's tokens
     end: int
-    first: int  # position of the first, within the padding's multiple
+    first: int  # position of the first token, modulo `PAD_TOKENS`
     padded: int  # keys
 
 
@@ -46,8 +46,8 @@ class _Chunk(NamedTuple):
 
 
 class SteadyAttention(CpuAttention):
-    """`Attention` in float32 on the CPU. Sequences are on the device as a whole, and all layers have KV of
-    every token."""
+    """`Attention` in float32 on the CPU. Whole sequences are on the device, and all layers have KV of every
+    token."""
 
     def __init__(self, arena: Tensor, config: ModelConfig, rope: Tensor) -> None:
         super().__init__(arena, config, rope)
@@ -96,8 +96,7 @@ class SteadyAttention(CpuAttention):
 
     def _mask(self, window: int, num_keys: int) -> Tensor:
         """[tiles, 1, query rows, keys], added to the scores of all tokens whose contexts are padded to
-        `num_keys`. It is the end of one that is as long as any so far: what a token sees is counted from the
-        end."""
+        `num_keys`. It is the tail of the longest mask so far, since visibility is counted from the end."""
         mask = self._masks.get(window)
         if mask is None or mask.shape[-1] < num_keys:
             length = num_keys if mask is None else max(num_keys, 2 * mask.shape[-1])
@@ -127,7 +126,7 @@ class _SteadyPreparation(Preparation):
 
     def _chunk(self, span: ChunkSpan) -> _Chunk:
         rows = self.key_rows(span)
-        # masked, but it must be finite: what lies behind the end may be anything
+        # masked, but must be finite: memory after the end may hold anything
         padding = -span.kv_len % PAD_TOKENS
         keys = torch.cat([rows, rows[:1].expand(padding)])
         gather = torch.cat([keys, keys + self._sizes.block_tokens])

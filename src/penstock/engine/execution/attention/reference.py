@@ -1,5 +1,5 @@
-"""Attention written to be read: one chunk and one token at a time, as it is defined. Owns the meaning that
-the other backends are held to, and no speed."""
+"""Attention written to be read: one chunk and one token at a time, as it is defined. The other backends are
+tested against it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.models.model import ModelConfig
 
 
 class ReferenceAttention:
-    """The meaning of `Attention`, on any device. `math` is the type that everything is computed in."""
+    """Reference of `Attention`, on any device. All arithmetic is in the type `math`."""
 
     def __init__(
         self, arena: Tensor, config: ModelConfig, rope: Tensor, math: torch.dtype = torch.float32
@@ -97,6 +97,7 @@ class ReferenceAttention:
 
 
 def table_end(inputs: StepInputs, begin: int) -> int:
-    """Where the table that begins at `begin` ends at the latest: at the next table, or with the tensor."""
+    """Upper bound for the end of the table that begins at `begin`: the next table, or the end of the
+    tensor."""
     later = inputs.table_starts[inputs.table_starts > begin]
     return int(later.min()) if later.numel() else inputs.tables.numel()

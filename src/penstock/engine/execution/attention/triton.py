@@ -1,5 +1,5 @@
-"""Attention for CUDA: launches the Triton kernels, and for long prompts PyTorch's fused attention where that
-is faster. Owns the choice of tiles and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
+"""Attention for CUDA: launches the Triton kernels, and PyTorch's fused attention for long prompts if it is
+faster. Owns the choice of tiles and the splitting of keys; the arithmetic is in `triton_kernels.py`."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class RotateTile(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """All constants that were found by measuring. The attention tile goes by how many rows (tokens times
-    query heads per KV head) the longest chunk of a launch has."""
+    """All measured constants. The attention tile depends on the rows (tokens times query heads per KV head)
+    of the longest chunk of a launch."""
 
-    decode: Tile  # one token a chunk, and hardly a program per multiprocessor
-    decode_even: Tile  # one or two of them
-    decode_many: Tile  # more: three have to fit side by side
+    decode: Tile  # one token per chunk, at most one program per multiprocessor
+    decode_even: Tile  # one or two programs per multiprocessor
+    decode_many: Tile  # more programs: three must fit on a multiprocessor
     short: Tile
     long: Tile
-    deep: Tile  # the same over a prefix that is longer than the chunk
-    programs_per_sm: int = 2  # keys are split until about so many programs exist
-    # the same for several decodes over long sequences: those of different lengths end together
+    deep: Tile  # for a prefix that is longer than the chunk
+    programs_per_sm: int = 2  # keys are split until there are about this many programs
+    # the same for several decodes over long sequences, so that different lengths end together
     deep_programs_per_sm: int = 12
-    # latency counts: as many programs as there are heads
+    # for low latency: one program per head
     rotate_few: RotateTile = RotateTile(tokens=1, heads=1, warps=1)
     rotate_many: RotateTile = RotateTile(tokens=8, heads=8, warps=4)
 
@@ -61,9 +61,9 @@ class Tuning(NamedTuple):
         return frozenset((self.decode, self.decode_even, self.decode_many, self.short, self.long, self.deep))
 
     def decode_tile(self, per_sm: float) -> tuple[Tile, int | None]:
-        """By programs per multiprocessor without splitting: the tile, and how often keys are split where that
-        is not up to `programs_per_sm`. One and a bit is the worst case: a few multiprocessors would have two,
-        and all others wait for them."""
+        """The tile for this many programs per multiprocessor without splitting, and the number of splits;
+        None: by `programs_per_sm`. Slightly above one is the worst case: a few multiprocessors would have two
+        programs, and all others would wait for them."""
         if per_sm <= 1.0:
             return self.decode, None
         if per_sm < 4 / 3:
@@ -75,7 +75,7 @@ class Tuning(NamedTuple):
 
 
 # By bytes per value: 2 is bfloat16 (and float16), measured on an H200 with Qwen3-4B's shape (`python
-# benchmarks/kernels.py`); 4 is float32, whose exact products run outside the tensor cores.
+# benchmarks/kernels.py`); 4 is float32, which runs without tensor cores.
 _EXACT_DECODE, _EXACT = Tile(16, 32, 8, 2), Tile(32, 16, 8, 2)
 TUNING = {
     2: Tuning(
@@ -91,22 +91,22 @@ TUNING = {
 ROTATE_MANY_FROM = 512  # tokens
 MAX_SPLITS = 64
 GATHER_TOKENS = 8
-# that gather from host memory: enough for the link, and compute beside them keeps most multiprocessors
+# programs that gather from host memory: enough for the link, and most multiprocessors stay free for compute
 FETCH_PROGRAMS = 32
 JOIN_ROWS = 32
 
 
 class FusedSizes(NamedTuple):
-    """What PyTorch's fused attention is called with. cuDNN builds a plan for each new shape, for 40 ms and
-    more, so that there are few, and all are planned before the first request."""
+    """Shapes for PyTorch's fused attention. cuDNN builds a plan for each new shape, which takes 40 ms or
+    more. So there are few shapes, all planned before the first request."""
 
-    own: int = 1024  # tokens of a chunk among themselves: from half of it on, rounded up to a multiple
-    # tokens of a chunk over a piece of what is before it, rounded up to the last
+    own: int = 1024  # a chunk's own tokens are padded to a multiple of this, if they fill at least half of it
+    # tokens of a chunk over a piece of its prefix, padded to a multiple of the last
     rows: tuple[int, ...] = (8192, 4096, 2048, 1024, 512)
     least_rows: int = 384
-    # tokens in such a piece; those that fill none are left to the paged kernel
+    # tokens in such a piece; the paged kernel takes the rest
     keys: tuple[int, ...] = (32768, 16384, 8192, 4096)
-    least_keys: int = 8192  # for fewer, gathering and joining cost what is gained
+    least_keys: int = 8192  # for fewer, gathering and merging cost more than is gained
 
 
 def rounded_up(num: int, step: int) -> int:
@@ -114,8 +114,8 @@ def rounded_up(num: int, step: int) -> int:
 
 
 def pieces(num: int, sizes: tuple[int, ...]) -> list[int]:
-    """`num` in as few of the sizes as there can be, the largest first; each is a multiple of the next. Less
-    than the last is left over."""
+    """`num` as the fewest possible sizes, largest first; each size is a multiple of the next. The remainder
+    is less than the last size."""
     made = []
     for size in sizes:
         count, num = divmod(num, size)
@@ -124,7 +124,7 @@ def pieces(num: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 def fused_shapes(sizes: FusedSizes, chunk: int, max_tokens: int) -> list[tuple[int, int]]:
-    """Shapes that chunks of up to `chunk` tokens need in a context of `max_tokens`, as (tokens, tokens before
+    """The shapes for chunks of up to `chunk` tokens in a context of `max_tokens`, as (tokens, tokens before
     them)."""
     own = [
         (tokens, 0)
@@ -137,7 +137,7 @@ def fused_shapes(sizes: FusedSizes, chunk: int, max_tokens: int) -> list[tuple[i
 
 
 class _Launch(NamedTuple):
-    """A run of chunks that one launch attends, and the tokens they cover."""
+    """Adjacent chunks of one launch, and the tokens they cover."""
 
     first_chunk: int
     num_chunks: int
@@ -151,8 +151,8 @@ class _ChunkGroup(NamedTuple):
     attention."""
 
     launch: _Launch
-    num_fused: int = 0  # tokens before the chunk that fused attention takes, in pieces
-    # it takes the chunk's own tokens as well, and there is nothing between: the paged kernel has no part
+    num_fused: int = 0  # prefix tokens that fused attention takes, in pieces
+    # fused attention takes the chunk's own tokens too, so the paged kernel is not needed
     own_fused: bool = False
 
     @property
@@ -197,7 +197,7 @@ class TritonAttention:
         self._fused = fused
         self._fused_sizes = fused_sizes or FusedSizes()
         self._planned: set[tuple[int, int]] = set()  # tokens, and tokens before them
-        # the eager step being launched: its parts, by window
+        # the eager step being launched and its groups, by window
         self._step: tuple[StepInputs, dict[int, list[_ChunkGroup]]] | None = None
         self._no_starts = torch.zeros(1, dtype=torch.int32, device=arena.device)
         self._num_sms = (
@@ -252,7 +252,7 @@ class TritonAttention:
         parts = self._parts(inputs, self._sizes.windows[layer])
         if len(parts) == 1 and parts[0].own_fused and not num_decodes:
             return self._attend_fused(layer, q, k, v, q, inputs, parts[0])
-        # Padding tokens of a captured step belong to no chunk, so no program writes them: they are zeros.
+        # Padding tokens of a captured step belong to no chunk, so no program writes them: they must be zeros.
         blank = torch.empty if inputs.max_q_len or num_decodes == num_chunks else torch.zeros
         out = blank(num_tokens, self._sizes.num_heads * self._sizes.head_dim, dtype=q.dtype, device=q.device)
         if num_decodes:
@@ -265,8 +265,7 @@ class TritonAttention:
                 inputs.max_kv_len > DEEP_TOKENS,
             )
         if num_decodes < num_chunks and not parts:
-            # A capture does not know its longest chunk; no chunk is longer than all tokens that are not
-            # decodes.
+            # A capture does not know its longest chunk; the number of non-decode tokens is an upper bound.
             rest = num_tokens - num_decodes
             parts = [
                 _ChunkGroup(
@@ -337,15 +336,15 @@ class TritonAttention:
             begin = last
 
     def _plain_attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """For float32, which no fused attention takes."""
+        """For float32, which fused attention does not support."""
         group = self._sizes.group
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * self._sizes.scale
         out = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v.repeat_interleave(group, dim=1))
         return out.contiguous(), scores.logsumexp(dim=-1)
 
     def _parts(self, inputs: StepInputs, window: int = 0) -> list[_ChunkGroup]:
-        """The chunks behind the decodes of an eager step, in order; none of a captured one, whose lengths
-        change."""
+        """The groups of chunks after the decodes of an eager step, in order; empty for a captured step, whose
+        lengths vary."""
         if not inputs.spans:
             return []
         if self._step is None or self._step[0] is not inputs:
@@ -374,8 +373,8 @@ class TritonAttention:
     # --------------------------------------------------------------------------------------- paged, by Triton
 
     def num_splits(self, num_chunks: int, num_tiles: int, deep: bool = False) -> int:
-        """Shares that the keys are cut into, so that every multiprocessor has something to do. `deep`: until
-        all have done it."""
+        """Number of splits of the keys, so that every multiprocessor has work. `deep`: more splits, so that
+        all end together."""
         per_sm = (
             self._tuning.deep_programs_per_sm if deep and num_chunks > 1 else self._tuning.programs_per_sm
         )
@@ -383,8 +382,8 @@ class TritonAttention:
         return max(1, min(MAX_SPLITS, wanted // (num_chunks * num_tiles * self._sizes.num_kv_heads)))
 
     def grid(self, launch: _Launch, deep: bool) -> tuple[Tile, int, int]:
-        """Tile, tiles per chunk, and splits. Those of decodes follow from the shape of the launch, and from
-        whether the step is `deep`, so that captured and eager steps of the same requests agree to the bit."""
+        """Tile, tiles per chunk, and splits. For decodes they depend only on the launch shape and on `deep`,
+        so that captured and eager steps of the same requests agree bit by bit."""
         sizes, tuning, splits = self._sizes, self._tuning, None
         num_rows = launch.max_q_len * sizes.group
         is_decode = num_rows <= tuning.decode.rows
@@ -405,7 +404,7 @@ class TritonAttention:
         deep: bool,
         first_key: int | None = None,
     ) -> Tensor:
-        """`first_key`: attend from there on only, and return the log2 of each sum of powers as [rows,
+        """`first_key`: attend from this key on only, and return the log2 of each sum of powers as [rows,
         heads]."""
         return self._launch_paged(layer, q, out, inputs, launch, *self.grid(launch, deep), first_key)
 
@@ -432,7 +431,7 @@ class TritonAttention:
                 splits, launch.num_rows, sizes.num_heads, sizes.head_dim, dtype=torch.float32, device=q.device
             )
             if not inputs.max_q_len and launch.max_q_len > 1:
-                lse.fill_(float("-inf"))  # padding tokens again: no share of theirs counts
+                lse.fill_(float("-inf"))  # padding tokens again: their splits count nothing
         kernels.paged_attention_kernel[(num_tiles, sizes.num_kv_heads, launch.num_chunks * splits)](
             q,
             target,
@@ -496,14 +495,14 @@ class TritonAttention:
         progress("planning prefill", len(shapes), len(shapes))
 
     def compile(self) -> None:
-        """What steps outside captures need beyond what captures do: a pause of a second, better now than
-        under a request."""
+        """Compile kernels that only eager steps need: this takes a second, which no request should wait
+        for."""
         sizes, values = self._sizes, self._values[0]
         packed = torch.zeros(Shape(1, 1, 0).fixed_ints + 1, dtype=torch.int32, device=values.device)
         inputs = Shape(1, 1, 0).views(packed, num_decodes=0, max_q_len=1, max_kv_len=1)
         q = values.new_zeros(1, sizes.num_heads, sizes.head_dim)
-        # A chunk without tokens, said to be long: kernels are launched and do nothing.
-        for q_len in (4096, 2 * self._tuning.deep.rows):  # its keys in one share, and in several
+        # An empty chunk declared as long: kernels are launched and do nothing.
+        for q_len in (4096, 2 * self._tuning.deep.rows):  # keys in one split, and in several
             for layer in {
                 (window, layer >= self.blank_from): layer for layer, window in enumerate(sizes.windows)
             }.values():
@@ -514,7 +513,7 @@ class TritonAttention:
         for layer in {
             window: layer for layer, window in enumerate(sizes.windows) if layer >= self.blank_from
         }.values():
-            # passes that make drafts run behind captured steps of every kind, and are not captured
+            # draft passes run after captured steps of every kind, and are not always captured
             for tile in self._tuning.tiles:
                 for splits in (1, 2):
                     self._launch_paged(
@@ -527,8 +526,8 @@ class TritonAttention:
     # -------------------------------------------------------------------------------- long chunks, by PyTorch
 
     def plan(self, q_len: int, num_past: int) -> None:
-        """Let cuDNN build its plan for this shape now, so that "auto" may use it later without a pause. It
-        keeps its plans by thread. `num_past` 0: for tokens among themselves."""
+        """Let cuDNN build its plan for this shape now, so that "auto" can use it later without a pause. cuDNN
+        keeps plans per thread. `num_past` 0: for tokens among themselves."""
         sizes, values = self._sizes, self._values[0]
         if values.element_size() != 2 or not values.is_cuda:
             return
@@ -539,8 +538,8 @@ class TritonAttention:
         self._planned.add((q_len, num_past))
 
     def _fuses(self, start: int, q_len: int, window: int = 0) -> tuple[int, bool]:
-        """Of a chunk of `q_len` tokens behind `start` others: how many of those fused attention takes, and
-        whether its own. None where a token is outside the window."""
+        """For a chunk of `q_len` tokens after `start` others: how many of those fused attention takes, and
+        whether it takes the chunk's own tokens. Nothing if a token is outside the window."""
         sizes, is_half = self._fused_sizes, self._values[0].element_size() == 2
         if self._prefill == "triton" or not is_half or 0 < window < start + q_len:
             return 0, False
@@ -581,10 +580,10 @@ class TritonAttention:
         *,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        """A chunk's own tokens and what is just before them, then the rest of its prefix piece by piece,
-        joined by their log-sum-exp. Padding comes last, where no token sees it. Returns `out`, or where it is
-        not written the chunk's rows; and the log2 of each sum of powers as [rows, heads], which means nothing
-        without `with_lse`."""
+        """Attend to a chunk's own tokens and the end of its prefix, then to the rest of its prefix in pieces,
+        merged by log-sum-exp. Padding comes last, where no token sees it. Returns `out`, or the chunk's rows
+        if `out` was not written; and the log2 of each sum of powers as [rows, heads], which is valid only
+        `with_lse`."""
         launch, sizes, exact = part.launch, self._fused_sizes, self._prefill == "sdpa"
         q_len, end = launch.num_rows, launch.first_row + launch.num_rows
         own_q, own_k, own_v = (x[launch.first_row : end] for x in (q, k, v))
@@ -620,9 +619,9 @@ class TritonAttention:
     def _fused_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, with_lse: bool, planned: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Both operators take fewer KV heads than query heads. Returns [tokens, heads, head_dim] and [heads,
-        tokens]."""
-        # a plan is for given strides
+        """Both operators accept fewer KV heads than query heads. Returns [tokens, heads, head_dim] and
+        [heads, tokens]."""
+        # a plan depends on strides
         heads_first = [x.contiguous().transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         if self._fused == "cudnn" and planned:
             result = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -633,7 +632,7 @@ class TritonAttention:
                 *heads_first, 0.0, causal, False, scale=self._sizes.scale
             )
         out, lse = result[0], result[1]
-        # not asked for: never read
+        # unused without `with_lse`
         lse = lse.reshape(self._sizes.num_heads, -1)[:, : q.shape[0]].contiguous() if with_lse else out
         return out.squeeze(0).transpose(0, 1).contiguous(), lse
 
@@ -680,7 +679,7 @@ class TritonAttention:
         )
 
     def _join(self, own: Tensor, own_lse: Tensor, past: Tensor, past_lse: Tensor) -> None:
-        """Into `own` [tokens, heads * head_dim], with its `own_lse` [tokens, heads]."""
+        """Merge `past` into `own` [tokens, heads * head_dim] and `own_lse` [tokens, heads]."""
         sizes, num_tokens = self._sizes, own.shape[0]
         kernels.join_kernel[(triton.cdiv(num_tokens * sizes.num_heads, JOIN_ROWS),)](
             own,
@@ -697,5 +696,5 @@ class TritonAttention:
 
 
 def _padded(x: Tensor, num_tokens: int) -> Tensor:
-    """With zeros behind."""
+    """Pad with zeros at the end."""
     return x if len(x) == num_tokens else F.pad(x, (0, 0, 0, 0, 0, num_tokens - len(x)))

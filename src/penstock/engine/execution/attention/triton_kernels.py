@@ -1,12 +1,12 @@
 # ruff: noqa: SIM102
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
-"""Triton kernels over one layer of the block-major arena. Own the arithmetic; which runs with what tiles is
-decided in `triton.py`.
+"""Triton kernels over one layer of the block-major arena. Own the arithmetic; `triton.py` chooses the kernel
+and its tiles.
 
 A value is found at slot * SLOT_STRIDE + token in block * TOKEN_STRIDE + kv head * HEAD_STRIDE + value,
 counted from the layer's keys or values in slot 0. Slots are widened to 64 bits first: an arena holds more
-values than 32 bits can count. Upper case marks what is fixed at compile time. Numbers and index tensors that
-change from step to step are not specialised on, so that no step compiles anything.
+values than 32 bits can count. Upper case marks what is fixed at compile time. Kernels are not specialised on
+numbers and index tensors that change between steps, so that no step compiles anything.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def rotate_and_write_kernel(
 def _cached_tile(
     cache_ptr, rows, dims, valid, DIMS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr
 ):
-    """[keys, DIMS_PADDED] of one KV head; where masked, what is not valid is not read and counts as zero."""
+    """[keys, DIMS_PADDED] of one KV head. If masked, invalid keys are not read and count as zero."""
     pointers = cache_ptr + rows[:, None] + dims[None, :]
     if MASKED:
         return tl.load(pointers, mask=valid[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -128,7 +128,7 @@ def _cached_tile(
 
 @triton.jit
 def _slots_of(table_ptr, begin, end, BLOCK_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Slot of each key of the tile from `begin`; entries behind the last key's are not read."""
+    """Slot of each key of the tile from `begin`; entries after the last key are not read."""
     keys = begin + tl.arange(0, TILE_KEYS)
     return tl.load(table_ptr + keys // BLOCK_TOKENS, mask=keys < end, other=0)
 
@@ -157,8 +157,8 @@ def _attend_tile(
     SKIPS_BLANK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One step of online softmax: keys begin..begin + TILE_KEYS, of which those before `end` exist. All in
-    powers of two."""
+    """One step of online softmax: keys begin..begin + TILE_KEYS, only those before `end` exist. All in powers
+    of two."""
     keys = begin + tl.arange(0, TILE_KEYS)
     dims = tl.arange(0, DIMS_PADDED)
     exists = keys < end
@@ -175,8 +175,8 @@ def _attend_tile(
         scores = tl.where(scores == 0.0, float("-inf"), scores)
     new_largest = tl.maximum(largest, tl.max(scores, 1) * scale_log2)
     if MASKED or SKIPS_BLANK:
-        # A row that has seen no key yet keeps -inf as its largest; zero in its place keeps infinities from
-        # being subtracted.
+        # A row without keys so far keeps -inf as its largest; zero in its place avoids subtracting
+        # infinities.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     else:
         base = new_largest
@@ -203,7 +203,7 @@ def paged_attention_kernel(
     first_row,  # token that is row 0 of the output
     num_rows,
     num_splits,
-    first_key,  # those before it are attended elsewhere; a multiple of TILE_KEYS
+    first_key,  # earlier keys are attended elsewhere; a multiple of TILE_KEYS
     scale_log2,
     SLOT_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -226,8 +226,8 @@ def paged_attention_kernel(
 
     A row of the tile is one query head of one token, all heads of the KV head side by side, so that a key is
     loaded once for all of them. Decode is the case of one token. Later tokens see more keys, so they start
-    first. With a WINDOW a token sees so many keys, its own included; what none of the tile's sees is not
-    read. SKIPS_BLANK: nobody sees keys that are all zeros.
+    first. With a WINDOW a token sees that many keys, its own included; keys that no token of the tile sees
+    are not read. SKIPS_BLANK: keys that are all zeros are masked.
     """
     TILE_TOKENS: tl.constexpr = TILE_ROWS // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -245,7 +245,7 @@ def paged_attention_kernel(
     real = (rows < TILE_TOKENS * GROUP) & (tokens < q_len)
     last_visible = kv_len - q_len + tokens
 
-    # Keys that some row of the tile sees end at key_end; up to the first token's own they are visible to
+    # Keys visible to some row of the tile end at key_end; those up to the first token's own are visible to
     # every row.
     key_end = kv_len - q_len + tl.minimum((tile + 1) * TILE_TOKENS, q_len)
     key_begin = first_key
@@ -258,7 +258,7 @@ def paged_attention_kernel(
     end = tl.minimum(begin + share, key_end)
     all_visible = (kv_len - q_len + tile * TILE_TOKENS + 1) // TILE_KEYS * TILE_KEYS
     middle = tl.maximum(begin, tl.minimum(end, all_visible))
-    # From here on they are visible to every row, the last one included, whose window begins last.
+    # From here on keys are visible to every row, even the last one, whose window begins last.
     inside_from = begin
     if WINDOW:
         inside_from = tl.minimum(
@@ -332,7 +332,7 @@ def merge_splits_kernel(
     MAX_SPLITS: tl.constexpr,
     WITH_LSE: tl.constexpr,
 ):
-    """Program (row, head): the shares of one query head, weighted by their sums. A share without keys was
+    """Program (row, head): the splits of one query head, weighted by their sums. A split without keys was
     never written and is not read."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -340,7 +340,7 @@ def merge_splits_kernel(
     dims = tl.arange(0, DIMS_PADDED)
     at = (splits * num_rows + row) * NUM_HEADS + head
     lse = tl.load(lse_ptr + at, mask=splits < num_splits, other=float("-inf"))
-    has_keys = lse != float("-inf")  # a NaN counts, so that it is seen
+    has_keys = lse != float("-inf")  # a NaN counts, so that it propagates
     largest = tl.max(lse, 0)
     weights = tl.where(has_keys, tl.exp2(lse - tl.where(largest > float("-inf"), largest, 0.0)), 0.0)
     partial = tl.load(
@@ -403,14 +403,14 @@ def join_kernel(
     past_ptr,  # [num_past, heads, HEAD_DIM]
     past_lse_ptr,  # float32 [heads, num_past], natural logarithm
     num_tokens,
-    num_past,  # at least as many: what is behind num_tokens is padding
+    num_past,  # at least num_tokens: the rest is padding
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS_PADDED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Program i: attention over two disjoint sets of keys becomes attention over both. A row of its tile is
-    one head of one token."""
+    """Program i: merges attention over two disjoint sets of keys. A row of its tile is one head of one
+    token."""
     rows = (tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)).to(tl.int64)
     dims = tl.arange(0, DIMS_PADDED)
     real = rows < num_tokens.to(tl.int64) * NUM_HEADS
