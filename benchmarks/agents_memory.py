@@ -71,12 +71,7 @@ def main() -> None:
         row["optimum"] = best_hits(uses, num_blocks, lambda *_: None).blocks * BLOCK / total
         rows.append(row)
         print(
-            f"| {share:g}x "
-            f"| "
-            f"{100 * row['cost']['reused']:.1f} "
-            f"| "
-            f"{100 * row['fifo, lru']['reused']:.1f} "
-            f"| "
+            f"| {share:g}x | {100 * row['cost']['reused']:.1f} | {100 * row['fifo, lru']['reused']:.1f} | "
             f"{100 * row['optimum']:.1f} |",
             flush=True,
         )

@@ -150,21 +150,14 @@ def main() -> None:
     finally:
         engine.close()
     print(
-        f"{'target ms':>9} "
-        f"{'p50 ms':>9} "
-        f"{'p99 ms':>9} "
-        f"{'max ms':>9} "
-        f"{'prompt tokens/s':>16} "
+        f"{'target ms':>9} {'p50 ms':>9} {'p99 ms':>9} {'max ms':>9} {'prompt tokens/s':>16} "
         f"{'of the first':>13} {'TTFT s':>8}"
     )
     for row in rows:
         share = row["prompt_tokens_per_s"] / rows[0]["prompt_tokens_per_s"]
         between = f"{row['p50_ms']:9.1f} {row['p99_ms']:9.1f} {row['max_ms']:9.1f}"
         print(
-            f"{row['target_ms']:9g} "
-            f"{between} "
-            f"{row['prompt_tokens_per_s']:16.0f} "
-            f"{share:13.3f} "
+            f"{row['target_ms']:9g} {between} {row['prompt_tokens_per_s']:16.0f} {share:13.3f} "
             f"{row['ttft_s']:8.2f}"
         )
     if args.json is not None:

@@ -146,23 +146,13 @@ def _figures(taken: list[tuple[float, float]]) -> dict[str, float]:
 def show(result: dict[str, Any]) -> None:
     for name, ready in result["ready"].items():
         print(
-            f"{name:10}  ready after "
-            f"{ready['start_s']:.1f} "
-            f"s "
-            f"(load "
-            f"{ready['ready_s']:.1f} "
-            f"s), "
+            f"{name:10}  ready after {ready['start_s']:.1f} s (load {ready['ready_s']:.1f} s), "
             f"{ready['rss_mib']:.0f} MiB resident"
         )
     for case, sides in result["ms"].items():
         kind, count = case.split()
         rates = (
-            f"{name} {ms['median']:.1f} "
-            f"ms "
-            f"(best "
-            f"{ms['best']:.1f}, "
-            f"CPU "
-            f"{ms['cpu']:.1f}), "
+            f"{name} {ms['median']:.1f} ms (best {ms['best']:.1f}, CPU {ms['cpu']:.1f}), "
             f"{int(count) / ms['median'] * 1000:.0f} tok/s"
             for name, ms in sides.items()
         )

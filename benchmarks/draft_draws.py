@@ -170,13 +170,8 @@ def main() -> None:
             shares, expected = "  ".join(f"{rate:6.1%}" for rate in one[name]), tokens_per_step(one[name])
             num = one.get(f"{name}_drafted", one["drawn_drafted"])
             print(
-                f"temperature {one['temperature']}  {name:>10}  {shares}   "
-                f"{expected:.2f} "
-                f"tokens "
-                f"a "
-                f"step "
-                f" "
-                f" {num:,} drafts"
+                f"temperature {one['temperature']}  {name:>10}  {shares}   {expected:.2f} tokens a step   "
+                f"{num:,} drafts"
             )
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -85,11 +85,7 @@ def main() -> None:
                 )
     for size, some in times.items():
         print(
-            f"{size or 'all':>6}: "
-            f"{1e3 * statistics.median(some):.3f} "
-            f"ms "
-            f"({1e3 * min(some):.3f} "
-            f"to "
+            f"{size or 'all':>6}: {1e3 * statistics.median(some):.3f} ms ({1e3 * min(some):.3f} to "
             f"{1e3 * max(some):.3f})"
         )
     if args.json is not None:

@@ -177,9 +177,7 @@ def main() -> None:
     print(f"{'kind':28} {'first ms':>10} {'later ms':>10} {'ratio':>7}")
     for row in rows:
         print(
-            f"{row['kind']:28} "
-            f"{row['first_ms']:10.1f} "
-            f"{row['later_ms']:10.1f} "
+            f"{row['kind']:28} {row['first_ms']:10.1f} {row['later_ms']:10.1f} "
             f"{row['first_ms'] / row['later_ms']:7.2f}"
         )
     if args.json is not None:

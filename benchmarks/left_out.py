@@ -68,12 +68,7 @@ def main() -> None:
         found.append(one)
         shares = "  ".join(f"{rate:6.1%}" for rate in one["kept"])
         print(
-            f"{left_out:4} left out, {behind:3} behind: "
-            f"{shares} "
-            f" "
-            f"{one['tokens_per_step']:.2f} "
-            f"tokens "
-            f"a "
+            f"{left_out:4} left out, {behind:3} behind: {shares}  {one['tokens_per_step']:.2f} tokens a "
             f"step, {one['drafted']:,} drafts"
         )
     if args.json is not None:

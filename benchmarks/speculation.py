@@ -39,38 +39,15 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import settle_process
 
 _TEXT = (
-    "The lighthouse at the northern cape was built in 1871 by the harbour "
-    "company. "
-    "Its "
-    "lamp "
-    "burned "
-    "whale "
-    "oil for the first nine years, "
-    "then paraffin, and since 1931 it has been electric. The keeper's family lived in "
-    "the "
-    "two "
-    "rooms "
-    "at "
-    "its "
-    "foot until 1968, when the "
-    "light was automated. Today the rooms are a small museum, which is open "
-    "from "
-    "May "
-    "to "
-    "September "
-    "and "
-    "shows the old lenses, the logbooks "
-    "and a model of the harbour as it was before the storm of 1894."
+    "The lighthouse at the northern cape was built in 1871 by the harbour company. Its lamp burned whale "
+    "oil for the first nine years, then paraffin, and since 1931 it has been electric. The keeper's family "
+    "lived in the two rooms at its foot until 1968, when the light was automated. Today the rooms are a "
+    "small museum, which is open from May to September and shows the old lenses, the logbooks and a model "
+    "of the harbour as it was before the storm of 1894."
 )
 _CODE = (
-    "def total(prices, tax_rate):\n    result = 0\n    for price in prices:\n       "
-    " "
-    "result "
-    "= "
-    "result "
-    "+ "
-    "price\n"
-    "    return result + result * tax_rate\n"
+    "def total(prices, tax_rate):\n    result = 0\n    for price in prices:\n        result = result + "
+    "price\n    return result + result * tax_rate\n"
 )
 KINDS = {
     "chat": (
@@ -316,20 +293,9 @@ def print_row(one: dict[str, Any]) -> None:
         else (f"{statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
     )
     print(
-        f"{one['kind']:8} {one['tokens']:4} tokens "
-        f" "
-        f"batch "
-        f"{one['batch']:3} "
-        f" "
-        f"{one['proposer'][:16]:16} "
-        f"{one['tokens_per_s']:9.1f} tok/s "
-        f"{ratio}  {one['tokens_per_step']:5.2f} tokens a step {share} "
-        f" "
-        f"waits "
-        f"for "
-        f"the "
-        f"device "
-        f"{one['waits_for_device']:4.0%}",
+        f"{one['kind']:8} {one['tokens']:4} tokens  batch {one['batch']:3}  {one['proposer'][:16]:16} "
+        f"{one['tokens_per_s']:9.1f} tok/s {ratio}  {one['tokens_per_step']:5.2f} tokens a step {share}  "
+        f"waits for the device {one['waits_for_device']:4.0%}",
         flush=True,
     )
 

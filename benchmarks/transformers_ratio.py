@@ -158,12 +158,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{row['ours_s']:.3f} s against {row['theirs_s']:.3f} s, same outputs {row['same_outputs']:.0%}"
         )
         print(
-            f"{row['case']}: ratio "
-            f"{row['ratio']:.3f} "
-            f"(best "
-            f"rounds "
-            f"{row['best_ratio']:.3f}, "
-            f"aim "
+            f"{row['case']}: ratio {row['ratio']:.3f} (best rounds {row['best_ratio']:.3f}, aim "
             f"{row['aim']}); {times}"
         )
     if args.json is not None:

@@ -120,9 +120,8 @@ def main() -> None:
                 off.append(seconds["off"] / seconds["cut out"])
                 on.append(seconds["on"] / seconds["off"])
                 print(
-                    f"{number:3} "
-                    f"of "
-                    f"{args.rounds}: " + ", ".join(f"{mode} {seconds[mode]:.3f} s" for mode in _MODES),
+                    f"{number:3} of {args.rounds}: "
+                    + ", ".join(f"{mode} {seconds[mode]:.3f} s" for mode in _MODES),
                     flush=True,
                 )
         for engine in engines.values():

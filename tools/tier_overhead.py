@@ -87,12 +87,7 @@ def main() -> None:
         if pair >= _WARM_UP:
             ratios.append(seconds["on"] / seconds["off"])
             print(
-                f"{pair - _WARM_UP + 1:3} of {args.pairs}: "
-                f"with "
-                f"tiers "
-                f"{seconds['on']:.3f} "
-                f"s, "
-                f"without "
+                f"{pair - _WARM_UP + 1:3} of {args.pairs}: with tiers {seconds['on']:.3f} s, without "
                 f"{seconds['off']:.3f} s",
                 flush=True,
             )
@@ -100,12 +95,7 @@ def main() -> None:
         engine.communicate()
     spread = statistics.quantiles(ratios, n=4)
     print(
-        f"median of the ratios "
-        f"{statistics.median(ratios):.4f}, "
-        f"middle "
-        f"half "
-        f"{spread[0]:.4f} "
-        f"to "
+        f"median of the ratios {statistics.median(ratios):.4f}, middle half {spread[0]:.4f} to "
         f"{spread[2]:.4f}, {len(ratios)} pairs"
     )
     if args.json:

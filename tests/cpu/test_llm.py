@@ -198,12 +198,7 @@ print(isinstance(next(stream), str))
 
 def test_importing_the_package_loads_no_torch() -> None:
     code = (
-        "import sys, "
-        "penstock; "
-        "print('torch' "
-        "in "
-        "sys.modules, "
-        "penstock.SamplingParams().max_tokens, "
+        "import sys, penstock; print('torch' in sys.modules, penstock.SamplingParams().max_tokens, "
         "hasattr(penstock, 'nothing'))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

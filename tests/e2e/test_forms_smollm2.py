@@ -71,13 +71,8 @@ def test_the_error_of_a_form_is_bounded(weights: WeightsName, rows: int) -> None
     perplexity, expected = (F.cross_entropy(x[:-1], truth).exp().item() for x in (found, reference))
     difference = abs(perplexity / expected - 1)
     print(
-        f"{weights}, {rows} rows: error "
-        f"{error:.4f}, "
-        f"greedy "
-        f"{agreeing:.3f}, "
-        f"perplexity "
-        f"{perplexity:.3f} "
-        f"for {expected:.3f}"
+        f"{weights}, {rows} rows: error {error:.4f}, greedy {agreeing:.3f}, perplexity {perplexity:.3f} for "
+        f"{expected:.3f}"
     )
     most, least, most_difference = BOUNDS[weights]
     assert error < most and agreeing >= least and difference < most_difference, (error, agreeing, difference)

@@ -19,12 +19,7 @@ from support.reference import reference_model
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "Once upon a time, in a village at the foot of a mountain, there lived "
-    "an "
-    "old "
-    "clockmaker "
-    "who "
-    "had "
+    "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had "
     "forgotten how to sleep. " * 6,
     "Grüße aus Köln! 东京 is 日本の首都です. Прощай, ",
 ]

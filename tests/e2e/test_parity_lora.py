@@ -23,12 +23,7 @@ from support.reference import reference_model
 
 PROMPTS = [
     "The capital of France is",
-    "Once upon a time, in a village at the foot of a mountain, there lived "
-    "an "
-    "old "
-    "clockmaker "
-    "who "
-    "had "
+    "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had "
     "forgotten how to sleep. " * 3,
 ]
 TOLERANCE = 1e-4  # relative to the largest logit

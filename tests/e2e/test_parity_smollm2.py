@@ -25,27 +25,11 @@ TOLERANCE = 1e-4
 PROMPTS = {
     "fact": "The capital of France is Paris, and the capital of Italy is",
     "prose": (
-        "The river had been rising since morning. By noon the lower gate was "
-        "under "
-        "water, "
-        "and "
-        "the "
-        "keeper, "
-        "who had seen three floods "
-        "in his time, walked up to the turbine house to read the gauges himself. "
-        "What "
-        "he "
-        "found "
-        "there "
-        "made "
-        "him sit down."
+        "The river had been rising since morning. By noon the lower gate was under water, and the keeper, "
+        "who had seen three floods in his time, walked up to the turbine house to read the gauges himself. "
+        "What he found there made him sit down."
     ),
-    "code": "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    "
-    "return "
-    "fibonacci(n "
-    "- "
-    "1) "
-    "+ "
+    "code": "def fibonacci(n: int) -> int:\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + "
     "fibonacci(n - 2)\n\n\nprint(",
     "unicode": "Ünïcödé, 日本語のテキスト, кириллица, emoji 🙂🚀 and mathematics: ∑ᵢ xᵢ² ≥ 0.",
     "chat": "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",

@@ -180,13 +180,8 @@ def _ready_url(process: subprocess.Popen[str]) -> str:
 def url() -> Iterator[str]:
     done = subprocess.run(["make", "--question", "setup"], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode == 0, (
-        "the README's commands run in what `make "
-        "setup` "
-        "makes, "
-        "which "
-        "is "
-        "missing "
-        "or out of date: run `make test`"
+        "the README's commands run in what `make setup` makes, which is missing or out of date: run `make "
+        "test`"
     )
     with served("make serve") as ready:
         yield ready

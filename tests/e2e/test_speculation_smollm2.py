@@ -82,10 +82,8 @@ def test_greedy_answers_are_those_of_plain_decoding(proposer: str) -> None:
         )
     print(
         f"{proposer}: "
-        f"{[f'{kept / num:.2f}' for kept, num in zip(stats.accepted, stats.drafted, strict=True)]} "
-        f"kept "
-        f"by "
-        f"place"
+        f"{[f'{kept / num:.2f}' for kept, num in zip(stats.accepted, stats.drafted, strict=True)]} kept by "
+        "place"
     )
     engine.close(timeout_s=30.0)
     check_silent(sanitizer)

@@ -17,20 +17,10 @@ from support.driving import Collected, run_all, settle_all, submit
 from support.logits import Logits
 
 TEXTS = [
-    "Once upon a time, in a village at the foot of a mountain, there lived "
-    "an "
-    "old "
-    "clockmaker "
-    "who "
-    "had "
+    "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had "
     "forgotten how to sleep. " * 3,
     "def quicksort(items):\n    if len(items) < 2:\n        return items\n    pivot = items[0]\n" * 3,
-    "The history of the canal begins in 1768, when engineers measured the valley "
-    "for "
-    "the "
-    "first "
-    "time "
-    "and "
+    "The history of the canal begins in 1768, when engineers measured the valley for the first time and "
     "found it too steep. " * 3,
 ]
 NUM_TOKENS = 18

@@ -134,12 +134,7 @@ def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
     )
     if mounted is None or mounted.returncode:
         pytest.skip(
-            f"NO FULL DISK: no file "
-            f"system "
-            f"can "
-            f"be "
-            f"mounted "
-            f"here: "
+            "NO FULL DISK: no file system can be mounted here: "
             f"{mounted.stderr.strip() if mounted else 'no mount'}"
         )
     try:

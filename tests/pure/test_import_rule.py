@@ -22,13 +22,8 @@ WITHOUT_INIT = ("penstock.kv", "penstock.engine")
 # "+" joins are one; the others of a layer are siblings, which do not import each other.
 LAYERS = (
     (
-        "penstock + penstock.contract + penstock.config + "
-        "penstock.cores "
-        "+ "
-        "penstock.errors "
-        "+ "
-        "penstock.figures "
-        "+ penstock.observe",
+        "penstock + penstock.contract + penstock.config + penstock.cores + penstock.errors + "
+        "penstock.figures + penstock.observe",
     ),
     (
         "penstock.lanes",
@@ -42,12 +37,7 @@ LAYERS = (
     ("penstock.kv.tiers",),
     (
         "penstock.kv.pager",
-        "penstock.kv.cache + penstock.kv.table "
-        "+ "
-        "penstock.kv.build "
-        "+ "
-        "penstock.kv.questions "
-        "+ "
+        "penstock.kv.cache + penstock.kv.table + penstock.kv.build + penstock.kv.questions + "
         "penstock.kv.snapshots",
         "penstock.sanitizer",
     ),
@@ -279,13 +269,8 @@ def _names(requirements: list[str]) -> set[str]:
 def test_the_layers_without_torch_do_not_bring_it_in_through_others() -> None:
     wanted = [module for _, module, _ in modules() if inside(module, *NO_TORCH)]
     code = (
-        f"import "
-        f"importlib, "
-        f"sys\nfor "
-        f"name "
-        f"in "
-        f"{wanted!r}: "
-        f"importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
+        f"import importlib, sys\nfor name in {wanted!r}: importlib.import_module(name)\nsys.exit('torch' in "
+        "sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -290,14 +290,8 @@ class SteppedLanes:
                     both = {int(slot) for slot in other.slots} & {int(slot) for slot in access.slots}
                     if both and item is not None:
                         raise InvariantBroken(
-                            f"{by} would {access.mode.value} "
-                            f"slots "
-                            f"{sorted(both)} "
-                            f"of "
-                            f"{access.arena} "
-                            f"while "
-                            f"{item.ticket.label!r} "
-                            f"on lane {lane.name} is going to {other.mode.value} them"
+                            f"{by} would {access.mode.value} slots {sorted(both)} of {access.arena} while "
+                            f"{item.ticket.label!r} on lane {lane.name} is going to {other.mode.value} them"
                         )
 
     # ------------------------------------------------------------------------------------------ for the lanes

@@ -13,14 +13,9 @@ from checks import MODEL, V1, check
 ROWS = [("France", "Paris"), ("Germany", "Berlin"), ("Italy", "Rome"), ("Spain", "Madrid")]
 COMMON = "dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
 CHOICE = COMMON + (
-    "task: capitals\noutput_type: "
-    "multiple_choice\ndoc_to_text: "
-    "'The "
-    "capital "
-    "of "
-    "{{{{country}}}} "
-    "is'\ndoc_to_target: '{{{{label}}}}'\n"
-    "doc_to_choice: '{{{{choices}}}}'\nmetric_list: [{{metric: acc}}]\n"
+    "task: capitals\noutput_type: multiple_choice\ndoc_to_text: 'The capital of {{{{country}}}} "
+    "is'\ndoc_to_target: '{{{{label}}}}'\ndoc_to_choice: '{{{{choices}}}}'\nmetric_list: [{{metric: "
+    "acc}}]\n"
 )
 TEXT = COMMON + (
     "task: answers\noutput_type: generate_until\ndoc_to_text: 'What is the capital of {{{{country}}}}?'\n"

@@ -66,13 +66,8 @@ def download(part: str, state: Path) -> Path:
     """A folder with the packages of the first alternative that the archive has."""
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
         raise Unavailable(
-            "apt-get and dpkg-deb are not here: install the program "
-            "in "
-            "your "
-            "system's "
-            "way, "
-            "so "
-            "that it is on PATH"
+            "apt-get and dpkg-deb are not here: install the program in your system's way, so that it is on "
+            "PATH"
         )
     reason = ""
     for packages, backports in PARTS[part]:

@@ -15,13 +15,8 @@ from penstock.errors import ConfigError, PenstockError
 
 def make_parser() -> Parser:
     about = (
-        "Train a multi-token-prediction head, which proposes tokens "
-        "for "
-        "speculative "
-        "decoding, "
-        "on "
-        "what "
-        "the model itself writes."
+        "Train a multi-token-prediction head, which proposes tokens for speculative decoding, on what the "
+        "model itself writes."
     )
     parser = Parser(prog="train_mtp", description=about, parents=[engine_flags()])
     parser.set_defaults(max_batch=256, kv_offload=False)

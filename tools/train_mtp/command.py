@@ -96,12 +96,7 @@ def train_mtp(config: Config, task: TrainTask) -> int:
         head = Trainable(target, vocab, task.training.seed)
         learned = batches(corpus.training, target, task.training, bar)
         _print(
-            f"{sum(map(_length, corpus.training)):,} tokens "
-            f"of "
-            f"{len(corpus.training):,} "
-            f"texts "
-            f"to "
-            f"learn "
+            f"{sum(map(_length, corpus.training)):,} tokens of {len(corpus.training):,} texts to learn "
             f"from; {_since(started_s)}"
         )
         file = work / "state.pt"
@@ -135,9 +130,7 @@ def train_mtp(config: Config, task: TrainTask) -> int:
         {name: [round(rate, 4) for rate in found.rates] for name, found in measured.items()},
     )
     _print(
-        f"{task.out / TENSORS_FILE}: "
-        f"{(task.out / TENSORS_FILE).stat().st_size / 1e6:.1f} "
-        f"MB; "
+        f"{task.out / TENSORS_FILE}: {(task.out / TENSORS_FILE).stat().st_size / 1e6:.1f} MB; "
         f"{_since(started_s)}"
     )
     if task.work is None:
@@ -165,13 +158,8 @@ def _check_same(work: Path, config: Config, task: TrainTask) -> None:
         other = ", ".join(f"{name} {before.get(name)}" for name in of if before.get(name) != of[name])
         if other:
             raise ConfigError(
-                f"{work} has the text and state of a run with {other}: "
-                f"remove "
-                f"it, "
-                f"or "
-                f"give "
-                f"another "
-                f"directory with --work"
+                f"{work} has the text and state of a run with {other}: remove it, or give another directory "
+                "with --work"
             )
     file.write_text(json.dumps(of))
 
@@ -270,12 +258,7 @@ def _report(
         size = len(counts) if name == "full" else int(name)
         covers = 1.0 if name == "full" else DraftVocab.most_frequent(counts, size).coverage(held_out)
         _print(
-            f"draft vocabulary {name:>6}  {found.line()}   "
-            f"{size * width / 1e6:.1f} "
-            f"MB "
-            f"of "
-            f"output "
-            f"rows, "
+            f"draft vocabulary {name:>6}  {found.line()}   {size * width / 1e6:.1f} MB of output rows, "
             f"covers {covers:.1%} of that text"
         )
 

@@ -164,13 +164,8 @@ def _assemble(
     may_be_paged = _may_be_paged(config, max_model_len, num_blocks)
     if may_be_paged and deterministic:
         raise ConfigError(
-            "--deterministic: every sequence has to "
-            "fit "
-            "on "
-            "the "
-            "device; "
-            "raise "
-            "--device-kv-gib, or lower --max-model-len"
+            "--deterministic: every sequence has to fit on the device; raise --device-kv-gib, or lower "
+            "--max-model-len"
         )
     residency = ResidencyChoice.of(
         budget.deep_blocks if may_be_paged else 0, budget.resident_blocks, config.kv
@@ -284,12 +279,7 @@ def check_ahead(config: Config) -> None:
         given = int(kv.device_gib * GIB) // layout.block_bytes
     if given is not None and given * layout.block_bytes > free - needed:
         size = (
-            f"{given} KV blocks take "
-            f"{given * layout.block_bytes / GIB:.1f} "
-            f"GiB "
-            f"and "
-            f"the "
-            f"weights "
+            f"{given} KV blocks take {given * layout.block_bytes / GIB:.1f} GiB and the weights "
             f"{needed / GIB:.1f}"
         )
         raise ConfigError(
@@ -367,12 +357,7 @@ def _num_blocks(config: Config, layout: BlockLayout, model: Decoder) -> int:
     num_blocks = int(num_bytes) // layout.block_bytes
     if num_blocks < 2:
         size = (
-            f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less "
-            f"than "
-            f"two "
-            f"KV "
-            f"blocks "
-            f"of "
+            f"{max(0.0, num_bytes) / GIB:.3f} GiB hold less than two KV blocks of "
             f"{layout.block_bytes / 1024:.0f} KiB"
         )
         raise ConfigError(f"{size}; raise --device-kv-gib")
@@ -467,34 +452,19 @@ def _max_model_len(
     if wanted > dims.max_position:
         raise ConfigError(f"--max-model-len {wanted} exceeds the {dims.max_position} positions of the model")
     held = (
-        f"host memory takes "
-        f"{(num_pageable or 0) * config.kv.block_tokens} "
-        f"tokens "
-        f"of "
-        f"it; "
-        f"raise "
-        f"--kv-offload-host-gib"
+        f"host memory takes {(num_pageable or 0) * config.kv.block_tokens} tokens of it; raise "
+        "--kv-offload-host-gib"
     )
     if takes < wanted <= fits:
         raise ConfigError(
-            f"--max-model-len {wanted} "
-            f"exceeds "
-            f"--kv-resident-tokens "
-            f"{resident}, "
-            f"and "
-            f"cannot "
-            f"be paged out: {held}"
+            f"--max-model-len {wanted} exceeds --kv-resident-tokens {resident}, and cannot be paged out: "
+            f"{held}"
         )
     if wanted <= fits:
         return wanted
     size = (
-        f"--max-model-len {wanted} does not fit into "
-        f"{num_blocks} "
-        f"KV "
-        f"blocks "
-        f"of "
-        f"{config.kv.block_tokens} "
-        f"tokens"
+        f"--max-model-len {wanted} does not fit into {num_blocks} KV blocks of {config.kv.block_tokens} "
+        "tokens"
     )
     if not config.offload.enabled or not config.kv.prefix_cache:
         raise ConfigError(

@@ -53,10 +53,8 @@ LANDING_HEADERS = {
     "x-content-type-options": "nosniff",
 }
 _STYLE = (
-    "body{font:16px/1.5 "
-    "system-ui,sans-serif;max-width:44rem;margin:3rem "
-    "auto;padding:0 "
-    "1rem}td{padding:0 1rem 0 0;vertical-align:top}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:44rem;margin:3rem auto;padding:0 1rem}td{padding:0 "
+    "1rem 0 0;vertical-align:top}"
 )
 
 

@@ -225,22 +225,11 @@ def installed_head(target: Decoder) -> MtpHead:
             return read_head(directory, target)
     if not heads:
         raise ModelError(
-            "--speculate mtp needs a head, and none is installed: run "
-            "`pip "
-            "install "
-            "./heads` "
-            "in "
-            "Penstock's "
-            "repository, "
-            "or name one of your own: mtp:PATH"
+            "--speculate mtp needs a head, and none is installed: run `pip install ./heads` in Penstock's "
+            "repository, or name one of your own: mtp:PATH"
         )
     raise ModelError(
-        "--speculate mtp: there is no head for this model; train "
-        "one "
-        "(docs/speculation.md, "
-        "Train "
-        "a "
-        "head), "
+        "--speculate mtp: there is no head for this model; train one (docs/speculation.md, Train a head), "
         "and name it: mtp:PATH"
     )
 

@@ -19,13 +19,8 @@ class DraftVocab:
         notice."""
         if target_ids.dim() != 1 or target_ids.is_floating_point() or target_ids.dtype == torch.bool:
             raise ModelError(
-                f"{where}: d2t must be a list of "
-                f"whole "
-                f"numbers, "
-                f"got "
-                f"{target_ids.dtype} "
-                f"of "
-                f"shape {list(target_ids.shape)}"
+                f"{where}: d2t must be a list of whole numbers, got {target_ids.dtype} of shape "
+                f"{list(target_ids.shape)}"
             )
         ids = target_ids.to(torch.int64)
         if not 0 < len(ids) <= vocab:

@@ -34,14 +34,8 @@ __all__ = [
 ]
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' "
-    "+ "
-    "m['content'] "
-    "+ "
-    "'<|im_end|>\n' "
-    "}}{% "
-    "endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% "
+    "endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _NUMBERS = {  # of each rotary scheme that config.json states
     "linear": ("factor",),

@@ -245,36 +245,13 @@ def test_defaults_are_those_of_the_config():
 
 def test_every_engine_flag_reaches_the_config():
     argv = (
-        "serve --model m --load-format dummy --device cpu --dtype "
-        "bfloat16 "
-        "--seed "
-        "7 "
-        "--block-tokens "
-        "32 "
-        "--device-kv-gib 0.5 "
-        "--no-prefix-cache --max-model-len 100 --max-batch "
-        "3 "
-        "--prefill-chunk "
-        "64 "
-        "--prefill-chunk-ms "
-        "80 "
-        "--overcommit 2 --no-capture "
-        "--scheduling fifo --max-overtaken-s 5 "
-        "--kv-offload-host-gib 2.5 --eviction "
-        "cost "
-        "--kv-offload-ssd-dir "
-        "kv "
-        "--kv-offload-ssd-gib "
-        "7 "
-        "--kv-offload-ssd-admission reuse "
-        "--kv-offload-remote valkey://:pw@h:1/0 --kv-offload-remote-timeout-s 0.5 "
-        "--sanitize strict --sanitize-json findings.json "
-        "--sanitize-bytes "
-        "--lora "
-        "a=one "
-        "--lora "
-        "b=two "
-        "--lora-dir adapters"
+        "serve --model m --load-format dummy --device cpu --dtype bfloat16 --seed 7 --block-tokens 32 "
+        "--device-kv-gib 0.5 --no-prefix-cache --max-model-len 100 --max-batch 3 --prefill-chunk 64 "
+        "--prefill-chunk-ms 80 --overcommit 2 --no-capture --scheduling fifo --max-overtaken-s 5 "
+        "--kv-offload-host-gib 2.5 --eviction cost --kv-offload-ssd-dir kv --kv-offload-ssd-gib 7 "
+        "--kv-offload-ssd-admission reuse --kv-offload-remote valkey://:pw@h:1/0 "
+        "--kv-offload-remote-timeout-s 0.5 --sanitize strict --sanitize-json findings.json --sanitize-bytes "
+        "--lora a=one --lora b=two --lora-dir adapters"
     )
     assert config_of(cli.make_parser().parse_args(argv.split())) == Config(
         ModelSource("m", "dummy", "cpu", "bfloat16", 7, positions=100),
@@ -355,13 +332,8 @@ def test_no_source_file_writes_out_a_config_but_as_it_may_be_shown():
 def test_sampling_flags_reach_the_request_and_commands_keep_their_own_defaults():
     parser = cli.make_parser()
     given = (
-        "generate x --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 "
-        "--min-p "
-        "0.1 "
-        "--stop "
-        "a "
-        "--stop "
-        "b --ignore-eos"
+        "generate x --max-tokens 5 --temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --stop a --stop b "
+        "--ignore-eos"
     )
     sampling = sampling_of(parser.parse_args(given.split()))
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.5, 0.9, 4)
@@ -424,14 +396,9 @@ def test_a_defect_in_penstock_itself_is_not_hidden(monkeypatch):
 
 def test_help_and_argument_errors_need_no_torch():
     script = (
-        "import sys; from penstock.cli import main; assert main(['generate', 'x', '--top-p', '2']) == 2\n"
-        "try: main(['serve', '--help'])\nexcept "
-        "SystemExit: "
-        "pass\nprint('torch' "
-        "in "
-        "sys.modules, "
-        "'uvicorn' "
-        "in sys.modules)"
+        "import sys; from penstock.cli import main; assert main(['generate', 'x', '--top-p', '2']) == "
+        "2\ntry: main(['serve', '--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules, "
+        "'uvicorn' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
@@ -441,12 +408,7 @@ def test_help_and_argument_errors_need_no_torch():
 
 def test_serving_without_its_packages_says_what_to_install():
     script = (
-        "import sys; sys.modules['uvicorn'] = "
-        "None; "
-        "from "
-        "penstock.cli "
-        "import "
-        "main; "
+        "import sys; sys.modules['uvicorn'] = None; from penstock.cli import main; "
         "sys.exit(main(sys.argv[1:]))"
     )
     argv = [sys.executable, "-c", script, "serve", "--model", "tiny-llama", "--load-format", "dummy"]
@@ -462,21 +424,10 @@ def test_every_server_flag_reaches_the_config(monkeypatch):
         "penstock.commands.serve.serve", lambda config, server, level: seen.append((server, level)) or 0
     )
     given = (
-        "serve --host 127.0.0.9 --port 81 --api-key "
-        "k "
-        "--max-body-bytes "
-        "2048 "
-        "--max-concurrent "
-        "3 "
-        "--shutdown-s 4 --read-timeout-s 5 "
-        "--write-timeout-s 6 "
-        "--allow-special-tokens-in-text "
-        "--log-level "
-        "error "
-        "--log-format "
-        "json "
-        "--served-model-name a b/c --public-metrics "
-        "--cors-origin http://a --cors-origin https://b:1 --api-processes 7"
+        "serve --host 127.0.0.9 --port 81 --api-key k --max-body-bytes 2048 --max-concurrent 3 --shutdown-s "
+        "4 --read-timeout-s 5 --write-timeout-s 6 --allow-special-tokens-in-text --log-level error "
+        "--log-format json --served-model-name a b/c --public-metrics --cors-origin http://a --cors-origin "
+        "https://b:1 --api-processes 7"
     )
     assert cli.main(given.split()) == 0
     names, origins = ("a", "b/c"), ("http://a", "https://b:1")

@@ -286,12 +286,7 @@ def test_wrong_arguments_are_refused_by_name(penstock: Callable, argv: tuple[str
 
 def test_looking_into_a_directory_needs_no_torch(cached: Path) -> None:
     script = (
-        "import sys; from penstock.cli import main; "
-        "code "
-        "= "
-        "main(sys.argv[1:]); "
-        "print('torch' "
-        "in "
+        "import sys; from penstock.cli import main; code = main(sys.argv[1:]); print('torch' in "
         "sys.modules, code)"
     )
     argv = [sys.executable, "-c", script, "cache", "verify", "--kv-offload-ssd-dir", str(cached)]

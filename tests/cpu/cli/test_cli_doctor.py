@@ -185,13 +185,8 @@ def test_a_model_is_judged_by_its_headers_alone(kind, tmp_path, monkeypatch):
         f"{parameters / 1e6:.1f} million parameters, {4 * parameters / GIB:.2f} GiB in float32"
     ) in checks["weights"].detail
     assert (
-        "512 bytes per token in float32, 2097152 tokens per "
-        "GiB; "
-        "0.50 "
-        "GiB "
-        "(--device-kv-gib) "
-        "hold "
-        "1048576 tokens"
+        "512 bytes per token in float32, 2097152 tokens per GiB; 0.50 GiB (--device-kv-gib) hold 1048576 "
+        "tokens"
     ) in checks["KV"].detail
 
 

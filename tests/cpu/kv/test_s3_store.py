@@ -538,6 +538,4 @@ def test_a_server_that_ignores_conditions_is_told_of_once(
         assert store.write_manifest(name, b"text", None) is Written.DONE
     assert [
         record.getMessage() for record in caplog.records if "ignores conditions" in record.getMessage()
-    ] == [
-        "the bucket's server ignores conditions: two engines may both take one name, without an error"
-    ]
+    ] == ["the bucket's server ignores conditions: two engines may both take one name, without an error"]

@@ -137,12 +137,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act"),
     "unknown architecture": (
         {"architectures": ["MambaForCausalLM"]},
-        "MambaForCausalLM "
-        "is "
-        "not "
-        "supported.*LlamaForCausalLM, "
-        "MistralForCausalLM, "
-        "Qwen2ForCausalLM, "
+        "MambaForCausalLM is not supported.*LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "
         "Qwen3ForCausalLM",
     ),
     "architecture of a wrong type": (

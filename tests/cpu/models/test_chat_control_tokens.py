@@ -26,15 +26,9 @@ SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
 TURN = "{{ '<|im_start|>' + message['role'] + '\n' + %s + '<|im_end|>\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 SPLIT_THOUGHT = (
-    "{% set content = message.content %}{% if '</think>' in content %}"
-    "{% set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
-    "{% set content = '<think>\n' "
-    "+ "
-    "thought "
-    "+ "
-    "'\n</think>\n\n' "
-    "+ "
-    "content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% set content = message.content %}{% if '</think>' in content %}{% set thought = "
+    "content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}{% set content = "
+    "'<think>\n' + thought + '\n</think>\n\n' + content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
 )
 
 
@@ -66,16 +60,9 @@ TEMPLATES = {
     "only what is not blank": loop(
         "{% if message.content.strip() %}" + TURN % "message.content" + "{% endif %}"
     ),
-    "on lines of its own": "{%- set last = 1 %}\n  {% for message in messages %}\n    {% "
-    "if "
-    "message.content %}\n"
-    "<|im_start|>{{ message.role }}\n  {{ message.content }}\n\n    {% "
-    "endif "
-    "%}\n<|im_end|>\n "
-    " "
-    "{% "
-    "endfor "
-    "%}\n" + PROMPT,
+    "on lines of its own": "{%- set last = 1 %}\n  {% for message in messages %}\n    {% if message.content "
+    "%}\n<|im_start|>{{ message.role }}\n  {{ message.content }}\n\n    {% endif "
+    "%}\n<|im_end|>\n  {% endfor %}\n" + PROMPT,
 }
 ORDINARY = [
     [{"role": "user", "content": "What is a penstock?"}],
@@ -239,20 +226,9 @@ def test_no_two_characters_have_the_same_disguise(monkeypatch: pytest.MonkeyPatc
 
 
 KNOWS_TOOLS = (
-    "{% if tools %}{% for t in tools %}{{ t.function.name + ': ' + t.function.description "
-    "}} "
-    "{{ "
-    "t "
-    "| "
-    "tojson "
-    "}}\n{% endfor %}{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.content }}{% for c in m.tool_calls or [] "
-    "%}{{ "
-    "c "
-    "| "
-    "tojson "
-    "}}{% "
-    "endfor %}<|im_end|>{% endfor %}"
+    "{% if tools %}{% for t in tools %}{{ t.function.name + ': ' + t.function.description }} {{ t | tojson "
+    "}}\n{% endfor %}{% endif %}{% for m in messages %}<|im_start|>{{ m.content }}{% for c in m.tool_calls "
+    "or [] %}{{ c | tojson }}{% endfor %}<|im_end|>{% endfor %}"
 )
 HOSTILE = "<|im_end|>"
 
@@ -286,15 +262,9 @@ def test_a_template_may_write_special_tokens_by_the_types_that_tools_state() -> 
     """What says nothing in its place has the same types: else the tools would seem to have spelled the
     tokens."""
     template = (
-        "{% for t in tools if t.type == 'function' %}<|im_start|>{{ t.function.name }}"
-        "{% for name, p in t.function.parameters.properties.items() "
-        "if "
-        "p.type "
-        "in "
-        "('string', "
-        "'integer') "
-        "%}<|im_end|>{{ name }}{% endfor %}"
-        "{% endfor %}{{ messages[0].content }}"
+        "{% for t in tools if t.type == 'function' %}<|im_start|>{{ t.function.name }}{% for name, p in "
+        "t.function.parameters.properties.items() if p.type in ('string', 'integer') %}<|im_end|>{{ name "
+        "}}{% endfor %}{% endfor %}{{ messages[0].content }}"
     )
     fields = {
         "city": {"type": "string", "description": HOSTILE},

@@ -219,13 +219,8 @@ def test_every_role_is_known_to_templates(tmp_path: Path) -> None:
         "mask_token": "a",
     }
     template = (
-        "{{ bos_token }}{{ eos_token }}{{ sep_token }}{{ "
-        "cls_token "
-        "}}{{ "
-        "mask_token "
-        "}}{{ "
-        "pad_token "
-        "is defined }}"
+        "{{ bos_token }}{{ eos_token }}{{ sep_token }}{{ cls_token }}{{ mask_token }}{{ pad_token is "
+        "defined }}"
     )
     path = directory(tmp_path / "model", {**roles, "chat_template": template})
     assert rendered(load_tokenizer(path, LARGE), []) == "<s></s><|end|><|user|>aFalse"

@@ -160,59 +160,24 @@ def rows() -> list[str]:
     return [
         f"| a header takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
         f"| a body takes longer than | {of.read_timeout_s:g} s | `--read-timeout-s` |",
-        f"| a client takes less than {connection.MIN_TAKEN >> 10} KiB of "
-        f"a "
-        f"waiting "
-        f"reply "
-        f"in "
-        f"| "
+        f"| a client takes less than {connection.MIN_TAKEN >> 10} KiB of a waiting reply in | "
         f"{of.write_timeout_s:g} s |",
-        f"| pieces of a body | {connection.FREE_PIECES}, and "
-        f"more "
-        f"only "
-        f"where "
-        f"they "
-        f"have "
+        f"| pieces of a body | {connection.FREE_PIECES}, and more only where they have "
         f"{connection.MIN_PIECE} bytes on average |",
         f"| size of a body | {of.max_body_bytes >> 20} MiB | `--max-body-bytes` |",
         f"| lists and objects in a body | {schema.MAX_CONTAINERS:,} |",
-        f"| lists and objects in one another: a schema, a tool's parameters, the "
-        f"input "
-        f"of "
-        f"a "
-        f"call "
-        f"| "
+        "| lists and objects in one another: a schema, a tool's parameters, the input of a call | "
         f"{tools.MAX_DEPTH} |",
-        f"| generations at once (prompts × `n`), running "
-        f"or "
-        f"waiting "
-        f"| "
-        f"{of.max_concurrent} "
-        f"| "
-        f"`--max-concurrent` |",
-        f"| tokens of a `/tokenize` or `/detokenize` "
-        f"call "
-        f"| "
-        f"{service.SIDE_TOKENS:,}, "
-        f"or "
-        f"`--max-model-len` "
-        f"if that is more |",
+        f"| generations at once (prompts × `n`), running or waiting | {of.max_concurrent} | "
+        "`--max-concurrent` |",
+        f"| tokens of a `/tokenize` or `/detokenize` call | {service.SIDE_TOKENS:,}, or `--max-model-len` "
+        "if that is more |",
         f"| `/tokenize`, `/detokenize` and `/cache/prefetch` calls at once | {service.NUM_SIDE} |",
         f"| adapter loads at once | {service.NUM_LOADS} |",
-        f"| `cache_salt`, `session_id`, "
-        f"`prompt_cache_key`, "
-        f"`user`, "
-        f"`lora_name` "
-        f"| "
-        f"{schema.MAX_LABEL} "
-        f"characters each |",
-        f"| what an error repeats of a request | {faults.MAX_SHOWN} characters of "
-        f"a "
-        f"message "
-        f"or "
-        f"name, "
-        f"its "
-        f"beginning and its end |",
+        f"| `cache_salt`, `session_id`, `prompt_cache_key`, `user`, `lora_name` | {schema.MAX_LABEL} "
+        "characters each |",
+        f"| what an error repeats of a request | {faults.MAX_SHOWN} characters of a message or name, its "
+        "beginning and its end |",
         f"| running requests at the end | {of.shutdown_s:g} s | `--shutdown-s` |",
     ]
 

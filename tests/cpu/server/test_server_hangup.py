@@ -166,11 +166,7 @@ async def _one_client(port: int, number: int) -> str | None:
             completion(f"client {number}", stream=stream, max_tokens=LONG if leaves else 40, seed=number)
         ).encode()
         head = (
-            f"POST "
-            f"/v1/completions "
-            f"HTTP/1.1\r\nHost: "
-            f"x\r\nConnection: "
-            f"close\r\nContent-Length: "
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: "
             f"{len(body)}\r\n\r\n"
         ).encode()
         if leaves and number % 8 == 1:

@@ -197,10 +197,7 @@ def test_a_hang_up_ends_the_compiling_of_a_schema(server: Tiered, monkeypatch: p
     url = urlsplit(str(server.http.base_url))
     with socket.create_connection((url.hostname, url.port)) as connection:
         head = (
-            f"POST "
-            f"/v1/chat/completions "
-            f"HTTP/1.1\r\nhost: "
-            f"x\r\ncontent-type: "
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: "
             f"application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         connection.sendall(head.encode() + body)

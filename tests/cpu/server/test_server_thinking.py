@@ -16,13 +16,8 @@ from support.scripted_engine import EOS, ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it?"}]
 TURNS = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content | "
-    "trim "
-    "}}[/]{% "
-    "endfor "
-    "%}{% "
-    "if "
-    "add_generation_prompt %}[assistant]{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[/]{% endfor %}{% if add_generation_prompt "
+    "%}[assistant]{% endif %}"
 )
 SWITCHED = TURNS + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 LEVELS = "{{ reasoning_effort | default('medium') }}:" + TURNS

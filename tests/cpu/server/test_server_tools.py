@@ -35,21 +35,9 @@ TOOLS: list[Any] = [
 ]
 CALL = 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>\n<tool_call>{"name": "now"}</tool_call>'  # noqa: E501
 KNOWS_TOOLS = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m "
-    "in "
-    "messages "
-    "%}[{{ "
-    "m.role "
-    "}}]{{ "
-    "m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ "
-    "c.function.name "
-    "}}{{ "
-    "c.function.arguments "
-    "| "
-    "tojson "
-    "}}</tool_call>{% endfor %}"
-    "{% endfor %}"
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}[{{ m.role }}]{{ "
+    "m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments | "
+    "tojson }}</tool_call>{% endfor %}{% endfor %}"
 )
 
 

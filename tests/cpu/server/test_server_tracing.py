@@ -170,16 +170,10 @@ def test_a_collector_that_is_not_there_keeps_nobody_waiting() -> None:
 def test_nothing_of_it_is_imported_without_the_flag() -> None:
     """In a process of its own: the client of these tests has it imported already."""
     program = (
-        "import sys; from penstock.config import "
-        "ServerConfig; "
-        "from "
-        "penstock.server.app "
-        "import "
-        "make_app; "
-        "import penstock.cli\n"
-        "from support.scripted_engine import ScriptedEngine, ScriptedLoop\n"
-        "engine = ScriptedEngine(); make_app(engine, ScriptedLoop(engine), ServerConfig())\n"
-        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+        "import sys; from penstock.config import ServerConfig; from penstock.server.app import make_app; "
+        "import penstock.cli\nfrom support.scripted_engine import ScriptedEngine, ScriptedLoop\nengine = "
+        "ScriptedEngine(); make_app(engine, ScriptedLoop(engine), ServerConfig())\nprint([name for name in "
+        "sys.modules if name.startswith('opentelemetry')])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)

@@ -222,11 +222,7 @@ class Target:
         """A connection whose request has its seat and is waited for: the server says 100 when it begins to
         read the body."""
         head = (
-            f"POST "
-            f"{path} "
-            f"HTTP/1.1\r\nHost: "
-            f"x\r\nConnection: "
-            f"close\r\nContent-Length: "
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: "
             f"{num_bytes}\r\nExpect: 100-continue\r\n\r\n"
         )
         with socket.create_connection(self.address, timeout=DEADLINE_S) as link:

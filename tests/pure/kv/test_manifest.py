@@ -202,13 +202,8 @@ def test_a_refusal_shows_the_beginning_of_a_digest_and_words_in_full() -> None:
     with pytest.raises(SnapshotRefused) as refusal:
         check_space(adapted, dataclasses.replace(SCOPE, weights=b"x" * 32, position_scheme="none at all"))
     told = (
-        "position_scheme is rope theta=10000.0 and here none at "
-        "all, "
-        "weights "
-        "is "
-        "777777777777... "
-        "and "
-        "here 787878787878..."
+        "position_scheme is rope theta=10000.0 and here none at all, weights is 777777777777... and here "
+        "787878787878..."
     )
     assert str(refusal.value).endswith(f": {told}")
 

@@ -35,13 +35,8 @@ def test_bytes_that_changed_between_demote_and_promote_are_found(sanitizer: Sani
     sanitizer.checksums.promoted("host", 3, KEY, 0xABD)
     (sentence,) = told(sanitizer)
     assert sentence == (
-        f"bytes changed between demote and promote: slot "
-        f"3 "
-        f"of "
-        f"host, "
-        f"key "
-        f"{KEY.hex()[:16]}: "
-        f"abc was demoted, abd came back"
+        f"bytes changed between demote and promote: slot 3 of host, key {KEY.hex()[:16]}: abc was demoted, "
+        "abd came back"
     )
 
 

@@ -92,13 +92,8 @@ def test_a_slot_given_back_while_a_transfer_is_in_flight_is_found_without_its_be
     hold.end(written)  # covers the step, not the demotion
     (sentence,) = house.told()
     assert (
-        "slots 0, 1 of device are given back for 'r1' while read of layers 0 to 3 "
-        "by "
-        "'demote "
-        "of "
-        "r1' "
-        "on "
-        "lane save may still"
+        "slots 0, 1 of device are given back for 'r1' while read of layers 0 to 3 by 'demote of r1' on lane "
+        "save may still"
     ) in sentence
     assert "has seen item 2 of lane save to be over, and no fence behind that travels with it" in sentence
     assert house.sanitizer.reports[0].deeds[0].label == "demote of r1" and house.sanitizer.reports[0].stack
@@ -226,14 +221,8 @@ def test_a_copy_visible_before_its_bytes_landed_is_found(house: House) -> None:
     house.pool.seal(hold.slots[:1], KEYS[:1])
     (sentence,) = house.told()
     assert sentence == (
-        "slot 0 of device gets its key, and write of layers 0 to 3 by 'promote of r1' "
-        "on "
-        "lane "
-        "load "
-        "may "
-        "not "
-        "have landed: "
-        "the thread that gives the key has not seen item 1 of lane load to be over"
+        "slot 0 of device gets its key, and write of layers 0 to 3 by 'promote of r1' on lane load may not "
+        "have landed: the thread that gives the key has not seen item 1 of lane load to be over"
     )
     landed.wait_passed(10.0)
     house.pool.seal(hold.slots[1:], KEYS[1:2])
@@ -261,13 +250,8 @@ def test_nobody_writes_a_block_that_has_a_key_until_it_is_forgotten(house: House
     house.touch("compute", again.slots, label="step")
     (sentence,) = house.told()
     assert (
-        sentence == f"write of layers 0 to 3 by 'step' on lane compute "
-        f"changes "
-        f"slot "
-        f"{again.slots[0]} "
-        f"of "
-        f"device, "
-        f"which others may find under a key"
+        sentence == f"write of layers 0 to 3 by 'step' on lane compute changes slot {again.slots[0]} of "
+        "device, which others may find under a key"
     )
 
 

@@ -225,12 +225,7 @@ def test_a_report_names_both_accesses_and_the_missing_edge(scene: Scene) -> None
     assert text.count("for request 5, submitted at") == 2
     assert report.slots == (17,)
     assert (
-        "read of layer 3 by 'layer 3' on lane compute is not ordered after write of "
-        "layers "
-        "0 "
-        "to "
-        "3 "
-        "by "
+        "read of layer 3 by 'layer 3' on lane compute is not ordered after write of layers 0 to 3 by "
         "'promote' on lane load"
     ) in text
     assert "waits for item 1 of lane load" in text

@@ -115,13 +115,8 @@ def test_a_pool_that_loses_a_slot_does_not_balance() -> None:
     (report,) = sanitizer.reports
     assert report.kind is Kind.ACCOUNTING
     assert report.sentence == (
-        "the pool of device says that it has {'free': 7} at "
-        "a "
-        "step "
-        "boundary, "
-        "and "
-        "its "
-        "changes add up to {'free': 8}"
+        "the pool of device says that it has {'free': 7} at a step boundary, and its changes add up to "
+        "{'free': 8}"
     )
 
 

@@ -421,13 +421,8 @@ def _check_lengths(lens: NDArray[np.int32], num_logits: NDArray[np.int32], num_d
     samples = num_logits[:num_decodes] > 0
     if (samples[1:] > samples[:-1]).any():
         raise InvariantBroken(
-            "a chunk of one token that samples nothing "
-            "stands "
-            "before "
-            "one "
-            "that "
-            "samples: "
-            "rows and samples would differ"
+            "a chunk of one token that samples nothing stands before one that samples: rows and samples "
+            "would differ"
         )
 
 

@@ -327,12 +327,7 @@ def _too_complex(grammar: Grammar) -> InvalidRequest:
     keyword = costliest(grammar.text) if grammar.kind == "json_schema" else None
     reason = "" if keyword is None else f"; most of the work is for {keyword}"
     message = (
-        f"the {_NAMES[grammar.kind]} is too complex: it does not "
-        f"compile "
-        f"within "
-        f"{TRIAL_CPU_S} "
-        f"s "
-        f"and "
+        f"the {_NAMES[grammar.kind]} is too complex: it does not compile within {TRIAL_CPU_S} s and "
         f"{TRIAL_MIB} MiB{reason}"
     )
     return InvalidRequest(message, _PARAM)

@@ -188,13 +188,8 @@ class Replays:
             captured = self._captured[bucket] = self._capture(bucket)
         elif captured.addresses != self._addresses():
             raise InvariantBroken(
-                f"the step of "
-                f"{bucket.num_tokens} "
-                f"x "
-                f"{bucket.num_chunks} "
-                f"was "
-                f"captured "
-                f"over tensors since replaced"
+                f"the step of {bucket.num_tokens} x {bucket.num_chunks} was captured over tensors since "
+                "replaced"
             )
         return captured
 

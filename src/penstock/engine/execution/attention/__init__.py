@@ -77,25 +77,15 @@ class Geometry:
             or arena.shape[0] < 1
         ):
             raise InvariantBroken(
-                f"arena {tuple(arena.shape)} is "
-                f"not "
-                f"[slots, "
-                f"{config.num_layers}, "
-                f"2, "
-                f"block_tokens, "
+                f"arena {tuple(arena.shape)} is not [slots, {config.num_layers}, 2, block_tokens, "
                 f"{config.num_kv_heads}, {config.head_dim}]"
             )
         if arena.stride(5) != 1:
             raise InvariantBroken(f"arena strides {arena.stride()}: a head's values must be adjacent")
         if config.num_heads % config.num_kv_heads or config.head_dim % 2:
             raise InvariantBroken(
-                f"{config.num_heads} heads over {config.num_kv_heads} "
-                f"KV "
-                f"heads "
-                f"of "
-                f"{config.head_dim} "
-                f"cannot "
-                f"be grouped or rotated"
+                f"{config.num_heads} heads over {config.num_kv_heads} KV heads of {config.head_dim} cannot "
+                "be grouped or rotated"
             )
         if tuple(rope.shape) != (config.max_position, config.head_dim):
             raise InvariantBroken(

@@ -345,13 +345,8 @@ class CpuAttention:
         part = arena.shape[3] * arena.shape[4] * arena.shape[5]
         if not arena[0].is_contiguous() or arena.stride(0) % part:
             raise InvariantBroken(
-                "the CPU backend reads the arena as one flat "
-                "array "
-                "of "
-                "blocks: "
-                "a "
-                "slot "
-                "must be a whole number of them"
+                "the CPU backend reads the arena as one flat array of blocks: a slot must be a whole number "
+                "of them"
             )
         self.arena = arena
         self.blank_from = sizes.num_layers

@@ -180,13 +180,8 @@ class TritonAttention:
         self.blank_from = config.num_layers
         if prefill not in ("auto", "triton", "sdpa") or fused not in ("cudnn", "flash"):
             raise ConfigError(
-                f"prefill must be auto, triton or sdpa and "
-                f"fused "
-                f"cudnn "
-                f"or "
-                f"flash, "
-                f"got "
-                f"{prefill!r} and {fused!r}"
+                f"prefill must be auto, triton or sdpa and fused cudnn or flash, got {prefill!r} and "
+                f"{fused!r}"
             )
         self.arena = arena
         self._keys = [arena[:, layer, 0] for layer in range(config.num_layers)]
