@@ -4,9 +4,11 @@ Owns the clock of a measurement, not the measurement."""
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -276,11 +278,11 @@ def scratch_ssd(config: Config, needed: bool = False) -> Iterator[Config]:
         raise ConfigError(
             f"no directory can be made near {config.offload.ssd_dir}: {error.strerror}"
         ) from error
-    try:
-        with _ended_by_sigterm():
+    with _ended_by_sigterm():
+        try:
             yield replace(config, offload=replace(config.offload, ssd_dir=folder))
-    finally:
-        _remove(Path(folder))
+        finally:
+            _remove(Path(folder))
 
 
 def _remove(folder: Path) -> None:
@@ -293,12 +295,17 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """While it lasts, SIGTERM unwinds the process like Ctrl-C, so that what fills a disk is removed."""
+    """While it lasts, SIGTERM unwinds the process like Ctrl-C, so that what fills a disk is removed. Then the
+    process ends at once: threads of an interrupted engine may wait for each other."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    is_ended = False
+
     def end(number: int, frame: FrameType | None) -> None:
+        nonlocal is_ended
+        is_ended = True
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -306,6 +313,10 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if is_ended:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(128 + signal.SIGTERM)
 
 
 def _existing(path: Path) -> Path:
