@@ -626,7 +626,7 @@ def wait_answered(future: Future[T], timeout_s: float) -> T:
             raise
         future.cancel()
         raise DeadlineExceeded(
-            f"a tier did not answer about snapshots within {timeout_s:g} s; what is under way goes on"
+            f"a tier did not answer about snapshots within {timeout_s:g} s; it continues in the background"
         ) from None
 
 

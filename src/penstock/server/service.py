@@ -417,7 +417,7 @@ class Service:
     async def reset_cache(self, tiers: Sequence[str]) -> dict[str, int]:
         """Evict idle blocks."""
         late = DeadlineExceeded(
-            f"the cache was not reset within {RESET_TIMEOUT_S:g} s; what is under way goes on"
+            f"the cache was not reset within {RESET_TIMEOUT_S:g} s; it continues in the background"
         )
         return await self._alone("reset", lambda: self.engine.reset_cache(tiers), RESET_TIMEOUT_S, late)
 

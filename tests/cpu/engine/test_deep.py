@@ -339,46 +339,22 @@ def test_bytes_that_are_paged_out_come_back_as_they_were(make_engine: Make, prom
 def test_what_cannot_work_is_refused_with_its_numbers(make_engine: Make, prompts: Prompts) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"--kv-resident-tokens 100: what is "
-        r"computed "
-        r"and "
-        r"what "
-        r"is "
-        r"being "
-        r"saved take at least 128 tokens",
+        match=r"--kv-resident-tokens must be at least 128 \(8 blocks\), got 100",
     ):
         tiny_config(resident_tokens=100)
     with pytest.raises(
         ConfigError,
-        match=r"--max-model-len 2048 does not fit "
-        r"into "
-        r"64 "
-        r"KV "
-        r"blocks "
-        r".*host "
-        r"memory takes 224 tokens of it",
+        match=r"--max-model-len 2048 does not fit into 64 KV blocks .*host memory takes 224 tokens of it",
     ):
         make_engine(blocks=64, host_blocks=16, max_model_len=2048)
     with pytest.raises(
         ConfigError,
-        match=r"does not fit into 64 KV blocks .*let "
-        r"it "
-        r"be "
-        r"paged "
-        r"out "
-        r"with "
-        r"--kv-offload",
+        match=r"does not fit into 64 KV blocks .*let it be paged out with --kv-offload",
     ):
         make_engine(blocks=64, max_model_len=2048)
     with pytest.raises(
         ConfigError,
-        match=r"--max-model-len "
-        r"1024 "
-        r"exceeds "
-        r"--kv-resident-tokens "
-        r"256, "
-        r".*host "
-        r"memory takes 224 tokens of it",
+        match=r"--max-model-len 1024 exceeds --kv-resident-tokens 256, .*host memory takes 224 tokens of it",
     ):
         make_engine(blocks=64, host_blocks=16, max_model_len=1024, resident_tokens=256)
     for settings in [{"host_blocks": 0}, {"host_blocks": 64, "prefix_cache": False}]:

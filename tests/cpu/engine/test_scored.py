@@ -974,13 +974,7 @@ def test_what_leaves_nothing_to_choose_is_refused_with_its_numbers(
         scored_engine(make_engine, resident_tokens=320)
     with pytest.raises(
         ConfigError,
-        match=r"kv_pin_spans take 9 parts of "
-        r"64 "
-        r"tokens, "
-        r"the "
-        r"first "
-        r"included, "
-        r"and 2 can be pinned",
+        match=r"kv_pin_spans take 9 parts of 64 tokens, the first included, and 2 can be pinned",
     ):
         scored_engine(make_engine, pin_spans=((512, 1024),))
     engine = scored_engine(make_engine, residency="exact", resident_tokens=256)

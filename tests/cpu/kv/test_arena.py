@@ -40,13 +40,7 @@ def test_the_bytes_lie_where_the_layout_says(dtype):
 def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower():
     with pytest.raises(
         ConfigError,
-        match=r"needs \d+\.\d\d GiB on cpu, of "
-        r"which "
-        r".* "
-        r"are "
-        r"free; "
-        r"lower "
-        r"--device-kv-gib",
+        match=r"needs \d+\.\d\d GiB on cpu, of which .* are free; lower --device-kv-gib",
     ):
         DeviceArena(LAYOUT, 1 << 40, "cpu")
 

@@ -355,13 +355,7 @@ def test_preparing_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_arena_that_does_not_fit_says_how_large_it_would_be_and_what_to_lower() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"host KV arena needs \d+\.\d\d GiB of "
-        r"memory, "
-        r"of "
-        r"which "
-        r".* "
-        r"free; "
-        r"lower --kv-offload-host-gib",
+        match=r"host KV arena needs \d+\.\d\d GiB of memory, of which .* free; lower --kv-offload-host-gib",
     ):
         HostArena(LAYOUT, 1 << 40, "cpu")
 

@@ -147,13 +147,7 @@ def test_a_wrong_path_lists_the_built_in_names(tmp_path: Path) -> None:
     for dummy in (False, True):
         with pytest.raises(
             ModelError,
-            match=r"neither a path that "
-            r"exists "
-            r"nor "
-            r"a "
-            r"built-in "
-            r"name "
-            r".*smollm2-135m, qwen3-4b",
+            match=r"neither a path that exists nor a built-in name .*smollm2-135m, qwen3-4b",
         ):
             load(tmp_path / "nowhere", dummy=dummy)
 

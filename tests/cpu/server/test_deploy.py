@@ -88,11 +88,7 @@ def test_alerts_are_rules_with_a_name_an_expression_and_a_text() -> None:
     assert len(rules) >= 5
     for rule in rules:
         assert re.match(
-            r"Penstock\w+\n\s+expr: "
-            r".+\n(\s+for: "
-            r"\d+m\n)?\s+annotations: "
-            r"\{summary: "
-            r"\".+\"\}\s*$",
+            r"Penstock\w+\n\s+expr: .+\n(\s+for: \d+m\n)?\s+annotations: \{summary: \".+\"\}\s*$",
             rule,
         ), rule
 

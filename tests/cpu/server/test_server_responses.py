@@ -451,6 +451,6 @@ def test_openais_client_answers_streams_and_calls_tools() -> None:
         served.client().responses.delete(response.id)
         with pytest.raises(
             openai.NotFoundError,
-            match=r"Previous " r"response " r"with " r"id " r"'resp_[0-9a-f]+' " r"not " r"found",
+            match=r"Previous response with id 'resp_[0-9a-f]+' not found",
         ):
             create(model=MODEL, input=ASK, previous_response_id=response.id)

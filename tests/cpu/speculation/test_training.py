@@ -203,7 +203,7 @@ def test_the_command_writes_a_head_that_loads_and_says_what_is_kept(
     assert main(flags) == 0
     said = capsys.readouterr().out
     assert (
-        re.search(r"draft " r"vocabulary " r"+100 " r"+[\d.]+% " r"+[\d.]+% " r"+[\d.]+% " r"+[\d.]+%", said)
+        re.search(r"draft vocabulary +100 +[\d.]+% +[\d.]+% +[\d.]+% +[\d.]+%", said)
         and "draft vocabulary   full" in said
     )
     stated = json.loads((out / CONFIG_FILE).read_text())
