@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 64
 
 
-def _nobody_waits(error: BaseException) -> None:
+def _ignore(error: BaseException) -> None:
     """Default for commands that no caller waits for."""
 
 
@@ -71,7 +71,7 @@ class Inbox:
         self,
         run: Callable[[], object],
         *,
-        fail: Callable[[BaseException], object] = _nobody_waits,
+        fail: Callable[[BaseException], object] = _ignore,
         only_open: bool = False,
     ) -> None:
         """`only_open`: raise EngineClosed once the inbox is closed. Other commands are taken until it has
