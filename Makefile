@@ -146,7 +146,7 @@ types: setup-dev
 
 # The engine's tests with the shapes of steps that a GPU has, which are padded: what padding touches shows without a GPU.
 test-padded: setup-dev
-	$(ONE_THREAD) PYTHONPATH=src:tests $(BIN)/python -m pytest -q -n 2 -p support.cuda_shapes tests/cpu/engine $(ARGS)
+	$(ONE_THREAD) PYTHONPATH=src:. $(BIN)/python -m pytest -q -n 2 -p tests.support.cuda_shapes tests/cpu/engine $(ARGS)
 
 # Not in .venv: a GPU machine brings its own torch and triton.
 # Each file in a process of its own, several at once: they are small, and one that needs another's work fails.

@@ -18,8 +18,8 @@ import torch
 
 from draft_draws import asked, made, rates, step, tokens_per_step
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from support.switched import switched
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.switched import switched
 
 CASES = ((0, 0), (64, 0), (256, 0), (256, 64))  # tokens that are left out, and tokens behind them
 # tokens of an answer before drafts are made

@@ -54,8 +54,8 @@ from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer import Mover
 from penstock.testing.stores import MemoryStore
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from support.stepped import SteppedLanes
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from tests.support.stepped import SteppedLanes
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.servers import ServerMissing, SlotRange, Valkey
+from tests.support.servers import ServerMissing, SlotRange, Valkey
 
 
 def valkey_or_skip(

@@ -59,7 +59,7 @@ def serve(mode: str) -> None:
     """In a child: for every line on stdin one crowd, and its seconds on stdout."""
     from penstock.engine.build import build
     from penstock.sanitizer.sanitizer import Sanitizer
-    from support.driving import run_all, settle_all, submit, tiny_config
+    from tests.support.driving import run_all, settle_all, submit, tiny_config
 
     sanitizer = Sanitizer() if mode == "on" else None
     engine = build(tiny_config(blocks=256, host_blocks=512), sanitizer=sanitizer)
@@ -97,7 +97,7 @@ def main() -> None:
         engines: dict[str, subprocess.Popen[str]] = {}
         for mode in _MODES:
             path = os.pathsep.join(
-                [str(Path(folder) / "src" if mode == "cut out" else ROOT / "src"), str(ROOT / "tests")]
+                [str(Path(folder) / "src" if mode == "cut out" else ROOT / "src"), str(ROOT)]
             )
             environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
             command = [sys.executable, __file__, "--serve", mode]

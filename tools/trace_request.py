@@ -28,9 +28,9 @@ from penstock.engine.loop import EngineLoop
 from penstock.server.connection import Connection
 from penstock.server.run import HttpServer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.driving import tiny_config
+from tests.support.driving import tiny_config
 
 PACKAGE = str(Path(penstock.__file__).parent) + "/"
 MODEL = "tiny-qwen3"

@@ -16,8 +16,8 @@ import time
 
 import torch
 
-from e2e.troubled import LIMIT_S, Troubled, troubled
 from penstock.errors import StoreFailed
+from tests.e2e.troubled import LIMIT_S, Troubled, troubled
 
 
 def persist(server: Troubled) -> None:

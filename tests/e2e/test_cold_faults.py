@@ -18,8 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from cpu.kv.ssd.ssd_rig import FailingDisk, GatedDisk
-from e2e.troubled import (
+from penstock.errors import DeadlineExceeded, StoreFailed
+from penstock.kv import build as build_module
+from penstock.kv.tiers.calls import Breaker
+from penstock.kv.tiers.cold import ColdLimits
+from penstock.kv.tiers.ssd import segments as segments_module
+from penstock.kv.tiers.store import Envelope
+from penstock.testing.sanitized import build_sanitized
+from tests.cpu.kv.ssd.ssd_rig import FailingDisk, GatedDisk
+from tests.e2e.troubled import (
     FULL_BLOCKS,
     LIMIT_S,
     Apart,
@@ -32,16 +39,9 @@ from e2e.troubled import (
     troubled,
     until,
 )
-from penstock.errors import DeadlineExceeded, StoreFailed
-from penstock.kv import build as build_module
-from penstock.kv.tiers.calls import Breaker
-from penstock.kv.tiers.cold import ColdLimits
-from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.store import Envelope
-from penstock.testing.sanitized import build_sanitized
-from store_servers import valkey_or_skip
-from support.driving import block_bytes, run_all, submit, tiny_config
-from support.servers import Valkey
+from tests.store_servers import valkey_or_skip
+from tests.support.driving import block_bytes, run_all, submit, tiny_config
+from tests.support.servers import Valkey
 
 NUMBERS = (0, 1, 2)
 OTHERS = (3, 4)

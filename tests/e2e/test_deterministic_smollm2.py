@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource, OffloadConfig
-from support.embedded import embedded_tokenizer
-from support.steadiness import differing
+from tests.support.embedded import embedded_tokenizer
+from tests.support.steadiness import differing
 
 PROSE = Path(__file__).resolve().parents[1] / "data" / "prose.txt"
 

@@ -12,9 +12,9 @@ import torch
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.engine import Engine
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import run_all, submit
-from support.logits import Logits, largest_error
-from support.reference import reference_model
+from tests.support.driving import run_all, submit
+from tests.support.logits import Logits, largest_error
+from tests.support.reference import reference_model
 
 PROMPTS = [
     "The capital of France is",

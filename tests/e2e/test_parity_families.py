@@ -29,8 +29,8 @@ from penstock.models.registry import parse_config
 from penstock.models.weights import read_json
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import tiny_tokenizer
-from support.adapters import PREFIX, adapter_tensors, write_adapter
-from support.driving import Collected, run_all, settle_all, submit
+from tests.support.adapters import PREFIX, adapter_tensors, write_adapter
+from tests.support.driving import Collected, run_all, settle_all, submit
 
 TOLERANCE = 2e-5  # of a log-probability, absolute
 TRANSFORMERS = importlib.import_module("transformers")

@@ -16,10 +16,10 @@ from penstock.config import Config, EngineConfig, KvConfig, LoraConfig, ModelSou
 from penstock.engine.engine import Engine
 from penstock.models.llama import SMOLLM2_135M
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.adapters import PREFIX, adapter_tensors, write_adapter
-from support.driving import run_all, submit
-from support.logits import Logits, largest_error
-from support.reference import reference_model
+from tests.support.adapters import PREFIX, adapter_tensors, write_adapter
+from tests.support.driving import run_all, submit
+from tests.support.logits import Logits, largest_error
+from tests.support.reference import reference_model
 
 PROMPTS = [
     "The capital of France is",

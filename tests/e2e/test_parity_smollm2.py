@@ -17,8 +17,8 @@ from penstock.models.layers import TorchLayerOps, rope_table
 from penstock.models.loader import LoadedModel, load_model
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
-from support.reference import reference_model, reference_tokenizer
-from support.vocabularies import rendered
+from tests.support.reference import reference_model, reference_tokenizer
+from tests.support.vocabularies import rendered
 
 TOLERANCE = 1e-4
 

@@ -20,7 +20,7 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import check_silent
-from support.driving import run_all, submit
+from tests.support.driving import run_all, submit
 
 PROSE = (Path(__file__).parents[1] / "data" / "prose.txt").read_text()
 CODE = "def add(a, b):\n    total = a + b\n"

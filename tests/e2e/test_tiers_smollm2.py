@@ -13,8 +13,8 @@ from penstock.config import Config, EngineConfig, KvConfig, ModelSource, Offload
 from penstock.engine.engine import Engine
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import Collected, run_all, settle_all, submit
-from support.logits import Logits
+from tests.support.driving import Collected, run_all, settle_all, submit
+from tests.support.logits import Logits
 
 TEXTS = [
     "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who had "

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from e2e.troubled import FULL_BLOCKS, PROMPT_TOKENS, prompt
 from penstock.testing.sanitized import build_sanitized
-from support.driving import generate, tiny_config
-from support.servers import ServerMissing, Valkey
-from support.servers_more import Mooncake, mooncake_environment
+from tests.e2e.troubled import FULL_BLOCKS, PROMPT_TOKENS, prompt
+from tests.support.driving import generate, tiny_config
+from tests.support.servers import ServerMissing, Valkey
+from tests.support.servers_more import Mooncake, mooncake_environment
 
 TESTS = Path(__file__).resolve().parents[1]
 NUMBERS = (0, 1, 2)
@@ -27,7 +27,7 @@ class EngineProcess:
     """One that answers questions; ends with `with`."""
 
     def __init__(self, url: str, environment: Mapping[str, str]) -> None:
-        path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "src")])
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "e2e" / "engine_process.py"), url],
             env={**os.environ, **environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -23,8 +23,8 @@ from penstock.engine.loop import EngineLoop
 from penstock.figures import Traffic
 from penstock.kv.tiers.policy import PrefillRate
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import Collected, tiny_config
-from support.servers import Program, Server, ServerMissing, find_program
+from tests.support.driving import Collected, tiny_config
+from tests.support.servers import Program, Server, ServerMissing, find_program
 
 LIMIT_S = 60.0  # by when everything has ended, on the slowest of machines
 PROMPT_TOKENS = 100

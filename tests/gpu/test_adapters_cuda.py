@@ -4,8 +4,8 @@ content's KV."""
 from __future__ import annotations
 
 import pytest
-from cpu.engine.conftest import prompts
-from cpu.engine.test_adapters_engine import (
+from tests.cpu.engine.conftest import prompts
+from tests.cpu.engine.test_adapters_engine import (
     expected,
     load,
     test_a_request_finishes_on_the_content_it_began_with,
@@ -15,7 +15,7 @@ from cpu.engine.test_adapters_engine import (
     test_salts_adapters_and_their_names_never_collide,
     test_weights_go_when_the_last_step_that_reads_them_has_been_read,
 )
-from gpu.test_engine_cuda import make_engine
+from tests.gpu.test_engine_cuda import make_engine
 
 pytestmark = pytest.mark.gpu
 __all__ = [

@@ -30,8 +30,8 @@ from penstock.engine.execution.attention.reference import ReferenceAttention  # 
 from penstock.engine.execution.attention.triton import TritonAttention  # noqa: E402
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.models.model import ModelConfig  # noqa: E402
-from support.mutation import mutated  # noqa: E402
-from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table  # noqa: E402
+from tests.support.mutation import mutated  # noqa: E402
+from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 on_gpu = pytest.mark.skipif(INTERPRETED, reason="NOT TESTED: needs the device itself")

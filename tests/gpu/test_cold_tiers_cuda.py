@@ -4,10 +4,10 @@ copy engines."""
 from __future__ import annotations
 
 import pytest
-from cpu.engine.conftest import prompts
-from cpu.engine.test_cold_tiers import *  # noqa: F403
+from tests.cpu.engine.conftest import prompts
+from tests.cpu.engine.test_cold_tiers import *  # noqa: F403
 
-from gpu.test_engine_cuda import make_engine
+from tests.gpu.test_engine_cuda import make_engine
 
 pytestmark = pytest.mark.gpu
 __all__ = ["make_engine", "prompts"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cpu.engine.conftest import prompts
-from cpu.engine.test_draft_engine import *  # noqa: F403
+from tests.cpu.engine.conftest import prompts
+from tests.cpu.engine.test_draft_engine import *  # noqa: F403
 
 # It holds one layer's copy back while a step is launched over it, and a launch waits for an event of CUDA's
 # to be recorded.

@@ -10,20 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from cpu.engine.conftest import prompts
-from cpu.engine.test_engine import *  # noqa: F403
-from cpu.engine.test_logit_bias import *  # noqa: F403
-from cpu.engine.test_engine import MakeEngine, Prompts
-from cpu.engine.test_stress import test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone
+from tests.cpu.engine.conftest import prompts
+from tests.cpu.engine.test_engine import *  # noqa: F403
+from tests.cpu.engine.test_logit_bias import *  # noqa: F403
+from tests.cpu.engine.test_engine import MakeEngine, Prompts
+from tests.cpu.engine.test_stress import (
+    test_every_request_of_a_random_crowd_gets_the_tokens_it_would_get_alone,
+)
 
 import penstock.engine.build
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from support.driving import generate, run_all, submit, tiny_config
+from tests.support.driving import generate, run_all, submit, tiny_config
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.logits import Logits, largest_error
+from tests.support.logits import Logits, largest_error
 from penstock.testing.tiny_models import write_tiny_model
 from penstock.models.registry import BUILT_IN
 

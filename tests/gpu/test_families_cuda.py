@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers", reason="NOT TESTED: the reference needs transformers")
-from e2e.test_parity_families import (
+from tests.e2e.test_parity_families import (
     ADAPTED,
     FAMILIES,
     ROPES,
@@ -20,7 +20,7 @@ from e2e.test_parity_families import (
 )
 from penstock.models.registry import parse_config
 from penstock.models.weights import read_json
-from support.adapters import adapter_tensors, write_adapter
+from tests.support.adapters import adapter_tensors, write_adapter
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-3  # of a log-probability: products are summed in another order than on the CPU

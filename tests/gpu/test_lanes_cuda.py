@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ if not torch.cuda.is_available():
         "NOT TESTED: the CUDA lane needs an NVIDIA GPU, and there is none here", allow_module_level=True
     )
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pure" / "lanes"))
-from lane_rules import Heard, LaneRules, Rig, fail  # noqa: E402
+from tests.pure.lanes.lane_rules import Heard, LaneRules, Rig, fail  # noqa: E402
 
 from penstock.contract import Fence  # noqa: E402
 from penstock.errors import DeadlineExceeded, InvariantBroken  # noqa: E402

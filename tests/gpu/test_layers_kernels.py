@@ -22,7 +22,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from penstock.models import triton_layers  # noqa: E402
 from penstock.models.triton_layers import TritonLayerOps  # noqa: E402
-from support.mutation import mutated  # noqa: E402
+from tests.support.mutation import mutated  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

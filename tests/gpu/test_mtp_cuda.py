@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from cpu.engine.conftest import prompts
-from cpu.engine.test_mtp_engine import *  # noqa: F403
+from tests.cpu.engine.conftest import prompts
+from tests.cpu.engine.test_mtp_engine import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
 __all__ = ["device", "prompts"]

@@ -9,7 +9,7 @@ import pytest
 from penstock.config import Config, EngineConfig, KvConfig, ModelSource
 from penstock.engine.build import build
 from retrieval import Retrieval, haystack, write_retrieval_model
-from support.driving import generate
+from tests.support.driving import generate
 
 pytestmark = pytest.mark.gpu
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from cpu.engine.conftest import prompts
-from cpu.engine.test_sanitized_order import replays
-from cpu.engine.test_tiers import forget, until
+from tests.cpu.engine.conftest import prompts
+from tests.cpu.engine.test_sanitized_order import replays
+from tests.cpu.engine.test_tiers import forget, until
 
-from gpu.test_engine_cuda import make_engine
+from tests.gpu.test_engine_cuda import make_engine
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.kv.transfer import Group
-from support.driving import generate, run_all, submit, tiny_config
-from support.gates import gates
+from tests.support.driving import generate, run_all, submit, tiny_config
+from tests.support.gates import gates
 
 pytestmark = pytest.mark.gpu
 __all__ = ["make_engine", "prompts"]

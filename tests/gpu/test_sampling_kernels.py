@@ -22,7 +22,7 @@ if not INTERPRETED and not torch.cuda.is_available():
 
 from penstock.engine.execution import triton_steps  # noqa: E402
 from penstock.engine.execution.sampler import gumbel_noise, token_logprobs  # noqa: E402
-from support.mutation import mutated  # noqa: E402
+from tests.support.mutation import mutated  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("llguidance", reason="structured output is an extra")
 
-from cpu.engine.test_structured import *  # noqa: F403
+from tests.cpu.engine.test_structured import *  # noqa: F403
 
 from penstock.engine.engine import Engine
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import tiny_config
+from tests.support.driving import tiny_config
 
 pytestmark = pytest.mark.gpu
 

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 import triton
 
-from cpu.engine.test_mtp_engine import model_of, with_head, write_random_head
+from tests.cpu.engine.test_mtp_engine import model_of, with_head, write_random_head
 
 from penstock.config import LoraConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
-from support.adapters import write_random_adapter
-from support.driving import run_all, submit, tiny_config
-from support.switched import switched
+from tests.support.adapters import write_random_adapter
+from tests.support.driving import run_all, submit, tiny_config
+from tests.support.switched import switched
 
 compiled: list[str] = []
 

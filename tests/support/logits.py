@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.engine.engine import Engine
-from support.driving import Collected
+from tests.support.driving import Collected
 
 
 class Logits:

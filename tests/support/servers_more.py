@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Self
 from urllib.request import ProxyHandler, build_opener
 
-from support.servers import LOOPBACK, START_S, Program, Server, ServerDied, ServerMissing, fetched, free_port
+from tests.support.servers import (
+    LOOPBACK,
+    START_S,
+    Program,
+    Server,
+    ServerDied,
+    ServerMissing,
+    fetched,
+    free_port,
+)
 
 
 def _start(

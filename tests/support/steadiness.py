@@ -14,7 +14,7 @@ from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from support.driving import Collected, run_all, settle_all, submit, wait_scanned
+from tests.support.driving import Collected, run_all, settle_all, submit, wait_scanned
 
 NUM_TOKENS = 10
 LENGTHS = (17, 33, 40, 64, 129, 150, 257, 300)

@@ -19,7 +19,7 @@ from penstock.engine.execution.arriving import Arriving
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.saves import Saves
 from penstock.models.progress import silent
-from support.driving import tiny_config
+from tests.support.driving import tiny_config
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from penstock.errors import StoreFailed
 from penstock.kv.tiers.store import Envelope, Outcome
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
-from support.driving import tiny_config
+from tests.support.driving import tiny_config
 
 NEVER = {"FAILED": 0.0, "STALLED": 0.0, "SPOILED": 0.0, "DOWN": 0.0, "EXAGGERATED": 0.0}
 

@@ -23,7 +23,7 @@ from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer import CpuCopier
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
-from store_servers import valkey_or_skip
+from tests.store_servers import valkey_or_skip
 
 SHAPE = TransferShape(
     layout_of(Config(ModelSource("tiny-qwen3", "dummy", "cpu"))), torch.device("cpu"), repeat=2, seed=0

@@ -9,7 +9,6 @@ import os
 import shutil
 from dataclasses import asdict
 
-import child_work
 import pytest
 
 from penstock.bench import ttft
@@ -24,6 +23,7 @@ from penstock.errors import ConfigError, DeadlineExceeded, InvariantBroken, Step
 from penstock.kv.tiers.policy import PrefillRate
 from penstock.models.progress import silent
 from penstock.testing.stores import MemoryStore
+from tests.cpu.bench import child_work
 
 
 @pytest.fixture

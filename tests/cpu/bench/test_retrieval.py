@@ -21,8 +21,8 @@ from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Needle, Retrieval, haystack, write_retrieval_model
-from support.driving import Collected, generate, run_all, submit
-from support.logits import Logits
+from tests.support.driving import Collected, generate, run_all, submit
+from tests.support.logits import Logits
 
 BLOCK = 16
 CHUNK = 1024

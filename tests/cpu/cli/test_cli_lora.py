@@ -13,7 +13,7 @@ from penstock import cli
 from penstock.commands.arguments import config_of
 from penstock.config import LoraConfig
 from penstock.testing.tiny_models import TINY_LLAMA
-from support.adapters import write_random_adapter
+from tests.support.adapters import write_random_adapter
 
 BAD = [
     (("generate", "x", "--lora", "nopath"), "as in name=path"),

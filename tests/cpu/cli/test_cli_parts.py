@@ -22,7 +22,7 @@ from penstock.errors import ModelError
 from penstock.kv.tiers.ssd.survey import SpaceSurvey, Survey
 from penstock.models import embedded, loader
 from penstock.models.tokenizer import ByteTokenizer
-from support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine
 
 # ------------------------------------------------------------------------------------------------------- chat
 

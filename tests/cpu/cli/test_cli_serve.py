@@ -29,8 +29,8 @@ from penstock.contract import SamplingParams
 from penstock.errors import ModelError
 from penstock.models import embedded
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
-from support.adapters import write_random_adapter
-from support.scripted_engine import ScriptedEngine
+from tests.support.adapters import write_random_adapter
+from tests.support.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture

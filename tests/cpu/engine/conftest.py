@@ -10,7 +10,7 @@ import torch
 from penstock.engine.engine import Engine
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import tiny_config
+from tests.support.driving import tiny_config
 
 
 @pytest.fixture(autouse=True)

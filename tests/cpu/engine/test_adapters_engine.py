@@ -26,8 +26,8 @@ from penstock.kv.cache import KvCache
 from penstock.models.model import ModelConfig
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
-from support.adapters import adapter_tensors, merged, write_adapter, write_random_adapter
-from support.driving import generate, run_all, submit, tiny_config
+from tests.support.adapters import adapter_tensors, merged, write_adapter, write_random_adapter
+from tests.support.driving import generate, run_all, submit, tiny_config
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

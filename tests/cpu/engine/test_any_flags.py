@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_mtp_engine import model_of, write_random_head
 
-from pairwise import Case, pairwise
 from penstock.commands.arguments import Parser, config_of, engine_flags
 from penstock.config import ADMISSIONS, DEVICE_EVICTIONS, EVICTIONS, Config
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from support.driving import run_all, settle_all, submit, wait_scanned
+from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
+from tests.pairwise import Case, pairwise
+from tests.support.driving import run_all, settle_all, submit, wait_scanned
 
 MODEL = ("--model", "tiny-qwen3", "--load-format", "dummy", "--device", "cpu", "--dtype", "float32")
 OPTIONS = {

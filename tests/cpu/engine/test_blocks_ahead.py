@@ -9,16 +9,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cpu.engine.test_engine import check_at_rest
-from cpu.engine.test_tiers import forget, states, turn, until
 from penstock.contract import FinishReason, KvSource, SamplingParams, StepPlan, TokenEvent
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.lanes.lane import POLL_MOST_S
-from support.driving import Collected, generate, run_all, settle_all, submit
-from support.gates import GatedCopier, gates
+from tests.cpu.engine.test_engine import check_at_rest
+from tests.cpu.engine.test_tiers import forget, states, turn, until
+from tests.support.driving import Collected, generate, run_all, settle_all, submit
+from tests.support.gates import GatedCopier, gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

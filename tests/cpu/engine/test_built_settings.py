@@ -19,7 +19,7 @@ from penstock.kv import build as storage
 from penstock.kv.blocks.key import Scope
 from penstock.kv.cache import KvCache
 from penstock.models.qwen3 import TINY_QWEN3
-from support.driving import tiny_config
+from tests.support.driving import tiny_config
 
 MakeEngine = Callable[..., Engine]
 

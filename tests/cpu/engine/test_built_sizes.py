@@ -19,7 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import ConfigError
 from penstock.kv import build as storage
 from penstock.testing.stores import MemoryStore
-from support.driving import block_bytes, tiny_config
+from tests.support.driving import block_bytes, tiny_config
 
 MakeEngine = Callable[..., Engine]
 BLOCK_BYTES = block_bytes("tiny-qwen3", 16)

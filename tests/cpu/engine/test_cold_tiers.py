@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cpu.engine.test_tiers import forget, states, turn, until
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, InvalidRequest, StoreFailed
 from penstock.kv import build as build_module
 from penstock.testing.stores import HandClock, MemoryStore
-from support.driving import generate, run_all, settle_all, submit
+from tests.cpu.engine.test_tiers import forget, states, turn, until
+from tests.support.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

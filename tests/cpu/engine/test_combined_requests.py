@@ -13,7 +13,7 @@ from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.executor import _LOGPROB_ROWS
 from penstock.engine.execution.replays import cuda_buckets
-from support.driving import Collected, generate, run_all, submit
+from tests.support.driving import Collected, generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

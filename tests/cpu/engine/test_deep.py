@@ -25,8 +25,8 @@ from penstock.engine.scheduling.line import found_share
 from penstock.engine.scheduling.track import Track
 from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.kv.tiers import saves
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
-from support.recording import recorded
+from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from tests.support.recording import recorded
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -13,8 +13,8 @@ from penstock.config import Config, KvConfig, LoraConfig, ModelSource, Speculati
 from penstock.engine.build import build, check_ahead
 from penstock.errors import ConfigError
 from penstock.testing.tiny_models import write_tiny_gguf
-from support.driving import generate, tiny_config
-from support.steadiness import differing
+from tests.support.driving import generate, tiny_config
+from tests.support.steadiness import differing
 
 TINY = ("tiny-llama", "tiny-qwen3")
 

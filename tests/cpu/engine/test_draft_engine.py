@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpu.engine.test_tiers import forget, overlap_from, until
 from penstock import LLM, SamplingParams
 from penstock.config import Config, SpeculationConfig
 from penstock.contract import Fence, FinishReason, Grammar
@@ -30,10 +29,11 @@ from penstock.models.registry import BUILT_IN
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.speculation.draft import draft_arena, num_draft_layers
 from penstock.testing.sanitized import check_silent
-from support.adapters import write_random_adapter
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
-from support.gates import gates
-from support.switched import switched
+from tests.cpu.engine.test_tiers import forget, overlap_from, until
+from tests.support.adapters import write_random_adapter
+from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
+from tests.support.gates import gates
+from tests.support.switched import switched
 
 Prompts = Callable[..., list[int]]
 TARGET, OTHER = "tiny-qwen3", "tiny-llama"

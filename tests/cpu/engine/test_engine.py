@@ -15,7 +15,7 @@ from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import EngineClosed, InvalidRequest, Overloaded, StepFailed
-from support.driving import generate, run_all, submit
+from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpu.engine.test_tiers import forget, states, until
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
-from support.driving import generate, run_all, submit
-from support.gates import gates
+from tests.cpu.engine.test_tiers import forget, states, until
+from tests.support.driving import generate, run_all, submit
+from tests.support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -10,8 +10,8 @@ import pytest
 from penstock.contract import FinishReason
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
-from support.driving import generate, run_all, settle_all, submit
-from support.gates import gates
+from tests.support.driving import generate, run_all, settle_all, submit
+from tests.support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -17,7 +17,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import DeadlineExceeded, EngineClosed, InvalidRequest, Overloaded
 from penstock.kv.table import BlockTable
-from support.driving import generate, run_all, settle_all, submit
+from tests.support.driving import generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

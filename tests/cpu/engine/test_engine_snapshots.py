@@ -30,8 +30,8 @@ from penstock.errors import (
 )
 from penstock.models.registry import BUILT_IN
 from penstock.testing.stores import HandClock
-from support.adapters import write_random_adapter
-from support.driving import generate, run_all, settle_all, submit, wait_scanned
+from tests.support.adapters import write_random_adapter
+from tests.support.driving import generate, run_all, settle_all, submit, wait_scanned
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -18,7 +18,7 @@ from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.loop import EngineLoop
 from penstock.engine.sessions import Sessions
 from penstock.errors import InvalidRequest
-from support.driving import generate, run_all, submit
+from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
-from cpu.engine.test_tiers import until
 from penstock.contract import Adapter, FinishReason, SamplingParams, TokenEvent
 from penstock.engine import engine as engine_module
 from penstock.engine.engine import Engine
@@ -26,8 +24,10 @@ from penstock.kv.tiers.host import HostLease
 from penstock.models.lora import AdapterWeights
 from penstock.testing.sanitized import build_sanitized
 from penstock.testing.stores import MemoryStore
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
-from support.gates import gates
+from tests.cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
+from tests.cpu.engine.test_tiers import until
+from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config
+from tests.support.gates import gates
 
 Prompts = Callable[..., list[int]]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

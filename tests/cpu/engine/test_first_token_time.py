@@ -10,7 +10,7 @@ import pytest
 from penstock.engine import engine as engine_module
 from penstock.engine import outbox as outbox_module
 from penstock.engine.engine import Engine
-from support.driving import run_all, submit
+from tests.support.driving import run_all, submit
 
 
 def test_a_request_that_lies_in_the_inbox_waits_for_its_first_token(

@@ -16,8 +16,8 @@ from penstock.engine.engine import Engine
 from penstock.models.registry import BUILT_IN
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.tiny_models import write_tiny_gguf
-from support.adapters import adapter_tensors, write_adapter
-from support.driving import generate, settle_all, tiny_config
+from tests.support.adapters import adapter_tensors, write_adapter
+from tests.support.driving import generate, settle_all, tiny_config
 
 PROMPT = list(range(3, 100))  # six full blocks, and one token that is always computed
 

@@ -17,7 +17,7 @@ import resource, torch
 import numpy as np
 from penstock.engine.build import build
 from penstock.engine.execution.executor import Executor
-from support.driving import generate, run_all, settle_all, submit, tiny_config
+from tests.support.driving import generate, run_all, settle_all, submit, tiny_config
 from penstock.testing.guarded import GuardedArena, GuardedSanitizer
 from penstock.testing.sanitized import check_silent
 
@@ -39,7 +39,7 @@ def prompt(num_tokens, seed=0):
 
 def run(body: str, speculate: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "faulthandler", "-c", f"SPECULATE = {speculate!r}\n{SCENE}{body}"]
-    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 

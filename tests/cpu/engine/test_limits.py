@@ -20,7 +20,7 @@ from penstock.engine.execution.replays import cuda_buckets
 from penstock.engine.execution.sampler import NUM_PARAMS, packed_width
 from penstock.errors import ConfigError, InvalidRequest, Overloaded
 from penstock.models.qwen3 import TINY_QWEN3
-from support.driving import block_bytes, generate, run_all, submit, tiny_config
+from tests.support.driving import block_bytes, generate, run_all, submit, tiny_config
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

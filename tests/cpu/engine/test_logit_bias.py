@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.errors import InvalidRequest
-from support.driving import generate, run_all, submit
+from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -18,8 +18,8 @@ from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.models import loader
 from penstock.models.registry import BUILT_IN
-from support import driving
-from support.driving import Collected, tiny_config, wait_scanned
+from tests.support import driving
+from tests.support.driving import Collected, tiny_config, wait_scanned
 
 TOKENS = 131_072
 THIN = dataclasses.replace(

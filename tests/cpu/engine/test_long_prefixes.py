@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cpu.engine.test_engine import check_at_rest
-from cpu.engine.test_tiers import forget
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
 from penstock.kv.blocks import handles, key, slots
 from penstock.kv.tiers import host, saves
-from support.driving import generate, settle_all
+from tests.cpu.engine.test_engine import check_at_rest
+from tests.cpu.engine.test_tiers import forget
+from tests.support.driving import generate, settle_all
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

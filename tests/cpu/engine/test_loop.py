@@ -22,7 +22,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.errors import EngineClosed, StepFailed
 from penstock.models.progress import Progress
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import generate, run_all, submit, tiny_config
+from tests.support.driving import generate, run_all, submit, tiny_config
 
 
 class Ended:

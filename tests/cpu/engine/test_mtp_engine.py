@@ -27,8 +27,8 @@ from penstock.speculation.length import StepCosts
 from penstock.speculation.mtp import head_layout, write_head
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.sanitized import check_silent
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
-from support.switched import Switched, switched
+from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
+from tests.support.switched import Switched, switched
 
 Prompts = Callable[..., list[int]]
 OPTIONS: tuple[dict[str, Any], ...] = (

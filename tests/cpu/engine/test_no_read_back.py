@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import penstock
-from cpu.engine.test_tiers import forget
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.running_step import RunningStep
 from penstock.engine.execution.sampler import Sampler
-from support.driving import run_all, settle_all, submit, tiny_config
+from tests.cpu.engine.test_tiers import forget
+from tests.support.driving import run_all, settle_all, submit, tiny_config
 
 Prompts = Callable[..., list[int]]
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpu.engine.test_replaced_weights import answer, serving, started  # noqa: F401
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.build import _scope
@@ -31,6 +30,7 @@ from penstock.models.rotary import RopeScaling
 from penstock.models.weights import weights_digest
 from penstock.testing.stores import MemoryStore
 from penstock.testing.tiny_models import config_json, write_tiny_model
+from tests.cpu.engine.test_replaced_weights import answer, serving, started  # noqa: F401
 
 Prompts = Callable[..., list[int]]
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.5 * i for i in range(8)]

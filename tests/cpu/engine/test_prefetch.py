@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from cpu.engine.test_cold_tiers import held, only_colder, shared, store_of
-from cpu.engine.test_tiers import states, turn, until
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.engine import Engine
 from penstock.errors import DeadlineExceeded
 from penstock.kv.tiers.loads import Fetch
 from penstock.testing.stores import MemoryStore
-from store_servers import valkey_or_skip
-from support.driving import Collected, generate, run_all, settle_all, submit
+from tests.cpu.engine.test_cold_tiers import held, only_colder, shared, store_of
+from tests.cpu.engine.test_tiers import states, turn, until
+from tests.store_servers import valkey_or_skip
+from tests.support.driving import Collected, generate, run_all, settle_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from cpu.engine.test_cold_tiers import flush, store_of
 from penstock.config import Config
 from penstock.contract import KvSource
 from penstock.engine.engine import Engine
@@ -22,8 +21,9 @@ from penstock.kv import build as build_module
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.stores import MemoryStore
 from penstock.testing.tiny_models import TINY_LLAMA, config_json, write_tiny_gguf, write_tiny_model
-from support.adapters import adapter_tensors, write_adapter
-from support.driving import Collected, generate, tiny_config
+from tests.cpu.engine.test_cold_tiers import flush, store_of
+from tests.support.adapters import adapter_tensors, write_adapter
+from tests.support.driving import Collected, generate, tiny_config
 
 Prompts = Callable[..., list[int]]
 STAMP = 1_000_000_000  # seconds: the one modification time of a reproducible image

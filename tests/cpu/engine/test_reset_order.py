@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
-from cpu.engine.test_failed_engine import adapted, asked, soon
-from cpu.engine.test_tiers import states, turn, until
 from penstock.contract import FinishReason, KvSource, SamplingParams
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.errors import InvalidRequest, StoreFailed
 from penstock.testing.stores import MemoryStore
-from support.driving import generate, run_all, settle_all, submit
-from support.gates import gates
+from tests.cpu.engine.test_cold_tiers import held, only_colder, shared  # noqa: F401 - a fixture
+from tests.cpu.engine.test_failed_engine import adapted, asked, soon
+from tests.cpu.engine.test_tiers import states, turn, until
+from tests.support.driving import generate, run_all, settle_all, submit
+from tests.support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.contract import Request, SamplingParams, Start, StepPlan
 from penstock.engine.engine import Engine
-from support.driving import generate
+from tests.support.driving import generate
 
 
 @pytest.mark.parametrize(

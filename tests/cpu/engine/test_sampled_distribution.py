@@ -17,7 +17,7 @@ from penstock.config import SpeculationConfig
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.ahead import ModelGuesser
-from support.driving import run_all, submit, tiny_config
+from tests.support.driving import run_all, submit, tiny_config
 
 VOCAB, PROMPT = 5, (3, 1)
 REQUESTS, TOKENS = 20, 320  # as many drafts as a step may have, at most

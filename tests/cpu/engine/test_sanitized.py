@@ -20,7 +20,7 @@ from penstock.errors import SanitizerStop
 from penstock.kv.table import BlockTable
 from penstock.sanitizer.report import Kind
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import generate, run_all, submit, tiny_config
+from tests.support.driving import generate, run_all, submit, tiny_config
 
 Prompts = Callable[..., list[int]]
 

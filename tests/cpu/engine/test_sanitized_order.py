@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from cpu.engine.test_engine import check_at_rest
-from cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
 from penstock.contract import Access, Fence, FinishReason, KvSource, Mode, StepPlan, Waits
 from penstock.engine.engine import Engine
 from penstock.errors import EngineClosed
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.transfer import ByteChecks, Group
 from penstock.lanes.cpu import CpuLane
-from support.driving import generate, run_all, settle_all, submit
-from support.gates import GatedCopier, gates
+from tests.cpu.engine.test_engine import check_at_rest
+from tests.cpu.engine.test_tiers import busy, forget, overlap_from, states, turn, until
+from tests.support.driving import generate, run_all, settle_all, submit
+from tests.support.gates import GatedCopier, gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -27,8 +27,8 @@ from penstock.errors import ConfigError, InvalidRequest, TransferFailed
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from retrieval import Haystack, Retrieval, haystack, write_retrieval_model
-from support.driving import Collected, generate, run_all, settle_all, submit, wait_scanned
-from support.recording import recorded
+from tests.support.driving import Collected, generate, run_all, settle_all, submit, wait_scanned
+from tests.support.recording import recorded
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -28,8 +28,8 @@ from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sanitized import build_sanitized, check_silent
 from penstock.testing.stores import MemoryStore
 from retrieval import Retrieval, haystack, write_retrieval_model
-from support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
-from support.recording import recorded
+from tests.support.driving import Collected, generate, run_all, settle_all, submit, tiny_config, wait_scanned
+from tests.support.recording import recorded
 
 MODEL = Retrieval(tries=32)
 BLOCK_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 16 * 4

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from penstock.contract import MAX_LOGPROBS, FinishReason
 from penstock.engine.engine import Engine
-from support.driving import generate, run_all, submit
+from tests.support.driving import generate, run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -19,7 +19,7 @@ from penstock.engine.engine import Engine
 from penstock.kv import build as storage
 from penstock.kv.blocks.eviction import make_order
 from penstock.testing.stores import MemoryStore
-from support.driving import generate, tiny_config
+from tests.support.driving import generate, tiny_config
 
 Built = Callable[[Config], Engine]
 

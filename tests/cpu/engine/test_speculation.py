@@ -21,8 +21,8 @@ from penstock.engine.scheduling.track import Track
 from penstock.models.registry import BUILT_IN
 from penstock.speculation.length import StepCosts
 from penstock.speculation.ngram import NgramProposer
-from support.adapters import write_random_adapter
-from support.driving import Collected, generate, run_all, settle_all, submit
+from tests.support.adapters import write_random_adapter
+from tests.support.driving import Collected, generate, run_all, settle_all, submit
 
 Make = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -10,14 +10,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from test_mtp_engine import model_of, with_head, write_random_head
 
 import penstock
 from penstock.config import Config
 from penstock.engine.build import build
 from penstock.engine.engine import Engine
-from support.driving import run_all, submit, tiny_config
-from support.switched import switched
+from tests.cpu.engine.test_mtp_engine import model_of, with_head, write_random_head
+from tests.support.driving import run_all, submit, tiny_config
+from tests.support.switched import switched
 
 PACKAGE = str(Path(penstock.__file__).parent) + "/"
 NUM_STEPS = 40  # two blocks and a half

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from cpu.engine.test_engine import check_at_rest
-from cpu.engine.test_mtp_engine import model_of, write_random_head
-from cpu.engine.test_tiers import overlap_from
 from penstock.contract import FinishReason
 from penstock.engine import build
 from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
-from support.driving import Collected, generate, settle_all, submit
-from support.guesses import Guess
-from support.switched import Switched, switched
+from tests.cpu.engine.test_engine import check_at_rest
+from tests.cpu.engine.test_mtp_engine import model_of, write_random_head
+from tests.cpu.engine.test_tiers import overlap_from
+from tests.support.driving import Collected, generate, settle_all, submit
+from tests.support.guesses import Guess
+from tests.support.switched import Switched, switched
 
 WAIT_S = 0.01  # at most, for a transfer
 RESIDENT_TOKENS = 128  # longer requests are paged out

@@ -21,9 +21,9 @@ from penstock.engine.execution.masks import StepMasks
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import InvalidRequest
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import Collected, generate, run_all, submit, tiny_config
-from support.recording import recorded, replay
-from support.schemas import fits, random_schema
+from tests.support.driving import Collected, generate, run_all, submit, tiny_config
+from tests.support.recording import recorded, replay
+from tests.support.schemas import fits, random_schema
 
 pytest.importorskip("llguidance", reason="structured output is an extra")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.engine import text as text_module
 from penstock.engine.text import StopString, TextStream
 from penstock.models.tokenizer import ByteTokenizer, Tokenizer
-from support.embedded import embedded_tokenizer
+from tests.support.embedded import embedded_tokenizer
 
 REAL = embedded_tokenizer()
 BYTES = ByteTokenizer(256)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpu.engine.test_engine import check_at_rest
 from penstock.contract import CacheHint, FinishReason, KvSource, SamplingParams, StepPlan, Waits
 from penstock.engine.engine import Engine
 from penstock.engine.execution.arriving import Arriving
@@ -22,8 +21,9 @@ from penstock.errors import DeadlineExceeded
 from penstock.kv.blocks.slots import SlotState
 from penstock.kv.transfer import Group, Transfer
 from penstock.sanitizer.report import Kind
-from support.driving import Collected, generate, run_all, settle_all, submit
-from support.gates import gates
+from tests.cpu.engine.test_engine import check_at_rest
+from tests.support.driving import Collected, generate, run_all, settle_all, submit
+from tests.support.gates import gates
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from valkey_rig import opened
 
 from penstock.kv.tiers.remote.valkey import ValkeyStore
-from store_servers import valkey_or_skip
-from support.servers import Valkey
+from tests.cpu.kv.valkey_rig import opened
+from tests.store_servers import valkey_or_skip
+from tests.support.servers import Valkey
 
 
 @pytest.fixture(scope="module")

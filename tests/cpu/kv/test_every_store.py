@@ -11,16 +11,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
 import pytest
-from remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
 
 from penstock.kv.tiers.remote import KINDS, open_store
 from penstock.kv.tiers.store import BlockStore, ManifestStore, Outcome, Written, pack
-from store_servers import valkey_or_skip
-from support.servers import ServerMissing
-from support.servers_more import Bucket, Mooncake, mooncake_environment
+from tests.cpu.kv.remote_rig import BLOCK_BYTES, Slots, keys_of, wait_usable
+from tests.store_servers import valkey_or_skip
+from tests.support.servers import ServerMissing
+from tests.support.servers_more import Bucket, Mooncake, mooncake_environment
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 TIMEOUT_S = 10.0  # a busy machine may take a second for a request
@@ -174,7 +173,7 @@ def test_several_threads_at_once(store: BlockStore, slots: Slots) -> None:
 
 READER = """
 import sys
-from remote_rig import Slots, keys_of, wait_usable
+from tests.cpu.kv.remote_rig import Slots, keys_of, wait_usable
 from penstock.kv.tiers.remote import open_store
 slots = Slots(sys.argv[2].encode())
 store = open_store(sys.argv[1], slots.space, 10.0)
@@ -189,7 +188,7 @@ def test_what_one_process_writes_another_reads(
     url: str, store: BlockStore, slots: Slots, request: pytest.FixtureRequest
 ) -> None:
     slots.write(store, keys_of("shared", 4))
-    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
+    path = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, "-c", READER, url, request.node.name]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False

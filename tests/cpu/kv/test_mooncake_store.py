@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
 
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import remote
@@ -23,8 +22,9 @@ from penstock.kv.tiers.remote import mooncake as mooncake_module
 from penstock.kv.tiers.remote import open_store
 from penstock.kv.tiers.remote.mooncake import MooncakeClient, MooncakeStore
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, pack
-from support.servers import ServerMissing
-from support.servers_more import Mooncake, mooncake_environment
+from tests.cpu.kv.remote_rig import BLOCK_BYTES, LATE_S, Slots, assert_fails, block_of, keys_of, wait_usable
+from tests.support.servers import ServerMissing
+from tests.support.servers_more import Mooncake, mooncake_environment
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 VALUE_BYTES = HEADER_BYTES + BLOCK_BYTES
@@ -230,7 +230,7 @@ def test_what_lies_in_the_slot_is_checked_and_not_what_was_received(
 
 PROCESS = """
 import sys
-from remote_rig import Slots, keys_of, wait_usable
+from tests.cpu.kv.remote_rig import Slots, keys_of, wait_usable
 from penstock.kv.tiers.remote import open_store
 slots = Slots()
 store = open_store(sys.argv[1], slots.space, 10.0)
@@ -245,7 +245,7 @@ def test_what_one_process_writes_another_reads_and_its_client_ends_with_it(
     mooncake: Mooncake, store: MooncakeStore, slots: Slots
 ) -> None:
     slots.write(store, keys_of("shared", 4))
-    path = os.pathsep.join([str(Path(__file__).parent), *(entry for entry in sys.path if entry)])
+    path = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, "-c", PROCESS, mooncake.url()]
     with subprocess.Popen(
         command,

@@ -18,15 +18,14 @@ obstore = pytest.importorskip(
     "obstore", reason="the client library is missing: pip install obstore", exc_type=ImportError
 )
 
-from remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable  # noqa: E402
-
 from penstock.errors import ConfigError  # noqa: E402
 from penstock.kv.tiers import remote  # noqa: E402
 from penstock.kv.tiers.remote import open_store, s3  # noqa: E402
 from penstock.kv.tiers.remote.s3 import BucketStore, parse_address  # noqa: E402
 from penstock.kv.tiers.store import FORMAT, HEADER_BYTES, Outcome, Written, pack  # noqa: E402
-from support.servers import ServerMissing  # noqa: E402
-from support.servers_more import Bucket  # noqa: E402
+from tests.cpu.kv.remote_rig import NUM_SLOTS, TIMEOUT_S, Slots, assert_fails, block_of, keys_of, wait_usable  # noqa: E402
+from tests.support.servers import ServerMissing  # noqa: E402
+from tests.support.servers_more import Bucket  # noqa: E402
 
 DONE, MISSING, CORRUPT = Outcome.DONE, Outcome.MISSING, Outcome.CORRUPT
 

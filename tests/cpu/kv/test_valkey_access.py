@@ -11,7 +11,11 @@ import traceback
 from collections.abc import Iterator
 
 import pytest
-from valkey_rig import (
+
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.remote import Node, open_store, valkey
+from penstock.kv.tiers.remote.valkey import PASSWORD_VARIABLE
+from tests.cpu.kv.valkey_rig import (
     CALLS,
     DONE,
     MISSING,
@@ -28,12 +32,8 @@ from valkey_rig import (
     space,
     write,
 )
-
-from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import Node, open_store, valkey
-from penstock.kv.tiers.remote.valkey import PASSWORD_VARIABLE
-from store_servers import valkey_or_skip
-from support.servers import LOOPBACK, SlotRange, Valkey, free_port
+from tests.store_servers import valkey_or_skip
+from tests.support.servers import LOOPBACK, SlotRange, Valkey, free_port
 
 # ------------------------------------------------------------------------------------------------ credentials
 

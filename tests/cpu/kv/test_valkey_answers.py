@@ -11,13 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from valkey_rig import BLOCK_BYTES, CALLS, DONE, PATIENT_S, keys_of, name_of, num_idle, opened, write
 
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.remote import Node, open_store, valkey
 from penstock.kv.tiers.remote.valkey import resolve
 from penstock.kv.tiers.store import Outcome, Space, StoreUsage, Written
-from support.servers import LOOPBACK
+from tests.cpu.kv.valkey_rig import (
+    BLOCK_BYTES,
+    CALLS,
+    DONE,
+    PATIENT_S,
+    keys_of,
+    name_of,
+    num_idle,
+    opened,
+    write,
+)
+from tests.support.servers import LOOPBACK
 
 FINE = {
     b"PING": b"+PONG",

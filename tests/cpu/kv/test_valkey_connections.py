@@ -12,13 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from valkey_rig import PATIENT_S, is_closed, keys_of, num_idle, opened, write
 
 from penstock.errors import StoreFailed
 from penstock.kv.tiers import remote
 from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.store import Outcome
-from support.servers import LOOPBACK
+from tests.cpu.kv.valkey_rig import PATIENT_S, is_closed, keys_of, num_idle, opened, write
+from tests.support.servers import LOOPBACK
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,11 @@ import traceback
 from collections.abc import Iterator
 
 import pytest
-from valkey_rig import (
+
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.remote import Node, valkey
+from penstock.kv.tiers.remote.valkey import ValkeyAddress, ValkeyConnection, ValkeyStore
+from tests.cpu.kv.valkey_rig import (
     BLOCK_BYTES,
     CALLS,
     DONE,
@@ -28,11 +32,7 @@ from valkey_rig import (
     space,
     write,
 )
-
-from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.remote import Node, valkey
-from penstock.kv.tiers.remote.valkey import ValkeyAddress, ValkeyConnection, ValkeyStore
-from support.servers import LOOPBACK, Valkey, free_port
+from tests.support.servers import LOOPBACK, Valkey, free_port
 
 # ---------------------------------------------------------------------------------------------- gone and back
 

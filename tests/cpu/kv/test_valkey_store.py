@@ -7,7 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 
 import pytest
-from valkey_rig import (
+
+from penstock.errors import InvariantBroken, StoreFailed
+from penstock.kv.tiers import store as envelope
+from penstock.kv.tiers.remote import valkey
+from penstock.kv.tiers.remote.valkey import ValkeyStore
+from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.valkey_rig import (
     BLOCK_BYTES,
     CORRUPT,
     DONE,
@@ -22,14 +28,8 @@ from valkey_rig import (
     space,
     write,
 )
-
-from penstock.errors import InvariantBroken, StoreFailed
-from penstock.kv.tiers import store as envelope
-from penstock.kv.tiers.remote import valkey
-from penstock.kv.tiers.remote.valkey import ValkeyStore
-from penstock.kv.tiers.store import Outcome
-from store_servers import valkey_or_skip
-from support.servers import LOOPBACK, Valkey
+from tests.store_servers import valkey_or_skip
+from tests.support.servers import LOOPBACK, Valkey
 
 # --------------------------------------------------------------------------------------------------- ordinary
 

@@ -25,7 +25,7 @@ from penstock.models.model import ModelConfig
 from penstock.models.progress import silent
 from penstock.testing.contiguous_kv import ContiguousKv, forward
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3, tiny_tensors, write_tiny_model
-from support.adapters import (
+from tests.support.adapters import (
     ALL_MODULES,
     ATTENTION,
     PREFIX,

@@ -16,8 +16,8 @@ from penstock.errors import InvalidRequest
 from penstock.models import chat as chat_module
 from penstock.models.chat import ChatTemplate, Rendering
 from penstock.models.tokenizer import Tokenizer
-from support.embedded import embedded_tokenizer
-from support.vocabularies import rendered
+from tests.support.embedded import embedded_tokenizer
+from tests.support.vocabularies import rendered
 
 REAL = embedded_tokenizer()
 TEXTUAL = type(REAL._backend).from_str(REAL._backend.to_str())  # takes spellings of special tokens as text

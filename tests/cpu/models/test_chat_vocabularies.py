@@ -17,7 +17,7 @@ from penstock.errors import InvalidRequest
 from penstock.models import tokenizer as tokenizer_module
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import Tokenizer
-from support.vocabularies import KINDS, SPECIAL, vocabulary
+from tests.support.vocabularies import KINDS, SPECIAL, vocabulary
 
 ROLES = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = {

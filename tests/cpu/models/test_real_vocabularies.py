@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 import tokenizers
-from test_token_bytes import CORPUS
 
 from penstock.engine.text import TextStream
 from penstock.models import tokenizer_files as files_module
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import BYTE_OF, Tokenizer
 from penstock.models.tokenizer_files import tokenizer_files
-from support.vocabularies import pages
+from tests.cpu.models.test_token_bytes import CORPUS
+from tests.support.vocabularies import pages
 
 DATA = Path(sys.prefix) / "vocabularies" / "mistral_common" / "data"
 if not DATA.is_dir() or importlib.util.find_spec("sentencepiece") is None:

@@ -18,7 +18,7 @@ from tokenizers.decoders import DecodeStream
 from penstock.engine.text import StopString, TextStream
 from penstock.errors import InvalidRequest, ModelError
 from penstock.models.tokenizer import BYTE_TOKEN, Spelling, Tokenizer, TokenSpelling
-from support.vocabularies import KINDS, SPECIAL, vocabulary
+from tests.support.vocabularies import KINDS, SPECIAL, vocabulary
 
 SPELL_ALL = ("byte-level BPE", "SentencePiece BPE", "SentencePiece BPE, no prefix")  # any text comes back
 WITH_BYTES = (

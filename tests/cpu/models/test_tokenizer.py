@@ -24,8 +24,8 @@ from penstock.models.llama import TINY_LLAMA
 from penstock.models.tokenizer import BYTE_OF, NFC_SHRINKS, ByteTokenizer, Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer
 from penstock.testing.tiny_models import tiny_tokenizer, write_tiny_model
-from support.embedded import embedded_tokenizer
-from support.vocabularies import rendered, vocabulary
+from tests.support.embedded import embedded_tokenizer
+from tests.support.vocabularies import rendered, vocabulary
 
 REAL = embedded_tokenizer()
 VOCABULARY = REAL.vocab_size

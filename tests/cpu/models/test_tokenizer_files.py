@@ -23,7 +23,7 @@ from penstock.models.progress import silent
 from penstock.models.tokenizer import Tokenizer
 from penstock.models.tokenizer_files import load_tokenizer, tokenizer_files
 from penstock.testing import tiny_models
-from support.vocabularies import SPECIAL, rendered, sentencepiece_metadata, vocabulary
+from tests.support.vocabularies import SPECIAL, rendered, sentencepiece_metadata, vocabulary
 
 LARGE = dataclasses.replace(TINY_LLAMA, vocab=1000)
 TEXT = "the blocks  of 東京 🙂\n\tand </s> more"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 
 from penstock.models.tokenizer import Tokenizer
-from support.embedded import embedded_tokenizer
+from tests.support.embedded import embedded_tokenizer
 
 TEXT = "A prompt of some words, none of which may be lost or added to."
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from served import Served, serving
+
+from tests.cpu.server.served import Served, serving
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import uvicorn.server
 
 from penstock.config import ServerConfig
 from penstock.server.run import HttpServer
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 DEADLINE_S = 120.0  # of what is expected to succeed at once, on a machine that does much else
 MODEL = "scripted"

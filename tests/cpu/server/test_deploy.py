@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from test_metrics import STATS, Fixed
 
 from penstock import cli
 from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
+from tests.cpu.server.test_metrics import STATS, Fixed
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from served import DEADLINE_S, until
 
 from penstock.config import (
     Config,
@@ -84,8 +83,9 @@ from penstock.server.remote import RemoteAdapters, RemoteEngine, greeted
 from penstock.server.seats import Gate, GateNumber, SeatBook
 from penstock.server.supervise import Supervisor
 from penstock.testing.tiny_models import TINY_LLAMA, tiny_tokenizer
-from support.adapters import write_random_adapter
-from support.driving import tiny_config
+from tests.cpu.server.served import DEADLINE_S, until
+from tests.support.adapters import write_random_adapter
+from tests.support.driving import tiny_config
 
 MOST_BEATS = 120  # until an answer that takes milliseconds
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

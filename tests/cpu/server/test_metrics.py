@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import Served
 
 from penstock.contract import SamplingParams, TokenEvent
 from penstock.engine.stats import EngineStats
@@ -15,6 +14,7 @@ from penstock.figures import Histogram, ResidencyFigures, SessionFigures, Snapsh
 from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
 from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
+from tests.cpu.server.served import Served
 
 BOUNDS = (0.5, 1.0)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import MODEL, Served, completion, read_until, serving, until
 
 from penstock.config import ServerConfig
 from penstock.engine.adapters import AdapterStore
@@ -19,7 +18,8 @@ from penstock.models.lora import AdapterWeights
 from penstock.server.client import RequestFigures
 from penstock.server.metrics import exposition
 from penstock.server.run import HttpServer
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.cpu.server.served import MODEL, Served, completion, read_until, serving, until
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 HI = [{"role": "user", "content": "hi"}]
 

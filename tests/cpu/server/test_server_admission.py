@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from served import DEADLINE_S
-from tiered_server import MODEL, Tiered, tiered
+
+from tests.cpu.server.served import DEADLINE_S
+from tests.cpu.server.tiered_server import MODEL, Tiered, tiered
 
 NUM_CHATS = 6
 CONTEXT = 2048

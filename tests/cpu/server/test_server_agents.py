@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import MODEL, Served, serving
-from test_server_tools import KNOWS_TOOLS, saying
+
+from tests.cpu.server.served import MODEL, Served, serving
+from tests.cpu.server.test_server_tools import KNOWS_TOOLS, saying
 
 RECORDED = [
     json.loads(line)

@@ -9,9 +9,9 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from served import MODEL, Served, completion, serving, until
 
-from support.scripted_engine import EOS, ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, completion, serving, until
+from tests.support.scripted_engine import EOS, ScriptedEngine
 
 DEEP = 10_000  # far deeper than the interpreter's stack, and not yet too many lists and objects to look at
 

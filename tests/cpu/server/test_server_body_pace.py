@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from served import Served, completion
 from starlette.types import Message
 
 from penstock.config import ServerConfig
 from penstock.server.connection import read_body
 from penstock.server.faults import Refused
+from tests.cpu.server.served import Served, completion
 
 
 class _ClockedLoop(asyncio.SelectorEventLoop):

@@ -6,14 +6,14 @@ import json
 import re
 
 import pytest
-from served import MODEL, Served, completion, serving
 
 from penstock import __version__
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import about
 from penstock.server.routes import make_routes
-from support.scripted_engine import ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, completion, serving
+from tests.support.scripted_engine import ScriptedEngine
 
 ORIGIN = "https://app.example.org"
 PREFLIGHT = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from served import MODEL, Served
 
 from penstock.contract import TokenLogprob
 from penstock.server.replies import ChatReply, ChoiceDelta, Heading, ScoredToken
 from penstock.server.schema import ChatBody
-from support.scripted_engine import ScriptedTokenizer
+from tests.cpu.server.served import MODEL, Served
+from tests.support.scripted_engine import ScriptedTokenizer
 
 
 def test_impossible_tokens_of_a_chat_have_a_score_that_json_can_say() -> None:

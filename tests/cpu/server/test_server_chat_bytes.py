@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from served import MODEL, serving
-
-from support.scripted_engine import ScriptedEngine
+from tests.cpu.server.served import MODEL, serving
+from tests.support.scripted_engine import ScriptedEngine
 
 TEXT = "é東🙂"
 

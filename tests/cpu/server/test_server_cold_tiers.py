@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import DEADLINE_S, Served, serving, until
-from tiered_server import Tiered, error_of, tiered
 
 from penstock.engine.stats import EngineStats
 from penstock.errors import DeadlineExceeded, InvariantBroken, PenstockError, StoreFailed, TransferFailed
 from penstock.figures import Histogram, Traffic
 from penstock.kv.tiers.ssd.directory import DiskIo
-from store_servers import valkey_or_skip
-from support.scripted_engine import ScriptedEngine
-from support.servers import Valkey
+from tests.cpu.server.served import DEADLINE_S, Served, serving, until
+from tests.cpu.server.tiered_server import Tiered, error_of, tiered
+from tests.store_servers import valkey_or_skip
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.servers import Valkey
 
 TIERS = ("device", "host", "ssd", "remote")
 ROUTES = (

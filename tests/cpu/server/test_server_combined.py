@@ -6,12 +6,12 @@ import itertools
 from typing import Any
 
 import pytest
-from served import MODEL, Served, completion, serving, until
 
 from penstock.contract import MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from penstock.server.replies import ChoiceText, Prompt, Wants, usage_of
-from support.embedded import embedded_tokenizer
-from support.scripted_engine import EOS, ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, completion, serving, until
+from tests.support.embedded import embedded_tokenizer
+from tests.support.scripted_engine import EOS, ScriptedEngine
 
 
 def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from served import Served, completion, until
 
 from penstock.config import ServerConfig
 from penstock.errors import InvalidRequest, StoreFailed
@@ -22,7 +21,8 @@ from penstock.server.faults import Hangup
 from penstock.server.generate import while_connected
 from penstock.server.replies import CompletionReply
 from penstock.server.service import Service
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.cpu.server.served import Served, completion, until
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 def events_of(text: str) -> list[Any]:

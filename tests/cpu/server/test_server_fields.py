@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from served import MODEL, Served, completion, read_until, serving
 
 from penstock.server import schema
-from support.scripted_engine import EOS, ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, completion, read_until, serving
+from tests.support.scripted_engine import EOS, ScriptedEngine
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES = {"/v1/completions": schema.CompletionBody, "/v1/chat/completions": schema.ChatBody}

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from served import MODEL, Served, until
 
 from penstock import cli
 from penstock.commands.arguments import config_of
@@ -22,6 +21,7 @@ from penstock.errors import ModelError
 from penstock.models.loader import inspect_model, read_sampling
 from penstock.server.run import HttpServer
 from penstock.testing.tiny_models import write_tiny_model
+from tests.cpu.server.served import MODEL, Served, until
 
 STATED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 

@@ -8,10 +8,10 @@ import socket
 import threading
 
 import pytest
-from served import DEADLINE_S, Served, completion, read_until, serving, until
 
 from penstock.server import generate
-from support.scripted_engine import ScriptedEngine
+from tests.cpu.server.served import DEADLINE_S, Served, completion, read_until, serving, until
+from tests.support.scripted_engine import ScriptedEngine
 
 LONG = 50_000  # tokens: no test here lets one run to its end
 

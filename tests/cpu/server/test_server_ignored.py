@@ -13,10 +13,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
-from served import MODEL, Served, serving
-from test_server_tools import KNOWS_TOOLS, saying
 
 from penstock.server import ignored, messages, responses, schema
+from tests.cpu.server.served import MODEL, Served, serving
+from tests.cpu.server.test_server_tools import KNOWS_TOOLS, saying
 
 HEADER = "x-penstock-ignored"
 ASK = "How warm is it?"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from served import MODEL, Served, serving
-from test_server_tools import KNOWS_TOOLS, saying
 
 from penstock.errors import ResponseMissing
 from penstock.server.kept import KeptResponse, KeptResponses
+from tests.cpu.server.served import MODEL, Served, serving
+from tests.cpu.server.test_server_tools import KNOWS_TOOLS, saying
 
 ASK, THEN = "How warm is it in Bern?", "And in Basel?"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from served import serving
+
+from tests.cpu.server.served import serving
 
 KEY = "right"
 

@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import pytest
-from served import MODEL, Served, completion, read_until, serving
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
@@ -17,7 +16,8 @@ from penstock.server import schema
 from penstock.server.faults import MAX_SHOWN, Refused, fault_of
 from penstock.server.replies import CompletionReply
 from penstock.server.run import HttpServer
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.cpu.server.served import MODEL, Served, completion, read_until, serving
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 

@@ -14,7 +14,6 @@ import httpx
 import openai
 import pytest
 import torch
-from served import DEADLINE_S, MODEL, Served, completion, serving, until
 
 from penstock.config import LoraConfig, ModelSource, ServerConfig
 from penstock.engine.adapters import AdapterStore
@@ -27,9 +26,10 @@ from penstock.models.loader import load_model
 from penstock.models.progress import silent
 from penstock.server.run import HttpServer
 from penstock.testing.tiny_models import TINY_LLAMA, TINY_QWEN3
-from support.adapters import write_random_adapter
-from support.driving import tiny_config
-from support.scripted_engine import ScriptedEngine
+from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, serving, until
+from tests.support.adapters import write_random_adapter
+from tests.support.driving import tiny_config
+from tests.support.scripted_engine import ScriptedEngine
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

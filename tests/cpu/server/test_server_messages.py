@@ -10,10 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import MODEL, Served, serving
-from test_server_tools import CALL, KNOWS_TOOLS, WEATHER, saying
-from tiered_server import MODEL as REAL_MODEL
-from tiered_server import tiered
 
 from penstock.errors import (
     DeadlineExceeded,
@@ -25,7 +21,11 @@ from penstock.errors import (
 )
 from penstock.server.access import Exchange
 from penstock.server.faults import Refused, error_response
-from support.scripted_engine import ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, serving
+from tests.cpu.server.test_server_tools import CALL, KNOWS_TOOLS, WEATHER, saying
+from tests.cpu.server.tiered_server import MODEL as REAL_MODEL
+from tests.cpu.server.tiered_server import tiered
+from tests.support.scripted_engine import ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it in Bern?"}]
 TOOLS = [

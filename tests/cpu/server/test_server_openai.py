@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import openai
 import pytest
-from served import MODEL, Served, completion, serving
 
-from support.scripted_engine import EOS, ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, completion, serving
+from tests.support.scripted_engine import EOS, ScriptedEngine
 
 WORDS = "choice 7: one two three four five six seven. "
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import DEADLINE_S, MODEL, Served, completion, read_until, serving, until
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.run import HttpServer
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.cpu.server.served import DEADLINE_S, MODEL, Served, completion, read_until, serving, until
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 def scrape(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -289,7 +289,7 @@ def test_a_port_that_is_taken_is_a_configuration_error(served: Served) -> None:
 PROGRAM = """
 from penstock.config import ServerConfig
 from penstock.server.run import HttpServer
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 engine = ScriptedEngine()
 engine.hold()
 HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0, shutdown_s=30.0)).run()

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from served import DEADLINE_S, until
 
 from penstock.config import Config, ServerConfig
 from penstock.contract import FinishReason, PromptLimits, SamplingParams
@@ -31,7 +30,8 @@ from penstock.server.links import EngineProcess
 from penstock.server.run import FrontServer, run_front
 from penstock.server.seats import SeatBook
 from penstock.server.supervise import LINGER_S, MOST_RESTARTS, RESTARTS_S, Supervisor
-from support.driving import tiny_config
+from tests.cpu.server.served import DEADLINE_S, until
+from tests.support.driving import tiny_config
 
 # ------------------------------------------------------------------------------------------------- the parent
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import openai
 import pytest
-from served import MODEL, Served, serving
-from test_server_tools import CALL, KNOWS_TOOLS, WEATHER, saying
-from tiered_server import MODEL as REAL_MODEL
-from tiered_server import tiered
 
-from support.scripted_engine import ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, serving
+from tests.cpu.server.test_server_tools import CALL, KNOWS_TOOLS, WEATHER, saying
+from tests.cpu.server.tiered_server import MODEL as REAL_MODEL
+from tests.cpu.server.tiered_server import tiered
+from tests.support.scripted_engine import ScriptedEngine
 
 ASK = "How warm is it in Bern?"
 TOOLS: list[Any] = [

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from served import MODEL as SCRIPTED
-from served import Served, completion
-from tiered_server import MODEL, Tiered, error_of, tiered
 
 from penstock.contract import KvSource, SamplingParams, TokenEvent
 from penstock.server import boundary
 from penstock.server.messages import usage_of as messages_usage
+from tests.cpu.server.served import MODEL as SCRIPTED
+from tests.cpu.server.served import Served, completion
+from tests.cpu.server.tiered_server import MODEL, Tiered, error_of, tiered
 
 LONG = [7 + 3 * i % 450 for i in range(900)]
 DEEP = {"blocks": 64, "host_blocks": 128, "max_model_len": 1200, "resident_tokens": 448}

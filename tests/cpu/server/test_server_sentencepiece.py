@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from served import MODEL, Served, completion, serving
 
 from penstock.contract import Grammar
 from penstock.engine.execution.grammars import Grammars
 from penstock.models.chat import ChatTemplate
 from penstock.models.tokenizer import Tokenizer
-from support.scripted_engine import ScriptedEngine
-from support.vocabularies import vocabulary
+from tests.cpu.server.served import MODEL, Served, completion, serving
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.vocabularies import vocabulary
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|end|>"

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import MODEL, Served, completion, serving, until
-from tiered_server import PROMPT, Tiered, error_of, tiered
 
 from penstock.contract import CacheHint, Prefetched, Weight
 from penstock.errors import Overloaded
+from tests.cpu.server.served import MODEL, Served, completion, serving, until
+from tests.cpu.server.tiered_server import PROMPT, Tiered, error_of, tiered
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 OTHER = [9 + 7 * i % 450 for i in range(70)]

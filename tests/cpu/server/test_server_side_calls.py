@@ -10,14 +10,14 @@ import socket
 import warnings
 
 import pytest
-from served import Served, until
 
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server import schema, service
 from penstock.server.generate import encode_chat
 from penstock.server.run import HttpServer, bind
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.cpu.server.served import Served, until
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 @pytest.mark.parametrize(

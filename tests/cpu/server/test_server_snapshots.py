@@ -18,8 +18,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from served import until
-from tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
 
 from penstock.contract import SnapshotContent
 from penstock.engine.engine import Engine
@@ -31,7 +29,9 @@ from penstock.models.tokenizer import ByteTokenizer
 from penstock.server import schema
 from penstock.server.generate import prompts_of
 from penstock.server.service import Generations, Rules
-from store_servers import valkey_or_skip
+from tests.cpu.server.served import until
+from tests.cpu.server.tiered_server import MODEL, PROMPT, Tiered, error_of, tiered
+from tests.store_servers import valkey_or_skip
 
 OTHER = [9 + 7 * i % 450 for i in range(70)]
 MORE = [3, 5, 8, 13]

@@ -28,7 +28,7 @@ from penstock.server.replies import (
 from penstock.server.schema import CompletionBody, nth_seed
 from penstock.server.seats import Gate
 from penstock.server.service import Bridge, Generations, Rules
-from support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
+from tests.support.scripted_engine import EOS, ScriptedEngine, ScriptedTokenizer
 
 
 class CountingLoop:

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import openai
 import pydantic
 import pytest
-from served import until
-from tiered_server import MODEL, Tiered, tiered
 
 from penstock.engine.execution import trials
+from tests.cpu.server.served import until
+from tests.cpu.server.tiered_server import MODEL, Tiered, tiered
 
 pytest.importorskip("llguidance", reason="structured output is an extra")
 

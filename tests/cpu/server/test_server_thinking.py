@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from served import MODEL, Served, serving
-from tiered_server import MODEL as REAL_MODEL
-from tiered_server import Tiered, tiered
 
 from penstock.models.chat import ChatTemplate
-from support.scripted_engine import EOS, ScriptedEngine
+from tests.cpu.server.served import MODEL, Served, serving
+from tests.cpu.server.tiered_server import MODEL as REAL_MODEL
+from tests.cpu.server.tiered_server import Tiered, tiered
+from tests.support.scripted_engine import EOS, ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it?"}]
 TURNS = (

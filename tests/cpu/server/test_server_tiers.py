@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from served import DEADLINE_S, Served, serving, until
-from tiered_server import MODEL, NUM_HOST, PROMPT, Tiered, error_of, tiered
 
 from penstock.errors import DeadlineExceeded
-from support.gates import gates
+from tests.cpu.server.served import DEADLINE_S, Served, serving, until
+from tests.cpu.server.tiered_server import MODEL, NUM_HOST, PROMPT, Tiered, error_of, tiered
+from tests.support.gates import gates
 
 
 @pytest.fixture

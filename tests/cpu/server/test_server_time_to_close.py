@@ -16,7 +16,7 @@ from penstock.contract import FinishReason, SamplingParams
 from penstock.errors import DeadlineExceeded, EngineClosed, Overloaded
 from penstock.server import service as service_module
 from penstock.server.service import BEAT_LIMIT_S, Service, _in_thread
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 
 
 def test_a_loop_that_lets_requests_end_for_all_their_time_closes_in_time(

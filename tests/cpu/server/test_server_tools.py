@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from served import MODEL, serving
-from tiered_server import MODEL as REAL_MODEL
-from tiered_server import Tiered, tiered
 
 from penstock.models.chat import ChatTemplate
 from penstock.server.schema import ChatBody
 from penstock.server.tools import MAX_DEPTH, is_deep
-from support.scripted_engine import EOS, ScriptedEngine
+from tests.cpu.server.served import MODEL, serving
+from tests.cpu.server.tiered_server import MODEL as REAL_MODEL
+from tests.cpu.server.tiered_server import Tiered, tiered
+from tests.support.scripted_engine import EOS, ScriptedEngine
 
 ASK = [{"role": "user", "content": "How warm is it in Zürich?"}]
 WEATHER = {

@@ -13,14 +13,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from served import completion, serving
-from tiered_server import MODEL as REAL_MODEL
-from tiered_server import PROMPT, tiered
 
 from penstock import cli
 from penstock.config import ServerConfig
 from penstock.errors import ConfigError
 from penstock.server.access import Exchange
+from tests.cpu.server.served import completion, serving
+from tests.cpu.server.tiered_server import MODEL as REAL_MODEL
+from tests.cpu.server.tiered_server import PROMPT, tiered
 
 otlp = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2", reason="OpenTelemetry is an extra"
@@ -171,9 +171,9 @@ def test_nothing_of_it_is_imported_without_the_flag() -> None:
     """In a process of its own: the client of these tests has it imported already."""
     program = (
         "import sys; from penstock.config import ServerConfig; from penstock.server.app import make_app; "
-        "import penstock.cli\nfrom support.scripted_engine import ScriptedEngine, ScriptedLoop\nengine = "
-        "ScriptedEngine(); make_app(engine, ScriptedLoop(engine), ServerConfig())\nprint([name for name in "
-        "sys.modules if name.startswith('opentelemetry')])"
+        "import penstock.cli\nfrom tests.support.scripted_engine import ScriptedEngine, ScriptedLoop\n"
+        "engine = ScriptedEngine(); make_app(engine, ScriptedLoop(engine), ServerConfig())\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from served import Served, completion, read_until, serving, until
 
 from penstock.server.connection import FREE_PIECES, Connection
-from support.scripted_engine import ScriptedEngine
+from tests.cpu.server.served import Served, completion, read_until, serving, until
+from tests.support.scripted_engine import ScriptedEngine
 
 
 def test_each_body_of_a_connection_has_its_own_pieces(served: Served) -> None:

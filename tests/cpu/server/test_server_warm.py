@@ -11,7 +11,7 @@ import json, sys, threading, urllib.error, urllib.request
 sys.path[:0] = json.loads(sys.argv[1])
 from penstock.config import ServerConfig
 from penstock.server.run import HttpServer
-from support.scripted_engine import ScriptedEngine, ScriptedLoop
+from tests.support.scripted_engine import ScriptedEngine, ScriptedLoop
 import http.client, urllib.response  # the client's own
 engine = ScriptedEngine()
 server = HttpServer(engine, ScriptedLoop(engine), ServerConfig(port=0))

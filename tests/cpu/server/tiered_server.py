@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
-from served import DEADLINE_S, until
 
 from penstock.config import ServerConfig
 from penstock.engine.engine import Engine
 from penstock.engine.loop import EngineLoop
 from penstock.server.run import HttpServer
 from penstock.testing.sanitized import build_sanitized, check_silent
-from support.driving import tiny_config
+from tests.cpu.server.served import DEADLINE_S, until
+from tests.support.driving import tiny_config
 
 MODEL = "tiny-qwen3"
 NUM_HOST = 64

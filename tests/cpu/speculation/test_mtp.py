@@ -17,8 +17,8 @@ from penstock.speculation.mtp import CONFIG_FILE, TENSORS_FILE, MtpHead, read_he
 from penstock.speculation.vocab import DraftVocab
 from penstock.testing.contiguous_kv import ContiguousKv
 from penstock.testing.tiny_models import TINY_QWEN3
-from support.mutation import mutated
-from support.tiny_target import SMALL, tiny_target
+from tests.support.mutation import mutated
+from tests.support.tiny_target import SMALL, tiny_target
 from train_mtp import training as training_module
 from train_mtp.training import Trainable, hidden_states
 

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec.inspect as mi
-from fuzz_json import BROKEN, HUGE, Pairs, anything, encode, fits, fits_not
 from hypothesis import strategies as st
 
 from penstock.server import ignored, messages, responses, schema
 from penstock.server.routes import make_routes
+from tests.e2e.server.fuzz_json import BROKEN, HUGE, Pairs, anything, encode, fits, fits_not
 
 MODEL, ADAPTER = "tiny", "steady"  # the adapter that is there from start to end; others come and go
 MAX_MODEL_LEN = 160

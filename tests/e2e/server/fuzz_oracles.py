@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz_cases import DOORS, GENERATING, MAX_MODEL_LEN, RELATED, Case
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.testing.tiny_models import tiny_tokenizer
+from tests.e2e.server.fuzz_cases import DOORS, GENERATING, MAX_MODEL_LEN, RELATED, Case
 
 MAX_ERROR_BYTES = 4096
 SOURCES = {"device", "host", "ssd", "remote", "computed"}

@@ -21,13 +21,21 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from fuzz_cases import ADAPTER, MAX_BODY_BYTES, MAX_CONCURRENT, MAX_MODEL_LEN, MODEL, Bytes, Case
-from fuzz_oracles import Answer, Choice, Finding, check_error, generated, judge, need, same
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
-from support.adapters import write_random_adapter
+from tests.e2e.server.fuzz_cases import (
+    ADAPTER,
+    MAX_BODY_BYTES,
+    MAX_CONCURRENT,
+    MAX_MODEL_LEN,
+    MODEL,
+    Bytes,
+    Case,
+)
+from tests.e2e.server.fuzz_oracles import Answer, Choice, Finding, check_error, generated, judge, need, same
+from tests.support.adapters import write_random_adapter
 
 READY = "Penstock is ready on "
 DEADLINE_S = 120.0

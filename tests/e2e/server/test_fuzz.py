@@ -15,16 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fuzz_cases as cases
 import pytest
-from fuzz_cases import Bytes, Case
-from fuzz_oracles import Finding, generated, need, same
-from fuzz_target import Target, Unsendable
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from penstock.server.routes import OPEN_PATHS
+from tests.e2e.server import fuzz_cases as cases
+from tests.e2e.server.fuzz_cases import Bytes, Case
+from tests.e2e.server.fuzz_oracles import Finding, generated, need, same
+from tests.e2e.server.fuzz_target import Target, Unsendable
 
 SECONDS = float(os.environ.get("PENSTOCK_FUZZ_S", "0"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "0"))

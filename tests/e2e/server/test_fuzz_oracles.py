@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from fuzz_cases import BASES, Bytes, Case, legal_case
-from fuzz_json import encode
-from fuzz_oracles import Answer, Finding, generated, judge, same
-from fuzz_target import Target
+
+from tests.e2e.server.fuzz_cases import BASES, Bytes, Case, legal_case
+from tests.e2e.server.fuzz_json import encode
+from tests.e2e.server.fuzz_oracles import Answer, Finding, generated, judge, same
+from tests.e2e.server.fuzz_target import Target
 
 Change = Callable[[Any], object]
 SCORED = {

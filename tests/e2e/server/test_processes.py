@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import penstock
 from penstock.testing.tiny_models import TINY_LLAMA, write_tiny_model
-from support.adapters import write_random_adapter
+from tests.support.adapters import write_random_adapter
 
 QUICK_BEATS = Path(__file__).parents[2] / "support" / "quick_beats"
 READY = "Penstock is ready on "

@@ -8,16 +8,16 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from fuzz_cases import ADAPTER, MODEL, Case
-from fuzz_json import encode
-from fuzz_oracles import Choice, generated
-from fuzz_target import Target
-from sampling_reference import Expected, Weights, expected
 
-from pairwise import all_pairs, pairwise
 from penstock.server import schema
 from penstock.testing.tiny_models import TINY_LLAMA, tiny_tensors, tiny_tokenizer, write_tiny_model
-from support.adapters import adapter_tensors, merged
+from tests.e2e.server.fuzz_cases import ADAPTER, MODEL, Case
+from tests.e2e.server.fuzz_json import encode
+from tests.e2e.server.fuzz_oracles import Choice, generated
+from tests.e2e.server.fuzz_target import Target
+from tests.e2e.server.sampling_reference import Expected, Weights, expected
+from tests.pairwise import all_pairs, pairwise
+from tests.support.adapters import adapter_tensors, merged
 
 TOLERANCE = 2e-3  # of a logprob in float32
 # of scores: closer decisions are not float32's to make; choose another seed or value where a case has one

@@ -11,7 +11,7 @@ from penstock.contract import Arrival, Fence, Load
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.transfer import Transfer
-from support.stepped import SteppedFence, SteppedLane, SteppedLanes
+from tests.support.stepped import SteppedFence, SteppedLane, SteppedLanes
 
 
 @dataclass

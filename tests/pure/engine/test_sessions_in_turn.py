@@ -9,11 +9,11 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from test_sessions import BLOCK, SAMPLING, Storage, Under, Wanted, World, keys_of, talk
 
 from penstock.contract import FinishReason, KvSource, Prefix, Request, TokenEvent
 from penstock.engine import sessions as module
 from penstock.errors import Overloaded
+from tests.pure.engine.test_sessions import BLOCK, SAMPLING, Storage, Under, Wanted, World, keys_of, talk
 
 # ------------------------------------------------------------------------------------------ looked at in turn
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from storage_rig import BLOCK, LAYERS, Rig
-
 from penstock.config import AdmissionName
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.kv.blocks.key import KEY_BYTES
@@ -17,7 +15,8 @@ from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import Persisting
 from penstock.kv.tiers.store import HEADER_BYTES, unpack
 from penstock.testing.stores import HandClock, MemoryStore
-from support.stepped import ByteArena, Cell, SteppedArena
+from tests.pure.kv.storage_rig import BLOCK, LAYERS, Rig
+from tests.support.stepped import ByteArena, Cell, SteppedArena
 
 BLOCK_BYTES = LAYERS * KEY_BYTES
 ALL = (0, LAYERS)

@@ -17,7 +17,7 @@ from penstock.kv.tiers.loads import BlockLoad, Copy, Loads
 from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer import Mover
-from support.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
+from tests.support.stepped import SteppedArena, SteppedFence, SteppedLane, SteppedLanes, TagArena, TagCopier
 
 BLOCK = 4
 LAYERS = 6

@@ -15,10 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stacked_rig import ALL, Stacked
-from storage_rig import LAYERS
-
-from event_walks import Event, choose_events, told_shortly
 from penstock.config import AdmissionName
 from penstock.contract import Lease, Prefix
 from penstock.kv.blocks.eviction import PoolWant
@@ -27,6 +23,9 @@ from penstock.kv.tiers import loads, saves
 from penstock.kv.tiers.loads import BlockLoad, Fetch
 from penstock.kv.tiers.saves import Persisting
 from penstock.testing.stores import MemoryStore
+from tests.event_walks import Event, choose_events, told_shortly
+from tests.pure.kv.stacked_rig import ALL, Stacked
+from tests.pure.kv.storage_rig import LAYERS
 
 MAX_OPEN = 5
 

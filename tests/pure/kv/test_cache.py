@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kv_fakes import FakeLane
 
 from penstock.contract import TOKEN_IN_FLIGHT, KvLedger, Match, Prefix
 from penstock.errors import ConfigError, HandleEnded, InvariantBroken, Leaked
@@ -13,6 +12,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
+from tests.pure.kv.kv_fakes import FakeLane
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")

@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kv_fakes import FakeFence, FakeLane
 
 from penstock.contract import Fence, Match, Prefix
 from penstock.errors import PenstockError
@@ -33,6 +32,7 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
+from tests.pure.kv.kv_fakes import FakeFence, FakeLane
 
 NUM_SLOTS = 10
 BLOCK = 2

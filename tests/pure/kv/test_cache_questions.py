@@ -4,13 +4,13 @@ the device beside others who compute or load the same, and a retention that is l
 from __future__ import annotations
 
 import pytest
-from storage_rig import BLOCK, LAYERS, LAYOUT
-from test_cache_tiers import BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.policy import TierLimits
+from tests.pure.kv.storage_rig import BLOCK, LAYERS, LAYOUT
+from tests.pure.kv.test_cache_tiers import BLOCKS, PROMPT, Cached
 
 PER_TOKEN_S, PER_DEPTH_S, LINK = 1e-3, 1e-6, 1e6
 

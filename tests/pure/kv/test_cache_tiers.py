@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from storage_rig import BLOCK, LAYERS, Rig
 
 from penstock.contract import Adapter, Match, Prefix
 from penstock.errors import InvariantBroken, LaneClosed, Leaked, PenstockError
@@ -17,6 +16,7 @@ from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.loads import BlockLoad, Copy
+from tests.pure.kv.storage_rig import BLOCK, LAYERS, Rig
 
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")
 PROMPT = list(range(10))  # two full blocks and a half

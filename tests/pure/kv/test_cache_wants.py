@@ -5,8 +5,6 @@ forgotten."""
 from __future__ import annotations
 
 import pytest
-from stacked_rig import Stacked
-from test_cache_tiers import BLOCKS, PROMPT, SCOPE, Cached
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken
@@ -14,6 +12,8 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.host import Displaces, HostLease
 from penstock.kv.tiers.loads import BlockLoad
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.test_cache_tiers import BLOCKS, PROMPT, SCOPE, Cached
 
 OTHERS = [bytes([200 + i]) * 16 for i in range(16)]
 LONG = list(range(16))  # four blocks

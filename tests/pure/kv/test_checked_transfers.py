@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from storage_rig import BLOCK, KEYS, LAYERS, Rig, leased
-from test_loads import retracted
 
 from penstock.kv.transfer import ByteChecks
-from support.stepped import TagArena
+from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, Rig, leased
+from tests.pure.kv.test_loads import retracted
+from tests.support.stepped import TagArena
 
 ALL = (0, LAYERS)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from stacked_rig import Stacked
-from storage_rig import KEYS, Rig
 
 from penstock.kv import cache as cache_module
 from penstock.kv.memory import HostMemory
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import KEYS, Rig
 
 
 def test_lanes_that_have_nothing_to_do_get_a_moment_to_end_where_no_time_is_left(

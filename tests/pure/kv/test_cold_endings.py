@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from cold_rig import KEYS, SOON_S, Make, make
-from stacked_rig import Stacked
-from storage_rig import BLOCK
-from test_breaker import broken
-from test_load_times import measured
 
 from penstock.errors import InvariantBroken, StoreFailed
 from penstock.kv.tiers.calls import MAX_PROBE_S, BreakerState
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
+from tests.pure.kv.cold_rig import KEYS, SOON_S, Make, make
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK
+from tests.pure.kv.test_breaker import broken
+from tests.pure.kv.test_load_times import measured
 
 __all__ = ["make"]
 

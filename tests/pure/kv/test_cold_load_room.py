@@ -4,14 +4,14 @@ What becomes of its blocks is in `test_cold_loads`."""
 from __future__ import annotations
 
 import pytest
-from stacked_rig import GROUP, Stacked
-from test_cold_loads import EIGHT, from_ssd
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import loads
 from penstock.kv.tiers.loads import BlockLoad
+from tests.pure.kv.stacked_rig import GROUP, Stacked
+from tests.pure.kv.test_cold_loads import EIGHT, from_ssd
 
 # ---------------------------------------------------------------------------------------------------- no room
 

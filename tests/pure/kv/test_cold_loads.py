@@ -5,13 +5,13 @@ red."""
 from __future__ import annotations
 
 import pytest
-from stacked_rig import GROUP, PART, Stacked
-from storage_faults import lets_go_of_what_it_read_when_its_table_ends
 
 from penstock.contract import Match
 from penstock.errors import InvariantBroken, TransferFailed
 from penstock.kv.tiers import host
 from penstock.kv.tiers.host import HostLease
+from tests.pure.kv.stacked_rig import GROUP, PART, Stacked
+from tests.pure.kv.storage_faults import lets_go_of_what_it_read_when_its_table_ends
 
 EIGHT = 8  # blocks: four groups, two on each lane
 

@@ -10,12 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from stacked_rig import ALL, BLOCK_BYTES, CELL
-from storage_faults import ends_the_pin_of_a_write_when_it_is_submitted as ends_the_pin_of_a_write
-from storage_faults import gives_back_what_a_fetch_reads_into
-from storage_faults import lets_go_of_what_it_read_when_its_table_ends as lets_go_of_its_sources
-from storage_faults import reads_into_slots_that_it_gives_back_with_its_table as gives_back_what_it_reads_into
-from storage_rig import BLOCK, LAYERS, LAYOUT, SCOPE
 
 from penstock.contract import Access, Fence, Mode, Prefix
 from penstock.engine.execution.arriving import Arriving
@@ -33,7 +27,17 @@ from penstock.kv.transfer import Mover
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer, explore, run_on
 from penstock.testing.stores import HandClock, MemoryStore
-from support.stepped import ByteArena, TagArena, TagCopier
+from tests.pure.kv.stacked_rig import ALL, BLOCK_BYTES, CELL
+from tests.pure.kv.storage_faults import (
+    ends_the_pin_of_a_write_when_it_is_submitted as ends_the_pin_of_a_write,
+)
+from tests.pure.kv.storage_faults import gives_back_what_a_fetch_reads_into
+from tests.pure.kv.storage_faults import lets_go_of_what_it_read_when_its_table_ends as lets_go_of_its_sources
+from tests.pure.kv.storage_faults import (
+    reads_into_slots_that_it_gives_back_with_its_table as gives_back_what_it_reads_into,
+)
+from tests.pure.kv.storage_rig import BLOCK, LAYERS, LAYOUT, SCOPE
+from tests.support.stepped import ByteArena, TagArena, TagCopier
 
 SEEDS = 10  # random schedules of each program, besides the default one
 Fault = Callable[[pytest.MonkeyPatch], None]

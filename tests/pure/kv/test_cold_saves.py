@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stacked_rig import ALL, Stacked
-from storage_rig import BLOCK, LAYERS
 
 from penstock.config import AdmissionName
 from penstock.errors import LaneClosed, StoreFailed
@@ -20,6 +18,8 @@ from penstock.kv.tiers.cold import ColdTier, Writing
 from penstock.kv.tiers.host import HostLease
 from penstock.kv.tiers.saves import Persisting, Saves
 from penstock.lanes.lane import Ticket
+from tests.pure.kv.stacked_rig import ALL, Stacked
+from tests.pure.kv.storage_rig import BLOCK, LAYERS
 
 ADMISSIONS: tuple[AdmissionName, ...] = ("always", "reuse", "evict")
 

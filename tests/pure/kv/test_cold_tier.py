@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
-from cold_rig import BLOCK_BYTES, KEYS, LAYERS, SOON_S, Make, Rig, Woken, are_over, make
 
 from penstock.contract import Access, Mode
 from penstock.errors import DeadlineExceeded, StoreFailed
@@ -18,6 +17,7 @@ from penstock.kv.tiers.cold import Finding, StoreLanes
 from penstock.kv.tiers.store import Outcome
 from penstock.lanes.cpu import CpuLane
 from penstock.testing.stores import HandClock
+from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, LAYERS, SOON_S, Make, Rig, Woken, are_over, make
 
 DONE, MISSING, CORRUPT, FAILED, FULL = (
     Outcome.DONE,

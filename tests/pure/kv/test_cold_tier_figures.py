@@ -3,11 +3,10 @@ of it."""
 
 from __future__ import annotations
 
-from cold_rig import BLOCK_BYTES, KEYS, Make, make
-
 from penstock.figures import Traffic
 from penstock.kv.tiers.calls import Meter
 from penstock.kv.tiers.policy import STALE_S, LinkRate
+from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, Make, make
 
 __all__ = ["make"]
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cold_rig import ARENA, BLOCK_BYTES, KEYS, LAYERS, Host, are_over, content
 
 from penstock.contract import Access, Fence, Mode
 from penstock.kv.blocks.handles import Handle, Pin, Reservation
@@ -19,6 +18,7 @@ from penstock.kv.tiers.store import Outcome
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Sequencer, explore, run_on
 from penstock.testing.stores import HandClock, MemoryStore
+from tests.pure.kv.cold_rig import ARENA, BLOCK_BYTES, KEYS, LAYERS, Host, are_over, content
 
 OLD = KEYS[10:12]  # what lay in the slots before
 NEW = KEYS[:2]

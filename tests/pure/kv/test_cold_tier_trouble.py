@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, are_over, make
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, StoreFailed
 from penstock.kv.tiers import cold
 from penstock.kv.tiers.calls import Breaker, BreakerState
 from penstock.kv.tiers.cold import ColdTier
 from penstock.kv.tiers.store import Outcome
+from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, SOON_S, Make, Rig, Woken, are_over, make
 
 DONE, FAILED = Outcome.DONE, Outcome.FAILED
 __all__ = ["make"]

@@ -8,8 +8,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from stacked_rig import Stacked
-from storage_rig import BLOCK, KEYS, Rig, leased
 
 from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers import saves as saves_module
@@ -18,6 +16,8 @@ from penstock.kv.tiers.store import StoreUsage
 from penstock.kv.transfer import Transfer
 from penstock.lanes.lane import POLL_MOST_S
 from penstock.testing.stores import HandClock
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK, KEYS, Rig, leased
 
 NOW_S = 1e9  # later than any machine's own time: nothing is overdue by accident
 SAVE_PATIENCE_S, ASK_PATIENCE_S = saves_module._PATIENCE_S, loads_module._PATIENCE_S

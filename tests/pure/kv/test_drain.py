@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from stacked_rig import GROUP, Stacked
 
 from penstock.errors import DeadlineExceeded, InvariantBroken
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import loads
+from tests.pure.kv.stacked_rig import GROUP, Stacked
 
 EIGHT = 8
 Story = Callable[[Stacked], BlockTable]

@@ -4,10 +4,10 @@ to it after that."""
 from __future__ import annotations
 
 import pytest
-from stacked_rig import ALL, Stacked
-from storage_rig import BLOCK, LAYERS
 
 from penstock.contract import Access, Mode
+from tests.pure.kv.stacked_rig import ALL, Stacked
+from tests.pure.kv.storage_rig import BLOCK, LAYERS
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kv_fakes import FakeLane
 
 from penstock.contract import Arrival
 from penstock.figures import Traffic
@@ -16,6 +15,7 @@ from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Copy
 from penstock.kv.tiers.store import Outcome
 from penstock.kv.transfer import Group
+from tests.pure.kv.kv_fakes import FakeLane
 
 
 def key(number: int) -> bytes:

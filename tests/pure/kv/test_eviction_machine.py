@@ -8,7 +8,6 @@ from hashlib import blake2b
 
 import numpy as np
 import pytest
-from eviction_models import MODELS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +22,7 @@ from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
 from penstock.kv.blocks import eviction
 from penstock.kv.blocks.eviction import CostOrder, Ghosts, LruOrder, ReturningOrder, SeenKeys, make_order
+from tests.pure.kv.eviction_models import MODELS
 
 NUM_SLOTS = 9
 BLOCK_TOKENS = 2048  # deep enough for chains of a few blocks to differ in class

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from stacked_rig import BLOCK_BYTES, GROUP, Stacked
-from test_drain import held
 
 from penstock.contract import Match
 from penstock.errors import DeadlineExceeded, InvariantBroken, TransferFailed
@@ -19,6 +17,8 @@ from penstock.kv.tiers import loads
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.loads import BlockLoad, Fetch
 from penstock.kv.tiers.policy import LinkRate
+from tests.pure.kv.stacked_rig import BLOCK_BYTES, GROUP, Stacked
+from tests.pure.kv.test_drain import held
 
 EIGHT = 8  # blocks: four groups, two on each lane
 HOST = 4 * EIGHT  # slots, of which fetches may reserve eight

@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
 
 from penstock.kv.tiers.cold import Finding
 from penstock.kv.tiers.host import ABSENT, Displaces, HostCounts, HostTier, Part
+from tests.pure.kv.test_host_tier import KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
 
 ZERO = dataclasses.asdict(HostCounts())
 

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from test_host_tier import BLOCK, KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
 
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.host import ABSENT, Displaces, HostLease, HostTier
+from tests.pure.kv.test_host_tier import BLOCK, KEYS, LEASE_S, Clock, fill, leased, new_tier, taken
 
 GUARDED = {
     "find",

@@ -4,10 +4,10 @@ is lost."""
 from __future__ import annotations
 
 import pytest
-from kv_fakes import FakeLane
 
 from penstock.kv.blocks.pool import LastUse
 from penstock.kv.blocks.slots import FEW, as_run
+from tests.pure.kv.kv_fakes import FakeLane
 
 SIZES = pytest.mark.parametrize("num", [1, FEW, FEW + 1, 3 * FEW])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from stacked_rig import Stacked
-from storage_rig import BLOCK, KEYS, Rig
 
 from penstock.kv.tiers import saves
 from penstock.kv.tiers.loads import BlockLoad
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK, KEYS, Rig
 
 
 @pytest.mark.parametrize("load_s", [0.5, 1e9])

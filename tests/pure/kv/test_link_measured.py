@@ -7,8 +7,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from storage_rig import BLOCK, KEYS, LAYOUT, Rig
-from test_cache_tiers import Cached
 
 from penstock.kv import transfer as mover
 from penstock.kv.table import BlockTable
@@ -16,6 +14,8 @@ from penstock.kv.tiers import loads, saves
 from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.policy import STALE_S
 from penstock.testing.stores import HandClock
+from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYOUT, Rig
+from tests.pure.kv.test_cache_tiers import Cached
 
 TWO = 2 * LAYOUT.block_bytes
 FIRST, SECOND = list(range(8)), list(range(100, 108))  # two blocks each

@@ -5,15 +5,15 @@ could give way."""
 from __future__ import annotations
 
 import pytest
-from stacked_rig import Stacked
-from storage_rig import BLOCK, KEYS, LAYERS, Rig
-from test_load_times import measured
-from test_loads import retracted
-from test_moves import Full
 
 from penstock.contract import Match
 from penstock.kv.tiers import loads
 from penstock.kv.tiers.host import HostLease
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, Rig
+from tests.pure.kv.test_load_times import measured
+from tests.pure.kv.test_loads import retracted
+from tests.pure.kv.test_moves import Full
 
 
 def test_a_saved_request_does_not_wait_for_a_lane_that_is_late_either() -> None:

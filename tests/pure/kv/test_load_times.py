@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from stacked_rig import Stacked
-from storage_rig import BLOCK, KEYS, LAYOUT, Rig, leased
 
 from penstock.kv.tiers.host import HostLease
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYOUT, Rig, leased
 
 FOUR = 4  # blocks
 # of these, where each token costs a millisecond, and one for each before it

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from storage_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
 
 from penstock.errors import InvariantBroken, LaneClosed, PenstockError, TransferFailed
 from penstock.kv.blocks.handles import Hold
@@ -15,6 +14,7 @@ from penstock.kv.tiers import loads as loads_module
 from penstock.kv.tiers.host import HostLease, HostTier
 from penstock.kv.tiers.saves import SavedLease, Saves
 from penstock.kv.transfer import Transfer
+from tests.pure.kv.storage_rig import BLOCK, KEYS, LAYERS, LAYOUT, Rig, leased
 
 # ---------------------------------------------------------------------------------------------------- promote
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from storage_rig import KEYS, LAYERS, Rig, leased
 
 from penstock.contract import Prefix
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers import saves as saves_module
 from penstock.kv.tiers.host import Displaces
 from penstock.kv.tiers.policy import TierLimits
+from tests.pure.kv.storage_rig import KEYS, LAYERS, Rig, leased
 
 
 class Full(Rig):

@@ -6,8 +6,6 @@ from __future__ import annotations
 import threading
 
 import pytest
-from kv_fakes import FakeLane
-from storage_rig import BLOCK, SCOPE
 
 from penstock.contract import Match, Prefix
 from penstock.errors import InvariantBroken
@@ -15,6 +13,8 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from penstock.kv.transfer import NoMover, Transfer
+from tests.pure.kv.kv_fakes import FakeLane
+from tests.pure.kv.storage_rig import BLOCK, SCOPE
 
 TOKENS = list(range(4 * BLOCK))
 

@@ -7,12 +7,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from cold_rig import Rig
 
 from penstock.kv import transfer as mover_module
 from penstock.kv.tiers import cold
 from penstock.kv.transfer import Layers, Mover, Slots, Transfer
 from penstock.lanes.cpu import CpuLane
+from tests.pure.kv.cold_rig import Rig
 
 
 def ticking() -> SimpleNamespace:

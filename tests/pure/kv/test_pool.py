@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from kv_fakes import FakeLane, Heard
 
 from penstock.errors import ConfigError, HandleEnded, IllegalTransition, InvariantBroken, Leaked
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.pool import BlockPool, LastUse
 from penstock.kv.blocks.slots import SlotCounts
+from tests.pure.kv.kv_fakes import FakeLane, Heard
 
 KEYS = [bytes([i]) * 16 for i in range(32)]
 

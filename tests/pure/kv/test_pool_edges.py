@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from kv_fakes import FakeLane
 
 from penstock.errors import InvariantBroken
 from penstock.kv.blocks.handles import Hold
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import FEW, Run, as_run
+from tests.pure.kv.kv_fakes import FakeLane
 
 NUM = [2, FEW + 3]  # slots of a run
 

@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kv_fakes import FakeFence, FakeLane, Heard
 
 from penstock.config import EVICTIONS
 from penstock.errors import HandleEnded, IllegalTransition, PenstockError
@@ -29,6 +28,7 @@ from penstock.kv.blocks.eviction import LruOrder, make_order
 from penstock.kv.blocks.handles import Handle, Hold, Pin, Reservation, RunPin
 from penstock.kv.blocks.pool import BlockPool, KeyIndex, LastUse
 from penstock.kv.blocks.slots import SlotBook, SlotCounts, SlotEvent, SlotState
+from tests.pure.kv.kv_fakes import FakeFence, FakeLane, Heard
 
 NUM_SLOTS = 6
 KEYS = [bytes([i]) * 16 for i in range(10)]

@@ -4,11 +4,11 @@ slots, and what is left whatever becomes of the copy."""
 from __future__ import annotations
 
 import pytest
-from test_cache_tiers import BLOCK, BLOCKS, PROMPT, Cached
 
 from penstock.contract import Match
 from penstock.errors import LaneClosed
 from penstock.kv.tiers.loads import BlockLoad
+from tests.pure.kv.test_cache_tiers import BLOCK, BLOCKS, PROMPT, Cached
 
 LONG = list(range(18))  # four full blocks and a half
 

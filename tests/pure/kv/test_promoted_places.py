@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from test_transfer_races import BLOCK
-from watched_world import WatchedWorld
 
 from penstock.contract import Fence, Prefix
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.saves import SavedLease
 from penstock.testing.sequencer import Sequencer, run
+from tests.pure.kv.test_transfer_races import BLOCK
+from tests.pure.kv.watched_world import WatchedWorld
 
 
 def numbered(world: WatchedWorld, num_blocks: int) -> tuple[BlockTable, Prefix, Fence]:

@@ -3,7 +3,7 @@ is under way."""
 
 from __future__ import annotations
 
-from stacked_rig import Stacked
+from tests.pure.kv.stacked_rig import Stacked
 
 
 def test_a_block_that_is_being_written_is_not_written_again_for_the_next_who_asks() -> None:

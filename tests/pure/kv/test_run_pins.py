@@ -9,7 +9,6 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from kv_fakes import FakeLane, Heard
 from numpy.typing import NDArray
 
 from penstock.errors import HandleEnded, InvariantBroken, Leaked, PenstockError
@@ -17,6 +16,7 @@ from penstock.kv.blocks import handles
 from penstock.kv.blocks.handles import Hold, RunPin
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotBook, SlotCounts
+from tests.pure.kv.kv_fakes import FakeLane, Heard
 
 KEYS = [bytes([i]) * 16 for i in range(8)]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from storage_rig import KEYS, LAYOUT, Rig, leased
 
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed, PenstockError
 from penstock.kv.tiers import saves
 from penstock.kv.tiers.host import HostTier
 from penstock.kv.tiers.saves import Save, Saves, TrafficCounts
 from penstock.kv.transfer import Mover, Transfer
+from tests.pure.kv.storage_rig import KEYS, LAYOUT, Rig, leased
 
 BOTH = (("device", "host"), ("host", "device"))
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stacked_rig import Stacked
-from storage_rig import BLOCK
 
 from penstock.contract import Adapter, Snapshot, SnapshotRequest
 from penstock.errors import (
@@ -31,6 +29,8 @@ from penstock.kv.snapshots import Snapshots
 from penstock.kv.tiers.manifest import snapshot_id, unpack
 from penstock.kv.tiers.store import Written
 from penstock.testing.stores import HandClock, MemoryStore
+from tests.pure.kv.stacked_rig import Stacked
+from tests.pure.kv.storage_rig import BLOCK
 
 NUM_HOST = 24  # of which snapshots may pin a half
 TALK = np.arange(100, 100 + 10 * BLOCK, dtype=np.uint32)

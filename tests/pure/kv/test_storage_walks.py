@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from storage_faults import FAULTS, Fault
-from storage_walks import choose, walk, walk_and_shorten
+
+from tests.pure.kv.storage_faults import FAULTS, Fault
+from tests.pure.kv.storage_walks import choose, walk, walk_and_shorten
 
 NUM_WALKS = 150
 WANTED = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cold_rig import KEYS, LIMITS, Make, make
+from tests.pure.kv.cold_rig import KEYS, LIMITS, Make, make
 
 __all__ = ["make"]
 

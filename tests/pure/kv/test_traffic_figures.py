@@ -6,13 +6,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from cold_rig import BLOCK_BYTES, KEYS, Make, make
-from storage_rig import KEYS as BLOCKS
-from storage_rig import Rig
 
 from penstock.figures import Histogram, Traffic
 from penstock.kv import transfer as mover
 from penstock.testing.stores import HandClock
+from tests.pure.kv.cold_rig import BLOCK_BYTES, KEYS, Make, make
+from tests.pure.kv.storage_rig import KEYS as BLOCKS
+from tests.pure.kv.storage_rig import Rig
 
 __all__ = ["make"]
 

@@ -7,12 +7,12 @@ import random
 from collections.abc import Callable
 
 import pytest
-import test_transfer_races as races
-import watched_transfers as watched
 
 from penstock.kv.blocks.pool import BlockPool
 from penstock.sanitizer.sanitizer import Sanitizer
 from penstock.testing.sequencer import Failure, Program, Sequencer, run_on
+from tests.pure.kv import test_transfer_races as races
+from tests.pure.kv import watched_transfers as watched
 
 SEEDS = 12  # random schedules of each program, besides the default one
 

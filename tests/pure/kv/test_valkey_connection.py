@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.remote import Node, valkey
 from penstock.kv.tiers.remote.valkey import Refusal, ValkeyConnection, command, command_with_value
-from support.servers import ServerMissing, make_certificate
+from tests.support.servers import ServerMissing, make_certificate
 
 NEVER = time.monotonic() + 1e5
 NODE = Node("store", 6379)

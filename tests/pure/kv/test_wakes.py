@@ -4,7 +4,8 @@ meantime."""
 from __future__ import annotations
 
 import pytest
-from stacked_rig import Stacked
+
+from tests.pure.kv.stacked_rig import Stacked
 
 
 @pytest.mark.parametrize("tier", ["ssd", "remote"])

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from eviction_models import MODELS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
-from test_eviction_machine import BLOCK_TOKENS, NUM_SLOTS, OrderMachine, picks
 
 from penstock.config import EVICTIONS
 from penstock.errors import PenstockError
 from penstock.kv.blocks import slots as slots_module
 from penstock.kv.blocks.eviction import PoolWant, WantedLast, make_order
+from tests.pure.kv.eviction_models import MODELS
+from tests.pure.kv.test_eviction_machine import BLOCK_TOKENS, NUM_SLOTS, OrderMachine, picks
 
 
 @dataclass

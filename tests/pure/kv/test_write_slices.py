@@ -4,9 +4,9 @@ slice that came to nothing."""
 from __future__ import annotations
 
 import pytest
-from stacked_rig import Stacked
 
 from penstock.kv.tiers import saves
+from tests.pure.kv.stacked_rig import Stacked
 
 
 def test_a_drain_ends_behind_the_last_slice_also_where_one_before_it_has_nothing_to_write(

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from stacked_rig import Stacked
 
 from penstock.kv.tiers import saves
 from penstock.kv.tiers.store import Outcome
+from tests.pure.kv.stacked_rig import Stacked
 
 SIX = 6
 

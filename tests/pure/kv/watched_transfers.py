@@ -7,14 +7,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from test_transfer_races import BLOCK, LAYERS
-from watched_world import LEASE_ENDS_S, WatchedWorld
-
 from penstock.contract import Match
 from penstock.engine.execution.arriving import Arriving
 from penstock.errors import TransferFailed
 from penstock.kv.tiers.saves import SavedLease
 from penstock.testing.sequencer import Sequencer
+from tests.pure.kv.test_transfer_races import BLOCK, LAYERS
+from tests.pure.kv.watched_world import LEASE_ENDS_S, WatchedWorld
 
 # -------------------------------------------------------------------------------------------------- demotions
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from test_transfer_races import BLOCK, LAYERS, SCOPE, World
-
 from penstock.contract import Access, Fence, Mode
 from penstock.engine.execution.arriving import Arriving
 from penstock.kv.cache import KvCache
@@ -17,6 +15,7 @@ from penstock.kv.tiers.loads import BlockLoad
 from penstock.kv.tiers.saves import SavedLease
 from penstock.kv.transfer import Copier, Layers, Mover, Slots, Transfer
 from penstock.testing.sequencer import SequencedFence
+from tests.pure.kv.test_transfer_races import BLOCK, LAYERS, SCOPE, World
 
 LEASE_ENDS_S = 2e9  # later than any lease's time
 

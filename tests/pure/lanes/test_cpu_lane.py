@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from lane_rules import Heard, LaneRules, Rig
 
 import penstock
 from penstock.contract import Access, Fence
@@ -21,6 +20,7 @@ from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
 from penstock.lanes.cpu import CpuFence, CpuLane, CpuTicket, _Item
 from penstock.lanes.lane import Lane, Op, Ticket
 from penstock.observe import LaneObserver
+from tests.pure.lanes.lane_rules import Heard, LaneRules, Rig
 
 Cell = list[int]
 

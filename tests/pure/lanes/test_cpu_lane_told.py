@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lane_rules import Heard
 
 from penstock.errors import DeadlineExceeded, LaneClosed
 from penstock.lanes import cpu as module
 from penstock.lanes.cpu import CpuLane
+from tests.pure.lanes.lane_rules import Heard
 
 
 class Timed(Heard):

@@ -23,7 +23,7 @@ from penstock.speculation.length import (
     StepCosts,
     choose,
 )
-from support.drafted_run import Kept, Prices, Run
+from tests.support.drafted_run import Kept, Prices, Run
 
 MAX_DRAFTS = 8
 FAR = 1e9  # room for anything

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.contract import Access, Mode
 from penstock.errors import DeadlineExceeded, InvariantBroken, LaneClosed
-from support.stepped import ByteArena, Cell, SteppedLanes, TagArena, TagCopier
+from tests.support.stepped import ByteArena, Cell, SteppedLanes, TagArena, TagCopier
 
 BOTH = (0, 2)
 

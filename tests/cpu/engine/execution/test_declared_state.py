@@ -18,8 +18,8 @@ from penstock.engine.engine import Engine
 from penstock.errors import InvariantBroken
 from penstock.sanitizer.report import Kind
 from penstock.sanitizer.sanitizer import Sanitizer
-from support.driving import generate, run_all, submit, tiny_config
-from support.switched import switched
+from tests.support.driving import generate, run_all, submit, tiny_config
+from tests.support.switched import switched
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.execution.batch import DraftedInputs
@@ -17,6 +16,7 @@ from penstock.engine.execution.sampler import NUM_FLOATS, Rows, Sampler, counts_
 from penstock.engine.execution.sampler import draw_keys as host_keys
 from penstock.engine.execution.staging import Uploads
 from penstock.lanes.cpu import CpuLane
+from tests.cpu.engine.execution.sampler_on_lane import OnLane
 
 # Four requests with 3, 1, 2 and 0 drafts. A draft behind a rejected one may be right: it is not kept.
 TOKENS = [7, 4, 5, 6, 7, 9, 7, 7, 8, 7]

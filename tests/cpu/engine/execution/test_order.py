@@ -16,7 +16,7 @@ from penstock.engine.execution.running_step import Outputs, RunningStep
 from penstock.engine.execution.staging import StagingRing
 from penstock.errors import InvariantBroken
 from penstock.lanes.cpu import CpuLane
-from support.driving import run_all, submit
+from tests.support.driving import run_all, submit
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

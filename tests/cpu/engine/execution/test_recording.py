@@ -18,9 +18,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.execution.replays import cuda_buckets
 from penstock.errors import InvariantBroken
 from penstock.testing.tiny_models import TINY_QWEN3
-from support.adapters import write_random_adapter
-from support.driving import Collected, generate, run_all, submit, tiny_config
-from support.recording import Recording, recorded, replay, through_a_file
+from tests.support.adapters import write_random_adapter
+from tests.support.driving import Collected, generate, run_all, submit, tiny_config
+from tests.support.recording import Recording, recorded, replay, through_a_file
 
 MakeEngine = Callable[..., Engine]
 Prompts = Callable[..., list[int]]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.execution.sampler import Rows, SamplePlan
+from tests.cpu.engine.execution.sampler_on_lane import OnLane
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_on_lane import OnLane
 
 from penstock.contract import Request, SamplingParams, Start
 from penstock.engine.execution.sampler import Rows, SampleOutput, gumbel_noise, packed_width, token_logprobs
 from penstock.errors import InvariantBroken
+from tests.cpu.engine.execution.sampler_on_lane import OnLane
 
 VOCAB = 12
 

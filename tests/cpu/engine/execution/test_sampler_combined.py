@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampler_on_lane import OnLane
 
 from penstock.contract import MAX_SEED, Request, SamplingParams, Start
 from penstock.engine.execution.sampler import Rows, draw_keys
+from tests.cpu.engine.execution.sampler_on_lane import OnLane
 
 VOCAB = 9
 LOGITS = torch.tensor([2.0, 1.6, 1.1, 0.6, 0.0, -0.5, -1.0, 3.0, -4.0])

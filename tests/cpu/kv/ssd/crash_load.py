@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from cpu.kv.ssd.ssd_rig import WAIT_S
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import WAIT_S
 
 KEPT = 16  # blocks of a generation
 LEAVE = 8  # blocks that fillers may write in a turn

@@ -19,8 +19,8 @@ import threading
 import time
 from pathlib import Path
 
-from cpu.kv.ssd.ssd_rig import open_at, read, those_in, write
 from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import open_at, read, those_in, write
 
 NUM_SLOTS = 60
 NUM_BLOCKS = 40  # fewer than slots: nothing is ever evicted, so all that was persisted must be there

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, payload_of
-from cpu.kv.ssd.ssd_rig import abandon, max_bytes_for
 from penstock.kv.tiers.ssd.directory import DiskIo
 from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
 from penstock.kv.tiers.store import Outcome, Space
+from tests.cpu.kv.ssd.crash_load import NUM_SLOTS, Found, Heard, Load, payload_of
+from tests.cpu.kv.ssd.ssd_rig import abandon, max_bytes_for
 
 BLOCK_BYTES = 120_000  # large enough to be cut in the middle
 SPACE = Space(b"k" * 32, BLOCK_BYTES)

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.kv.tiers.ssd.segments import Segments
+from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import (
     Crashed,
     CrashingDisk,
     QuickDisk,
@@ -25,9 +28,6 @@ from cpu.kv.ssd.ssd_rig import (
     those_in,
     write,
 )
-from penstock.kv.tiers.ssd.segments import Segments
-from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import Outcome
 
 DONE = Outcome.DONE
 NUM_SLOTS = 24
@@ -171,7 +171,7 @@ def test_the_bound_holds_after_any_crash(tmp_path: Path) -> None:
 
 def test_a_writer_that_is_killed_at_random_instants_loses_nothing_that_was_persisted(tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parents[3]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests.parent / "src")])}
     program = [
         sys.executable,
         str(Path(__file__).with_name("kill_rounds.py")),

@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES
+from penstock.kv.tiers.ssd.segments import slot_bytes
+from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.store import Envelope, Outcome
+from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
     bytes_of,
@@ -23,10 +27,6 @@ from cpu.kv.ssd.ssd_rig import (
     those_in,
     write,
 )
-from penstock.kv.tiers.ssd.directory import SECTOR_BYTES
-from penstock.kv.tiers.ssd.segments import slot_bytes
-from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import Envelope, Outcome
 
 DONE = Outcome.DONE
 NUM_BLOCKS = 40

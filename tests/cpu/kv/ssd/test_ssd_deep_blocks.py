@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import SPACE, bytes_of, key_of, open_at, read
 from penstock.kv.tiers.ssd.segments import SegmentHead, pack_slot, unpack_slot
 from penstock.kv.tiers.store import Outcome, pack
+from tests.cpu.kv.ssd.ssd_rig import SPACE, bytes_of, key_of, open_at, read
 
 DEPTHS = [0, 255, 2**16 - 1, 2**16, 2**24, 2**32 - 1]
 

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.ssd import segments as segments_module
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
+from penstock.kv.tiers.ssd.index import Claim, SlotIndex
+from penstock.kv.tiers.ssd.segments import Segments, slot_bytes
+from penstock.kv.tiers.ssd.survey import inspect, verify
+from penstock.kv.tiers.store import Outcome, Space
+from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
     WAIT_S,
@@ -27,13 +34,6 @@ from cpu.kv.ssd.ssd_rig import (
     until,
     write,
 )
-from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
-from penstock.kv.tiers.ssd.index import Claim, SlotIndex
-from penstock.kv.tiers.ssd.segments import Segments, slot_bytes
-from penstock.kv.tiers.ssd.survey import inspect, verify
-from penstock.kv.tiers.store import Outcome, Space
 
 DONE = Outcome.DONE
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import key_of
 from penstock.config import EVICTIONS
 from penstock.kv.blocks.eviction import make_order
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.blocks.slots import SlotCounts
 from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import key_of
 
 GENERATION = b"g" * 16
 

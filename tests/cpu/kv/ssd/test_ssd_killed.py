@@ -17,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.crash_load import (
+from penstock.kv.tiers.ssd.segments import Segments, slot_bytes, unpack_slot
+from penstock.kv.tiers.ssd.store import SlotIo, SsdStore, open_ssd
+from penstock.kv.tiers.store import Envelope, Outcome
+from tests.cpu.kv.ssd.crash_load import (
     NUM_SLOTS,
     Found,
     Heard,
@@ -27,7 +30,7 @@ from cpu.kv.ssd.crash_load import (
     read_checked,
     write_some,
 )
-from cpu.kv.ssd.ssd_rig import (
+from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
     Crashed,
@@ -37,9 +40,6 @@ from cpu.kv.ssd.ssd_rig import (
     max_bytes_for,
     open_at,
 )
-from penstock.kv.tiers.ssd.segments import Segments, slot_bytes, unpack_slot
-from penstock.kv.tiers.ssd.store import SlotIo, SsdStore, open_ssd
-from penstock.kv.tiers.store import Envelope, Outcome
 
 NUM_KILLS = int(os.environ.get("PENSTOCK_KILLS", "25"))  # of the process
 NUM_CRASHES = int(os.environ.get("PENSTOCK_CRASHES", "200"))  # of the machine, over all seeds
@@ -50,7 +50,7 @@ SEEDS = 4
 
 def _kill(path: Path, num_kills: int, fault: str = "") -> subprocess.CompletedProcess[str]:
     tests = Path(__file__).resolve().parents[3]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests.parent / "src")])}
     program = [
         sys.executable,
         str(Path(__file__).with_name("killed_writer.py")),

@@ -12,7 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.config import EVICTIONS
+from penstock.kv.tiers.ssd.segments import slot_bytes
+from penstock.kv.tiers.ssd.survey import inspect, verify
+from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     QuickDisk,
     abandon,
@@ -24,10 +28,6 @@ from cpu.kv.ssd.ssd_rig import (
     those_in,
     write,
 )
-from penstock.config import EVICTIONS
-from penstock.kv.tiers.ssd.segments import slot_bytes
-from penstock.kv.tiers.ssd.survey import inspect, verify
-from penstock.kv.tiers.store import Outcome
 
 DONE = Outcome.DONE
 NUMBERS = st.lists(st.integers(0, 50), min_size=1, max_size=8)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import WAIT_S, GatedDisk, abandon, open_at, read, segment_paths, those_in, write
 from penstock.errors import ConfigError, StoreFailed
 from penstock.kv.tiers.ssd.store import SsdStore
 from penstock.kv.tiers.store import Outcome, StoreUsage
+from tests.cpu.kv.ssd.ssd_rig import WAIT_S, GatedDisk, abandon, open_at, read, segment_paths, those_in, write
 
 DONE = Outcome.DONE
 

@@ -12,7 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.ssd.directory import DiskIo
+from penstock.kv.tiers.ssd.segments import Segments
+from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import (
     SPACE,
     WAIT_S,
     CrashingDisk,
@@ -26,11 +31,6 @@ from cpu.kv.ssd.ssd_rig import (
     until,
     write,
 )
-from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.ssd.directory import DiskIo
-from penstock.kv.tiers.ssd.segments import Segments
-from penstock.kv.tiers.ssd.store import open_ssd
-from penstock.kv.tiers.store import Outcome
 
 DONE = Outcome.DONE
 
@@ -171,7 +171,7 @@ def test_a_reset_that_could_not_be_synced_says_so_and_is_made_good_by_the_next_p
 
 _HOLDER = """
 import sys
-from cpu.kv.ssd.ssd_rig import open_at, write
+from tests.cpu.kv.ssd.ssd_rig import open_at, write
 from pathlib import Path
 store = open_at(Path(sys.argv[1]))
 write(store, *range(10))
@@ -182,7 +182,7 @@ sys.stdin.read()
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parents[3]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests.parent / "src")])}
     with subprocess.Popen(
         [sys.executable, "-c", _HOLDER, str(tmp_path)],
         stdin=subprocess.PIPE,

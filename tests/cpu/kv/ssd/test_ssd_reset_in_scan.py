@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import key_of
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.ssd.segments import SlotHead
 from penstock.kv.tiers.store import Envelope
+from tests.cpu.kv.ssd.ssd_rig import key_of
 
 OLD, NEW = b"o" * 16, b"n" * 16
 KEYS = [key_of(1), key_of(2)]

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.config import EVICTIONS
+from penstock.kv.tiers.ssd import segments as format_module
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
+from penstock.kv.tiers.ssd.segments import pack_slot, segment_bytes, slot_bytes, unpack_segment
+from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
+from penstock.kv.tiers.store import Outcome, Space, pack
+from tests.cpu.kv.ssd.ssd_rig import (
     SPACE,
     WAIT_S,
     FailingDisk,
@@ -26,12 +32,6 @@ from cpu.kv.ssd.ssd_rig import (
     until,
     write,
 )
-from penstock.config import EVICTIONS
-from penstock.kv.tiers.ssd import segments as format_module
-from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
-from penstock.kv.tiers.ssd.segments import pack_slot, segment_bytes, slot_bytes, unpack_segment
-from penstock.kv.tiers.ssd.store import SsdStore, open_ssd
-from penstock.kv.tiers.store import Outcome, Space, pack
 
 DONE = Outcome.DONE
 

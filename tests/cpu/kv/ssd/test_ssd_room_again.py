@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ssd_rig import FailingDisk, open_at, write
 
 from penstock.kv.tiers.ssd import segments
 from penstock.kv.tiers.store import Outcome
 from penstock.testing.stores import HandClock
+from tests.cpu.kv.ssd.ssd_rig import FailingDisk, open_at, write
 
 
 def test_a_disk_that_has_room_again_is_counted_on_as_before(

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import WAIT_S, key_of, open_at, read, segment_paths, write
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.ssd import index as index_module
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
 from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.ssd.segments import SlotHead
 from penstock.kv.tiers.store import Envelope, Outcome
+from tests.cpu.kv.ssd.ssd_rig import WAIT_S, key_of, open_at, read, segment_paths, write
 
 
 @pytest.mark.parametrize("step_ns", [0, 1, -1000])

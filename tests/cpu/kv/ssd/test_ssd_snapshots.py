@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ssd_rig import (
+
+from penstock.errors import StoreFailed
+from penstock.kv.blocks.key import prefix_keys, tenant_of
+from penstock.kv.tiers.manifest import Manifest, pack
+from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
+from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore, Written
+from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
     FailingDisk,
@@ -28,13 +35,6 @@ from ssd_rig import (
     those_in,
     write,
 )
-
-from penstock.errors import StoreFailed
-from penstock.kv.blocks.key import prefix_keys, tenant_of
-from penstock.kv.tiers.manifest import Manifest, pack
-from penstock.kv.tiers.ssd.directory import DiskIo, make_directory
-from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import ManifestStore, Outcome, PinningStore, Written
 
 NUM_SLOTS = 64
 TOKENS = np.arange(8 * 16, dtype=np.uint32)

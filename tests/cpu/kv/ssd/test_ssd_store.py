@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.config import EVICTIONS
+from penstock.kv.tiers.ssd import store as store_module
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo, is_aligned
+from penstock.kv.tiers.ssd.index import SlotIndex
+from penstock.kv.tiers.ssd.store import SsdStore
+from penstock.kv.tiers.store import BlockStore, Outcome, Space
+from tests.cpu.kv.ssd.ssd_rig import (
     WAIT_S,
     GatedDisk,
     bytes_of,
@@ -23,12 +29,6 @@ from cpu.kv.ssd.ssd_rig import (
     those_in,
     write,
 )
-from penstock.config import EVICTIONS
-from penstock.kv.tiers.ssd import store as store_module
-from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo, is_aligned
-from penstock.kv.tiers.ssd.index import SlotIndex
-from penstock.kv.tiers.ssd.store import SsdStore
-from penstock.kv.tiers.store import BlockStore, Outcome, Space
 
 DONE = Outcome.DONE
 

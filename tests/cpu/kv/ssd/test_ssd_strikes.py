@@ -8,12 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
-from ssd_rig import FailingDisk, open_at, read, segment_paths, write
 
 from penstock.errors import StoreFailed
 from penstock.kv.tiers.ssd.segments import FULL
 from penstock.kv.tiers.ssd.store import _GONE, _STRIKES, SsdStore
 from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import FailingDisk, open_at, read, segment_paths, write
 
 GOOD = 0  # a block that is always there
 

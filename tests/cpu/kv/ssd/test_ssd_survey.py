@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.directory import SECTOR_BYTES
 from penstock.kv.tiers.ssd.segments import SlotHead, pack_slot, slot_bytes, unpack_segment
 from penstock.kv.tiers.ssd.survey import SpaceSurvey, clear, inspect, verify
 from penstock.kv.tiers.store import Envelope, Outcome, Space, pack
+from tests.cpu.kv.ssd.ssd_rig import BLOCK_BYTES, SPACE, key_of, open_at, read, segment_paths, those_in, write
 
 WIDTH = slot_bytes(BLOCK_BYTES)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import QuickDisk, key_of, open_at, read, write
 from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import QuickDisk, key_of, open_at, read, write
 
 BLOCKS = range(120)
 

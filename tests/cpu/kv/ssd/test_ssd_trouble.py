@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import (
+from penstock.errors import ConfigError, StoreFailed
+from penstock.kv.tiers.ssd import segments as segments_module
+from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
+from penstock.kv.tiers.ssd.store import open_ssd
+from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import (
     BLOCK_BYTES,
     SPACE,
     WAIT_S,
@@ -25,11 +30,6 @@ from cpu.kv.ssd.ssd_rig import (
     those_in,
     write,
 )
-from penstock.errors import ConfigError, StoreFailed
-from penstock.kv.tiers.ssd import segments as segments_module
-from penstock.kv.tiers.ssd.directory import SECTOR_BYTES, DiskIo
-from penstock.kv.tiers.ssd.store import open_ssd
-from penstock.kv.tiers.store import Outcome
 
 DONE = Outcome.DONE
 

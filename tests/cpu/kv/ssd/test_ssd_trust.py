@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import open_at, read, segment_paths, write
 from penstock.errors import ConfigError
 from penstock.kv.tiers.ssd.directory import make_directory
 from penstock.kv.tiers.ssd.survey import clear, inspect, verify
 from penstock.kv.tiers.store import Outcome
+from tests.cpu.kv.ssd.ssd_rig import open_at, read, segment_paths, write
 
 DONE = Outcome.DONE
 STRANGER = 54321  # no user of any machine that this runs on

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from cpu.kv.ssd.ssd_rig import key_of
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.tiers.ssd.index import SlotIndex
 from penstock.kv.tiers.ssd.segments import SlotHead
 from penstock.kv.tiers.store import Envelope, Outcome
+from tests.cpu.kv.ssd.ssd_rig import key_of
 
 GENERATION = b"g" * 16
 KEY = key_of(1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scheduler_tiers import Cold, Tiers
-from scheduler_world import World
-
 from penstock.contract import KvSource, StepPlan
 from penstock.engine.scheduling.scheduler import Scheduler
+from tests.pure.engine.scheduling.scheduler_tiers import Cold, Tiers
+from tests.pure.engine.scheduling.scheduler_world import World
 
 A = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4]
 B = [6, 5, 4, 3, 2, 1, 6, 5, 4, 3, 2, 1, 6, 5, 4, 3]

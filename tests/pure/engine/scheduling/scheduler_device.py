@@ -34,7 +34,7 @@ from penstock.contract import (
     TokenScores,
 )
 from penstock.kv.blocks.key import Scope, prefix_keys
-from support.stepped import ByteArena, Cell, SteppedArena, SteppedLanes, TagArena
+from tests.support.stepped import ByteArena, Cell, SteppedArena, SteppedLanes, TagArena
 
 BLOCK = 4
 LAYERS = 6  # enough for a promotion to come in two groups

@@ -7,17 +7,16 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from scheduler_device import BLOCK, prompt_logprobs
-
 from penstock.contract import TOKEN_IN_FLIGHT, Chunk, Echo, FinishReason, Start, StepPlan, TokenEvent
 from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.line import is_pending, is_ready
 from penstock.engine.scheduling.track import State, Track
 from penstock.kv.tiers.loads import BlockLoad
+from tests.pure.engine.scheduling.scheduler_device import BLOCK, prompt_logprobs
 
 if TYPE_CHECKING:
-    from scheduler_world import Asked, World
+    from tests.pure.engine.scheduling.scheduler_world import Asked, World
 
 
 def check_turn(world: World, request_id: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from scheduler_device import BLOCK, LAYERS, Device
 
 from penstock.engine.scheduling import line
 from penstock.kv.blocks.pool import BlockPool
@@ -21,7 +20,8 @@ from penstock.kv.tiers.policy import TierLimits
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer import Mover
 from penstock.testing.stores import HandClock, MemoryStore
-from support.stepped import ByteArena, SteppedArena, SteppedLane, TagCopier
+from tests.pure.engine.scheduling.scheduler_device import BLOCK, LAYERS, Device
+from tests.support.stepped import ByteArena, SteppedArena, SteppedLane, TagCopier
 
 LEASE_S = 100.0
 LAYOUT = BlockLayout(num_layers=LAYERS, num_kv_heads=1, head_dim=1, block_tokens=BLOCK, dtype="float32")

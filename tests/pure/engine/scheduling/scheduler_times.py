@@ -6,13 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from scheduler_device import BLOCK
-
 from penstock.contract import Chunk, StepPlan
 from penstock.engine.scheduling.budget import PrefillTimes, blocks_for
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
 
 if TYPE_CHECKING:
-    from scheduler_world import World
+    from tests.pure.engine.scheduling.scheduler_world import World
 
 
 @dataclass

@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scheduler_device import BLOCK
-from scheduler_tiers import Cold
-from scheduler_times import UNTIMED, Timed
-from scheduler_world import World
-
-from event_walks import Event, choose_events, told_shortly
 from penstock.contract import Match, Prefix
-from support.guesses import guessed
+from tests.event_walks import Event, choose_events, told_shortly
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_times import UNTIMED, Timed
+from tests.pure.engine.scheduling.scheduler_world import World
+from tests.support.guesses import guessed
 
 STEMS = [
     [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 1, 2, 3],

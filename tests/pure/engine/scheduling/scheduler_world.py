@@ -12,11 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler_device import BLOCK, EOS, SCOPE, Device, generate
-from scheduler_rules import check_ahead, check_event, check_plan, check_turn, check_wants
-from scheduler_tiers import Cold, Tiers
-from scheduler_times import UNTIMED, Timed, check_time
-
 from penstock.contract import (
     Fence,
     FinishReason,
@@ -39,6 +34,16 @@ from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.loads import BlockLoad, Copy, Fetch
+from tests.pure.engine.scheduling.scheduler_device import BLOCK, EOS, SCOPE, Device, generate
+from tests.pure.engine.scheduling.scheduler_rules import (
+    check_ahead,
+    check_event,
+    check_plan,
+    check_turn,
+    check_wants,
+)
+from tests.pure.engine.scheduling.scheduler_tiers import Cold, Tiers
+from tests.pure.engine.scheduling.scheduler_times import UNTIMED, Timed, check_time
 
 
 class StepFence:

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
-from scheduler_device import BLOCK
-from scheduler_tiers import Cold
-from scheduler_world import StepFence, World
 
 from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling.budget import Room
@@ -18,6 +14,10 @@ from penstock.engine.scheduling.track import State, Track
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
 from penstock.kv.tiers.host import HostLease
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, remembered, shape, tiers_of
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import StepFence, World
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[Any, ...]]:

@@ -8,13 +8,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from scheduler_cases import A, B, C, planned, tiers_of
-from scheduler_tiers import Cold
-from scheduler_world import World
 
 from penstock.engine.scheduling import conversations
 from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.scheduler import Scheduler
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, tiers_of
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World
 
 BOUND_S = 20.0
 

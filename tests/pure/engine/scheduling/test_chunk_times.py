@@ -9,16 +9,16 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_cases import A, B, C, planned, remembered, shape
-from scheduler_device import BLOCK
-from scheduler_tiers import land_in_parts
-from scheduler_times import Ticks, Timed
-from scheduler_walks import choose, walk
-from scheduler_world import World
 
-from event_walks import told_shortly
 from penstock.engine.scheduling.budget import Budget, PrefillTimes, Room
 from penstock.kv.tiers.policy import PrefillRate
+from tests.event_walks import told_shortly
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, remembered, shape
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
+from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
+from tests.pure.engine.scheduling.scheduler_times import Ticks, Timed
+from tests.pure.engine.scheduling.scheduler_walks import choose, walk
+from tests.pure.engine.scheduling.scheduler_world import World
 
 NUM_WALKS = 100
 H200 = (13.7e-6, 0.95e-9)  # seconds per token, and more for each token before it: Qwen3-4B

@@ -4,12 +4,12 @@ a prompt is said to have come from."""
 from __future__ import annotations
 
 import pytest
-from scheduler_cases import A, B, planned, shape, source_of, tiers_of
-from scheduler_tiers import Cold, land_in_parts
-from scheduler_world import World
 
 from penstock.contract import KvSource
 from penstock.kv.tiers.loads import BlockLoad
+from tests.pure.engine.scheduling.scheduler_cases import A, B, planned, shape, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
+from tests.pure.engine.scheduling.scheduler_world import World
 
 
 @pytest.fixture(autouse=True)

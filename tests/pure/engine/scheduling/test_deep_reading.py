@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from scheduler_cases import shape, source_of, tiers_of
-from scheduler_device import BLOCK
-from scheduler_tiers import Cold, land_in_parts
-from scheduler_world import World
-from test_prefetching import reads_of
 
 from penstock.contract import KvSource
 from penstock.engine.scheduling.track import State, Track
 from penstock.errors import TransferFailed
 from penstock.kv.tiers import loads as loads_module
+from tests.pure.engine.scheduling.scheduler_cases import shape, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
+from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
+from tests.pure.engine.scheduling.scheduler_world import World
+from tests.pure.engine.scheduling.test_prefetching import reads_of
 
 LONG = [at * at % 5 + at // 7 % 2 for at in range(72)]
 NUM_BLOCKS = len(LONG) // BLOCK

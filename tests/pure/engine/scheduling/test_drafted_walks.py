@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from scheduler_tiers import Cold
-from scheduler_world import World as DeepWorld
 
 from penstock.contract import (
     TOKEN_IN_FLIGHT,
@@ -37,7 +35,9 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
-from support.guesses import guessed
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World as DeepWorld
+from tests.support.guesses import guessed
 
 BLOCK, STOP = 4, 999
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")

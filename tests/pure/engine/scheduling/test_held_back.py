@@ -4,12 +4,12 @@ where the KV of the next one is."""
 from __future__ import annotations
 
 import pytest
-from scheduler_cases import A, B, C, planned, tiers_of
-from scheduler_tiers import Cold
-from scheduler_world import World
 
 from penstock.contract import FinishReason
 from penstock.engine.scheduling import conversations
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, tiers_of
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World
 
 BOUND_S = 20.0
 

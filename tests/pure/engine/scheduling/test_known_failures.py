@@ -6,13 +6,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import tier_faults as faults
-from scheduler_cases import A, B, C, planned, remembered, shape, source_of, tiers_of, turn_without
-from scheduler_tiers import Cold
-from scheduler_world import World
 
 from penstock.contract import FinishReason, KvSource, Mode
 from penstock.errors import PenstockError
+from tests.pure.engine.scheduling import tier_faults as faults
+from tests.pure.engine.scheduling.scheduler_cases import (
+    A,
+    B,
+    C,
+    planned,
+    remembered,
+    shape,
+    source_of,
+    tiers_of,
+    turn_without,
+)
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World
 
 LONG = 9  # tokens to generate: two more blocks than the prompt's
 

@@ -4,11 +4,11 @@ other."""
 from __future__ import annotations
 
 import pytest
-from scheduler_cases import A, remembered, source_of, tiers_of
-from scheduler_tiers import Cold
-from scheduler_world import World
 
 from penstock.contract import KvSource
+from tests.pure.engine.scheduling.scheduler_cases import A, remembered, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World
 
 
 @pytest.mark.parametrize("lands", [True, False])

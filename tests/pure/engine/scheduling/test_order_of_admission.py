@@ -8,10 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
-from scheduler_device import BLOCK
-from scheduler_tiers import Cold
-from scheduler_world import World
 
 from penstock.contract import Match
 from penstock.engine.scheduling import conversations
@@ -19,6 +15,10 @@ from penstock.engine.scheduling import scheduler as scheduler_module
 from penstock.engine.scheduling.running import Running
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.track import Track
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World
 
 BOUND_S = 20.0
 

@@ -7,14 +7,14 @@ import random
 from collections import Counter
 
 import pytest
-from scheduler_cases import A, B, C
-from scheduler_device import BLOCK
-from scheduler_tiers import Cold
-from scheduler_world import World
 
 from penstock.engine.scheduling.budget import blocks_for
 from penstock.engine.scheduling.track import State
-from support.guesses import Guess
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World
+from tests.support.guesses import Guess
 
 NUM_SLOTS = 16
 HOSTS = {"host memory": 64, "little host memory": 3, "no host memory": 0}

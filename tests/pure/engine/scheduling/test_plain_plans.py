@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scheduler_tiers import land_in_parts
-from scheduler_walks import Walker, choose
-from scheduler_world import World
 
 from penstock.contract import (
     Adapter,
@@ -40,6 +37,9 @@ from penstock.contract import (
     Waits,
 )
 from penstock.errors import InvariantBroken, TransferFailed
+from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
+from tests.pure.engine.scheduling.scheduler_walks import Walker, choose
+from tests.pure.engine.scheduling.scheduler_world import World
 
 NUM_WALKS = 30
 PLAIN = (type(None), bool, int, float, str)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scheduler_cases import planned, remembered, tiers_of
 
 from penstock.contract import Request, Sampled, SamplingParams, StepPlan, StepResult
 from penstock.engine.scheduling import scheduler as scheduler_module
@@ -18,6 +17,7 @@ from penstock.kv.blocks.key import Scope
 from penstock.kv.blocks.pool import BlockPool
 from penstock.kv.cache import KvCache
 from penstock.kv.table import BlockTable
+from tests.pure.engine.scheduling.scheduler_cases import planned, remembered, tiers_of
 
 BLOCK = 4
 SCOPE = Scope(weights=b"w", kv_dtype="float32", layout=b"l", block_tokens=BLOCK, position_scheme="rope")

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from scheduler_cases import A, B, planned, shape, source_of, tiers_of
-from scheduler_tiers import Cold, land_in_parts
-from scheduler_world import World
-from test_cold_loading import forgotten, run_lane
 
 from penstock.contract import KvSource
 from penstock.engine.scheduling import line
 from penstock.engine.scheduling.track import Track
 from penstock.kv.tiers.loads import BlockLoad, Fetch
+from tests.pure.engine.scheduling.scheduler_cases import A, B, planned, shape, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
+from tests.pure.engine.scheduling.scheduler_world import World
+from tests.pure.engine.scheduling.test_cold_loading import forgotten, run_lane
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,25 @@ cancelled."""
 from __future__ import annotations
 
 import pytest
-from scheduler_cases import A, B, C, planned, remembered, shape, source_of, tiers_of
-from scheduler_device import BLOCK
-from scheduler_tiers import Cold, land_in_parts
-from scheduler_world import World
 
 from penstock.contract import FinishReason, KvSource
 from penstock.engine.scheduling import line
 from penstock.engine.scheduling.track import Track
 from penstock.kv.cache import KvCache
 from penstock.kv.tiers.loads import BlockLoad
+from tests.pure.engine.scheduling.scheduler_cases import (
+    A,
+    B,
+    C,
+    planned,
+    remembered,
+    shape,
+    source_of,
+    tiers_of,
+)
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
+from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
+from tests.pure.engine.scheduling.scheduler_world import World
 
 
 @pytest.fixture(autouse=True)

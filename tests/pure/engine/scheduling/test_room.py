@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
-from scheduler_tiers import Cold, land_in_parts
-from scheduler_walks import STEMS
-from scheduler_world import World
 
 from penstock.contract import Match, Request, SamplingParams
 from penstock.engine.scheduling import running as running_module
 from penstock.engine.scheduling import scheduler as scheduler_module
+from tests.pure.engine.scheduling.scheduler_cases import A, B, C, planned, shape, source_of, tiers_of
+from tests.pure.engine.scheduling.scheduler_tiers import Cold, land_in_parts
+from tests.pure.engine.scheduling.scheduler_walks import STEMS
+from tests.pure.engine.scheduling.scheduler_world import World
 
 D = [3, 1, 3, 1, 2, 2, 2, 2, 4, 4, 4, 4, 1, 1, 1, 1]
 

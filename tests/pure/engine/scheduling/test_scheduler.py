@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import scheduler_faults as faults
-from scheduler_cases import A, B, Make, planned, shape
-from scheduler_world import World
 
 from penstock.contract import TOKEN_IN_FLIGHT, FinishReason, Request, Sampled, SamplingParams, StepResult
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import InvariantBroken
+from tests.pure.engine.scheduling import scheduler_faults as faults
+from tests.pure.engine.scheduling.scheduler_cases import A, B, Make, planned, shape
+from tests.pure.engine.scheduling.scheduler_world import World
 
 
 @pytest.fixture

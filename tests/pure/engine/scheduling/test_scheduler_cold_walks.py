@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from cold_faults import WALKED, Fault
-from scheduler_tiers import land_in_parts
-from scheduler_walks import choose, walk, walk_and_shorten
+
+from tests.pure.engine.scheduling.cold_faults import WALKED, Fault
+from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
+from tests.pure.engine.scheduling.scheduler_walks import choose, walk, walk_and_shorten
 
 NUM_WALKS = 120
 RARE = (654,)  # walks that meet what few others do: a part of a load that fails while a later one lands

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from scheduler_tiers import land_in_parts
-from scheduler_walks import walk_and_shorten
+
+from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
+from tests.pure.engine.scheduling.scheduler_walks import walk_and_shorten
 
 NUM_WALKS = 80
 WANTED = (

@@ -17,12 +17,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_device import BLOCK, EOS
-from scheduler_faults import FAULTS
-from scheduler_world import World
 
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.errors import InvariantBroken
+from tests.pure.engine.scheduling.scheduler_device import BLOCK, EOS
+from tests.pure.engine.scheduling.scheduler_faults import FAULTS
+from tests.pure.engine.scheduling.scheduler_world import World
 
 # The first two share two blocks and part inside the third.
 STEMS = [

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from scheduler_tiers import land_in_parts
-from scheduler_walks import choose, walk, walk_and_shorten
-from tier_faults import WALKED, Fault, ends_requests_whose_load_failed
+
+from tests.pure.engine.scheduling.scheduler_tiers import land_in_parts
+from tests.pure.engine.scheduling.scheduler_walks import choose, walk, walk_and_shorten
+from tests.pure.engine.scheduling.tier_faults import WALKED, Fault, ends_requests_whose_load_failed
 
 NUM_WALKS = 150
 WANTED = (

@@ -3,9 +3,9 @@ oldest first."""
 
 from __future__ import annotations
 
-from scheduler_cases import A, B, planned, shape
-from scheduler_tiers import Cold
-from scheduler_world import World
+from tests.pure.engine.scheduling.scheduler_cases import A, B, planned, shape
+from tests.pure.engine.scheduling.scheduler_tiers import Cold
+from tests.pure.engine.scheduling.scheduler_world import World
 
 LONG = [1, 2, 3, 4, 5, 6] * 8  # six steps of eight tokens
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scheduler_device import BLOCK
 
 from penstock.contract import Request, StepResult
 from penstock.engine.scheduling import scheduler as scheduler_module
@@ -25,6 +24,7 @@ from penstock.kv.tiers.host import HostLease, HostTier, Taken
 from penstock.kv.tiers.loads import BlockLoad, Copy, Loads, Reads
 from penstock.kv.tiers.saves import Saves
 from penstock.kv.transfer import Mover
+from tests.pure.engine.scheduling.scheduler_device import BLOCK
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch], None]

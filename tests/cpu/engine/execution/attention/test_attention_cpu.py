@@ -26,8 +26,8 @@ from penstock.engine.execution.attention.cpu import (
 from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
-from support.mutation import mutated
-from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step
+from tests.support.mutation import mutated
+from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step
 
 Backend = type[CpuAttention]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.engine.execution.attention import reference
 from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.errors import InvariantBroken
-from support.mutation import mutated
-from support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table
+from tests.support.mutation import mutated
+from tests.support.ragged import RaggedStep, Span, leave_out, outputs, ragged_config, ragged_step, rope_table
 
 SPANS = (Span(37, 1), Span(0, 1), Span(31, 1, writes=False), Span(0, 19), Span(16, 16), Span(5, 30))
 

@@ -15,7 +15,7 @@ from penstock.engine.execution.attention.reference import ReferenceAttention
 from penstock.engine.execution.batch import StepInputs
 from penstock.errors import InvariantBroken
 from penstock.models.model import ModelConfig
-from support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
+from tests.support.ragged import RaggedStep, Span, outputs, ragged_config, ragged_step
 
 SPANS = (
     Span(37, 1),
